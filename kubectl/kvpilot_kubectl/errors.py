@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from kvpilot_kernels.untrusted import lines
+
 DONE, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 class ToolError(Exception):
-    """What was asked for is not there, or is refused; the message says what to do."""
+    """What was asked for is not there, or is refused; the message says what to do, and may quote others."""
 
     code = REFUSED
+
+    def __str__(self) -> str:
+        return lines(super().__str__())
 
 
 class UsageError(ToolError):

@@ -1,20 +1,20 @@
 """Reading JSON that anybody may have written: an older or a newer operator, a script, nobody yet.
 
-What is not there, or is of another type, reads as None or as empty, never as an error. Text has no control characters:
-messages quote engines, and a terminal obeys what it is sent.
+What is not there, or is of another type, reads as None or as empty, never as an error. Text is printable: messages
+quote engines, and a terminal obeys what it is sent.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from kvpilot_kernels.untrusted import shown
+
 Json = Any
 """A value as a JSON decoder returns it."""
 
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
 _INT64 = 1 << 63
 
 
@@ -28,12 +28,9 @@ def at(value: Json, *path: str) -> Json:
 
 
 def text(value: Json, *path: str) -> str:
-    """The text there, on one line; empty where there is none."""
+    """Return the text there, as people may read it; empty where there is none."""
     found = at(value, *path)
-    if not isinstance(found, str):
-        return ""
-    # What JSON may hold and UTF-8 may not: half a surrogate pair.
-    return _CONTROLS.sub(" ", found).encode("utf-8", "replace").decode()
+    return shown(found) if isinstance(found, str) else ""
 
 
 def whole(value: Json, *path: str) -> int | None:

@@ -95,6 +95,12 @@ CHECK = InputLimits(
     "a check of a replica", 640 * _KIB, 2 * _MIB, quick=8, slow=8, share=1, quick_seconds=1.0, patience_seconds=5.0
 )
 
+# Who reads /metrics is asked of the API server, in two requests. Each address has its share, so one that tries tokens
+# leaves the others theirs; a request takes 15 s at most.
+TOKEN_REVIEW = InputLimits(
+    "a review of a token", 0, 0, quick=4, slow=0, share=2, quick_seconds=60.0, patience_seconds=60.0
+)
+
 # Reconciles and captures read ConfigMaps each by themselves.
 INPUTS = (METRICS, CONFIG_MAP, CONFIG_MAP, CANARY_PROBE, CHECK)
 

@@ -25,11 +25,16 @@ from __future__ import annotations
 import traceback
 from pathlib import PurePath
 
+from kvpilot_kernels import untrusted
+
 _PACKAGE = "kvpilot_operator"
 
 
 class KvpilotError(Exception):
-    """Base of all errors that the operator raises on purpose."""
+    """Base of all errors that the operator raises on purpose. Their words may quote others."""
+
+    def __str__(self) -> str:
+        return untrusted.lines(super().__str__())
 
 
 class ClusterError(KvpilotError):
@@ -39,7 +44,7 @@ class ClusterError(KvpilotError):
         super().__init__(f"{method} {path}: HTTP {status}: {message}")
         self.request = f"{method} {path}"
         self.status = status
-        self.message = message
+        self.message = untrusted.lines(message)
 
     @property
     def away(self) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from kvpilot_kernels.untrusted import shown
+
 Reason = Literal[
     "ModelNotFound", "ModelUnsupported", "DtypeUnsupported", "DoesNotFit", "BadArguments", "VolumeFull",
     "VolumeNotWritable", "HubUnreachable",
@@ -29,9 +31,12 @@ class UnsupportedModelError(EngineRefusedError):
 
 
 class PreflightError(EngineRefusedError):
-    """What `kvpilot-serve` or `kvpilot-prefetch` was asked for cannot work. Attributes: `reason`, `message`."""
+    """What `kvpilot-serve` or `kvpilot-prefetch` was asked for cannot work. Attributes: `reason`, `message`.
+
+    The message may quote the hub, a file or an address: it is printable and has no credentials.
+    """
 
     def __init__(self, reason: Reason, message: str) -> None:
         self.reason: Reason = reason
-        self.message = message
-        super().__init__(message)
+        self.message = shown(message)
+        super().__init__(self.message)

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from kvpilot_kernels.untrusted import lines
 from kvpilot_runtime import listening
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import hub
@@ -183,7 +184,7 @@ def _explained(error: Exception) -> PreflightError:
         return _full(str(error))
     if number in _READ_ONLY:
         return PreflightError("VolumeNotWritable", f"{error}: the claim's files must be writable for the pod's user or group; set fsGroup in spec.engine.podTemplate.spec.securityContext, or the owner where the volume is made")  # fmt: skip  # noqa: E501
-    words = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+    words = lines(f"{type(error).__name__}: {error}").partition("\n")[0][:300]
     return PreflightError("HubUnreachable", f"{words}; it is tried again. Let pods reach the hub, or name a mirror or proxy in spec.engine.env (HF_ENDPOINT, HTTPS_PROXY)")  # fmt: skip  # noqa: E501
 
 

@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from kvpilot_kernels import arguments as vllm
 from kvpilot_kernels import formats
+from kvpilot_kernels.untrusted import shown
 from kvpilot_runtime import compiled, listening
 from kvpilot_runtime.config import offload, options, retention
 from kvpilot_runtime.errors import PreflightError
@@ -208,7 +209,7 @@ def _become_vllm(arguments: list[str], environment: dict[str, str]) -> NoReturn:
 
 
 def _say(kind: str, reason: str, message: str) -> None:
-    print(json.dumps({"kvpilot": kind, "reason": reason, "message": message}), file=sys.stderr, flush=True)
+    print(json.dumps({"kvpilot": kind, "reason": reason, "message": shown(message)}), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

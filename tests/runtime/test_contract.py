@@ -9,17 +9,20 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from pydantic import ValidationError
+from vllm.config import cache
 from vllm.config.cache import CacheConfig
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from kvpilot_demo.models import tiny_llama
+from kvpilot_kernels import dtypes
 from kvpilot_localcluster.engines.real import engine
+from kvpilot_operator.observe.page_values import VLLM_DTYPES
 from kvpilot_runtime import plugin
 from kvpilot_runtime.engine import compat, contract, hooks
 from kvpilot_runtime.engine.vllm_parts import PARTS, Broken, Feature, Part, unlike
@@ -275,3 +278,7 @@ def test_an_engine_whose_pages_come_back_wrong_is_refused_by_name(engines: dict[
     assert raised, log[-3000:]
     words = (AHEAD, "'k4v4'", "attention.Attention is not what was stored", "off by", "--kv-cache-dtype auto")
     assert all(word in raised[-1] for word in words), raised[-1]
+
+
+def test_the_operator_knows_every_dtype_that_vllm_may_report() -> None:
+    assert set(get_args(cache.CacheDType)) <= {*dtypes.names(), *VLLM_DTYPES}

@@ -18,7 +18,7 @@ class Server:
     """Answers every request by `answer`.
 
     Attributes:
-        cluster: a client of it.
+        url, cluster: its address, and a client of it.
         asked: the requests.
         told, wrote: what the client told of requests, and of writes.
     """
@@ -49,7 +49,7 @@ class Server:
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         configuration = Configuration()
-        configuration.host = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
+        self.url = configuration.host = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
         self.cluster = Cluster(
             ApiClient(configuration),
             on_request=lambda method, kind, status, seconds: self.told.append((method, kind, status)),

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
-from kvpilot_operator.act.perform import REAPPLY_SECONDS, Actor
+from kvpilot_operator.act.perform import FIGURES_SECONDS, REAPPLY_SECONDS, Actor
 from kvpilot_operator.errors import Conflict
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.names import HTTP_ROUTE_API, REVISION_LABEL
 from kvpilot_operator.render.objects import disruption_budget, route_rules, service, workload
-from kvpilot_operator.state.decision import Decision, Objects
+from kvpilot_operator.state.decision import Decision, Event, Objects
+from kvpilot_operator.state.enums import ConditionType
 from kvpilot_operator.state.objects import DeploymentView, ObjectView, RouteView
-from support.services import KEY, manifest, snapshot, spec_of
+from kvpilot_operator.state.status import Condition, KVCache, Objective, Status
+from support.services import KEY, NOW, manifest, snapshot, spec_of
 
 OBJ = manifest()
 OLD, NEW = pod_template(KEY.name, spec_of(OBJ), "auto"), pod_template(KEY.name, spec_of(OBJ), "k4v4")
@@ -90,6 +93,72 @@ async def test_only_the_rules_of_a_users_route_are_written_and_only_as_they_were
     with pytest.raises(Conflict):
         await performed(objects, recorder=changed)
     assert changed.writes == []
+
+
+def figures(number: int, *, status: str = "True") -> Status:
+    """A status as an engine makes it that reports something else at every scrape."""
+    said = f"KV capacity {number} tokens"
+    kinds = (ConditionType.METRICS_AVAILABLE, ConditionType.MEMORY_PRESSURED, ConditionType.CALIBRATION_CONSISTENT)
+    return Status(
+        kv_cache=KVCache(observed_dtype=f"d{number}", capacity_tokens=number, usage_percent=number % 100),
+        adapters=(f"a{number}",),
+        objectives=(
+            Objective(metric="TTFT", percentile=95, milliseconds=9, state="Held", observed_milliseconds=number),
+        ),
+        conditions=tuple(
+            Condition(
+                type=kind, status=status, reason="R", message=said, last_transition_time=NOW, observed_generation=1
+            )
+            for kind in kinds
+        ),
+    )
+
+
+class Written:
+    """An actor, its clock and the status that it has written."""
+
+    def __init__(self) -> None:
+        self.now, self.recorder = 0.0, Recorder()
+        self.actor = Actor(self.recorder, lambda: self.now)
+        self.s = replace(observed(), status=figures(0))
+
+    async def perform(self, status: Status, *events: Event) -> None:
+        before = len(self.written)
+        await self.actor.perform(self.s, Decision(status, events=events))
+        if len(self.written) > before:
+            self.s = replace(self.s, status=status)
+
+    @property
+    def written(self) -> list[tuple[str, ...]]:
+        return [one for one in self.recorder.writes if one[1] == "QuantizedLLMService"]
+
+    @property
+    def posted(self) -> list[tuple[str, ...]]:
+        return [one for one in self.recorder.writes if one[1] == "Event"]
+
+
+async def test_figures_that_differ_at_every_scrape_are_written_twice_a_minute():
+    one = Written()
+    for second in range(60):
+        one.now = float(second)
+        await one.perform(figures(second + 1), Event("Warning", "Said", f"figure {second}"))
+    assert len(one.written) == len(one.posted) == 2
+    one.now = 2 * FIGURES_SECONDS
+    await one.perform(figures(100))
+    assert one.s.status == figures(100)
+
+
+async def test_a_decision_is_written_at_once_with_the_figures_of_its_moment():
+    one = Written()
+    await one.perform(figures(1))
+    await one.perform(figures(2))
+    assert one.s.status == figures(1)
+    await one.perform(figures(3, status="False"), Event("Warning", "Pressured", "so"))
+    assert one.s.status == figures(3, status="False")
+    assert len(one.posted) == 1
+    unknown = msgspec.structs.replace(one.s.status, kv_cache=KVCache())
+    await one.perform(unknown)
+    assert one.s.status == unknown
 
 
 async def test_what_must_not_be_there_is_deleted_once():

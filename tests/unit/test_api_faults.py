@@ -26,6 +26,7 @@ json_values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionar
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
 def test_a_wrong_manifest_is_faulted_at_its_field_with_a_remedy(bad: Bad) -> None:
+    assert "PASSWORD" not in str(faults(bad.manifest))
     found = faults(bad.manifest)
     assert [fault.field for fault in found] == [bad.field]
     assert bad.word in found[0].message
@@ -144,6 +145,18 @@ def test_what_is_asked_of_an_address_is_not_repeated(
 def test_the_signature_of_an_address_without_a_scheme_is_not_repeated(field: tuple[str, str], secret: str) -> None:
     for fault in faults(of(*field, f"b.s3.example.org/x?X-Amz-Signature={secret}")):
         assert secret not in fault.message
+
+
+@settings(max_examples=20)
+@given(
+    st.sampled_from(FIELDS),
+    st.sampled_from(["https", "hf", "oci", "pvc", "file", "s3"]),
+    st.from_regex("[A-Z]{12}", fullmatch=True),
+)
+def test_a_password_in_an_address_is_not_repeated(field: tuple[str, str], scheme: str, secret: str) -> None:
+    found = faults(of(*field, f"{scheme}://user:{secret}@b.example.org/x y"))
+    assert found
+    assert not any(secret in fault.message for fault in found)
 
 
 @given(st.sampled_from([one for one in FIELDS if one != ("engine", "image")]), WORDS, WORDS)

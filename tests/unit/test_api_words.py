@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from kvpilot_operator.api.schema import root_schema
-from kvpilot_operator.decide.remedies import TABLE
+from kvpilot_operator.control.known_reasons import ENGINE, KNOWN
 from kvpilot_operator.state.enums import (
     Action,
     ConditionType,
@@ -23,7 +23,7 @@ from kvpilot_operator.state.enums import (
     Verdict,
     WorkloadKind,
 )
-from kvpilot_operator.state.questions import Question
+from kvpilot_runtime import errors
 from support.service_states import STATES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -99,9 +99,10 @@ def test_the_docs_have_every_condition_and_every_reason_and_no_other() -> None:
     assert named - {*Reason, *WorkloadKind, *ObjectiveState, ConditionType.RECONCILING, ConditionType.STALLED} == made
 
 
-def test_a_condition_has_one_of_these_reasons_unless_an_engine_or_its_kubelet_has_a_word_for_it() -> None:
+def test_a_condition_has_a_reason_that_may_be_a_label() -> None:
     told = {one["reason"] for made in STATES.values() for one in made().get("status", {}).get("conditions", ())}
-    known = {*Reason, *WorkloadKind, *ObjectiveState, *Outcome, *Stage, *ConditionType, *(row.reason for row in TABLE)}
-    known |= {f"Canary{stage}" for stage in Stage} | {f"{question}Unanswered" for question in Question}
-    known |= {f"Probe{verdict}" for verdict in Verdict}
-    assert told - known == {"DoesNotFit", "CrashLoopBackOff"}
+    assert told - KNOWN == set()
+
+
+def test_every_reason_for_which_an_engine_refuses_to_start_is_known() -> None:
+    assert set(get_args(errors.Reason)) == set(ENGINE)

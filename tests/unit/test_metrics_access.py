@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import pytest
+from prometheus_client import CollectorRegistry
 
-from kvpilot_operator.control.http import KEPT_SECONDS, MAX_ASKED_AT_ONCE, MAX_KEPT, MetricsAccess
+from kvpilot_operator.budget import TOKEN_REVIEW
+from kvpilot_operator.control.http import KEPT_SECONDS, MAX_KEPT, MAX_OF_A_PEER, MetricsAccess, serve_http
 from kvpilot_operator.errors import ClusterError
 
 
@@ -22,7 +28,8 @@ class FakeCluster:
 
     async def review(self, _version: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
         self.asked.append(kind)
-        await self.answers.wait()
+        if not (spec.get("token") or spec["user"]).startswith("good-at-once"):
+            await self.answers.wait()
         if self.away:
             raise ClusterError("POST", "/tokenreviews", 0, "no answer")
         if kind == "TokenReview":
@@ -46,8 +53,8 @@ def access(cluster: FakeCluster) -> MetricsAccess:
 access_time = [0.0]
 
 
-async def status(access: MetricsAccess, header: str) -> int:
-    return (await access.verdict(header)).status
+async def status(access: MetricsAccess, header: str, peer: str = "10.0.0.1") -> int:
+    return (await access.verdict(header, peer)).status
 
 
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer  ", "Basic Z29vZA==", "good", "Bearerx good"])
@@ -90,16 +97,76 @@ async def test_tokens_without_the_right_take_no_place_and_ask_for_few_reviews_at
     asked = len(cluster.asked)
     cluster.answers.clear()
     flood = [asyncio.create_task(status(access, f"Bearer worse-{number}")) for number in range(50)]
-    await asyncio.sleep(0)
-    assert len(cluster.asked) - asked == MAX_ASKED_AT_ONCE
+    await turns()
+    assert len(cluster.asked) - asked == TOKEN_REVIEW.share
     # Whoever is known passes, and is asked about again when the time has come.
     assert await status(access, "Bearer good") == 200
     access_time[0] += KEPT_SECONDS + 1
     again = asyncio.create_task(status(access, "Bearer good"))
-    await asyncio.sleep(0)
+    await turns()
     cluster.answers.set()
     assert await again == 200
-    assert sorted(await asyncio.gather(*flood)) == [401] * MAX_ASKED_AT_ONCE + [503] * (50 - MAX_ASKED_AT_ONCE)
+    assert sorted(await asyncio.gather(*flood)) == [401] * MAX_OF_A_PEER + [503] * (50 - MAX_OF_A_PEER)
+
+
+async def test_reviews_of_many_peers_are_few_at_once_too(access: MetricsAccess, cluster: FakeCluster) -> None:
+    cluster.answers.clear()
+    flood = [asyncio.create_task(status(access, f"Bearer bad-{n}", f"10.0.1.{n}")) for n in range(50)]
+    await turns()
+    assert len(cluster.asked) == TOKEN_REVIEW.quick
+    cluster.answers.set()
+    assert set(await asyncio.gather(*flood)) == {401}
+
+
+async def turns() -> None:
+    """Let every task go on until it waits for something."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def served(access: MetricsAccess) -> AsyncIterator[str]:
+    runner = await serve_http("127.0.0.1", 0, CollectorRegistry(), asyncio.Event(), access)
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/metrics"
+    finally:
+        await runner.cleanup()
+
+
+def client(address: str) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(local_addr=(address, 0)))
+
+
+async def scraped(http: aiohttp.ClientSession, url: str, token: str) -> int:
+    async with http.get(url, headers={"Authorization": f"Bearer {token}"}) as response:
+        await response.read()
+        return response.status
+
+
+@pytest.mark.parametrize("answered", [False, True])
+async def test_connections_that_try_tokens_keep_out_no_peer_with_a_fresh_one(
+    access: MetricsAccess, cluster: FakeCluster, answered: bool
+) -> None:
+    """Sixty scrapes with fresh tokens from one address, while eight connections of another try tokens."""
+    numbers = itertools.count()
+
+    async def attack(http: aiohttp.ClientSession, url: str) -> None:
+        while True:
+            await scraped(http, url, f"bad-{next(numbers)}")
+
+    if not answered:
+        cluster.answers.clear()
+    async with served(access) as url, client("127.0.0.1") as bad, client("127.0.0.2") as good:
+        attacks = [asyncio.create_task(attack(bad, url)) for _ in range(8)]
+        try:
+            while len(cluster.asked) < TOKEN_REVIEW.share:
+                await asyncio.sleep(0)
+            assert [await scraped(good, url, f"good-at-once-{number}") for number in range(60)] == [200] * 60
+        finally:
+            for one in attacks:
+                one.cancel()
+            cluster.answers.set()
+            await asyncio.gather(*attacks, return_exceptions=True)
 
 
 async def test_only_the_newest_verdicts_are_remembered(access: MetricsAccess, cluster: FakeCluster) -> None:

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvpilot_kernels import dtypes
 from kvpilot_localcluster.engines import PAGE_LATER
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe import series
 from kvpilot_operator.observe.page import PageReader, parse_page
-from kvpilot_operator.observe.page_values import MOST_REQUESTS
+from kvpilot_operator.observe.page_values import MOST_REQUESTS, VLLM_DTYPES
 from kvpilot_operator.state.snapshot import ModelFacts
 
 REAL = PAGE_LATER.read_text()
@@ -148,12 +149,23 @@ def test_calibration_factors_and_recent_window_are_read_as_the_engine_tells_them
 
 
 @pytest.mark.parametrize(
-    ("told", "read"), [("SinksAndWindow", "SinksAndWindow"), ("", ""), ("a b", ""), ("x" * 64, "")]
+    ("told", "read"), [("SinksAndWindow", "SinksAndWindow"), ("", ""), ("a b", "Other"), ("Madeup", "Other")]
 )
 def test_the_policy_of_a_bounded_cache_is_read_as_the_engine_tells_it(told: str, read: str) -> None:
     line = f'kvpilot_retention_info{{page_tokens="128",policy="{told}",sink_tokens="4",window_tokens="64"}} 1.0\n'
     assert parse_page(PAGE + line).retention == read
     assert not parse_page(PAGE).retention
+
+
+@pytest.mark.parametrize("told", [*dtypes.names(), *VLLM_DTYPES, ""])
+def test_a_known_dtype_is_read_as_the_engine_tells_it(told: str) -> None:
+    assert parse_page(PAGE + f'vllm:cache_config_info{{cache_dtype="{told}",num_gpu_blocks="1"}} 1\n').dtype == told
+
+
+@given(st.integers(0))
+def test_dtypes_that_an_engine_makes_up_are_one_for_status_and_metrics(number: int) -> None:
+    line = f'vllm:cache_config_info{{cache_dtype="fp8_{number}",num_gpu_blocks="1"}} 1\n'
+    assert parse_page(PAGE + line).dtype == "Other"
 
 
 @pytest.mark.parametrize("text", ["", "none", "-64", "65", "6e1", "9" * 400, "٦٤"])

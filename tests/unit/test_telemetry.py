@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
+from typing import Any
 
 import msgspec
 import pytest
 from prometheus_client import generate_latest
 
+from kvpilot_operator.control.known_reasons import KNOWN
 from kvpilot_operator.control.service_metrics import MAX_REASONS, ServiceSeries
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import ClusterError, Conflict
@@ -119,7 +122,10 @@ STATUS = Status(
         JournalEntry(time=NOW, action="Hold", reason="Dwell", message=""),
         JournalEntry(time=NOW, action=Action.DTYPE_DOWN, reason="MemoryBound", message="", options=OPTIONS),
     ),
-    conditions=(condition("MemoryPressured", "True", "MemoryBound"), condition("AccuracyVerified", "False", "Drifted")),
+    conditions=(
+        condition("MemoryPressured", "True", "MemoryBound"),
+        condition("AccuracyVerified", "False", "AccuracyDrifted"),
+    ),
 )
 
 
@@ -156,8 +162,8 @@ LAST_CANARY = {"stage": "RolledBack", "dtype": "k8v4", "verdict": "Failed", "rea
         ("kvpilot_prefix_hit_ratio", {"tier": "disk"}, 0.15),
         ("kvpilot_retention", {"policy": "SinksAndWindow"}, 1),
         ("kvpilot_condition", {"type": "MemoryPressured", "status": "True", "reason": "MemoryBound"}, 1),
-        ("kvpilot_condition", {"type": "AccuracyVerified", "status": "False", "reason": "Drifted"}, 1),
-        ("kvpilot_condition", {"type": "AccuracyVerified", "status": "True", "reason": "Drifted"}, None),
+        ("kvpilot_condition", {"type": "AccuracyVerified", "status": "False", "reason": "AccuracyDrifted"}, 1),
+        ("kvpilot_condition", {"type": "AccuracyVerified", "status": "True", "reason": "AccuracyDrifted"}, None),
         ("kvpilot_active_dtype", {"dtype": "auto"}, 1),
         ("kvpilot_recommended_dtype", {"dtype": "k4v4"}, 1),
         ("kvpilot_denied_until_timestamp_seconds", {"dtype": "k8v4"}, (NOW + timedelta(hours=3)).timestamp()),
@@ -275,13 +281,31 @@ def test_who_leads_is_shown() -> None:
         assert telemetry.registry.get_sample_value("kvpilot_leader") == leads
 
 
-def test_an_engine_that_makes_up_reasons_cannot_make_series_without_bound() -> None:
+def test_an_engine_that_makes_up_reasons_makes_no_series() -> None:
+    telemetry, known = Shown(), set()
+    for number in range(30):
+        reason = f"Excuse{number}"
+        entry = JournalEntry(time=NOW, action="RollBack", reason=reason, message="")
+        line = Condition(type="Ready", status="False", reason=reason, last_transition_time=NOW, observed_generation=1)
+        ended = msgspec.structs.replace(STATUS.last_canary, reason=reason)
+        decided(telemetry, Status(decisions=(entry,), conditions=(line,), last_canary=ended))
+        known |= {str(sorted(one.labels.items())) for one in shown_of(telemetry, "Other")}
+    assert read(telemetry, "kvpilot_decisions_total", action="RollBack", reason="Other") == 30
+    assert read(telemetry, "kvpilot_condition", type="Ready", status="False", reason="Other") == 1
+    assert len(known) == 3
+    assert not list(shown_of(telemetry, "Excuse29"))
+
+
+def shown_of(telemetry: Telemetry, reason: str) -> Iterator[Any]:
+    samples = (one for family in telemetry.registry.collect() for one in family.samples)
+    return (one for one in samples if one.labels.get("reason") == reason)
+
+
+def test_the_counter_of_decisions_is_bounded_for_known_reasons_too() -> None:
     telemetry = Shown()
-    for number in range(3 * MAX_REASONS):
-        entry = JournalEntry(time=NOW, action="RollBack", reason=f"Excuse{number}", message="")
-        decided(telemetry, Status(decisions=(entry,)))
-    assert read(telemetry, "kvpilot_decisions_total", action="RollBack", reason="Excuse0") == 1
-    assert read(telemetry, "kvpilot_decisions_total", action="Other", reason="Other") == 2 * MAX_REASONS
+    for reason in sorted(KNOWN)[: 2 * MAX_REASONS]:
+        decided(telemetry, Status(decisions=(JournalEntry(time=NOW, action="RollBack", reason=reason, message=""),)))
+    assert read(telemetry, "kvpilot_decisions_total", action="Other", reason="Other") == MAX_REASONS
     assert series(telemetry, KEY) < MAX_REASONS + 20
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -32,13 +33,15 @@ from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.decision import Decision, Manifest, Objects
 from kvpilot_operator.state.objects import Rejection
 from kvpilot_operator.state.snapshot import Snapshot
-from kvpilot_operator.state.status import dump_status
+from kvpilot_operator.state.status import dump_status, without_figures
 
 log = logging.getLogger(__name__)
 
 # An object that was applied as it is is applied again after this long, or half of it, to mend what others changed: of a
 # Deployment's spec and a Service the cache tells at once, of all else (labels, a budget) nobody does.
 REAPPLY_SECONDS = 600.0
+# Figures alone are written this often at most: an engine may report others at every scrape, and metrics have them all.
+FIGURES_SECONDS = 30.0
 # Of these kinds the snapshot has all that carry the service's label, or (of pools and routes) its names.
 _WATCHED = (*KINDS, "Service", "InferencePool", "HTTPRoute")
 
@@ -56,7 +59,7 @@ class _Applied(NamedTuple):
 class Actor:
     """Writes what one service needs. Every write is idempotent, so a reconcile that is cut off is repeated whole."""
 
-    __slots__ = ("_applied", "_clock", "_cluster", "_events", "_rejections")
+    __slots__ = ("_applied", "_clock", "_cluster", "_events", "_rejections", "_told")
 
     def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
         self._cluster = cluster
@@ -64,6 +67,7 @@ class Actor:
         self._events = Events(cluster)
         self._rejections = Rejections(clock)
         self._applied: dict[tuple[str, str], _Applied | None] = {}
+        self._told = -math.inf
 
     async def perform(self, s: Snapshot, decision: Decision) -> None:
         """Raises Conflict where the service changed since it was observed; nothing but a baseline is written then.
@@ -72,13 +76,16 @@ class Actor:
         """
         if decision.baseline is not None and not await self._keep(s, decision.baseline):
             return
-        await self._write_status(s, decision)
+        waits = self._waits(s, decision)
+        if not waits:
+            await self._write_status(s, decision)
         await self._set_gates(s, {name for name, admitted in decision.gates.items() if admitted}, admitted=True)
         if decision.objects is not None:
             await self._place(s, decision.objects)
         await self._set_gates(s, {name for name, admitted in decision.gates.items() if not admitted}, admitted=False)
         await mark_do_not_evict(self._cluster, s, decision.do_not_evict)
-        for event in decision.events:
+        # Events tell of the change of a status: where that waits, the next reconcile finds both again.
+        for event in () if waits else decision.events:
             await self._events.post(s, event)
 
     @property
@@ -96,9 +103,18 @@ class Actor:
         self._applied.pop(about, None)
         return await self._attempt(s, about, content, partial(self._apply, s, manifest, content))
 
+    def _waits(self, s: Snapshot, decision: Decision) -> bool:
+        """Return True where nothing but figures has changed, and the status was written not long ago."""
+        return (
+            self._clock() - self._told < FIGURES_SECONDS
+            and decision.status != s.status
+            and without_figures(decision.status) == without_figures(s.status)
+        )
+
     async def _write_status(self, s: Snapshot, decision: Decision) -> None:
         if decision.status == s.status:
             return
+        self._told = self._clock()
         metadata = {**s.key._asdict(), "resourceVersion": s.resource_version}
         status = dump_status(decision.status)
         service = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "status": status}

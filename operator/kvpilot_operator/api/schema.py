@@ -20,6 +20,7 @@ import jsonschema
 import re2  # type: ignore[import-untyped]
 import yaml
 
+from kvpilot_kernels.untrusted import shown
 from kvpilot_operator.api import engine_arguments, host_access
 from kvpilot_operator.api.rules import broken_rules
 
@@ -37,8 +38,7 @@ _PRIVATE = re.compile(
 """Fields whose values may be keys and tokens. Messages go into the status, events and logs, and do without them."""
 
 _BEFORE_QUERY = "^([^?]*://[^?]*|[^?]*([?]([^=]*$)?)?)"
-"""All of a text, or of an address what comes before `?`. One without a scheme is known by the `=` in its query. The
-CRD's rules have the same expression in their messages."""
+"""All of a text, or of an address what comes before `?`. One without a scheme is known by the `=` in its query."""
 
 _OPTION = re.compile(r"-[^=:\s]*")
 
@@ -215,7 +215,7 @@ def _explain(error: Json, path: str) -> Fault:
 
 
 def _shown(value: Json, field: str) -> str:
-    """A value in words: of a private one the option's name at most, of an address not what is asked of it."""
+    """A value in words: of a private one the option's name at most, of an address neither query nor credentials."""
     if _PRIVATE.search(field):
         option = _OPTION.match(value) if isinstance(value, str) else None
         return f"'{option[0]}...'" if option else "a value that is not shown"
@@ -225,13 +225,13 @@ def _shown(value: Json, field: str) -> str:
         return "a list"
     if isinstance(value, bool):
         return str(value).lower()
-    text = repr(_without_query(value))
+    text = repr(shown(_without_query(value)) if isinstance(value, str) else value)
     return text if len(text) <= 100 else text[:97] + "..."
 
 
-def _without_query(value: Json) -> Json:
-    """Without what may be a signature."""
-    return re2.search(_BEFORE_QUERY, value)[0] if isinstance(value, str) else value
+def _without_query(value: str) -> str:
+    """Return an address without its query, which may hold a signature."""
+    return str(re2.search(_BEFORE_QUERY, value)[0])
 
 
 def _length(value: Json) -> int:
@@ -270,15 +270,16 @@ def _broken(value: Json, schema: Mapping[str, Json], path: str) -> Iterator[Faul
     for relative, message in broken_rules(value, schema):
         at_fault = _at(value, relative)
         field = f"{path}{relative}"
-        if (
-            isinstance(at_fault, (str, int))
-            and not _PRIVATE.search(field)
-            and str(_without_query(at_fault)) not in message
-        ):
+        if isinstance(at_fault, (str, int)) and not _PRIVATE.search(field) and not _names(message, at_fault):
             message = f"is {_shown(at_fault, field)}: {message}"
         yield Fault(field.lstrip("."), message)
     for item, child, at in _children(value, schema, path):
         yield from _broken(item, child, at)
+
+
+def _names(message: str, value: str | int) -> bool:
+    """Return True if the message has the value already."""
+    return (_without_query(value) if isinstance(value, str) else str(value)) in message
 
 
 def _at(value: Json, relative: str) -> Json:

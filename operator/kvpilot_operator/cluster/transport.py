@@ -20,6 +20,7 @@ import msgspec
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.rest import RESTClientObject
 
+from kvpilot_kernels.untrusted import lines, shown
 from kvpilot_operator.budget import read_body
 from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.objects import Object
@@ -112,7 +113,7 @@ class Transport:
         try:
             return msgspec.json.decode(body, type=Object)
         except msgspec.DecodeError:
-            words = f"the answer is no JSON object but {body[:100]!r}"
+            words = f"the answer is no JSON object but {shown(body.decode(errors='replace'))[:100]!r}"
             raise ClusterError(request.method, request.path, 200, words) from None
 
     async def read(self, request: Request, *, most: float = math.inf, verb: str = "") -> bytes:
@@ -222,7 +223,7 @@ def _typed(method: str, path: str, status: int, body: bytes, headers: Mapping[st
         said = msgspec.json.decode(body, type=Object)
     except msgspec.DecodeError:
         said = {}
-    message = str(said.get("message") or "") or body.decode(errors="replace") or "no message"
+    message = lines(str(said.get("message") or "") or body.decode(errors="replace") or "no message")
     causes = _causes(said.get("details"))
     lasting = status == 500 and any(words in message for words in _LASTING)
     if len(message) > 1000:
@@ -245,4 +246,6 @@ def _causes(details: object) -> tuple[tuple[str, str], ...]:
     """`details.causes` of a Status: field and message of each that has both."""
     causes = details.get("causes") if isinstance(details, dict) else None
     found = [one for one in causes or () if isinstance(one, dict) and one.get("field") and one.get("message")]
-    return tuple(dict.fromkeys((str(one["field"])[:300], str(one["message"])[-600:]) for one in found))[:_MAX_CAUSES]
+    return tuple(dict.fromkeys((shown(str(one["field"]))[:300], shown(str(one["message"]))[-600:]) for one in found))[
+        :_MAX_CAUSES
+    ]

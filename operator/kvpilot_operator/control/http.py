@@ -9,14 +9,16 @@ import hashlib
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from kvpilot_operator.budget import TOKEN_REVIEW, Permits
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.errors import ClusterError, PermitLost
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +28,8 @@ KEPT_SECONDS = 60.0
 # Somebody without it, who may have any number of tokens, must not keep the API server busy, nor take a reader's place:
 # refusals are not kept, and a reader that was known once is asked about at any time.
 MAX_KEPT = 256
-MAX_ASKED_AT_ONCE = 4
+# Requests of one address whose tokens are reviewed, or wait for it (budget.TOKEN_REVIEW).
+MAX_OF_A_PEER = 8
 
 
 @dataclass(frozen=True)
@@ -38,21 +41,25 @@ class Verdict:
 
 
 _NOBODY = Verdict(401, "send the token of a ServiceAccount or user: Authorization: Bearer TOKEN\n")
-_BUSY = Verdict(503, "too many tokens are being reviewed: try again\n")
+_BUSY = Verdict(503, "too many tokens of your address are being reviewed: try again\n")
 
 
 class MetricsAccess:
-    """Asks by TokenReview and SubjectAccessReview, as the metrics server of controller-runtime does."""
+    """Asks by TokenReview and SubjectAccessReview, as the metrics server of controller-runtime does.
+
+    Reviews are shared out by address. Behind a proxy or a mesh's sidecar all readers have one, and share its part.
+    """
 
     def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
         """The cluster's client must not be behind a fence: a replica that stands by is asked, too."""
         self._cluster = cluster
         self._clock = clock
         self._kept: dict[bytes, tuple[float, Verdict]] = {}
-        self._asked = 0
+        self._reviews = Permits(TOKEN_REVIEW)
+        self._of_peer: Counter[str] = Counter()
 
-    async def verdict(self, authorization: str) -> Verdict:
-        """Judge a request by its Authorization header, empty where it has none."""
+    async def verdict(self, authorization: str, peer: str) -> Verdict:
+        """Judge a request of this address by its Authorization header, empty where it has none."""
         scheme, _, token = authorization.partition(" ")
         token = token.strip()
         if scheme.lower() != "bearer" or not token:
@@ -62,22 +69,31 @@ class MetricsAccess:
         until, verdict = self._kept.get(key, (-math.inf, _BUSY))
         if self._clock() < until:
             return verdict
-        if key not in self._kept and self._asked >= MAX_ASKED_AT_ONCE:
-            return _BUSY
-        self._asked += 1
         try:
-            verdict = await self._ask(token)
+            verdict = await (self._ask(token) if key in self._kept else self._ask_in_turn(token, peer))
         except ClusterError as error:
             log.warning("a token for %s could not be reviewed: %s", PATH, error)
             return Verdict(503, "the API server could not be asked about the token: try again\n")
-        finally:
-            self._asked -= 1
+        except PermitLost:
+            return _BUSY
         self._kept.pop(key, None)
         if verdict.status == 200:
             self._kept[key] = (self._clock() + KEPT_SECONDS, verdict)
             if len(self._kept) > MAX_KEPT:
                 self._kept.pop(next(iter(self._kept)))
         return verdict
+
+    async def _ask_in_turn(self, token: str, peer: str) -> Verdict:
+        if self._of_peer[peer] >= MAX_OF_A_PEER:
+            return _BUSY
+        self._of_peer[peer] += 1
+        try:
+            async with self._reviews.of(peer, peer):
+                return await self._ask(token)
+        finally:
+            self._of_peer[peer] -= 1
+            if not self._of_peer[peer]:
+                del self._of_peer[peer]
 
     async def _ask(self, token: str) -> Verdict:
         known = await self._cluster.review("authentication.k8s.io/v1", "TokenReview", {"token": token})
@@ -122,7 +138,7 @@ async def serve_http(
 
     async def metrics(request: web.Request) -> web.Response:
         if access is not None:
-            verdict = await access.verdict(request.headers.get("Authorization", ""))
+            verdict = await access.verdict(request.headers.get("Authorization", ""), request.remote or "")
             if verdict.status != 200:
                 return web.Response(status=verdict.status, text=verdict.text, headers=_REFUSED.get(verdict.status))
         # A large fleet's page takes a second to write: reconciles go on meanwhile.

@@ -8,6 +8,8 @@ import sys
 from datetime import UTC, datetime
 from types import TracebackType
 
+from kvpilot_kernels.untrusted import lines
+
 # A list, so that nothing gets into a log line because somebody happened to have it at hand.
 FIELDS = ("service", "pod", "action", "reason", "from_dtype", "to_dtype", "probe")
 _CHATTY = ("asyncio", "aiohttp.access")
@@ -17,6 +19,8 @@ log = logging.getLogger(__name__)
 
 class JsonLines(logging.Formatter):
     """time (RFC 3339, UTC), level, logger, message; of `FIELDS` those that are set; exception with its traceback.
+
+    Text of others is printable, and has no credentials.
 
     `service` is the NAMESPACE/NAME that the line is about.
     """
@@ -29,10 +33,10 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= {name: value for name in FIELDS if (value := getattr(record, name, None)) is not None}
+        line |= {name: str(value) for name in FIELDS if (value := getattr(record, name, None)) is not None}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return json.dumps({name: lines(text) for name, text in line.items()}, ensure_ascii=False)
 
 
 def configure(level: str) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvpilot_operator.control.known_reasons import OTHER, known
 from kvpilot_operator.decide import canary_deadline
 from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.decision import Decision
@@ -40,9 +41,8 @@ class Family:
 
 Row = tuple[Family, tuple[str, ...], float]
 
-# Reasons come from a list, but for an engine's own words why it does not start: they must not grow without bound.
+# Series of one counter that a service may have: an engine chooses among the reasons for which it does not start.
 MAX_REASONS = 64
-_OTHER = ("Other", "Other")
 
 INFO = Family("kvpilot_service_info", "1, with what the spec asks for.", ("mode", "scaling", "model"))
 CONDITION = Family(
@@ -151,7 +151,7 @@ class ServiceSeries:
         self._rows = rows(s, decision.status)
         for entry in decision.status.decisions:
             if entry.time == s.now and entry not in s.status.decisions:
-                self._counts[self._bounded(DECISIONS, (entry.action, entry.reason))] += 1
+                self._counts[self._bounded(DECISIONS, (entry.action, known(entry.reason)))] += 1
         for question in {one.question for one in decision.unanswered}:
             self._counts[UNANSWERED_QUESTIONS, (str(question),)] += 1
 
@@ -162,8 +162,8 @@ class ServiceSeries:
             yield family, labels, count
 
     def _bounded(self, family: Family, words: tuple[str, ...]) -> tuple[Family, tuple[str, ...]]:
-        known = (family, words) in self._counts or sum(one is family for one, _ in self._counts) < MAX_REASONS
-        return family, words if known else _OTHER
+        counted = (family, words) in self._counts or sum(one is family for one, _ in self._counts) < MAX_REASONS
+        return family, words if counted else (OTHER, OTHER)
 
 
 class ServiceMetrics(Collector):
@@ -250,7 +250,7 @@ def _words(s: Snapshot, status: Status) -> _Rows:
         yield INFO, (s.spec.kv_cache.mode, s.spec.scaling.mode, s.spec.model.served_name), 1
         yield MAX_REPLICAS, (), s.spec.scaling.max_replicas
     for one in status.conditions:
-        yield CONDITION, (one.type, one.status, one.reason), 1
+        yield CONDITION, (one.type, one.status, known(one.reason)), 1
     kv = status.kv_cache
     for family, dtype in ((ACTIVE, kv.active_dtype), (RECOMMENDED, kv.recommended_dtype)):
         if dtype is not None:
@@ -279,7 +279,7 @@ def _canary(s: Snapshot, status: Status) -> _Rows:
         yield CANARY_WEIGHT, (), (canary.weight_percent or 0) / 100
         yield CANARY_DEADLINE, (), canary_deadline(s.spec, canary).timestamp() if s.spec is not None else None
     if last is not None:
-        yield LAST_CANARY, (last.stage, last.dtype, last.verdict, last.reason), last.stage_time.timestamp()
+        yield LAST_CANARY, (last.stage, last.dtype, last.verdict, known(last.reason)), last.stage_time.timestamp()
 
 
 def _probes(accuracy: Accuracy) -> _Rows:

@@ -174,3 +174,6 @@ TABLE = (
         "letter or digit",
     ),
 )  # fmt: skip
+
+REFUSALS = frozenset(row.reason for row in TABLE)
+"""Every reason in there."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from kvpilot_kernels.untrusted import shown
 from kvpilot_operator.budget import METRICS_WORK_BYTES
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.scrape import Scraper
@@ -46,7 +47,7 @@ class _Page:
             models = msgspec.json.decode(self._text, type=_Models).data
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ScrapeError(f"not a list of models: {error}") from error
-        return tuple(one.id for one in models if one.parent is not None)
+        return tuple(shown(one.id) for one in models if one.parent is not None)
 
 
 async def loaded(scraper: Scraper, service: ServiceKey, url: str, spend: Callable[[int], None]) -> tuple[str, ...]:

@@ -181,7 +181,7 @@ class PageReader:
         self._capacity += values.number(labels.get("kv_cache_size_tokens", "")) or blocks * values.number(
             labels.get("block_size", "")
         )
-        self._dtype = dtype
+        self._dtype = values.dtype(dtype)
 
     def _totals(self) -> Totals:
         counts: dict[str, Any] = {field: self._count(name) for field, name in _COUNTED.items()}

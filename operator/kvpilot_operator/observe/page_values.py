@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from functools import lru_cache
 
-from kvpilot_kernels import formats
+from kvpilot_kernels import dtypes, formats
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.numbers import whole
 from kvpilot_operator.state.histogram import Histogram
@@ -30,7 +30,16 @@ _LONGEST_BOUND = 32
 # What status.kvCache.observedDtype holds.
 LONGEST_DTYPE = 63
 _HASH = re.compile(r"[0-9a-f]{4,64}")
-_POLICY = re.compile(r"[A-Za-z]{1,63}")
+# A page may name another dtype and policy at every scrape: each would be a write of the status, and a new series.
+OTHER = "Other"
+POLICIES = ("All", "SinksAndWindow", "HeavyHitters")
+VLLM_DTYPES = (
+    "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4_ds_mla", "turboquant_k8v4",
+    "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "ultraquant_4bit", "int4_per_token_head",
+    "int8_per_token_head", "fp8_per_token_head", "nvfp4", "nvfp4_4over6",
+)  # fmt: skip
+"""The dtypes of vLLM 0.32 that no service can ask for by our names."""
+_DTYPES = frozenset((*dtypes.names(), *VLLM_DTYPES))
 
 
 def counted(name: str, value: float) -> float:
@@ -135,5 +144,10 @@ def hash_of_factors(text: str) -> str:
 
 
 def policy(text: str) -> str:
-    """One string for all pages that have it; empty where it is no name."""
-    return sys.intern(text) if _POLICY.fullmatch(text) else ""
+    """Return a known policy, `OTHER` for an unknown one, and nothing for none."""
+    return text if text in POLICIES or not text else OTHER
+
+
+def dtype(text: str) -> str:
+    """Return a known dtype, `OTHER` for an unknown one, and nothing for none."""
+    return text if text in _DTYPES or not text else OTHER

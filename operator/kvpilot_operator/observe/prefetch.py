@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvpilot_kernels.untrusted import shown
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.informers import ServiceView
@@ -124,7 +125,9 @@ def prefetch_view(job: Object, pods: tuple[PodView, ...], progress: Progress | N
     return PrefetchView(
         content=str((job["metadata"].get("annotations") or {}).get(IDENTITY_ANNOTATION, "")),
         done="Complete" in ended,
-        failure=None if failed is None else str(failed.get("message") or failed.get("reason") or "it failed")[:1000],
+        failure=None
+        if failed is None
+        else shown(str(failed.get("message") or failed.get("reason") or "it failed"))[:1000],
         pods=pods,
         downloaded_bytes=progress.there if progress is not None else None,
         total_bytes=progress.total if progress is not None else None,

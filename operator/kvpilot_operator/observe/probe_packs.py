@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvpilot_kernels.untrusted import lines
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.budget import CONFIG_MAP, PACKS_BYTES, Permits
 from kvpilot_operator.cluster.client import Cluster
@@ -113,7 +114,7 @@ def texts_of(answer: bytes) -> dict[str, str]:
             return dict.fromkeys(sorted(data)[:_OTHER_KEYS], "")
         return {CONFIG_MAP_KEY: msgspec.json.decode(text, type=str)}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ClusterError("GET", "a ConfigMap", 200, f"the answer is none: {str(error)[:300]}") from error
+        raise ClusterError("GET", "a ConfigMap", 200, f"the answer is none: {lines(str(error))[:300]}") from error
 
 
 def probe_prompts(spec: Spec, config_maps: Mapping[str, Mapping[str, str]]) -> tuple[ProbePrompt, ...]:

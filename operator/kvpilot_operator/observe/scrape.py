@@ -10,7 +10,9 @@ from typing import Protocol, TypeVar
 
 import aiohttp
 
+from kvpilot_kernels.untrusted import shown
 from kvpilot_operator.budget import METRICS, METRICS_CHUNK_BYTES, METRICS_SOCKET_BYTES, METRICS_STEP, Permits
+from kvpilot_operator.engine_http import EngineConnector
 from kvpilot_operator.errors import NoIdentity, PermitLost, ScrapeError, ScrapeTimeout
 from kvpilot_operator.mesh import Identity
 from kvpilot_operator.observe.page import PageReader
@@ -41,8 +43,7 @@ class Page(Protocol[T_co]):
 class Scraper:
     """Fetches pages; whoever opens one closes it. `identity` is for engines that are reached by TLS.
 
-    No proxy from the environment, no cookies, and plain bytes only: a few KiB of a compressed page may be gigabytes. A
-    connection for each scrape: engines close idle ones after 5 s, sooner than a large fleet comes back to them.
+    No proxy from the environment, no cookies, and plain bytes only: a few KiB of a compressed page may be gigabytes.
     """
 
     def __init__(self, identity: Identity | None = None) -> None:
@@ -50,7 +51,7 @@ class Scraper:
         self._permits = Permits(METRICS)
         self._steps = Permits(METRICS_STEP)
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket),
+            connector=EngineConnector(limit=0, socket_factory=_socket),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Accept-Encoding": "identity"},
             auto_decompress=False,
@@ -87,7 +88,7 @@ class Scraper:
             raise ScrapeTimeout(f"{address}: no whole page within {TIMEOUT_SECONDS:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # What the server sent may be part of the text.
-            raise ScrapeError(f"{address}: {type(error).__name__}: {str(error)[:_EXCERPT]}") from error
+            raise ScrapeError(f"{address}: {type(error).__name__}: {shown(str(error))[:_EXCERPT]}") from error
 
     async def waiting(self, service: ServiceKey, url: str) -> float:
         """Requests that wait for room in one pod; 0 where it does not say, 1 where it is too busy to say."""
@@ -116,7 +117,9 @@ class Scraper:
                 raise ScrapeError(f"HTTP {answer.status}")
             encoding = answer.headers.get("Content-Encoding", "identity")
             if encoding != "identity":
-                raise ScrapeError(f"the page is encoded ({encoding[:_EXCERPT]}), though plain text was asked for")
+                raise ScrapeError(
+                    f"the page is encoded ({shown(encoding)[:_EXCERPT]}), though plain text was asked for"
+                )
             if (answer.content_length or 0) > METRICS.read_bytes:
                 raise ScrapeError(f"{answer.content_length} bytes, more than {METRICS.read_bytes}")
             async for chunk in answer.content.iter_chunked(METRICS_CHUNK_BYTES):

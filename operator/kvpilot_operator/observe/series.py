@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Set
 
+from kvpilot_kernels.untrusted import shown
 from kvpilot_operator.budget import (
     METRICS,
     METRICS_LINE_BYTES,
@@ -103,7 +104,7 @@ class SeriesReader:
                 raise ValueError("not a series and its value")
             value = float(parts[2])
         except ValueError as error:
-            raise ScrapeError(f"not Prometheus text: {_excerpt(line)}: {str(error)[:EXCERPT]}") from error
+            raise ScrapeError(f"not Prometheus text: {_excerpt(line)}: {shown(str(error))[:EXCERPT]}") from error
         self._on_series(name[0].decode(), parts[1] or "", value)
 
 
@@ -113,4 +114,4 @@ def labels_of(text: str) -> dict[str, str]:
 
 
 def _excerpt(line: bytes) -> str:
-    return repr(line[:EXCERPT].decode("utf-8", errors="replace"))
+    return repr(shown(line.decode("utf-8", errors="replace"))[:EXCERPT])

@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from kvpilot_kernels.arguments import read
+from kvpilot_kernels.untrusted import lines, shown
 from kvpilot_operator.cluster.objects import version_of
 from kvpilot_operator.render.names import (
     ADAPTERS_OPTION,
@@ -45,7 +46,7 @@ def pod_view(pod: Object, mesh: bool = False, container_name: str = ENGINE_CONTA
     container = _named(status.get("containerStatuses") or (), container_name)
     scheduled = conditions.get("PodScheduled", {})
     gates = [gate.get("conditionType") for gate in (pod.get("spec") or {}).get("readinessGates") or ()]
-    unschedulable = scheduled.get("message") if scheduled.get("reason") in _NO_NODE else _no_volume(scheduled)
+    unschedulable = _words(scheduled) if scheduled.get("reason") in _NO_NODE else _no_volume(scheduled)
     unheard = None if scheduled or (pod.get("spec") or {}).get("nodeName") else pod["metadata"].get("creationTimestamp")
     waiting = (container.get("state") or {}).get("waiting") or {}
     return PodView(
@@ -56,8 +57,8 @@ def pod_view(pod: Object, mesh: bool = False, container_name: str = ENGINE_CONTA
         ready=conditions.get("Ready", {}).get("status") == "True",
         terminating=pod["metadata"].get("deletionTimestamp") is not None,
         restarts=int(container.get("restartCount", 0)),
-        waiting_reason=waiting.get("reason"),
-        exit_message=_exit_message(container) or waiting.get("message"),
+        waiting_reason=_words(waiting, "reason"),
+        exit_message=_exit_message(container) or _words(waiting),
         unschedulable=unschedulable,
         unheard_since=datetime.fromisoformat(unheard) if unheard else None,
         held_up=_held_up(status, container_name),
@@ -70,9 +71,14 @@ def pod_view(pod: Object, mesh: bool = False, container_name: str = ENGINE_CONTA
     )
 
 
+def _words(said: Object, field: str = "message") -> str | None:
+    """Return what a kubelet, a scheduler or a controller says there; None where it says nothing."""
+    return None if said.get(field) is None else lines(str(said[field]))
+
+
 def _no_volume(scheduled: Object) -> str | None:
     """What the scheduler says where a volume was not made in time; it calls that an error of its own."""
-    message = str(scheduled.get("message") or "")
+    message = _words(scheduled) or ""
     return message if scheduled.get("reason") == "SchedulerError" and "VolumeBinding" in message else None
 
 
@@ -82,8 +88,8 @@ def _held_up(status: Object, container_name: str) -> tuple[str, str] | None:
         waiting = (container.get("state") or {}).get("waiting") or {}
         reason = waiting.get("reason") or ON_ITS_WAY[0]
         if container.get("name") != container_name and reason not in ON_ITS_WAY:
-            said = _exit_message(container) or waiting.get("message") or ""
-            return str(reason), f"container {container.get('name')}: {said}".strip()
+            said = _exit_message(container) or _words(waiting) or ""
+            return lines(str(reason)), f"container {container.get('name')}: {said}".strip()
     return None
 
 
@@ -154,7 +160,7 @@ def _replica_failure(status: Object) -> str | None:
 
 def without_pod_name(message: str) -> str:
     """Why a pod was not created, without its name: each attempt has another one."""
-    return _POD_NAME.sub("", message)[:1000]
+    return _POD_NAME.sub("", shown(message))[:1000]
 
 
 def traffic_of(service: Object) -> str | None:
@@ -220,7 +226,7 @@ def _answer(name: str, conditions: Sequence[Object], generation: int) -> Parent:
     now = [one for one in conditions if one.get("observedGeneration", generation) >= generation]
     for one in now:
         if one.get("type") in ("Accepted", "ResolvedRefs") and one.get("status") == "False":
-            return Parent(name, False, f"{one.get('reason')}: {one.get('message') or 'no reason is given'}")
+            return Parent(name, False, shown(f"{one.get('reason')}: {one.get('message') or 'no reason is given'}"))
     accepted = any(one.get("type") == "Accepted" and one.get("status") == "True" for one in now)
     return Parent(name, True if accepted else None)
 
@@ -243,6 +249,5 @@ def _exit_message(container: Object) -> str | None:
     for where in ("state", "lastState"):
         ended = (container.get(where) or {}).get("terminated")
         if ended:
-            message = ended.get("message") or f"{ended.get('reason', 'exited')} with code {ended.get('exitCode')}"
-            return str(message)
+            return _words(ended) or lines(f"{ended.get('reason', 'exited')} with code {ended.get('exitCode')}")
     return None

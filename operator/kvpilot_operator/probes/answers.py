@@ -15,6 +15,7 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
+from kvpilot_kernels.untrusted import shown
 from kvpilot_operator.numbers import whole
 from kvpilot_operator.probes.codec import MAX_TEXT, MAX_TOKEN_ID, MAX_TOP
 from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer
@@ -101,14 +102,14 @@ def read_streamed(url: str, data: bytes) -> list[StreamedToken]:
             raise
         chunk = _decoded(url, finite, _Chunk)
     if chunk.error is not msgspec.UNSET:
-        raise EngineRefused(url, _code(chunk.error), printable(bytes(chunk.error)))
+        raise EngineRefused(url, _code(chunk.error), excerpt(bytes(chunk.error)))
     if chunk.choices is msgspec.UNSET:
-        raise MalformedAnswer(f"{url}: no choices in {printable(data)}")
+        raise MalformedAnswer(f"{url}: no choices in {excerpt(data)}")
     if not chunk.choices or chunk.choices[0].logprobs is None:
         return []
     choice, logprobs = chunk.choices[0], chunk.choices[0].logprobs
     if not len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs):
-        raise MalformedAnswer(f"{url}: tokens, token_logprobs and top_logprobs differ in length: {printable(data)}")
+        raise MalformedAnswer(f"{url}: tokens, token_logprobs and top_logprobs differ in length: {excerpt(data)}")
     steps = []
     for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         ident = _token(url, token)
@@ -123,7 +124,7 @@ def _decoded(url: str, data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise MalformedAnswer(f"{url}: {str(error)[:MAX_EXCERPT]}, in {printable(data) or 'nothing'}") from error
+        raise MalformedAnswer(f"{url}: {str(error)[:MAX_EXCERPT]}, in {excerpt(data) or 'nothing'}") from error
 
 
 def _code(error: msgspec.Raw) -> int:
@@ -154,6 +155,6 @@ def _token(url: str, name: str) -> int:
     return ident
 
 
-def printable(data: bytes) -> str:
+def excerpt(data: bytes) -> str:
     """Return the start of a body on one line, for a message."""
-    return " ".join(data[: 4 * MAX_EXCERPT].decode("utf-8", "replace").split())[:MAX_EXCERPT]
+    return " ".join(shown(data[: 4 * MAX_EXCERPT].decode("utf-8", "replace")).split())[:MAX_EXCERPT]

@@ -19,13 +19,15 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from kvpilot_kernels.untrusted import shown
 from kvpilot_operator.budget import CANARY_PROBE, read_body
+from kvpilot_operator.engine_http import EngineConnector
 from kvpilot_operator.errors import OverBudget
 from kvpilot_operator.probes.answers import (
     BYTES_A_TOKEN,
     StreamedToken,
     Tokenized,
-    printable,
+    excerpt,
     read_models,
     read_streamed,
     read_tokens,
@@ -203,12 +205,12 @@ def http_client(
 ) -> aiohttp.ClientSession:
     """Return a client for engines: no proxies, no cookies, bounded waits, nothing compressed.
 
-    A connection for each request: engines close idle ones within seconds. `api_key` is sent as a bearer token; `tls` is
-    for https addresses (None: whom this machine trusts); `headers` are sent with each request, too.
+    `api_key` is sent as a bearer token; `tls` is for https addresses (None: whom this machine trusts); `headers` are
+    sent with each request, too.
     """
     authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(force_close=True, ssl=tls or True),
+        connector=EngineConnector(ssl=tls or True),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers={**headers, "Accept-Encoding": "identity", **authorization},
         auto_decompress=False,
@@ -230,7 +232,7 @@ async def _twice(url: str, ask: Callable[[], Awaitable[T]]) -> T:
 
 def _unreachable(url: str, error: Exception) -> EngineUnreachable:
     # What the server sent may be part of the text.
-    return EngineUnreachable(f"{url}: {type(error).__name__}: {str(error)[:200]}; is the engine running?")
+    return EngineUnreachable(f"{url}: {type(error).__name__}: {shown(str(error))[:200]}; is the engine running?")
 
 
 async def _check(url: str, response: aiohttp.ClientResponse) -> None:
@@ -241,7 +243,7 @@ async def _check(url: str, response: aiohttp.ClientResponse) -> None:
         said += chunk
         if len(said) >= _MAX_ERROR_BYTES:
             break
-    raise EngineRefused(url, response.status, printable(bytes(said)))
+    raise EngineRefused(url, response.status, excerpt(bytes(said)))
 
 
 async def _read(url: str, response: aiohttp.ClientResponse, limit: int) -> bytes:

@@ -15,6 +15,8 @@ import yaml
 from yaml.constructor import SafeConstructor
 from yaml.resolver import Resolver
 
+from kvpilot_kernels.untrusted import lines
+
 Json = Any
 """A value as a JSON decoder returns it."""
 
@@ -40,7 +42,7 @@ def read(text: str) -> Json:
     try:
         return _Reader(yaml.parse(text, Loader=yaml.CSafeLoader)).document()
     except yaml.YAMLError as error:
-        raise NotPlainYaml(f"not YAML: {str(error)[:300]}") from error
+        raise NotPlainYaml(f"not YAML: {lines(str(error))[:300]}") from error
     except UnicodeEncodeError as error:
         raise NotPlainYaml(f"not YAML: half a surrogate pair at character {error.start}") from error
 

@@ -24,6 +24,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TypeVar
 
+from kvpilot_kernels.untrusted import lines
 from kvpilot_operator.probes.answers import Tokenized
 from kvpilot_operator.probes.client import Engine
 from kvpilot_operator.probes.codec import MAX_TEXT, Baseline, BaselinePrompt, check_limits
@@ -149,8 +150,8 @@ async def _answer(engine: Engine, prompt: ProbePrompt, tokens: Sequence[int], se
         )
     return BaselinePrompt(
         name=f"{prompt.pack}/{prompt.name}",
-        tail=_readable(prompt.messages[-1].content)[-MAX_TEXT:],
-        text=_readable(text)[:MAX_TEXT],
+        tail=lines(prompt.messages[-1].content)[-MAX_TEXT:],
+        text=lines(text)[:MAX_TEXT],
         tokens=array("I", tokens),
         answer=Answers(answer),
     )
@@ -214,13 +215,7 @@ async def _sample(engine: Engine, throttle: Throttle, prompt: BaselinePrompt) ->
         async for step in steps:
             text += step.text
     size = MAX_SAMPLE_CHARACTERS
-    return AnswerPair(prompt=prompt.tail[-size:], stable=prompt.text[:size], canary=_readable(text)[:size])
-
-
-def _readable(text: str) -> str:
-    """Return text that any UTF-8 writer accepts and a terminal survives: no lone surrogates, no control characters."""
-    clean = text.encode("utf-8", "replace").decode()
-    return "".join(c if c.isprintable() or c == "\n" else " " for c in clean)
+    return AnswerPair(prompt=prompt.tail[-size:], stable=prompt.text[:size], canary=lines(text)[:size])
 
 
 async def _bounded(items: Sequence[A], work: Callable[[A], Awaitable[B]], concurrency: int) -> list[B]:

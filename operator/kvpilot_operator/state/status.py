@@ -10,8 +10,18 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from kvpilot_kernels import untrusted
 from kvpilot_operator.state.accuracy import Accuracy
-from kvpilot_operator.state.enums import Action, CachePhase, ObjectiveState, Outcome, Stage, TrafficMode, Verdict
+from kvpilot_operator.state.enums import (
+    Action,
+    CachePhase,
+    ConditionType,
+    ObjectiveState,
+    Outcome,
+    Stage,
+    TrafficMode,
+    Verdict,
+)
 from kvpilot_operator.state.struct import Struct
 
 MAX_DECISIONS = 10
@@ -249,6 +259,35 @@ class Status(Struct, frozen=True, kw_only=True):
         return next((c for c in self.conditions if c.type == kind), None)
 
 
+_FIGURES = (
+    "observed_dtype", "recent_tokens", "retention", "capacity_tokens", "usage_percent", "gpu_hit_percent",
+    "host_hit_percent", "disk_hit_percent",
+)  # fmt: skip
+_QUOTING = (
+    ConditionType.METRICS_AVAILABLE, ConditionType.MEMORY_PRESSURED, ConditionType.OBJECTIVES_HELD,
+    ConditionType.CALIBRATION_CONSISTENT,
+)  # fmt: skip
+
+
+def without_figures(status: Status) -> Status:
+    """Return a status in which all figures that engines report are the same: where they are known, and unknown.
+
+    Everything else is left: what was decided, and the status and reason of each condition.
+    """
+    kv = status.kv_cache
+    known: dict[str, Any] = {name: None if getattr(kv, name) is None else 0 for name in _FIGURES}
+    return msgspec.structs.replace(
+        status,
+        kv_cache=msgspec.structs.replace(kv, **known),
+        adapters=(),
+        cost=None if status.cost is None else Cost(per_hour_micros=0),
+        objectives=tuple(msgspec.structs.replace(one, observed_milliseconds=None) for one in status.objectives),
+        conditions=tuple(
+            msgspec.structs.replace(one, message="") if one.type in _QUOTING else one for one in status.conditions
+        ),
+    )
+
+
 def parse_status(raw: Any) -> Status:
     """Read `.status`; what an older or newer operator wrote and we cannot read counts as unset, never as an error.
 
@@ -295,5 +334,6 @@ def dump_status(status: Status) -> dict[str, Any]:
 
 
 def clip(text: str, limit: int = MAX_MESSAGE) -> str:
-    """Cut a message to what the schema holds."""
+    """Return a message as people may read it, cut to what the schema holds."""
+    text = untrusted.shown(text)
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvpilot_kernels.untrusted import lines
 from kvpilot_runtime.errors import PreflightError
 
 log = logging.getLogger(__name__)
@@ -49,5 +50,5 @@ def config_file(model: str, revision: str | None, token: str | None = None) -> P
     except PreflightError:
         raise
     except (OSError, ValueError) as error:
-        log.warning("config.json of %s: %s", model, error)
+        log.warning("config.json of %s: %s", model, lines(str(error)))
         return None

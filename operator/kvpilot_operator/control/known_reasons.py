@@ -1,0 +1,56 @@
+"""The reasons that may be labels of metrics. Engines and webhooks make up others, each of which would be a series."""
+
+from __future__ import annotations
+
+from kvpilot_operator.decide import REFUSALS
+from kvpilot_operator.errors import KvpilotError
+from kvpilot_operator.probes.errors import ProbeError
+from kvpilot_operator.state.enums import (
+    ConditionType,
+    ObjectiveState,
+    Outcome,
+    Reason,
+    Stage,
+    Verdict,
+    WorkloadKind,
+)
+from kvpilot_operator.state.questions import Question
+
+OTHER = "Other"
+# Why kvpilot-serve and kvpilot-prefetch refuse (kvpilot_runtime.errors).
+ENGINE = (
+    "ModelNotFound", "ModelUnsupported", "DtypeUnsupported", "DoesNotFit", "BadArguments", "VolumeFull",
+    "VolumeNotWritable", "HubUnreachable",
+)  # fmt: skip
+# Why a kubelet has not started a container, or starts it no more.
+_KUBELET = (
+    "ContainerCreating", "PodInitializing", "CrashLoopBackOff", "ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull",
+    "ImageInspectError", "InvalidImageName", "RegistryUnavailable", "SignatureValidationFailed",
+    "CreateContainerConfigError", "CreateContainerError", "PreCreateHookError", "PreStartHookError",
+    "PostStartHookError", "RunContainerError", "StartError", "ContainerStatusUnknown", "Error", "OOMKilled",
+    "Completed", "DeadlineExceeded", "Evicted", "Terminated",
+)  # fmt: skip
+# Why an API server refuses an object (metav1.StatusReason), or a controller cannot create a pod.
+_API_SERVER = (
+    "Invalid", "Forbidden", "BadRequest", "Conflict", "AlreadyExists", "NotFound", "Gone", "Expired", "InternalError",
+    "MethodNotAllowed", "NotAcceptable", "UnsupportedMediaType", "RequestEntityTooLarge", "Unauthorized", "Timeout",
+    "ServerTimeout", "TooManyRequests", "ServiceUnavailable", "FailedCreate", "NameTaken", "Rejected",
+)  # fmt: skip
+
+
+def _errors(kind: type[Exception]) -> set[str]:
+    """Return the names of an error and of all kinds of it: a probe that ends in one has its name as the reason."""
+    return {kind.__name__}.union(*map(_errors, kind.__subclasses__()))
+
+
+KNOWN = frozenset({
+    *Reason, *WorkloadKind, *ObjectiveState, *Outcome, *Stage, *ConditionType, *REFUSALS, *ENGINE, *_KUBELET,
+    *_API_SERVER, *_errors(KvpilotError), *_errors(ProbeError),
+    *(f"Canary{stage}" for stage in Stage), *(f"Probe{verdict}" for verdict in Verdict),
+    *(f"{question}Unanswered" for question in Question),
+})  # fmt: skip
+
+
+def known(reason: str) -> str:
+    """Return a reason that kvpilot knows, or `OTHER`."""
+    return reason if reason in KNOWN else OTHER

@@ -1,0 +1,82 @@
+"""Connections to engines, on which everything around an answer's body is bounded, too.
+
+aiohttp reads interim answers (100 Continue), chunk extensions and trailers without an end, and gives none of it to the
+reader of the body, whose limits do not count it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import aiohttp
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.helpers import set_exception
+from aiohttp.http import RawResponseMessage
+from aiohttp.streams import StreamReader
+
+# vLLM's answers have a head of 0.2 KiB, and a gateway in front of one adds as much.
+HEAD_BYTES = 32 * 1024
+INTERIM_ANSWERS = 8
+# A chunk of one byte has five around it: an engine that streams tokens sends some hundred bytes a chunk.
+AROUND_A_BYTE = 8
+# What the parser gets at once: the limits are looked at in between.
+_STEP_BYTES = 4 * 1024
+
+
+class TooMuchAround(aiohttp.ClientError):
+    """A server sent more around an answer's body than one may have."""
+
+
+class _Answer(ResponseHandler):
+    """One connection's answers; the first that exceeds the limits ends it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self._came = self._body = self._interim = 0
+        self._refused: TooMuchAround | None = None
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came, a step at a time."""
+        for start in range(0, len(data), _STEP_BYTES) if data else (0,):
+            if self._refused is not None:
+                return
+            part = data[start : start + _STEP_BYTES]
+            self._came += len(part)
+            super().data_received(part)
+            self._body = max(self._body, self._payload.total_bytes if self._payload is not None else 0)
+            if self._came - self._body > HEAD_BYTES + AROUND_A_BYTE * self._body:
+                self._refuse(f"{self._came - self._body} bytes around a body of {self._body}")
+
+    def feed_data(self, data: tuple[RawResponseMessage, StreamReader], size: int = 0) -> None:
+        """Hand an answer to the request that waits for it."""
+        if 100 <= data[0].code < 200:
+            self._interim += 1
+            if self._interim > INTERIM_ANSWERS:
+                self._refuse(f"more than {INTERIM_ANSWERS} interim answers")
+        if self._refused is None:
+            super().feed_data(data, size)
+
+    def set_exception(self, exc: BaseException, *cause: Any) -> None:
+        """Keep the first error: a connection that is refused is also lost."""
+        if self._refused in (None, exc):
+            super().set_exception(exc, *cause)
+
+    def _refuse(self, words: str) -> None:
+        self._refused = error = TooMuchAround(f"{words}: no engine answers so")
+        payload, transport = self._payload, self.transport
+        self.set_exception(error)
+        if payload is not None:
+            set_exception(payload, error)
+        if transport is not None:
+            transport.abort()
+
+
+class EngineConnector(aiohttp.TCPConnector):
+    """Makes a connection for each request: engines close idle ones within seconds."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(force_close=True, **options)
+        kind: type[ResponseHandler] = _Answer
+        self._factory = partial(kind, loop=self._loop)
