@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole, words
-from kvpilot_operator.state.enums import ConditionType, Reason
+from kvpilot_operator.state.enums import ConditionType, Reason, WorkloadKind
 
 DENY_SECONDS = 604_800
 """The default of spec.rollout.denySeconds, for an object that has none."""
@@ -51,6 +51,8 @@ class Condition:
             return self.status == "True" or self.reason == Reason.SETTLED
         if self.type == ConditionType.SERVING and self.reason == Reason.SCALED_TO_ZERO:
             return True
+        if self.type == ConditionType.METRICS_AVAILABLE and self.reason == WorkloadKind.ENGINES_STALLED:
+            return False
         return self.status in _CALM.get(self.type, (self.status,))
 
 

@@ -241,6 +241,8 @@ class WorkloadKind(StrEnum):
     WARMING = "Warming"
     IDLE = "Idle"
     MEMORY_BOUND = "MemoryBound"
+    ENGINES_STALLED = "EnginesStalled"
     PREFILL_BOUND = "PrefillBound"
     COMPUTE_BOUND = "ComputeBound"
     RELAXED = "Relaxed"
+    IMBALANCED = "Imbalanced"
