@@ -160,6 +160,8 @@ class Reason(StrEnum):
     UNSCHEDULABLE = "Unschedulable"
     CLAIM_NOT_BOUND = "ClaimNotBound"
     IMAGE_UNAVAILABLE = "ImageUnavailable"
+    SECRET_MISSING = "SecretMissing"  # noqa: S105 - a word, no password
+    CONFIG_MAP_MISSING = "ConfigMapMissing"
     WAITING = "Waiting"
     ENGINE_REFUSED = "EngineRefused"
     ENGINE_CRASHED = "EngineCrashed"
