@@ -33,6 +33,13 @@ _CALM: dict[str, tuple[str, ...]] = {
 }
 
 
+# What keeps the pods of a canary from coming; it may last until the deadline.
+_HELD_UP = (
+    Reason.UNSCHEDULABLE, Reason.CLAIM_NOT_BOUND, Reason.IMAGE_UNAVAILABLE, Reason.SECRET_MISSING,
+    Reason.CONFIG_MAP_MISSING, "CreateContainerConfigError", "CreateContainerError", "CrashLoopBackOff",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Condition:
     """One of status.conditions."""
@@ -51,6 +58,8 @@ class Condition:
             return self.status == "True" or self.reason == Reason.SETTLED
         if self.type == ConditionType.SERVING and self.reason == Reason.SCALED_TO_ZERO:
             return True
+        if self.type == ConditionType.CANARY_HEALTHY and self.reason in _HELD_UP:
+            return False
         if self.type == ConditionType.METRICS_AVAILABLE and self.reason == WorkloadKind.ENGINES_STALLED:
             return False
         return self.status in _CALM.get(self.type, (self.status,))

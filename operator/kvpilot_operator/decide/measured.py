@@ -12,7 +12,7 @@ from kvpilot_operator.decide.trial import storage
 from kvpilot_operator.decide.trial.baseline import known
 from kvpilot_operator.decide.trial.refusal import engine_failure, mixed_factors
 from kvpilot_operator.decide.trial.unreadable import unreadable
-from kvpilot_operator.decide.trial.waiting import why_waiting
+from kvpilot_operator.decide.trial.waiting import held_up_by, why_waiting
 from kvpilot_operator.state.enums import ConditionType, ObjectiveState, Reason, Stage, Verdict, WorkloadKind
 from kvpilot_operator.state.samples import names
 
@@ -115,7 +115,9 @@ def canary_healthy(c: Context) -> Line:
     if canary is not None:
         passed: Word = "True" if canary.verdict == Verdict.PASSED else "Unknown"
         word: Word = "False" if canary.stage == Stage.ROLLING_BACK else passed
-        return Line(word, canary.reason or canary.stage, f"{canary.dtype}: {canary.message}{waiting(c)}")
+        held_up = None if word != "Unknown" else held_up_by(c)
+        reason = held_up.reason if held_up is not None else canary.reason or canary.stage
+        return Line(word, reason, f"{canary.dtype}: {canary.message}{waiting(c)}")
     if last is None:
         return Line("Unknown", Reason.NO_CANARY, "no canary has run")
     ended: Word = "True" if last.stage == Stage.PROMOTED else "False"

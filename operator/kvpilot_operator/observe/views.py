@@ -136,6 +136,7 @@ def deployment_view(deployment: Object, kind: str = "Deployment") -> DeploymentV
         failure=_replica_failure(deployment.get("status") or {}),
         image=engine.get("image"),
         model=told.get("--model"),
+        arguments=tuple(map(str, engine.get("args") or ())),
         adapters=_adapters(engine.get("args") or ()),
         gated=any(gate.get("conditionType") == ADMITTED for gate in template.get("readinessGates") or ()),
         kind=kind,
