@@ -33,6 +33,11 @@ _CALM: dict[str, tuple[str, ...]] = {
 }
 
 
+# Somebody has to look, whatever the status of the condition.
+_TOLD_BY_REASON = (
+    (ConditionType.METRICS_AVAILABLE, WorkloadKind.ENGINES_STALLED),
+    (ConditionType.MEMORY_PRESSURED, WorkloadKind.IMBALANCED),
+)
 # What keeps the pods of a canary from coming; it may last until the deadline.
 _HELD_UP = (
     Reason.UNSCHEDULABLE, Reason.CLAIM_NOT_BOUND, Reason.IMAGE_UNAVAILABLE, Reason.SECRET_MISSING,
@@ -60,7 +65,7 @@ class Condition:
             return True
         if self.type == ConditionType.CANARY_HEALTHY and self.reason in _HELD_UP:
             return False
-        if self.type == ConditionType.METRICS_AVAILABLE and self.reason == WorkloadKind.ENGINES_STALLED:
+        if (self.type, self.reason) in _TOLD_BY_REASON:
             return False
         return self.status in _CALM.get(self.type, (self.status,))
 

@@ -20,6 +20,7 @@ from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.ranks import MOST_RANKS
 from kvpilot_operator.observe.windows import SampleRetention, Windows
 from kvpilot_operator.state.samples import Sample
+from kvpilot_operator.state.status import Condition, KVCache, Status
 from support.policy_inputs import policy_input
 from support.services import KEY, NOW, manifest, revision_of, running
 
@@ -271,6 +272,18 @@ def test_no_even_share_of_the_load_is_told_as_an_imbalance(ranks: list[tuple[flo
 
 
 OBJ = manifest(kvCache={"mode": "Auto"}, replicas=1)
+PRESSED = Condition(
+    type="MemoryPressured", status="True", reason="MemoryBound", message="", last_transition_time=NOW,
+    observed_generation=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("pages", [lambda i: {"chat-0": HUNG}, lambda i: {"chat-0": uneven(i)}])
+def test_no_event_says_that_a_pressure_has_ended_where_that_is_not_known(pages: Pages) -> None:
+    before = Status(conditions=(PRESSED,), kv_cache=KVCache(usage_percent=97))
+    decision = decide(running(OBJ, "auto", status=before, samples={revision_of(OBJ, "auto"): samples(pages)}))
+    assert "MemoryRelaxed" not in {one.reason for one in decision.events}
+    assert decision.status.kv_cache.usage_percent in (None, 97)
 
 
 @pytest.mark.parametrize(
