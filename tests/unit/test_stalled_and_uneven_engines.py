@@ -178,7 +178,7 @@ def test_one_full_rank_beside_one_with_room_is_told_as_an_imbalance_and_nothing_
     verdict = judged(lambda i: {"chat-0": uneven(i)})
     assert (verdict.kind, verdict.usage_percent) == ("Imbalanced", 97)
     assert "chat-0 engine 0 is 97% full and 12 requests wait for it" in verdict.message
-    assert "others that are 21% full" in verdict.message
+    assert "while 50% of the engines are at most half as full and use is 59% on average" in verdict.message
     assert choose_step(policy_input(verdict)).chosen.action == "Stay"
 
 
@@ -191,12 +191,17 @@ def test_a_full_rank_is_seen_among_any_number_of_idle_ones(count: int) -> None:
     assert judged(pages).kind == "Imbalanced"
 
 
-def test_two_full_ranks_beside_two_with_room_are_an_imbalance_too() -> None:
+@pytest.mark.parametrize(
+    ("full_ones", "count", "kind"), [(2, 4, "Imbalanced"), (4, 8, "Imbalanced"), (7, 8, "MemoryBound")]
+)
+def test_several_full_ranks_are_an_imbalance_where_an_even_share_would_leave_room(
+    full_ones: int, count: int, kind: str
+) -> None:
     def pages(i: int) -> dict[str, PodMetrics]:
-        ranks = [engine(0.97, 24, 6, 900 * i, n) for n in (0, 1)] + [engine(0.1, 2, 0, 90 * i, n) for n in (2, 3)]
-        return {"chat-0": page(*ranks)}
+        ranks = [engine(0.97, 24, 6, 900 * i, n) for n in range(full_ones)]
+        return {"chat-0": page(*ranks, *(engine(0.1, 2, 0, 90 * i, n) for n in range(full_ones, count)))}
 
-    assert judged(pages).kind == "Imbalanced"
+    assert judged(pages).kind == kind
 
 
 def test_a_full_rank_beside_one_that_is_nearly_full_is_a_lack_of_memory() -> None:

@@ -68,10 +68,12 @@ class Spread:
     name: str
     usage: float
     waiting: float
-    others: float
-    """Mean use of the others."""
-    others_waiting: float
-    """Requests that wait at each of the others that are at most half as full, on average."""
+    mean: float
+    """Use of all engines, on average: what each would have if requests were spread evenly."""
+    roomy: float
+    """Share of the engines that are at most half as full."""
+    roomy_waiting: float
+    """Requests that wait at each of these, on average."""
 
     @classmethod
     def of(cls, engines: Sequence[tuple[str, float, float]]) -> Spread | None:
@@ -79,10 +81,9 @@ class Spread:
         if len(engines) < 2:
             return None
         fullest = max(engines, key=lambda one: (one[1], one[2], one[0]))
-        others = [one for one in engines if one is not fullest]
-        roomy = [waiting for _, usage, waiting in others if usage <= ROOMY * fullest[1]]
-        mean = sum(usage for _, usage, _ in others) / len(others)
-        return cls(*fullest, mean, sum(roomy) / len(roomy) if roomy else 0.0)
+        roomy = [waiting for _, usage, waiting in engines if usage <= ROOMY * fullest[1]]
+        mean = sum(usage for _, usage, _ in engines) / len(engines)
+        return cls(*fullest, mean, len(roomy) / len(engines), sum(roomy) / len(roomy) if roomy else 0.0)
 
     def mixed(self, other: Spread, share: float) -> Spread:
         """Return the mean of both, `share` of it the other one's; the name is the other one's."""

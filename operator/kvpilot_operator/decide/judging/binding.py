@@ -69,8 +69,8 @@ def judge(
 
 def _uneven(one: Spread) -> str:
     return (
-        f"{one.name} is {one.usage * 100:.0f}% full and {one.waiting:.0f} requests wait for it, beside others that are "
-        f"{one.others * 100:.0f}% full"
+        f"{one.name} is {one.usage * 100:.0f}% full and {one.waiting:.0f} requests wait for it, while "
+        f"{one.roomy * 100:.0f}% of the engines are at most half as full and use is {one.mean * 100:.0f}% on average"
     )
 
 

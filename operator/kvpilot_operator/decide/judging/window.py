@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from kvpilot_operator.api.spec import Pressure
-from kvpilot_operator.state.samples import ROOMY, Flows, Sample
+from kvpilot_operator.state.samples import Flows, Sample
 
 # A window counts as full when the time between its scrapes adds up to this share of it: they do not fall on its edges.
 SPAN = 0.8
@@ -125,11 +125,14 @@ def ready_pods(s: Sample) -> int:
 
 
 def uneven(s: Sample, pressure: Pressure) -> bool:
-    """Whether requests wait for one full engine, while the others are at most half as full and keep nobody waiting."""
-    one = s.spread
-    if one is None or one.usage * 100 < pressure.high_percent or one.waiting < pressure.waiting_per_replica:
+    """Whether requests wait for a full engine that would not be full if all engines had an even share.
+
+    Some of them have to have room, and nobody who waits: where requests wait for all, an even share mends nothing.
+    """
+    one, queue = s.spread, pressure.waiting_per_replica
+    if one is None or not one.mean * 100 < pressure.high_percent <= one.usage * 100 or one.waiting < queue:
         return False
-    return one.others <= ROOMY * one.usage and one.others_waiting < pressure.waiting_per_replica
+    return one.roomy > 0 and one.roomy_waiting < queue
 
 
 def since_it_grew(samples: Sequence[Sample], start: int, end: int) -> int:
