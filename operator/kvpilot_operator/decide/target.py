@@ -123,13 +123,13 @@ def _laddered(c: Context) -> Target:
         return _guarded(c, canary.dtype, canary.reason, canary.message, recommended=canary.dtype)
     step, best = policy.chosen, (policy.wanted or policy.chosen).dtype
     if c.spec.kv_cache.mode == "Recommend":
-        return _guarded(c, stable.dtype, Reason.STEADY, "mode Recommend: nothing is changed", recommended=best)
+        return _guarded(c, stable.dtype, Reason.SETTLED, "mode Recommend: nothing is changed", recommended=best)
     if step.action in (Action.DTYPE_DOWN, Action.DTYPE_UP):
         taken = _guarded(c, step.dtype, policy.reason, policy.message, recommended=best)
         return replace(taken, options=policy.options)
     if policy.hold is not None:
         return _guarded(c, stable.dtype, policy.reason, policy.hold, held=policy.hold, recommended=best)
-    return _guarded(c, stable.dtype, Reason.STEADY, "no other dtype is called for", recommended=best)
+    return _guarded(c, stable.dtype, Reason.SETTLED, "no other dtype is called for", recommended=best)
 
 
 def _guarded(

@@ -182,7 +182,6 @@ class Reason(StrEnum):
     # Which dtype, and what keeps another one from serving.
     BASELINE = "Baseline"
     FIXED_DTYPE = "FixedDtype"
-    STEADY = "Steady"
     SPEC_CHANGED = "SpecChanged"
     NOT_CHOSEN = "NotChosen"
     DTYPE_DENIED = "DtypeDenied"
