@@ -22,7 +22,8 @@ Made by `make generate` of [models.json](models.json), which holds the fields th
 configurations, each with its source. Figures are what `kvpilot-serve` and `kvpilot plan` read of them
 ([decision 21](decisions/0021-facts-of-a-model-from-a-table-of-defaults.md)). Tests hold layers, heads and head_dim
 against transformers' own config classes, and against the KV-cache specs that vLLM {vllm} builds without weights, of
-models with images or sound for their text part.
+models with images or sound for their text part. `kvpilot plan` takes those by name that `kvpilot plan --list` shows,
+and every other one by the folder with its config.json.
 
 - **layers**: *full* attend to everything; *window* and *chunked* hold at most so many tokens; *state* keep one of fixed
   size (Mamba, linear attention, convolutions) and may attend beside it; *shared* read another layer's cache.

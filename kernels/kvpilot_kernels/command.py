@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 
 GROUP = "kvpilot.commands"
+EXTRAS = {"backtest": "planning", "calibrate": "runtime", "plan": "planning", "probe": "operator"}
+"""The optional dependencies (pyproject.toml) that a command needs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names with the others; returns its exit status, 2 for a wrong name.
+    """Run the command that the first argument names with the others, and return its exit status.
+
+    2 for a wrong name, and for a command whose dependencies are not installed.
 
     130 where it was interrupted, and 141 where its reader has left: what a shell says of SIGINT and SIGPIPE.
     """
@@ -27,8 +31,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] not in commands:
         print(f"{usage}\nkvpilot: {arguments[0]!r} is no command" if arguments else usage, file=sys.stderr)
         return 2
+    name = arguments[0]
     try:
-        status = int(commands[arguments[0]].load()(arguments[1:]))
+        run = commands[name].load()
+    except ModuleNotFoundError as error:
+        # Ours are all installed together: one that is missing is a defect, and its traceback helps.
+        if name not in EXTRAS or (error.name or "").startswith("kvpilot_"):
+            raise
+        remedy = f"pip install 'kvpilot[{EXTRAS[name]}]', in a checkout pip install '.[{EXTRAS[name]}]'"
+        print(f"kvpilot {name}: the module {error.name} is not installed: {remedy}", file=sys.stderr)
+        return 2
+    try:
+        status = int(run(arguments[1:]))
         sys.stdout.flush()
     except BrokenPipeError:
         # Nothing more is written at the end of the process either.

@@ -66,7 +66,7 @@ def _decision(one: Json) -> Entry:
         action=action or "(no action)",
         reason=text(one, "reason"),
         message=text(one, "message"),
-        move=f"{before} -> {after}".strip() if before or after else "",
+        move=f"{before} -> {after}".strip() if before != after else before,
         steps=tuple(_step(step) for step in items(one, "options")),
         warning=action in _WARNINGS,
     )

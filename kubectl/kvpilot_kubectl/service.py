@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole, words
-from kvpilot_operator.state.enums import ConditionType, Reason
+from kvpilot_operator.state.enums import ConditionType, Reason, WorkloadKind
 
 DENY_SECONDS = 604_800
 """The default of spec.rollout.denySeconds, for an object that has none."""
@@ -33,6 +33,18 @@ _CALM: dict[str, tuple[str, ...]] = {
 }
 
 
+# Somebody has to look, whatever the status of the condition.
+_TOLD_BY_REASON = (
+    (ConditionType.METRICS_AVAILABLE, WorkloadKind.ENGINES_STALLED),
+    (ConditionType.MEMORY_PRESSURED, WorkloadKind.IMBALANCED),
+)
+# What keeps the pods of a canary from coming; it may last until the deadline.
+_HELD_UP = (
+    Reason.UNSCHEDULABLE, Reason.CLAIM_NOT_BOUND, Reason.IMAGE_UNAVAILABLE, Reason.SECRET_MISSING,
+    Reason.CONFIG_MAP_MISSING, "CreateContainerConfigError", "CreateContainerError", "CrashLoopBackOff",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Condition:
     """One of status.conditions."""
@@ -51,6 +63,10 @@ class Condition:
             return self.status == "True" or self.reason == Reason.SETTLED
         if self.type == ConditionType.SERVING and self.reason == Reason.SCALED_TO_ZERO:
             return True
+        if self.type == ConditionType.CANARY_HEALTHY and self.reason in _HELD_UP:
+            return False
+        if (self.type, self.reason) in _TOLD_BY_REASON:
+            return False
         return self.status in _CALM.get(self.type, (self.status,))
 
 

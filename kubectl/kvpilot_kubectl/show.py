@@ -198,7 +198,9 @@ def _weighed(entry: Entry) -> Table:
 
 
 def _figures(one: Trial) -> str:
-    parts = [f"{one.from_dtype or _NONE} -> {one.dtype or _NONE} {one.stage}, {one.verdict}"]
+    dtypes = (one.from_dtype or _NONE, one.dtype or _NONE)
+    # One dtype: something else of the spec changes, which the message names.
+    parts = [_joined(f"{' -> '.join(dict.fromkeys(dtypes))} {one.stage}".strip(), one.verdict)]
     if one.stable_capacity and one.capacity:
         ratio = one.capacity / one.stable_capacity
         parts.append(f"a replica holds {one.stable_capacity:,} -> {one.capacity:,} tokens ({ratio:.2f}x)")

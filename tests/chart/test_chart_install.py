@@ -170,6 +170,14 @@ def test_the_notes_say_how_to_go_on_with_an_example_that_is_valid(install):
     assert f"kubectl -n {HOME} rollout status deployment/kvpilot-operator" in notes
 
 
+def test_the_notes_name_the_runtime_beside_the_operators_image(install, chart):
+    ours = "--set=image.repository=registry.example.com/kvpilot/operator"
+    notes = install.helm("upgrade", "kvpilot", chart, "--dry-run", OLD, ours).partition("NOTES:")[2]
+    example = yaml.safe_load(notes.partition("<<EOF\n")[2].partition("\nEOF\n")[0])
+    assert example["spec"]["engine"]["image"].startswith("registry.example.com/kvpilot/runtime:")
+    assert "No image is published yet" in notes
+
+
 def test_helm_test_passes(install):
     assert "Succeeded" in install.helm("test", "kvpilot", "--timeout=600s")
 

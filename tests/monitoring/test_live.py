@@ -119,14 +119,14 @@ async def test_the_commands_of_a_runbook_run_as_they_stand(monitored, path):
     before, mitigation = path.read_text().split("\n## Mitigation\n")
     blocks = re.findall(r"```sh\n(.*?)```", before, re.DOTALL)
     blocks += [
-        re.sub(r"^(kubectl .*)$", r"\1 --dry-run=server", block, flags=re.MULTILINE)
+        re.sub(r"^( *kubectl .*)$", r"\1 --dry-run=server", block, flags=re.MULTILINE)
         for block in re.findall(r"```sh\n(.*?)```", mitigation, re.DOTALL)
     ]
     assert blocks
-    for command in "".join(blocks).splitlines():
-        ended = await asyncio.to_thread(run, monitored, command)
-        assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
-        assert "rror" not in ended.stderr, f"{command}\n{ended.stderr}"
+    for block in blocks:
+        ended = await asyncio.to_thread(run, monitored, block)
+        assert ended.returncode == 0, f"{block}\n{ended.stdout}{ended.stderr}"
+        assert "rror" not in ended.stderr, f"{block}\n{ended.stderr}"
 
 
 async def test_a_trial_shows_in_every_panel_that_is_about_trials(monitored, tmp_path):

@@ -140,9 +140,10 @@ class EngineModel:
         self._set({name: Histogram(before.bounds, counts, before.total + value)})
 
     def _used(self) -> int:
-        """Blocks that running requests hold; those that they share count once."""
-        shared = max((request.shared for request in self._running), default=0)
-        return shared + sum(-(-r.held // self._size) - min(r.shared, r.held // self._size) for r in self._running)
+        """Blocks that running requests hold; those that they share count once, from the moment they are filled."""
+        shared = [min(request.shared, request.held // self._size) for request in self._running]
+        held = sum(-(-request.held // self._size) for request in self._running)
+        return max(shared, default=0) + held - sum(shared)
 
     def _free(self, request: _Request, held: int) -> int:
         """Blocks left if `request` ran and held that many tokens; below 0 they do not suffice."""

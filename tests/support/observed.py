@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -142,4 +142,7 @@ class World:
         spend(self.work)
         if url not in self.pages:
             raise ScrapeError(f"{url}: HTTP 404")
-        return parse_page(self.pages[url])
+        page = parse_page(self.pages[url])
+        # An engine at work makes tokens between two scrapes.
+        made = page.totals.generation_tokens + len(self.asked)
+        return replace(page, totals=replace(page.totals, generation_tokens=made))

@@ -41,6 +41,11 @@ class ScrapeLoop:
         return [self.scrape(5 * i, pages(i)) for i in range(count)]
 
 
+def busy(i: int) -> PodMetrics:
+    """The `i`-th page of an engine that works steadily."""
+    return counted(BUSY, generation_tokens=1000 * i)
+
+
 def counted(page: PodMetrics, **totals: float | Histogram) -> PodMetrics:
     """The page with these totals."""
     return replace(page, totals=replace(page.totals, **totals))  # type: ignore[arg-type]

@@ -1,11 +1,49 @@
 import os
+import shutil
 import subprocess
 import sys
+import tomllib
+import venv
+from importlib.metadata import distribution, entry_points
 from pathlib import Path
 
 import pytest
 
 from kvpilot_kernels import command
+
+ROOT = Path(__file__).parents[2]
+NAMES = sorted(one.name for one in entry_points(group=command.GROUP))
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory) -> Path:
+    """The python of an environment in which kvpilot is installed without any dependency."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=False, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    (site / "kvpilot.pth").write_text("".join(f"{(ROOT / one).parent}\n" for one in packages["packages"]))
+    about = Path(str(distribution("kvpilot").locate_file("")))
+    (installed,) = about.glob("kvpilot-*.dist-info")
+    shutil.copytree(installed, site / installed.name)
+    return folder / "bin" / "python"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_command_without_its_dependencies_names_the_extra_in_one_line(bare, name):
+    program = "import sys; from kvpilot_kernels.command import main; sys.exit(main(sys.argv[1:]))"
+    line = [bare, "-I", "-c", program, name, "--help"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=600)
+    assert (done.returncode, done.stdout) == (2, "")
+    (said,) = done.stderr.splitlines()
+    assert said.startswith(f"kvpilot {name}: the module ")
+    assert f"pip install '.[{command.EXTRAS[name]}]'" in said
+
+
+def test_every_command_has_an_extra_that_the_project_defines():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert sorted(command.EXTRAS) == NAMES
+    assert set(command.EXTRAS.values()) <= set(extras)
 
 
 def test_a_command_that_does_not_exist_is_named_with_those_that_do(capsys):

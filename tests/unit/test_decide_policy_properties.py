@@ -18,7 +18,7 @@ from kvpilot_operator.decide.judging.policy import choose_step
 from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.surge import Surge
 from kvpilot_operator.decide.judging.workload import Workload
-from kvpilot_operator.state.enums import ObjectiveState
+from kvpilot_operator.state.enums import ObjectiveState, WorkloadKind
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Saturation
 from support.policy_inputs import A100, H200, denied
@@ -40,7 +40,7 @@ def _descending(dtypes):
 TIMES = st.one_of(st.none(), st.integers(-200_000, 0).map(lambda s: NOW + timedelta(seconds=s)))
 WORKLOADS = st.builds(
     Workload,
-    st.sampled_from(["NoMetrics", "Warming", "Idle", "MemoryBound", "PrefillBound", "ComputeBound", "Relaxed"]),
+    st.sampled_from(list(WorkloadKind)),
     st.just("evidence"),
     usage_percent=st.integers(0, 100),
     waiting=st.floats(0, 1e6),

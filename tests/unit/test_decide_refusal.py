@@ -80,6 +80,38 @@ def test_a_container_that_holds_the_engine_up_is_named_with_its_own_reason() -> 
     assert pending_reason([held]) == Cause("CrashLoopBackOff", "container proxy: back-off")
 
 
+@pytest.mark.parametrize(
+    ("said", "reason", "told"),
+    [
+        ('secret "hf-token" not found', "SecretMissing", "Secret hf-token is not there: create it"),
+        ('configmap "flags" not found', "ConfigMapMissing", "ConfigMap flags is not there: create it"),
+        (
+            "couldn't find key token in Secret models/hf-token",
+            "SecretMissing",
+            "Secret hf-token has no key token: add it",
+        ),
+        (
+            "couldn't find key x.y in ConfigMap models/flags",
+            "ConfigMapMissing",
+            "ConfigMap flags has no key x.y: add it",
+        ),
+        ("container has runAsNonRoot and image will run as root", "CreateContainerConfigError", "container has run"),
+    ],
+)
+def test_an_object_that_a_container_is_made_from_and_that_is_missing_is_named(
+    said: str, reason: str, told: str
+) -> None:
+    cause = pending_reason([observed(engine=waits("CreateContainerConfigError", said))])
+    assert cause is not None
+    assert (cause.reason, cause.message.startswith(told), said in cause.message) == (reason, True, True)
+
+
+@given(st.text())
+def test_whatever_a_kubelet_says_of_a_container_that_it_cannot_make_is_told(said: str) -> None:
+    cause = pending_reason([observed(engine=waits("CreateContainerConfigError", said))])
+    assert cause is not None
+
+
 def test_what_is_on_its_way_holds_nobody_up_and_the_engine_tells_for_itself() -> None:
     on_its_way = observed(fetch={"running": {}}, engine=waits("PodInitializing"), proxy=waits("PodInitializing"))
     assert on_its_way.held_up is None

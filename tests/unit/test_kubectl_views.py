@@ -73,6 +73,17 @@ def test_a_calm_service_asks_for_no_attention_and_one_under_pressure_does() -> N
     assert "MemoryPressured=True (MemoryBound)" in pressed["ATTENTION"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "status", "reason"),
+    [("MetricsAvailable", "True", "EnginesStalled"), ("MemoryPressured", "False", "Imbalanced")],
+)
+def test_engines_that_hang_or_are_used_unevenly_ask_for_attention(kind: str, status: str, reason: str) -> None:
+    obj = copy.deepcopy(story()["serving"])
+    told = {one["type"]: one for one in obj["status"]["conditions"]}
+    told[kind] |= {"status": status, "reason": reason}
+    assert listed(obj)[0]["ATTENTION"] == f"{kind}={status} ({reason})"
+
+
 def test_a_service_that_waits_for_a_person_asks_for_attention_and_one_on_its_way_does_not() -> None:
     obj = copy.deepcopy(story()["serving"])
     told = {one["type"]: one for one in obj["status"]["conditions"]}

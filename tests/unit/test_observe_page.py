@@ -108,7 +108,11 @@ def test_ranks_of_data_parallelism_are_one_pod() -> None:
         .replace("num_gpu_blocks", 'r="1",num_gpu_blocks')
     )
     page = parse_page(PAGE + TTFT + second + TTFT.replace('engine="0"', 'engine="1"'))
-    assert page.usage == pytest.approx(0.51)
+    assert page.usage == 0.91
+    assert [(rank.name, rank.usage, rank.running, rank.waiting) for rank in page.ranks] == [
+        ("engine 0", 0.91, 7, 3),
+        ("engine 1", 0.11, 7, 3),
+    ]
     assert (page.running, page.waiting, page.totals.preemptions) == (14, 6, 24)
     assert (page.capacity_tokens, page.blocks) == (20480, 160)
     assert page.totals.ttft.counts == (6, 4, 2)

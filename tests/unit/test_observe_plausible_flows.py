@@ -13,7 +13,7 @@ from kvpilot_operator.observe.page import parse_page
 from kvpilot_operator.observe.pod_metrics import LONGEST_GAP_SECONDS, Totals
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows
-from support.scrape_loop import BUSY, START, ScrapeLoop, at, counted
+from support.scrape_loop import BUSY, START, ScrapeLoop, at, busy, counted
 
 
 def test_the_first_page_of_a_pod_tells_gauges_and_no_flows() -> None:
@@ -48,8 +48,8 @@ def test_the_flows_of_pods_add_up() -> None:
 def test_missed_scrapes_are_made_up_for_by_the_next_page() -> None:
     fleet = ScrapeLoop()
     fleet.scrape(0, {"a": BUSY, "b": BUSY})
-    fleet.scrape(5, {"b": BUSY})
-    flows = fleet.scrape(65, {"a": counted(BUSY, prompt_tokens=100), "b": BUSY}).sample.flows
+    fleet.scrape(5, {"b": busy(1)})
+    flows = fleet.scrape(65, {"a": counted(BUSY, prompt_tokens=100), "b": busy(2)}).sample.flows
     assert (flows.prompt_tokens, flows.seconds) == (100, 65 + 60)
 
 
@@ -89,14 +89,14 @@ def test_a_histogram_of_other_buckets_counts_from_zero() -> None:
     fleet = ScrapeLoop()
     fleet.scrape(0, {"a": counted(BUSY, ttft=Histogram((1.0,), (5, 5), 10.0))})
     other = Histogram((2.0,), (3, 1), 4.0)
-    assert fleet.scrape(5, {"a": counted(BUSY, ttft=other)}).sample.flows.ttft == other
+    assert fleet.scrape(5, {"a": counted(busy(1), ttft=other)}).sample.flows.ttft == other
 
 
 def test_a_histogram_of_which_one_bucket_fell_counts_from_zero() -> None:
     fleet = ScrapeLoop()
     fleet.scrape(0, {"a": counted(BUSY, ttft=Histogram((1.0,), (5, 5), 10.0))})
     new = Histogram((1.0,), (9, 4), 8.0)
-    assert fleet.scrape(5, {"a": counted(BUSY, ttft=new)}).sample.flows.ttft == new
+    assert fleet.scrape(5, {"a": counted(busy(1), ttft=new)}).sample.flows.ttft == new
 
 
 def test_request_seconds_that_fall_are_no_restart() -> None:

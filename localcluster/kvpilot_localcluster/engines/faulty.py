@@ -46,6 +46,8 @@ class Faults:
     """Where not negative: what the page says instead of the truth, with so many requests running and waiting."""
     running: int = 0
     waiting: int = 0
+    stalled: bool = False
+    """Whether the requests that run by `running` make no tokens; else each makes one between two pages."""
     eat_mib: int = 0
     """Memory to take, in MiB."""
 
@@ -160,6 +162,7 @@ class Engine:
         usage, running, waiting = blocks / BLOCKS, self.running, 0
         if self.faults.usage >= 0:
             usage, running, waiting = self.faults.usage, self.faults.running, self.faults.waiting
+            self._generation_tokens += 0 if self.faults.stalled else running
         label = f'engine="0",model_name="{self._model}"'
         sizes = f'block_size="{BLOCK_TOKENS}",cache_dtype="{self._dtype}",engine="0",num_gpu_blocks="{BLOCKS}"'
         lines = [

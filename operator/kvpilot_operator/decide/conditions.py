@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from kvpilot_operator.decide import kstatus, measured
 from kvpilot_operator.decide.answering import available, serving, share
+from kvpilot_operator.decide.changes import move, spec_changes
 from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.measured import Line, waiting
 from kvpilot_operator.decide.rejections import finding, rejected
@@ -175,7 +176,9 @@ def _progressing(c: Context, objects: Line) -> Line:
         return Line("False", *held)
     if canary is not None:
         stopped = paused and canary.stage != Stage.ROLLING_BACK
-        text = f"{canary.from_dtype} -> {canary.dtype}{share(canary)}: {canary.message}{waiting(c)}"
+        news = spec_changes(c, stable) if stable is not None else ""
+        said = canary.message if news in canary.message else f"{canary.message}; the spec has changed: {news}"
+        text = f"{move(canary)}{share(canary)}: {said}{waiting(c)}"
         return Line("False", Reason.ROLLOUT_PAUSED, text) if stopped else Line("True", f"Canary{canary.stage}", text)
     waits = storage.wait(c)
     if waits is not None and (stable is None or target.revision != stable.revision):

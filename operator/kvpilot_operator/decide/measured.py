@@ -12,8 +12,9 @@ from kvpilot_operator.decide.trial import storage
 from kvpilot_operator.decide.trial.baseline import known
 from kvpilot_operator.decide.trial.refusal import engine_failure, mixed_factors
 from kvpilot_operator.decide.trial.unreadable import unreadable
-from kvpilot_operator.decide.trial.waiting import why_waiting
+from kvpilot_operator.decide.trial.waiting import held_up_by, why_waiting
 from kvpilot_operator.state.enums import ConditionType, ObjectiveState, Reason, Stage, Verdict, WorkloadKind
+from kvpilot_operator.state.samples import names
 
 _WORST_FIRST = (ObjectiveState.MISSED, ObjectiveState.UNSETTLED, ObjectiveState.NO_SAMPLES, ObjectiveState.HELD)
 
@@ -51,12 +52,17 @@ def metrics(c: Context) -> Line:
         first, number = min(backed_off), len(backed_off)
         many = "1 pod is" if number == 1 else f"{number} pods are"
         less = f"; {many} scraped less often; {first}: {backed_off[first]}"
-    if workload.kind == WorkloadKind.NO_METRICS:
-        return Line("False", "NoMetrics", f"{workload.message}{less}")
+    if workload.kind in (WorkloadKind.NO_METRICS, WorkloadKind.ENGINES_STALLED):
+        return Line("False", workload.kind, f"{workload.message}{less}")
     capacity = f"KV capacity {workload.capacity_tokens} tokens"
-    if workload.implausible:  # names alone: why holds figures that move, and is in the operator's log
-        names = ", ".join(sorted(one.partition(":")[0] for one in workload.implausible))
-        return Line("True", Reason.PARTLY_BELIEVED, f"{capacity}; implausible: {names}{less}")
+    # Names alone: the reasons hold figures that move, and are in the operator's log.
+    if workload.implausible:
+        less = f"; implausible: {names(workload.implausible)}{less}"
+    if workload.stalled:
+        less = f"; stalled, so they have work and do none of it: {names(workload.stalled)}{less}"
+        return Line("True", WorkloadKind.ENGINES_STALLED, f"{capacity}{less}")
+    if workload.implausible:
+        return Line("True", Reason.PARTLY_BELIEVED, f"{capacity}{less}")
     return Line("True", Reason.SCRAPED, f"{capacity}{less}")
 
 
@@ -67,8 +73,8 @@ def memory_pressured(c: Context) -> Line:
         c.before.condition(ConditionType.MEMORY_PRESSURED),
         c.before.kv_cache.usage_percent,
     )
-    if workload.kind == WorkloadKind.NO_METRICS:
-        return Line("Unknown", "NoMetrics", workload.message)
+    if workload.kind in (WorkloadKind.NO_METRICS, WorkloadKind.ENGINES_STALLED):
+        return Line("Unknown", workload.kind, workload.message)
     held = workload.kind == WorkloadKind.WARMING and before is not None and before.status == "True"
     word: Word = "True" if workload.kind == WorkloadKind.MEMORY_BOUND or held else "False"
     same = before is not None and (before.status, before.reason) == (word, workload.kind)
@@ -109,7 +115,9 @@ def canary_healthy(c: Context) -> Line:
     if canary is not None:
         passed: Word = "True" if canary.verdict == Verdict.PASSED else "Unknown"
         word: Word = "False" if canary.stage == Stage.ROLLING_BACK else passed
-        return Line(word, canary.reason or canary.stage, f"{canary.dtype}: {canary.message}{waiting(c)}")
+        held_up = None if word != "Unknown" else held_up_by(c)
+        reason = held_up.reason if held_up is not None else canary.reason or canary.stage
+        return Line(word, reason, f"{canary.dtype}: {canary.message}{waiting(c)}")
     if last is None:
         return Line("Unknown", Reason.NO_CANARY, "no canary has run")
     ended: Word = "True" if last.stage == Stage.PROMOTED else "False"

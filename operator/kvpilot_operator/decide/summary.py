@@ -21,7 +21,14 @@ _MOVED = 0.1
 # Whatever a page says, the schema holds it.
 _MOST = 1e12
 _MOST_ADAPTERS, _MOST_LETTERS = 16, 128
-_QUIET = (WorkloadKind.MEMORY_BOUND, WorkloadKind.WARMING, WorkloadKind.NO_METRICS)
+# With these it is not known that a pressure has ended.
+_QUIET = (
+    WorkloadKind.MEMORY_BOUND,
+    WorkloadKind.WARMING,
+    WorkloadKind.NO_METRICS,
+    WorkloadKind.ENGINES_STALLED,
+    WorkloadKind.IMBALANCED,
+)
 
 
 def summarise(c: Context) -> Context:
@@ -32,7 +39,7 @@ def summarise(c: Context) -> Context:
         return c
     names, serves = traffic.serving(c), s.deployments.get(stable.revision)
     sample = s.last_sample(traffic.selected(c) or stable.revision)
-    usage = c.workload.usage_percent if c.workload.kind != WorkloadKind.NO_METRICS else None
+    usage = c.workload.usage_percent if c.workload.pods else None
     # While two revisions serve together an autoscaler has to count the pods of both.
     one = f",{REVISION_LABEL}={names[0]}" if len(names) == 1 else ""
     c = c.set(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
+from kvpilot_operator.decide.changes import spec_changes
 from kvpilot_operator.decide.context import Context, Target
 from kvpilot_operator.decide.judging.capacity import smaller
 from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS, RETRY_SECONDS, infeasible, rungs
@@ -19,7 +20,20 @@ def choose(c: Context) -> Context:
     left = _left_behind(c)
     if left is None:
         left = _fixed(c) if c.spec.kv_cache.mode == "Fixed" else _laddered(c)
-    return replace(c, target=left)
+    return replace(c, target=_explained(c, left))
+
+
+def _explained(c: Context, target: Target) -> Target:
+    """The target with what a new rollout changes beside the dtype."""
+    stable = c.stable
+    if stable is None or c.canary is not None or target.held is not None or target.revision == stable.revision:
+        return target
+    news = spec_changes(c, stable)
+    if not news:
+        return target
+    if target.dtype != stable.dtype:
+        return replace(target, message=f"{target.message}; the spec has changed, too: {news}")
+    return replace(target, reason=Reason.SPEC_CHANGED, message=f"the spec has changed: {news}")
 
 
 def after_rollback(c: Context) -> Context:
@@ -109,13 +123,13 @@ def _laddered(c: Context) -> Target:
         return _guarded(c, canary.dtype, canary.reason, canary.message, recommended=canary.dtype)
     step, best = policy.chosen, (policy.wanted or policy.chosen).dtype
     if c.spec.kv_cache.mode == "Recommend":
-        return _guarded(c, stable.dtype, Reason.STEADY, "mode Recommend: nothing is changed", recommended=best)
+        return _guarded(c, stable.dtype, Reason.SETTLED, "mode Recommend: nothing is changed", recommended=best)
     if step.action in (Action.DTYPE_DOWN, Action.DTYPE_UP):
         taken = _guarded(c, step.dtype, policy.reason, policy.message, recommended=best)
         return replace(taken, options=policy.options)
     if policy.hold is not None:
         return _guarded(c, stable.dtype, policy.reason, policy.hold, held=policy.hold, recommended=best)
-    return _guarded(c, stable.dtype, Reason.STEADY, "no other dtype is called for", recommended=best)
+    return _guarded(c, stable.dtype, Reason.SETTLED, "no other dtype is called for", recommended=best)
 
 
 def _guarded(

@@ -284,6 +284,7 @@ def _tell(known: Observations, revision: str, pages: Mapping[str, PodMetrics], j
     """Log what is odd about a revision's pages, once for as long as it lasts."""
     odd = {f"{name} is read, the older name": f"vLLM's {name}" for page in pages.values() for name in page.older_names}
     odd |= {f"implausible: {words}": words.partition(":")[0] for words in judged.sample.implausible}
+    odd |= {f"stalled: {words}": f"stalled {words.partition(':')[0]}" for words in judged.sample.stalled}
     odd |= {f"not taken as it is: {words}": words.partition(":")[0] for words in judged.cut}
     news = known.windows.news(revision, odd.values())
     for words, about in odd.items():

@@ -13,7 +13,8 @@ from typing import Any
 
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe import page_values as values
-from kvpilot_operator.observe.pod_metrics import PodMetrics, Totals
+from kvpilot_operator.observe import ranks
+from kvpilot_operator.observe.pod_metrics import DONE, PodMetrics, Totals
 from kvpilot_operator.observe.series import SeriesReader, labels_of
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.snapshot import ModelFacts
@@ -56,6 +57,14 @@ _HISTOGRAMS = {
     "generation_lengths": ("vllm:request_generation_tokens",),
 }
 
+# Read for each engine of a page, too.
+_DONE = tuple(_COUNTED[field] for field in DONE)
+_OF_A_RANK = {
+    **{name: f"{ranks.USAGE} {name}" for name in _USAGE},
+    **dict.fromkeys(_DONE, ranks.DONE),
+    _RUNNING: ranks.RUNNING,
+    _WAITING: ranks.WAITING,
+}
 # Of these a part is counted by itself, told by a label.
 _PARTED = (_WAITING_BY_REASON, _COUNTED["finished"], _HTTP, _SOURCES)
 _COUNTERS = frozenset((*_COUNTED.values(), *_PARTED, _RUNNING, _WAITING, _START))
@@ -86,8 +95,9 @@ class PageReader:
 
     def __init__(self) -> None:
         self._series = SeriesReader(WANTED, self._add)
-        # One series an engine (data parallel ranks): shares are averaged, all else adds up.
-        self._shares: dict[str, tuple[float, int]] = {}
+        # One series an engine (data-parallel ranks): the fullest one's share counts, all else adds up.
+        self._shares: dict[str, float] = {}
+        self._ranks = ranks.Ranks()
         self._sums: dict[str, float] = {}
         self._buckets: dict[str, dict[str, float]] = {}
         self._for_room: float | None = None
@@ -114,10 +124,9 @@ class PageReader:
         usage_name = _first(_USAGE, self._shares)
         if usage_name is None:
             raise ScrapeError(f"none of {', '.join(_USAGE)} is on the page: is this a vLLM server?")
-        total, ranks = self._shares[usage_name]
         waiting = self._for_room if self._for_room is not None else self._sums.get(_WAITING, 0.0)
         return PodMetrics(
-            usage=total / ranks,
+            usage=self._shares[usage_name],
             running=values.requests(_RUNNING, self._sums.get(_RUNNING, 0.0)),
             waiting=values.requests(_WAITING, waiting),
             capacity_tokens=values.tokens(_CONFIG, "the capacity", self._capacity),
@@ -132,12 +141,15 @@ class PageReader:
             older_names=tuple(
                 name for name in (usage_name, _first(_ITL, self._buckets)) if name in (_USAGE[1], _ITL[1])
             ),
+            ranks=self._ranks.close(_OF_A_RANK[usage_name], sum(map(self._count, _DONE))),
         )
 
     def _add(self, name: str, labels: str, value: float) -> None:
         """One series more."""
         if name in _COUNTERS:
             self._sums[name] = self._sums.get(name, 0.0) + values.counted(name, value)
+            if name in _OF_A_RANK:
+                self._ranks.add(_OF_A_RANK[name], labels_of(labels), value)
             if name in _PARTED:
                 self._add_part(name, labels_of(labels), value)
         elif name in _BUCKETS:
@@ -148,8 +160,8 @@ class PageReader:
         elif name in _USAGE:
             if not 0.0 <= value <= 1.0:
                 raise ScrapeError(f"{name} is {value}, not a share between 0 and 1")
-            total, ranks = self._shares.get(name, (0.0, 0))
-            self._shares[name] = (total + value, ranks + 1)
+            self._shares[name] = max(value, self._shares.get(name, 0.0))
+            self._ranks.add(_OF_A_RANK[name], labels_of(labels), value)
         elif name == _CONFIG:
             self._add_config(labels_of(labels))
         elif name == _FACTORS:
@@ -164,6 +176,7 @@ class PageReader:
     def _add_part(self, name: str, labels: Mapping[str, str], value: float) -> None:
         if name == _WAITING_BY_REASON and labels.get("reason") == "capacity":
             self._for_room = (self._for_room or 0.0) + value
+            self._ranks.add(ranks.FOR_ROOM, labels, value)
         elif name == _COUNTED["finished"] and labels.get("finished_reason") == "error":
             self._errors += value
         elif name == _SOURCES and labels.get("source") == "disk":

@@ -5,13 +5,15 @@ one instant: only a pod that goes on like that is named as implausible. The rule
 
 - *Nothing runs, but blocks are held.* Blocks belong to running requests; cached ones count as free. (An engine that
   hands its cache to another one holds them longer: kvpilot does not support KV transfer.)
-- *Nothing runs and no token flows, but requests wait for room.* An empty engine admits the first of them at once.
 - *More requests run than blocks are in use.* The last block of a request is its own, even under prefix caching.
 - *Preemptions without a full cache.* To preempt is to run out of blocks, so the free ones must have been filled since.
 - *Use stands still while the number of requests does not.* Use alone may well stand still: windows and state-space
   layers take the same room whatever the length, and small caches have few steps.
 - *Capacity more than twice off* the median of the other pods on such a GPU: one revision is one configuration.
 - *More than a machine can do*: tokens, preemptions or requests a second.
+
+An engine that stands still (`stalls.py`) contradicts nothing, and says nothing of its load either: it is left out by
+itself, and the other pods are judged as though it were not there.
 """
 
 from __future__ import annotations
@@ -24,13 +26,11 @@ from statistics import median
 from typing import TypeVar
 
 from kvpilot_operator.observe.pod_metrics import LONGEST_GAP_SECONDS, PodMetrics, increments
-from kvpilot_operator.state.samples import Flows, Sample
+from kvpilot_operator.observe.stalls import stalled, watch
+from kvpilot_operator.observe.streaks import Streak
+from kvpilot_operator.state.samples import Flows, Sample, Spread
 
 _T = TypeVar("_T", int, str)
-
-# A contradiction that lasts this long, over so many pages in a row at least, is no coincidence of the moment.
-LASTING_SECONDS = 15.0
-LASTING_PAGES = 4
 
 # From this many pods on, one that stands alone can be told from the others.
 ENOUGH_TO_COMPARE = 3
@@ -43,18 +43,6 @@ _FAR_FROM_FULL = 0.25
 _FEW_BLOCKS = 64
 _MOST_A_SECOND = {"generation_tokens": 5e6, "prompt_tokens": 1e9, "preemptions": 1e5, "finished": 1e6}
 """Per pod. Prompt tokens that the prefix cache holds are counted, too, and cost nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Streak:
-    """Consecutive pages with the same contradiction."""
-
-    since: datetime
-    pages: int = 1
-
-    def lasts(self, now: datetime) -> bool:
-        """True once it is no coincidence."""
-        return self.pages >= LASTING_PAGES and (now - self.since).total_seconds() >= LASTING_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +63,8 @@ class Known:
     page: PodMetrics
     odd: Mapping[str, Streak] = field(default_factory=dict)
     still: Standstill | None = None
+    stalls: Mapping[str, Streak] = field(default_factory=dict)
+    """Of the pod's engines that stand still, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +97,22 @@ def plausible_sample(
     now = {pod: _remember(known.get(pod), page, flows[pod], time) for pod, page in pages.items()}
     reasons = {pod: _implausible(now[pod], flows[pod], time) or _odd_capacity(pod, pages, gpus or {}) for pod in pages}
     implausible = tuple(f"{pod}: {why}" for pod, why in sorted(reasons.items()) if why)
-    plausible = sorted(pod for pod, why in reasons.items() if not why and not now[pod].odd)
+    still = {
+        pod: why
+        for pod, doubt in reasons.items()
+        if not doubt and (why := stalled(now[pod].stalls, pages[pod], time)) is not None
+    }
+    plausible = sorted(pod for pod, why in reasons.items() if not why and not now[pod].odd and not now[pod].stalls)
     kept = {pod: old for pod, old in known.items() if (time - old.time).total_seconds() <= LONGEST_GAP_SECONDS}
     sample, cut = _together(time, [(pod, pages[pod], flows[pod]) for pod in plausible])
-    left_out = len(pages) - len(plausible) - len(implausible)
+    left_out = len(pages) - len(plausible) - len(implausible) - len(still)
     told = {pod: page.factors for pod, page in pages.items() if page.factors}
     factors = _most(told.values()) or ""
     sample = replace(
         sample,
         implausible=implausible,
         unanswered=unanswered + left_out,
+        stalled=tuple(f"{pod}: {why}" for pod, why in sorted(still.items())),
         recent_tokens=_most(page.recent_tokens for page in pages.values() if page.recent_tokens is not None),
         retention=_most(page.retention for page in pages.values()) or "",
         factors=factors,
@@ -144,7 +140,8 @@ def _remember(known: Known | None, page: PodMetrics, flows: Flows, time: datetim
     for name in _contradictions(known.page, page, flows):
         streak = known.odd.get(name)
         odd[name] = Streak(time) if streak is None else Streak(streak.since, streak.pages + 1)
-    return Known(time, page, odd, _standstill(known, page, flows, time))
+    stalls = watch(known.stalls, known.page, page, known.time) if flows.seconds else {}
+    return Known(time, page, odd, _standstill(known, page, flows, time), stalls)
 
 
 def _contradictions(before: PodMetrics, page: PodMetrics, flows: Flows) -> list[str]:
@@ -152,8 +149,6 @@ def _contradictions(before: PodMetrics, page: PodMetrics, flows: Flows) -> list[
     found = []
     if page.running == 0 and page.usage > _HELD:
         found.append("held")
-    if page.running == 0 and page.waiting > 0 and flows.seconds > 0 and tokens == 0:
-        found.append("waiting")
     if page.running > _room(page):
         found.append("crowded")
     free = (1 - before.usage) * page.capacity_tokens
@@ -188,7 +183,6 @@ def _implausible(now: Known, flows: Flows, time: datetime) -> str | None:
             return f"{name.replace('_', ' ')}: {rate:.3g} a second, and no engine does more than {most:.0e}"
     words = {
         "held": f"use is {page.usage:.0%} while nothing runs",
-        "waiting": f"{page.waiting:.0f} requests wait while nothing runs and no token flows",
         "crowded": f"{page.running:.0f} requests run in {page.usage * page.blocks:.0f} blocks",
         "preempted": f"requests are preempted while use is {page.usage:.0%} and too few tokens flow to fill the rest",
     }
@@ -233,6 +227,7 @@ def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> 
     pages = [page for _, page, _ in pods]
     weights = [page.capacity_tokens or 1 for page in pages]
     flows = Flows.together([flow for _, _, flow in reversed(pods)])
+    engines = [(f"{pod} {one.name}".rstrip(), one.usage, one.waiting) for pod, page, _ in pods for one in page.engines]
     waiting, cut_waiting = _cut("waiting", names, [page.waiting for page in pages])
     running, cut_running = _cut("running", names, [page.running for page in pages], times=10, more=64)
     preemptions, cut_preemptions = _cut("preempted", names, [flow.preemptions for _, _, flow in pods])
@@ -245,6 +240,7 @@ def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> 
         capacity_tokens=sum(page.capacity_tokens for page in pages),
         observed_dtype=Counter(page.dtype for page in pages).most_common(1)[0][0],
         flows=replace(flows, preemptions=preemptions),
+        spread=Spread.of(engines),
     )
     return sample, (*cut_waiting, *cut_running, *cut_preemptions)
 

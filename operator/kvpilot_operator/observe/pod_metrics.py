@@ -13,6 +13,8 @@ _COUNTS = (
     "preemptions", "prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "host_hits", "disk_hits",
     "finished",
 )  # fmt: skip
+DONE = ("prompt_tokens", "generation_tokens", "finished", "preemptions")
+"""The counts of which one moves at least while an engine works."""
 _HISTOGRAMS = ("ttft", "itl", "prompt_lengths", "generation_lengths")
 # Two pages further apart say nothing of the time that decisions look at: the later one counts as a first page.
 LONGEST_GAP_SECONDS = 600.0
@@ -35,11 +37,24 @@ class Totals(Flows):
 
 
 @dataclass(frozen=True, slots=True)
+class Rank:
+    """One engine of a page that has several: a data-parallel rank, or a process of its own."""
+
+    name: str
+    """The labels that tell it from the others, in words; empty for the only engine of a page."""
+    usage: float
+    running: float
+    waiting: float
+    done: float
+    """What `done` says of it; of the whole page where it has no counters of its own."""
+
+
+@dataclass(frozen=True, slots=True)
 class PodMetrics:
     """One pod's page."""
 
     usage: float
-    """Share of the KV blocks in use, 0 to 1."""
+    """Share of the KV blocks in use, 0 to 1: of the fullest engine, where a page has several."""
     running: float
     waiting: float
     """Requests that wait for room in a batch or in the cache."""
@@ -60,6 +75,18 @@ class PodMetrics:
     """The policy by which pages of a sequence are freed; empty where the page names none."""
     older_names: tuple[str, ...] = ()
     """The names on this page that newer vLLMs have given up."""
+    ranks: tuple[Rank, ...] = ()
+    """The engines of a page that has several."""
+
+    @property
+    def engines(self) -> tuple[Rank, ...]:
+        """Every engine of the page, one at least."""
+        return self.ranks or (Rank("", self.usage, self.running, self.waiting, done(self.totals)),)
+
+
+def done(counts: Flows) -> float:
+    """Add up what moves while an engine works: tokens, requests that ended, and preemptions."""
+    return counts.prompt_tokens + counts.generation_tokens + counts.finished + counts.preemptions
 
 
 def restarted(before: PodMetrics, after: PodMetrics) -> bool:

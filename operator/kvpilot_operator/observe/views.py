@@ -143,6 +143,7 @@ def deployment_view(deployment: Object, kind: str = "Deployment") -> DeploymentV
         failure=_replica_failure(deployment.get("status") or {}),
         image=engine.get("image"),
         model=told.value("--model"),
+        arguments=tuple(map(str, engine.get("args") or ())),
         adapters=tuple(one.partition("=")[0] for one in adapters.values) if adapters is not None else (),
         gated=any(gate.get("conditionType") == ADMITTED for gate in template.get("readinessGates") or ()),
         kind=kind,

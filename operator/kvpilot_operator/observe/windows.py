@@ -70,7 +70,9 @@ class _Bucket:
         """Take in a later bucket: flows add up, gauges are averaged, all else is the later one's."""
         ours, theirs = self.sample, other.sample
         if not theirs.pods:
-            self.sample = replace(ours, implausible=theirs.implausible, unanswered=theirs.unanswered)
+            self.sample = replace(
+                ours, implausible=theirs.implausible, unanswered=theirs.unanswered, stalled=theirs.stalled
+            )
             return
         if not ours.pods:
             self.sample, self.scrapes = theirs, other.scrapes
@@ -83,6 +85,7 @@ class _Bucket:
             running=ours.running + (theirs.running - ours.running) * share,
             waiting=ours.waiting + (theirs.waiting - ours.waiting) * share,
             flows=Flows.together((theirs.flows, ours.flows)),
+            spread=ours.spread.mixed(theirs.spread, share) if ours.spread and theirs.spread else theirs.spread,
         )
         self.scrapes = both
 
@@ -164,7 +167,7 @@ class Windows:
             )
         judged = plausible_sample(time, series.known, pages, unanswered=unanswered, gpus=gpus)
         series.known = judged.known
-        if judged.sample.pods or judged.sample.implausible:
+        if judged.sample.pods or judged.sample.implausible or judged.sample.stalled:
             series.add(judged.sample, self._retention)
         return judged
 

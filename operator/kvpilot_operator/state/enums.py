@@ -160,6 +160,8 @@ class Reason(StrEnum):
     UNSCHEDULABLE = "Unschedulable"
     CLAIM_NOT_BOUND = "ClaimNotBound"
     IMAGE_UNAVAILABLE = "ImageUnavailable"
+    SECRET_MISSING = "SecretMissing"  # noqa: S105 - a word, no password
+    CONFIG_MAP_MISSING = "ConfigMapMissing"
     WAITING = "Waiting"
     ENGINE_REFUSED = "EngineRefused"
     ENGINE_CRASHED = "EngineCrashed"
@@ -180,7 +182,7 @@ class Reason(StrEnum):
     # Which dtype, and what keeps another one from serving.
     BASELINE = "Baseline"
     FIXED_DTYPE = "FixedDtype"
-    STEADY = "Steady"
+    SPEC_CHANGED = "SpecChanged"
     NOT_CHOSEN = "NotChosen"
     DTYPE_DENIED = "DtypeDenied"
     REVISION_FAILED = "RevisionFailed"
@@ -238,9 +240,11 @@ class WorkloadKind(StrEnum):
     """What the window of metrics says; the reason of the condition MemoryPressured."""
 
     NO_METRICS = "NoMetrics"
+    ENGINES_STALLED = "EnginesStalled"
     WARMING = "Warming"
     IDLE = "Idle"
     MEMORY_BOUND = "MemoryBound"
     PREFILL_BOUND = "PrefillBound"
     COMPUTE_BOUND = "ComputeBound"
+    IMBALANCED = "Imbalanced"
     RELAXED = "Relaxed"

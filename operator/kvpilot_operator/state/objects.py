@@ -85,6 +85,8 @@ class DeploymentView:
     image: str | None = None
     model: str | None = None
     """The engine's, as it is told."""
+    arguments: tuple[str, ...] = ()
+    """All that the engine is told."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters that its engines load at start."""
     gated: bool = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from datetime import datetime
 from operator import attrgetter
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 from kvpilot_operator.state.histogram import Histogram
 
 NOTHING_OBSERVED = Histogram()
+ROOMY = 0.5
+"""An engine with at most this share of the fullest one's use has room for requests that wait there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,41 @@ _FIGURES = attrgetter(*(one.name for one in fields(Flows)))
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """The fullest engine of one scrape beside the others; an engine is a pod, or a data-parallel rank of one."""
+
+    name: str
+    usage: float
+    waiting: float
+    mean: float
+    """Use of all engines, on average: what each would have if requests were spread evenly."""
+    roomy: float
+    """Share of the engines that are at most half as full."""
+    roomy_waiting: float
+    """Requests that wait at each of these, on average."""
+
+    @classmethod
+    def of(cls, engines: Sequence[tuple[str, float, float]]) -> Spread | None:
+        """Compare engines by name, use and waiting requests; None where there is only one."""
+        if len(engines) < 2:
+            return None
+        fullest = max(engines, key=lambda one: (one[1], one[2], one[0]))
+        roomy = [waiting for _, usage, waiting in engines if usage <= ROOMY * fullest[1]]
+        mean = sum(usage for _, usage, _ in engines) / len(engines)
+        return cls(*fullest, mean, len(roomy) / len(engines), sum(roomy) / len(roomy) if roomy else 0.0)
+
+    def mixed(self, other: Spread, share: float) -> Spread:
+        """Return the mean of both, `share` of it the other one's; the name is the other one's."""
+        ours, theirs = astuple(self)[1:], astuple(other)[1:]
+        return Spread(other.name, *(a + (b - a) * share for a, b in zip(ours, theirs, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
-    """One scrape of one revision: sums over the pods whose pages are plausible; use is their token-weighted mean."""
+    """One scrape of one revision: sums over the pods whose pages are plausible and whose engines do not stand still.
+
+    Use is their token-weighted mean; of a pod with several engines that of the fullest one counts.
+    """
 
     time: datetime
     pods: int
@@ -77,6 +112,10 @@ class Sample:
     """Pods that answered with an implausible page, each as "NAME: why"."""
     unanswered: int = 0
     """Ready pods that gave no page."""
+    stalled: tuple[str, ...] = ()
+    """Pods whose engines have work and do none of it, each as "NAME: why"; nothing of them is added up."""
+    spread: Spread | None = None
+    """None where there is only one engine."""
     recent_tokens: int | None = None
     """The recent window of most pods; None where none has told it."""
     retention: str = ""
@@ -85,3 +124,8 @@ class Sample:
     """Hash of the calibration factors that most pods have; empty where none has told it."""
     mixed: tuple[tuple[str, str], ...] = ()
     """Pods that have other ones, and their hashes; the first few by name."""
+
+
+def names(pods: Sequence[str]) -> str:
+    """Return the pods of words such as "NAME: why", without the figures in them, which move."""
+    return ", ".join(sorted(one.partition(":")[0] for one in pods))

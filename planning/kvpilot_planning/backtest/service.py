@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
-from kvpilot_operator.state.samples import Flows, Sample
+from kvpilot_operator.state.samples import Flows, Sample, Spread
 from kvpilot_planning.backtest.buckets import FINE, Tally
 from kvpilot_planning.backtest.costs import Profile
 from kvpilot_planning.backtest.engine import EPOCH, Engine
@@ -140,6 +140,7 @@ class Service:
             pages[0], time=EPOCH + timedelta(seconds=self.now), pods=len(pages), flows=flows, capacity_tokens=capacity,
             usage=sum(p.usage * p.capacity_tokens for p in pages) / capacity,
             running=sum(p.running for p in pages), waiting=sum(p.waiting for p in pages),
+            spread=Spread.of([(f"replica {i}", p.usage, p.waiting) for i, p in enumerate(pages)]),
         )  # fmt: skip
 
     def gauges(self, dtype: str) -> list[tuple[float, float]]:

@@ -58,7 +58,7 @@ def find(samples: Sequence[Sample], pressure: Pressure, objectives: Sequence[Obj
     if len(window) < _LEAST_SCRAPES or not whole or passed < seconds / 2:
         return None
     now, before = _Rates.of(window), _Rates.of(samples[:at])
-    if now is None:
+    if now is None or not any(s.flows.prompt_tokens + s.flows.generation_tokens for s in window):
         return None
     if _drains(window):
         return None

@@ -38,6 +38,8 @@ class Sums:
     """Scrapes at or above the limit."""
     queued: int = 0
     """Scrapes with enough requests that wait."""
+    uneven: int = 0
+    """Scrapes in which requests wait for one full engine beside others with room."""
     usage: float = 0.0
     held: float = 0.0
     running: float = 0.0
@@ -93,6 +95,12 @@ class Sums:
         return max(0.0, self.prompted - self.hits) / self.seconds * self.decode / self.generated
 
     @property
+    def stands_still(self) -> bool:
+        """Whether the engines had work all the time that was seen of their counters, and did none of it."""
+        done = self.prompted + self.generated + self.finished + self.preempted
+        return self.seconds > 0 and not done and self.running + self.waiting > 0
+
+    @property
     def mostly_prompts(self) -> bool:
         """Whether prompts take most of the requests' time; unknown is no."""
         return self.prefill > 0 and self.prefill >= _PREFILL_SHARE * (self.prefill + self.decode)
@@ -112,8 +120,27 @@ def plausible(s: Sample) -> bool:
 
 
 def ready_pods(s: Sample) -> int:
-    """Pods that were ready at the scrape, plausible or not."""
+    """Pods that were ready at the scrape, plausible or not, without those that stand still: they share no load."""
     return s.pods + len(s.implausible) + s.unanswered
+
+
+def uneven(s: Sample, pressure: Pressure) -> bool:
+    """Whether requests wait for a full engine that would not be full if all engines had an even share.
+
+    Some of them have to have room, and nobody who waits: where requests wait for all, an even share mends nothing.
+    """
+    one, queue = s.spread, pressure.waiting_per_replica
+    if one is None or not one.mean * 100 < pressure.high_percent <= one.usage * 100 or one.waiting < queue:
+        return False
+    return one.roomy > 0 and one.roomy_waiting < queue
+
+
+def since_it_grew(samples: Sequence[Sample], start: int, end: int) -> int:
+    """Return where the window begins that the newest replica has seen: samples before it say nothing of now."""
+    ready = [ready_pods(s) + len(s.stalled) for s in samples[start:end]]
+    if min(ready) == ready[-1]:
+        return start
+    return start + max(i for i in range(1, len(ready)) if ready[i - 1] < ready[i])
 
 
 def add_up(window: Sequence[Sample], pressure: Pressure) -> Sums:
@@ -133,6 +160,7 @@ def add_up(window: Sequence[Sample], pressure: Pressure) -> Sums:
         before = s.time
         sums.count += 1
         sums.high += s.usage >= limit
+        sums.uneven += uneven(s, pressure)
         sums.queued += s.waiting >= queue * s.pods
         sums.usage += s.usage
         sums.held += s.usage * s.capacity_tokens * scale

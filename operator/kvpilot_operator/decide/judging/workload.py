@@ -16,22 +16,17 @@ from operator import attrgetter
 from kvpilot_operator.api.spec import Objective, Pressure
 from kvpilot_operator.decide.judging import objectives as latency_objectives
 from kvpilot_operator.decide.judging.best import best_rate, computed, thrown_out
+from kvpilot_operator.decide.judging.binding import SHARE, STALLED, judge
 from kvpilot_operator.decide.judging.surge import DRAIN_SECONDS, Surge, find
-from kvpilot_operator.decide.judging.window import GAP, SPAN, Sums, add_up, plausible
+from kvpilot_operator.decide.judging.window import GAP, SPAN, Sums, add_up, plausible, since_it_grew
 from kvpilot_operator.state.enums import ObjectiveState, WorkloadKind
-from kvpilot_operator.state.samples import Sample
+from kvpilot_operator.state.samples import Sample, names
 
-# One scrape in ten may miss the threshold (a long request that ends frees its blocks at once).
-_SHARE = 0.9
-# Fewer running requests a replica than this, and none that wait: next to nothing runs.
-_IDLE_RUNNING = 0.1
 # Less than a request in a thousand scrapes: none ran, whatever a page says (5e-324 is a number, too).
 _LEAST_RUNNING = 1e-3
 # A usage that moved by less than this many points is not worth a write to the API server.
 USAGE_STEP_PERCENT = 5
-# Prompts that fill this share of a full cache's steps take over 80% of their time (H200, Llama-3-8B: a step of 8,192
-# prompt tokens takes 240 ms, one that only reads a full cache 32 ms), so no capacity would bring more than 1.2x.
-_FULL_STEP = 0.6
+_UNREACHED = "in the last minute no scrape reached enough of the engines"
 _TIME = attrgetter("time")
 _BOUND = (WorkloadKind.MEMORY_BOUND, WorkloadKind.PREFILL_BOUND, WorkloadKind.COMPUTE_BOUND)
 
@@ -96,6 +91,8 @@ class Workload:
     """Whether memory is known to bind, even if not for a whole window: prefixes are thrown out, or blocks ran out."""
     implausible: tuple[str, ...] = ()
     """Pods whose pages are implausible, and why."""
+    stalled: tuple[str, ...] = ()
+    """Pods whose engines have work and do none of it, and why."""
     objectives: tuple[latency_objectives.Measured, ...] = ()
 
     @property
@@ -146,93 +143,43 @@ def classify(
     while end and not plausible(samples[end - 1]):
         end -= 1
     if not end or now - samples[end - 1].time > GAP:
-        implausible = samples[-1].implausible if samples else ()
-        names = ", ".join(sorted(doubt.partition(":")[0] for doubt in implausible))
-        why = f"; implausible: {names}" if names else ""
-        return Workload(
-            WorkloadKind.NO_METRICS,
-            f"in the last minute no scrape reached enough of the engines{why}",
-            implausible=implausible,
-            objectives=latency_objectives.judge(objectives, (), sustained=False),
-        )
+        unknown = _unknown(samples[-1] if samples else None)
+        return replace(unknown, objectives=latency_objectives.judge(objectives, (), sustained=False))
     start = bisect_left(samples, now - timedelta(seconds=pressure.sustained_seconds), hi=end, key=_TIME)
-    start = _grown(samples, min(start, max(end - 2, 0)), end)
+    start = since_it_grew(samples, min(start, max(end - 2, 0)), end)
     window = samples[start:end]
     seen = add_up(window, pressure)
     lost = thrown_out(seen, samples[:end], pressure.sustained_seconds)
-    kind, message = _judge(seen, pressure, was_bound, step_tokens, lost)
+    kind, message = judge(seen, pressure, was_bound, step_tokens, lost, window[-1].spread)
     calm = None
     if kind in (WorkloadKind.IDLE, WorkloadKind.RELAXED) and seen.usage * 100 < pressure.low_percent:
         start = bisect_left(samples, now - timedelta(seconds=calm_seconds), hi=end, key=_TIME)
         calm = _calm(samples[start:end], calm_seconds, pressure)
     sustained = seen.covered >= SPAN * pressure.sustained_seconds
     measured = latency_objectives.judge(objectives, window, sustained=sustained)
-    surge = find(window, pressure, objectives)
+    surge = None if kind == WorkloadKind.ENGINES_STALLED else find(window, pressure, objectives)
     waits = kind in _BOUND or surge is not None or any(one.state == ObjectiveState.MISSED for one in measured)
     best = best_rate(samples[:end], pressure.sustained_seconds) if waits else (None, None)
-    workload = _workload(kind, message, seen, window[-1].implausible, calm, best, lost)
+    workload = _workload(kind, message, seen, window[-1], calm, best, lost)
     return replace(workload, objectives=measured, surge=surge)
 
 
-def _grown(samples: Sequence[Sample], start: int, end: int) -> int:
-    """Where the window begins that the newest replica has seen: what was before it came up says nothing of now."""
-    ready = [s.pods + s.unanswered + len(s.implausible) for s in samples[start:end]]
-    if min(ready) == ready[-1]:
-        return start
-    return start + max(i for i in range(1, len(ready)) if ready[i - 1] < ready[i])
-
-
-def _judge(
-    seen: Sums, pressure: Pressure, was_bound: bool, step_tokens: int, thrown_out: str | None
-) -> tuple[WorkloadKind, str]:
-    memory = (
-        f"KV use {seen.usage * 100:.0f}% of {seen.capacity} tokens (limit {pressure.high_percent}%), "
-        f"{seen.waiting:.1f} waiting, {seen.preemptions:.1f} preemptions a minute, over {seen.covered:.0f} s"
-    )
-    sustained = seen.covered >= SPAN * pressure.sustained_seconds
-    queue = seen.waiting >= pressure.waiting_per_replica * seen.pods
-    starved = queue or seen.preemptions >= pressure.preemptions_per_minute
-    full = seen.high >= _SHARE * seen.count
-    still = was_bound and seen.usage * 100 >= pressure.low_percent
-    if starved and (full or still):
-        if not sustained:
-            return WorkloadKind.WARMING, f"{memory}: not sustained for {pressure.sustained_seconds} s yet"
-        if thrown_out is not None:
-            return WorkloadKind.MEMORY_BOUND, f"{memory}; {thrown_out}: memory binds"
-        if seen.mostly_prompts or (seen.prompt_tokens_per_step or 0.0) >= _FULL_STEP * step_tokens:
-            return (
-                WorkloadKind.PREFILL_BOUND,
-                f"{memory}; {_prompts(seen)}: more KV memory would not compute them sooner",
-            )
-        return WorkloadKind.MEMORY_BOUND, f"{memory}: memory {'binds' if full else 'still binds'}"
-    if full:
-        return WorkloadKind.RELAXED, f"{memory}: the cache is full, but no request waits for it"
-    if starved and seen.usage * 100 >= pressure.high_percent:
-        return WorkloadKind.WARMING, f"{memory}: full on average, and not in nine of ten scrapes"
-    if queue and seen.queued >= _SHARE * seen.count:
-        if not sustained:
-            return WorkloadKind.WARMING, f"{memory}: a queue beside a cache with room, not sustained yet"
-        if seen.mostly_prompts or seen.always_prompts:
-            return WorkloadKind.PREFILL_BOUND, f"{memory}; {_prompts(seen)}: prompts bind, not memory"
-        batch = f"{seen.running / seen.pods:.1f} requests run on a replica"
-        return WorkloadKind.COMPUTE_BOUND, f"{memory}; {batch}: its batch binds, not memory"
-    if max(seen.running, seen.waiting) < _IDLE_RUNNING * seen.pods:
-        return WorkloadKind.IDLE, f"{memory}: next to nothing runs"
-    return WorkloadKind.RELAXED, f"{memory}: memory does not bind"
-
-
-def _prompts(seen: Sums) -> str:
-    mean = f" of {seen.prompted / seen.finished:.0f} tokens" if seen.finished else ""
-    return (
-        f"a replica has {seen.prefill / seen.seconds if seen.seconds else 0.0:.1f} prompts{mean} in hand and computes "
-        f"{seen.prompt_tokens_per_step or 0.0:.0f} prompt tokens a step"
-    )
+def _unknown(newest: Sample | None) -> Workload:
+    """Say why nothing is known of the load: every engine that answered stands still, or too few answered."""
+    if newest is None:
+        return Workload(WorkloadKind.NO_METRICS, _UNREACHED)
+    groups = (("implausible", newest.implausible), ("stalled", newest.stalled))
+    doubts = "".join(f"; {word}: {names(pods)}" for word, pods in groups if pods)
+    # They stand for the revision where as many pods that work would.
+    stalled = bool(newest.stalled) and plausible(replace(newest, pods=len(newest.stalled)))
+    kind, message = (WorkloadKind.ENGINES_STALLED, STALLED) if stalled else (WorkloadKind.NO_METRICS, _UNREACHED)
+    return Workload(kind, f"{message}{doubts}", implausible=newest.implausible, stalled=newest.stalled)
 
 
 def _calm(window: Sequence[Sample], calm_seconds: int, pressure: Pressure) -> float | None:
     """The most cache in use, in replicas; None where requests waited or replicas went unseen."""
-    whole = [s for s in window if s.pods and not s.implausible and not s.unanswered]
-    if len(whole) < _SHARE * len(window) or not whole:
+    whole = [s for s in window if s.pods and not s.implausible and not s.unanswered and not s.stalled]
+    if len(whole) < SHARE * len(window) or not whole:
         return None
     times = [s.time for s in whole]
     covered = times[-1] - times[0] - sum((b - a for a, b in pairwise(times) if b - a > GAP), timedelta())
@@ -247,7 +194,7 @@ def _workload(
     kind: WorkloadKind,
     message: str,
     seen: Sums,
-    implausible: tuple[str, ...],
+    newest: Sample,
     calm: float | None,
     best: tuple[float | None, float | None],
     lost: str | None,
@@ -279,7 +226,8 @@ def _workload(
         itl_seconds=seen.decode / seen.generated if seen.generated else None,
         calm=calm is not None,
         peak_load=calm if calm is not None else 0.0,
-        implausible=implausible,
+        implausible=newest.implausible,
+        stalled=newest.stalled,
     )
 
 

@@ -6,11 +6,12 @@ from datetime import timedelta
 
 import msgspec
 
+from kvpilot_operator.decide.changes import spec_changes
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.judging.ladder import RETRY_SECONDS, about, subject
 from kvpilot_operator.decide.trial.traffic import routed
 from kvpilot_operator.state.enums import Action, Reason, Stage, Verdict
-from kvpilot_operator.state.status import CHANGES, MAX_DENIED, MAX_HISTORY, Denied, Experience, Stable, clip
+from kvpilot_operator.state.status import CHANGES, MAX_DENIED, MAX_HISTORY, Canary, Denied, Experience, Stable, clip
 from kvpilot_operator.times import utc
 
 
@@ -26,7 +27,7 @@ def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Contex
     c = c.record(
         Action.ROLL_BACK,
         reason,
-        f"{message}; {canary.from_dtype} keeps serving",
+        f"{message}; {_before(canary)} keeps serving",
         from_dtype=canary.dtype,
         to_dtype=canary.from_dtype,
         warning=reason != Reason.SUPERSEDED,
@@ -40,6 +41,10 @@ def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Contex
     return deny(c, canary.dtype, reason, message, longest if verdict == Verdict.FAILED else min(RETRY_SECONDS, longest))
 
 
+def _before(canary: Canary) -> str:
+    return "the revision before it" if canary.dtype == canary.from_dtype else canary.from_dtype
+
+
 def finish_rollback(c: Context) -> Context:
     """Close the trial once the canary has neither traffic nor pods to come."""
     s, canary = c.snapshot, in_flight(c)
@@ -51,7 +56,7 @@ def finish_rollback(c: Context) -> Context:
 
 def finish_promotion(c: Context) -> Context:
     """Close the trial once all traffic is the canary's."""
-    canary = in_flight(c)
+    canary, news = in_flight(c), spec_changes(c, c.stable) if c.stable is not None else ""
     c = _remember(c.set_canary(stage=Stage.PROMOTED, weight_percent=None))
     stable = Stable(revision=canary.revision, dtype=canary.dtype, since=c.now, ever_ready=True)
     if c.stable is not None and c.stable.revision != c.render(canary.from_dtype).name:
@@ -67,7 +72,7 @@ def finish_promotion(c: Context) -> Context:
     if canary.capacity_ratio is not None:
         tokens = f"{canary.stable_capacity_tokens} -> {canary.capacity_tokens} tokens"
         gained = f"; a replica holds {tokens} ({canary.capacity_ratio:.2f}x)"
-    text = f"{canary.dtype} serves{gained}"
+    text = f"{canary.dtype} serves{gained}{f'; the spec has changed: {news}' if news else ''}"
     return c.record(Action.PROMOTED, "TrafficSwitched", text, from_dtype=canary.from_dtype, to_dtype=canary.dtype)
 
 

@@ -24,7 +24,14 @@ _UNBOUND = re.compile(
     r'unbound immediate PersistentVolumeClaims|persistentvolumeclaim "[^"]*" not found|VolumeBinding'
     r"|^(?!.*Insufficient).*(?:didn't find available persistent volumes to bind|did not have enough free storage)"
 )
-_IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError")
+_IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
+# The kubelet's words for an object, or a key of it, that a container's variables are taken from and that is not there.
+_NOT_THERE = re.compile(
+    r'(?P<kind>secret|configmap) "(?P<name>[^"]*)" not found'
+    r"|couldn't find key (?P<key>\S+) in (?P<kind_of_key>Secret|ConfigMap) [^/\s]*/(?P<holder>\S+)",
+    re.IGNORECASE,
+)
+_MISSING = {"secret": ("Secret", Reason.SECRET_MISSING), "configmap": ("ConfigMap", Reason.CONFIG_MAP_MISSING)}
 
 
 def refusal(exit_message: str | None) -> Cause | None:
@@ -79,11 +86,29 @@ def pending_reason(pods: Sequence[PodView]) -> Cause | None:
         reason, message = pod.held_up or (pod.waiting_reason, pod.exit_message)
         if reason in _IMAGE_REASONS:
             return Cause(Reason.IMAGE_UNAVAILABLE, clip(f"{reason}: {message or ''}"))
+        missing = _missing(message or "") if reason == "CreateContainerConfigError" else None
+        if missing is not None:
+            return missing
         if reason in ON_ITS_WAY and pod.needs is not None:
             return Cause(reason, clip(not_started(pod)))
         if reason:
             return Cause(_reason(reason, Reason.WAITING), clip((message or "").strip()[-600:]))
     return None
+
+
+def _missing(message: str) -> Cause | None:
+    """Name the object that a container's variables are taken from, where the kubelet says that it is not there."""
+    found = _NOT_THERE.search(message)
+    if found is None:
+        return None
+    kind, reason = _MISSING[(found["kind"] or found["kind_of_key"]).lower()]
+    name, key = found["name"] or found["holder"], found["key"]
+    text = (
+        f"{kind} {name} has no key {key}: add it, or name another one in spec.engine.env"
+        if key
+        else f"{kind} {name} is not there: create it in the namespace of the service, or name another one in the spec"
+    )
+    return Cause(reason, clip(f"{text} ({message.strip()})"))
 
 
 def waits_for_volume(pod: PodView) -> bool:

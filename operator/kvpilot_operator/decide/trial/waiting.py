@@ -7,8 +7,9 @@ from datetime import timedelta
 
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.rejections import finding, of_workload, rejected
-from kvpilot_operator.decide.trial.refusal import not_started, waits_for_volume
-from kvpilot_operator.state.enums import Stage
+from kvpilot_operator.decide.trial.refusal import not_started, pending_reason, waits_for_volume
+from kvpilot_operator.state.decision import Cause
+from kvpilot_operator.state.enums import Reason, Stage
 from kvpilot_operator.state.objects import ON_ITS_WAY, PodView
 
 # With SurgeOrReplaceOne a canary without a node gives up on spare capacity after this long.
@@ -34,6 +35,12 @@ def unschedulable(c: Context) -> str | None:
     return next((pod.unschedulable for pod in pods if pod.unschedulable and not waits_for_volume(pod)), None)
 
 
+def held_up_by(c: Context) -> Cause | None:
+    """What keeps pods on trial from coming, and will not pass by itself in a moment; None where nothing is known to."""
+    cause = pending_reason([pod for pod in pods_on_trial(c) if not pod.answers])
+    return cause if cause is not None and cause.reason not in ON_ITS_WAY else None
+
+
 def why_waiting(c: Context) -> str:
     """What keeps the pods on trial from coming, after a colon; empty where nothing is known to."""
     refused = of_workload(c.snapshot, in_flight(c).revision, rejected(c.snapshot))
@@ -45,5 +52,8 @@ def why_waiting(c: Context) -> str:
 
 def _held_back(pod: PodView) -> str:
     """An image and containers take their time; a volume of something that is missing takes all of it."""
+    cause = pending_reason([pod])
+    if cause is not None and cause.reason in (Reason.SECRET_MISSING, Reason.CONFIG_MAP_MISSING):
+        return cause.message
     known = pod.unschedulable or ": ".join(pod.held_up or ()) or pod.waiting_reason or ""
     return (not_started(pod) if pod.needs else "") if known in ON_ITS_WAY else known

@@ -1,0 +1,70 @@
+"""In what does the present spec differ from the revision that serves, beside the dtype? In words for people. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from kvpilot_operator.decide.context import Context
+from kvpilot_operator.render.engine import model_location
+from kvpilot_operator.render.names import ENGINE_CONTAINER
+from kvpilot_operator.state.status import Canary, Stable
+
+_LONGEST = 80
+_MOST = 4
+# Options whose values are nobody's business; vLLM's `--api-key` is one.
+_SECRET = re.compile("key|token|secret|password|credential", re.IGNORECASE)
+
+
+def spec_changes(c: Context, stable: Stable) -> str:
+    """Name what a rollout changes in image, model and arguments; empty where the spec asks for what serves."""
+    asked, there = c.render(stable.dtype), c.snapshot.deployments.get(stable.revision)
+    if asked.name == stable.revision:
+        return ""
+    found = []
+    if there is not None:
+        engine = next(one for one in asked.template["spec"]["containers"] if one["name"] == ENGINE_CONTAINER)
+        if there.image is not None and there.image != engine.get("image"):
+            found.append(f"image {there.image} -> {engine.get('image')}")
+        if there.model is not None and there.model != model_location(c.spec):
+            found.append(f"model {there.model} -> {model_location(c.spec)}")
+        found += _arguments(there.arguments, engine.get("args") or ()) if there.arguments else []
+    return "; ".join(found[:_MOST]) or "the pods' template (such as resources, variables, volumes, scheduling)"
+
+
+def move(canary: Canary) -> str:
+    """Return the dtypes of a trial; one where only something else changes."""
+    return canary.dtype if canary.dtype == canary.from_dtype else f"{canary.from_dtype} -> {canary.dtype}"
+
+
+def _arguments(before: Sequence[object], after: Sequence[object]) -> list[str]:
+    old, new = _options(before), _options(after)
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name) and name != "--model"]
+    return [f"argument {name}{_values(name, old.get(name), new.get(name))}" for name in names]
+
+
+def _values(name: str, old: str | None, new: str | None) -> str:
+    if _SECRET.search(name):
+        return " changed"
+    if old is None:
+        return f" added{f' ({_short(new)})' if new else ''}"
+    return " removed" if new is None else f" {_short(old) or 'unset'} -> {_short(new) or 'unset'}"
+
+
+def _short(value: str | None) -> str:
+    text = value or ""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _options(arguments: Sequence[object]) -> dict[str, str]:
+    """Return the values of each option, of one that is repeated all of them."""
+    found: dict[str, str] = {}
+    name = ""
+    for argument in map(str, arguments):
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            before = f"{found[name]} " if found.get(name) else ""
+            found[name] = before + (value if equals else "")
+        elif name:
+            found[name] = f"{found[name]} {argument}".strip()
+    return found

@@ -1,0 +1,155 @@
+"""A rollout says in what the spec has changed: in the Event, the journal, the conditions and `kubectl kvpilot`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_kubectl import service, show
+from kvpilot_operator.decide import decide
+from kvpilot_operator.decide.changes import move, spec_changes
+from kvpilot_operator.decide.context import Context
+from kvpilot_operator.observe.views import deployment_view
+from kvpilot_operator.render.engine import pod_template
+from kvpilot_operator.state.decision import Decision
+from kvpilot_operator.state.objects import DeploymentView
+from kvpilot_operator.state.snapshot import Snapshot
+from kvpilot_operator.state.status import Status, dump_status
+from support.services import KEY, NOW, manifest, pod, revision_of, running, spec_of
+from support.shown_services import PLAIN
+
+SCALING = {"mode": "External"}
+OLD = manifest(scaling=SCALING)
+OLD_REVISION = revision_of(OLD, "auto")
+WAITS = {"waiting_reason": "ImagePullBackOff", "exit_message": "no such image"}
+
+
+def view(obj: dict[str, Any]) -> DeploymentView:
+    """What the API server shows of the Deployment that the manifest's engines have with dtype auto."""
+    template = pod_template(KEY.name, spec_of(obj), "auto")
+    labels = {"kvpilot.io/revision": revision_of(obj, "auto"), "kvpilot.io/dtype": "auto"}
+    return deployment_view({"metadata": {"labels": labels}, "spec": {"replicas": 1, "template": template}})
+
+
+def serving_old(obj: dict[str, Any], **changes: Any) -> Snapshot:
+    """The old revision serves, and the newest spec is `obj`."""
+    there = running(OLD, "auto")
+    given = {"status": there.status, "deployments": {OLD_REVISION: view(OLD)}, "pods": there.pods}
+    return replace(running(obj, "auto"), **{**given, "traffic": OLD_REVISION, "samples": {}, **changes})
+
+
+def on_trial(obj: dict[str, Any]) -> tuple[Decision, Decision]:
+    """The decision that starts the canary, and a later one while its image cannot be pulled."""
+    first = decide(serving_old(obj))
+    name = revision_of(obj, "auto")
+    deployments = {OLD_REVISION: view(OLD), name: view(obj)}
+    pods = (pod(OLD_REVISION), pod(name, ready=False, ip=None, **WAITS))
+    later = serving_old(obj, status=first.status, now=NOW + timedelta(minutes=5), pods=pods, deployments=deployments)
+    return first, decide(later)
+
+
+def told(status: Status, kind: str) -> tuple[str, str]:
+    condition = status.condition(kind)
+    assert condition is not None
+    return condition.reason, condition.message
+
+
+IMAGE = manifest(scaling=SCALING, engine={"image": "kvpilot/runtime:2"})
+SAYS_IMAGE = "the spec has changed: image kvpilot/runtime:1 -> kvpilot/runtime:2"
+
+
+def test_an_image_change_is_told_as_one_where_its_canary_starts() -> None:
+    first, _ = on_trial(IMAGE)
+    (event,) = [one for one in first.events if one.reason == "CanaryStarted"]
+    assert event.message == SAYS_IMAGE
+    newest = first.status.decisions[0]
+    assert (newest.action, newest.reason, newest.message) == ("StartCanary", "SpecChanged", SAYS_IMAGE)
+    assert told(first.status, "CanaryHealthy") == ("SpecChanged", f"auto: {SAYS_IMAGE}")
+    assert told(first.status, "Progressing")[1] == f"auto: {SAYS_IMAGE}"
+
+
+def test_an_image_that_cannot_be_pulled_is_told_while_its_canary_hangs() -> None:
+    _, later = on_trial(IMAGE)
+    reason, message = told(later.status, "CanaryHealthy")
+    assert reason == "ImageUnavailable"
+    assert message == f"auto: {SAYS_IMAGE}; it waits: ImagePullBackOff"
+    obj = {**IMAGE, "status": json.loads(json.dumps(dump_status(later.status), default=str))}
+    text = show.rendered([show.listed([service.read(obj)], everywhere=False)], PLAIN)
+    assert "CanaryHealthy=Unknown (ImageUnavailable)" in text
+    lines = show.rendered(show.timeline(service.read(obj), (), NOW, ()), PLAIN)
+    assert f"trial: auto Starting; {SAYS_IMAGE}" in lines
+    assert "auto -> auto" not in text + lines
+
+
+def test_a_rollout_goes_on_saying_what_it_changes_while_it_is_probed() -> None:
+    first, _ = on_trial(IMAGE)
+    assert first.status.canary is not None
+    name = revision_of(IMAGE, "auto")
+    canary = replace_message(first.status, "answers are compared")
+    pods = (pod(OLD_REVISION), pod(name, ready=False))
+    later = decide(
+        serving_old(IMAGE, status=canary, pods=pods, deployments={OLD_REVISION: view(OLD), name: view(IMAGE)})
+    )
+    assert SAYS_IMAGE in told(later.status, "Progressing")[1]
+
+
+def replace_message(status: Status, message: str) -> Status:
+    return msgspec.structs.replace(status, canary=msgspec.structs.replace(status.canary, message=message))
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"model": {"source": "hf://Qwen/Qwen3-14B"}}, "model Qwen/Qwen3-8B -> Qwen/Qwen3-14B"),
+        ({"model": {"maxModelLen": 4096}}, "argument --max-model-len added (4096)"),
+        ({"engine": {"extraArgs": ["--max-num-seqs=64"]}}, "argument --max-num-seqs added (64)"),
+        ({"engine": {"extraArgs": ["--seed", "7", "--async-scheduling"]}}, "argument --seed added (7)"),
+        ({"engine": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}, "the pods' template (such as resources"),
+        ({"engine": {"image": "kvpilot/runtime:2"}, "model": {"maxModelLen": 4096}}, "; argument --max-model-len"),
+    ],
+)
+def test_what_has_changed_is_named(spec: dict[str, Any], words: str) -> None:
+    first, _ = on_trial(manifest(scaling=SCALING, **spec))
+    assert first.status.canary is not None
+    assert words in first.status.canary.message
+
+
+def test_a_dtype_and_an_image_that_change_together_are_both_told() -> None:
+    obj = manifest(scaling=SCALING, engine={"image": "b:2"}, kvCache={"mode": "Fixed", "dtype": "k4v4"})
+    first = decide(serving_old(obj))
+    assert first.status.canary is not None
+    wanted = "spec.kvCache.dtype is k4v4; the spec has changed, too: image kvpilot/runtime:1 -> b:2"
+    assert first.status.canary.message == wanted
+    assert move(first.status.canary) == "auto -> k4v4"
+
+
+def test_values_of_options_that_may_be_secrets_are_not_told() -> None:
+    there = replace(view(OLD), arguments=("--api-key=old-secret", "--seed=1"))
+    s = serving_old(IMAGE, deployments={OLD_REVISION: there})
+    assert s.spec is not None
+    assert s.status.stable is not None
+    said = spec_changes(Context.of(s, s.spec), s.status.stable)
+    assert "argument --api-key changed" in said
+    assert "old-secret" not in said
+
+
+def test_where_nothing_has_changed_nothing_is_told() -> None:
+    s = serving_old(OLD)
+    assert s.spec is not None
+    assert s.status.stable is not None
+    assert spec_changes(Context.of(s, s.spec), s.status.stable) == ""
+
+
+@given(st.lists(st.text(max_size=300), max_size=8).map(tuple))
+def test_whatever_the_old_engine_was_told_the_words_are_few(arguments: tuple[str, ...]) -> None:
+    s = serving_old(IMAGE, deployments={OLD_REVISION: replace(view(OLD), arguments=arguments)})
+    assert s.spec is not None
+    assert s.status.stable is not None
+    assert spec_changes(Context.of(s, s.spec), s.status.stable)
