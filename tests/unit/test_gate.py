@@ -22,7 +22,9 @@ from support.probe_engine import Body, Writer, completing, counting, engine, eve
 
 DOCS = Path(__file__).parents[2] / "docs" / "accuracy-gate.md"
 GENERAL = ("--probe-set", "builtin/general")
-GARBAGE = completing(event("token_id:7777", {"token_id:7777": -0.01, "token_id:7778": -9.0}))
+GARBAGE = completing(
+    event("token_id:7777", {"token_id:7777": -0.01, "token_id:7778": -9.0}).replace(b'"text": "x"', b'"text": "y"')
+)
 
 
 async def noisy(path: str, body: Body, writer: Writer) -> None:
