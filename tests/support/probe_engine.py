@@ -78,6 +78,16 @@ async def counting(path: str, body: Body, writer: Writer) -> None:
     stream(writer, *(event(f"token_id:{i}", {f"token_id:{i}": -0.1, "token_id:9999": -3.0}) for i in steps))
 
 
+async def noisy(path: str, body: Body, writer: Writer) -> None:
+    """Whatever follows a given answer differs from it at every seventh position; answers of its own are sound."""
+    if path == "/tokenize":
+        respond(writer, tokens_of(body))
+        return
+    start = len(body["prompt"])
+    tokens = [7777 if body["ignore_eos"] and i % 7 == 0 else i for i in range(start, start + body["max_tokens"])]
+    stream(writer, *(event(f"token_id:{t}", {f"token_id:{t}": -0.1, "token_id:9999": -3.0}) for t in tokens))
+
+
 def serving(handler: Handler, *names: str) -> Handler:
     """The same engine, which lists these models."""
 

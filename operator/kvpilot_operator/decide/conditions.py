@@ -11,6 +11,7 @@ from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.measured import Line, waiting
 from kvpilot_operator.decide.rejections import finding, rejected
 from kvpilot_operator.decide.trial import storage
+from kvpilot_operator.decide.trial.ending import NOT_OF_THE_DTYPE
 from kvpilot_operator.decide.trial.starting import start_fault
 from kvpilot_operator.decide.trial.unreadable import unreadable
 from kvpilot_operator.state.decision import Cause
@@ -51,7 +52,8 @@ def tell(c: Context) -> Context:
     c = c.set(conditions=_stamped(c.snapshot, lines))
     for kind in (ConditionType.OBJECTS_ACCEPTED, ConditionType.CALIBRATION_CONSISTENT, ConditionType.ROUTE_ACCEPTED):
         c = _announce(c, kind, lines[kind].reason) if kind in lines else c
-    return c
+    verified = lines[ConditionType.ACCURACY_VERIFIED].reason
+    return _announce(c, ConditionType.ACCURACY_VERIFIED, verified) if verified in NOT_OF_THE_DTYPE else c
 
 
 def refuse(draft: Draft) -> Draft:

@@ -223,6 +223,7 @@ class Reason(StrEnum):
     PROBE_CRASHED = "ProbeCrashed"
     PROBE_SET_INVALID = "ProbeSetInvalid"
     BASELINE_NOT_KEPT = "BaselineNotKept"
+    BASELINE_UNFIT = "BaselineUnfit"
     TOO_FEW_POSITIONS = "TooFewPositions"
 
 

@@ -10,7 +10,7 @@ from kvpilot_operator.decide.accuracy.verdict import judge, measured
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.rejections import finding
 from kvpilot_operator.decide.trial import baseline
-from kvpilot_operator.decide.trial.ending import roll_back
+from kvpilot_operator.decide.trial.ending import NOT_OF_THE_DTYPE, roll_back
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.accuracy import Baseline
 from kvpilot_operator.state.decision import Captured, Find, Measure, NothingKept, ProbeFailed, Request
@@ -70,7 +70,7 @@ def _take_result(c: Context) -> Context:
     if not _is_probed(canary) or isinstance(asked, Find):
         return c
     if isinstance(outcome, ProbeFailed):
-        return _count_error(c, outcome)
+        return _count_error(c, outcome, Verdict.INCONCLUSIVE if outcome.reason in NOT_OF_THE_DTYPE else Verdict.ERROR)
     return _judge(c, asked.pod, outcome, kept) if kept is not None else c
 
 
