@@ -9,10 +9,12 @@ from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.decision import Capture, Decision, Find, Measure, NothingKept, ProbeFailed, ProbeResult
 from kvpilot_operator.state.status import Status
 from support.model_cluster import ModelCluster
-from support.services import baseline, manifest, revision_of, running
+from support.services import baseline, manifest, reporting, revision_of, running
 from support.trials import NEW, OLD, ended, service
 
 RANDOM = "the 16-bit engine differs from its own answers by a mean KL of 4800.0 millinats (limit 20)"
+
+TOLD = reporting((revision_of(manifest(), "auto"), "auto"))
 
 
 @dataclass
@@ -93,7 +95,7 @@ def test_the_condition_says_what_is_wrong_for_as_long_as_a_baseline_is_sought_an
 def test_a_noisy_baseline_that_an_older_operator_kept_is_captured_anew():
     loud = baseline(control_mean_kl_micronats=4_800_000, control_top1_agreement_permille=0)
     status = Status(accuracy=Accuracy(baseline=loud))
-    decision = decide(running(manifest(), "auto", status=status))
+    decision = decide(running(manifest(), "auto", status=status, samples=TOLD))
     assert isinstance(decision.probe, Capture)
     told = decision.status.condition("AccuracyVerified")
     assert told is not None
@@ -110,7 +112,7 @@ def test_a_dtype_that_serves_is_not_watched_by_a_noisy_baseline():
 def test_other_limits_have_the_16_bit_engine_asked_again():
     asked = []
     for limit in (20, 6000):
-        decision = decide(running(manifest(accuracy={"maxExcessKLMillinats": limit}), "auto"))
+        decision = decide(running(manifest(accuracy={"maxExcessKLMillinats": limit}), "auto", samples=TOLD))
         assert decision.probe is not None
         asked.append(decision.probe.identity)
     assert asked[0] != asked[1]

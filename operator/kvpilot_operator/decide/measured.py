@@ -11,6 +11,7 @@ from kvpilot_operator.decide.judging.workload import USAGE_STEP_PERCENT
 from kvpilot_operator.decide.trial import storage
 from kvpilot_operator.decide.trial.baseline import fault, known
 from kvpilot_operator.decide.trial.refusal import engine_failure, mixed_factors
+from kvpilot_operator.decide.trial.reported import mismatch
 from kvpilot_operator.decide.trial.unreadable import unreadable
 from kvpilot_operator.decide.trial.waiting import why_waiting
 from kvpilot_operator.state.enums import ConditionType, ObjectiveState, Reason, Stage, Verdict, WorkloadKind
@@ -123,6 +124,9 @@ def accuracy(c: Context) -> Line:
         return Line("False", Reason.PROBE_SET_INVALID, c.snapshot.probes.fault)
     if stable is None:
         return Line("Unknown", Reason.NO_REVISION, "nothing serves yet")
+    other = mismatch(c.snapshot, stable.revision, stable.dtype)
+    if other is not None:
+        return Line("False", Reason.DTYPE_MISMATCH, other)
     noisy = fault(c)
     if noisy is not None and stable.revision == c.reference:
         return Line("False", *noisy)

@@ -70,7 +70,10 @@ class _Bucket:
         """Take in a later bucket: flows add up, gauges are averaged, all else is the later one's."""
         ours, theirs = self.sample, other.sample
         if not theirs.pods:
-            self.sample = replace(ours, implausible=theirs.implausible, unanswered=theirs.unanswered)
+            told = {"implausible": theirs.implausible, "unanswered": theirs.unanswered}
+            if theirs.observed_dtype:
+                told |= {"observed_dtype": theirs.observed_dtype, "other_dtypes": theirs.other_dtypes}
+            self.sample = replace(ours, **told)
             return
         if not ours.pods:
             self.sample, self.scrapes = theirs, other.scrapes

@@ -224,6 +224,7 @@ class Reason(StrEnum):
     PROBE_SET_INVALID = "ProbeSetInvalid"
     BASELINE_NOT_KEPT = "BaselineNotKept"
     BASELINE_UNFIT = "BaselineUnfit"
+    DTYPE_MISMATCH = "DtypeMismatch"
     TOO_FEW_POSITIONS = "TooFewPositions"
 
 

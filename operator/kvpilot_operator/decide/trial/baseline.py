@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.trial.control import control_fault
+from kvpilot_operator.decide.trial.reported import as_asked, mismatch
 from kvpilot_operator.probes import codec
 from kvpilot_operator.render.names import baseline_name, engine_url
 from kvpilot_operator.state.accuracy import Baseline
@@ -24,7 +25,13 @@ def known(c: Context) -> Baseline | None:
     baseline = c.status.accuracy.baseline
     if baseline is None or baseline.identity != c.snapshot.probes.identity:
         return None
-    return baseline if control_fault(baseline, c.spec.accuracy) is None else None
+    return baseline if _unfit(c, baseline) is None else None
+
+
+def misreported(c: Context) -> Cause | None:
+    """Why the engines that the 16-bit answers come from do not give any: they report another dtype."""
+    found = mismatch(c.snapshot, c.reference, c.spec.kv_cache.baseline)
+    return None if found is None else Cause(Reason.BASELINE_UNFIT, found)
 
 
 def fault(c: Context) -> Cause | None:
@@ -32,6 +39,9 @@ def fault(c: Context) -> Cause | None:
     named, result = c.status.accuracy.baseline, c.snapshot.probe_result
     if known(c) is not None:
         return None
+    other = misreported(c)
+    if other is not None:
+        return other
     outcome = result.outcome if result is not None and isinstance(result.request, Capture) else None
     if isinstance(outcome, ProbeFailed) and outcome.reason == Reason.BASELINE_UNFIT:
         return Cause(outcome.reason, outcome.message)
@@ -60,7 +70,7 @@ def wanted(c: Context) -> Find | Capture | None:
     s, canary, stable = c.snapshot, c.canary, c.stable
     if known(c) is not None:
         return None
-    pods = s.answering_pods(c.reference)
+    pods = s.answering_pods(c.reference) if as_asked(s, c.reference, c.spec.kv_cache.baseline) else ()
     config_map = baseline_name(s.key.name, s.probes.identity)
     if pods and (on_trial(c) or c.spec.kv_cache.mode == "Auto"):
         pod = s.pod_to_ask(pods)
@@ -101,7 +111,7 @@ def take(c: Context, found: Captured) -> Context:
     if control is None or found.baseline.identity != probes.identity or known(c) is not None:
         return c
     baseline = described(found.baseline, baseline_name(c.snapshot.key.name, probes.identity))
-    if control_fault(baseline, c.spec.accuracy) is not None:
+    if _unfit(c, baseline) is not None:
         return c
     when = f", captured at {utc(control.captured)}" if found.adopted else ""
     c = c.set_accuracy(baseline=baseline).record(
@@ -129,6 +139,10 @@ def described(kept: codec.Baseline, config_map: str) -> Baseline:
         control_p99_kl_micronats=control.p99_kl_micronats,
         control_top1_agreement_permille=control.top1_agreement_permille,
     )
+
+
+def _unfit(c: Context, baseline: Baseline) -> Cause | None:
+    return misreported(c) or control_fault(baseline, c.spec.accuracy)
 
 
 def _sought(c: Context) -> str:

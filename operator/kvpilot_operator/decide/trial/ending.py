@@ -14,7 +14,7 @@ from kvpilot_operator.state.status import CHANGES, MAX_DENIED, MAX_HISTORY, Deni
 from kvpilot_operator.times import utc
 
 # Faults of engines: the revision waits before it is tried again (`target`), and no dtype is denied.
-NOT_OF_THE_DTYPE = (Reason.BASELINE_UNFIT,)
+NOT_OF_THE_DTYPE = (Reason.BASELINE_UNFIT, Reason.DTYPE_MISMATCH)
 
 
 def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Context:
