@@ -70,10 +70,14 @@ class _Bucket:
         """Take in a later bucket: flows add up, gauges are averaged, all else is the later one's."""
         ours, theirs = self.sample, other.sample
         if not theirs.pods:
-            told = {"implausible": theirs.implausible, "unanswered": theirs.unanswered}
-            if theirs.observed_dtype:
-                told |= {"observed_dtype": theirs.observed_dtype, "other_dtypes": theirs.other_dtypes}
-            self.sample = replace(ours, **told)
+            told = theirs if theirs.observed_dtype else ours
+            self.sample = replace(
+                ours,
+                implausible=theirs.implausible,
+                unanswered=theirs.unanswered,
+                observed_dtype=told.observed_dtype,
+                other_dtypes=told.other_dtypes,
+            )
             return
         if not ours.pods:
             self.sample, self.scrapes = theirs, other.scrapes
