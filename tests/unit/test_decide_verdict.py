@@ -96,10 +96,14 @@ def test_the_message_about_an_unfit_control_has_its_figures_and_both_limits():
     assert "mean KL of 4800.0 millinats (limit 20), top-1 agreement 0.0% (limit 97%)" in judged.message
 
 
-def test_a_control_that_differs_by_rounding_alone_is_fit_however_strict_the_limits_are():
+@pytest.mark.parametrize(
+    ("mean", "agreement", "verdict"),
+    [(2_000, 1000, "Passed"), (2_001, 1000, "Inconclusive"), (100, 975, "Passed"), (100, 960, "Inconclusive")],
+)
+def test_a_control_that_is_as_noisy_as_sound_engines_are_is_fit_however_strict_the_limits_are(mean, agreement, verdict):
     strict = spec_of(manifest(accuracy={"maxExcessKLMillinats": 0, "minTop1AgreementPercent": 100})).accuracy
-    assert judge(measurement(1_900, 1000), baseline(control_mean_kl_micronats=2_000), strict).verdict == "Passed"
-    assert judge(measurement(1_900, 1000), baseline(control_mean_kl_micronats=2_001), strict).verdict == "Inconclusive"
+    control = baseline(positions=1000, control_mean_kl_micronats=mean, control_top1_agreement_permille=agreement)
+    assert judge(measurement(100, 1000, positions=1000), control, strict).verdict == verdict
 
 
 def test_too_few_positions_are_inconclusive():

@@ -45,7 +45,7 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
     agreement = found.top1_agreement_permille
     needed = limits.min_top1_agreement_percent * 10 - noise
     against = (control.control_top1_agreement_permille, control.positions)
-    disagrees = surely_below((agreement, found.positions), against, limits)
+    disagrees = surely_below((agreement, found.positions), against, limits.min_top1_agreement_percent)
     chance = ", within chance" if agreement < needed and not disagrees else ""
     numbers = (
         f"excess KL {excess / 1000:.1f} millinats (limit {limits.max_excess_kl_millinats}), "
