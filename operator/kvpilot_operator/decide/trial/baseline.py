@@ -29,13 +29,13 @@ def known(c: Context) -> Baseline | None:
 
 
 def misreported(c: Context) -> Cause | None:
-    """Why the engines that the 16-bit answers come from do not give any: they report another dtype."""
+    """Say that the engines which give the 16-bit answers report another dtype; None where they do not."""
     found = mismatch(c.snapshot, c.reference, c.spec.kv_cache.baseline)
     return None if found is None else Cause(Reason.BASELINE_UNFIT, found)
 
 
 def fault(c: Context) -> Cause | None:
-    """Why the 16-bit answers of the present model and probe sets are no reference, as far as they are known."""
+    """Say why the 16-bit engine is no reference for the present model and probe sets; None where nothing is known."""
     named, result = c.status.accuracy.baseline, c.snapshot.probe_result
     if known(c) is not None:
         return None

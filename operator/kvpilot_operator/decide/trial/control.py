@@ -21,7 +21,7 @@ SOUND_AGREEMENT_PERCENT = 98
 
 
 def control_fault(control: Baseline, limits: Accuracy) -> Cause | None:
-    """Why nothing can be measured against a baseline with this control: it is judged as a candidate beside no noise."""
+    """Say why nothing can be measured against a baseline with this control, which is judged as a candidate is."""
     if not control.positions:
         text = "the 16-bit engine could not be compared with itself: 0 positions. Name more or longer probe sets"
         return Cause(Reason.BASELINE_UNFIT, text)

@@ -15,19 +15,19 @@ _WHOLE = frozenset(name for name in dtypes.names() if dtypes.parse(name).bits_pe
 
 
 def same(asked: str, reported: str) -> bool:
-    """Whether two names are of one dtype. `auto` is the model's own 16 bits, whatever their name."""
+    """Return True if two names are of one dtype: `auto` is the model's own 16 bits, whatever their name."""
     if "auto" in (asked, reported):
         return asked in _WHOLE and reported in _WHOLE
     return _SPELLINGS.get(asked, asked) == _SPELLINGS.get(reported, reported)
 
 
 def as_asked(s: Snapshot, revision: str, asked: str) -> bool:
-    """Whether the revision's engines have reported their dtype, and it is the one that they were asked for."""
+    """Return True if the revision's engines have reported their dtype, and it is the one that they were asked for."""
     return s.reported_dtype(revision) is not None and mismatch(s, revision, asked) is None
 
 
 def mismatch(s: Snapshot, revision: str, asked: str) -> str | None:
-    """Which other dtype engines of a revision report, with the remedy; None where they report none."""
+    """Name the other dtype that engines of a revision report, with the remedy; None where they report none."""
     sample = s.reported_dtype(revision)
     if sample is None:
         return None

@@ -49,7 +49,7 @@ def why_waiting(c: Context) -> str:
 
 
 def _dtype_not_told(c: Context) -> str:
-    """Why the canary is not probed though it answers: its page of metrics has not told its dtype for a while."""
+    """Say that the canary is not probed because its page of metrics has not told its dtype for a while."""
     canary, s = in_flight(c), c.snapshot
     waits = canary.stage == Stage.PROBING and c.now >= canary.stage_time + timedelta(seconds=TOLD_SECONDS)
     if not waits or not s.answering_pods(canary.revision) or s.reported_dtype(canary.revision) is not None:
