@@ -101,3 +101,53 @@ async def test_a_canary_whose_probe_hangs_is_given_up_while_everybody_is_served(
         answered=load.stats.ok,
     )
     await world.delete("trial")
+
+
+@pytest.mark.parametrize(
+    ("fault", "ill", "reason", "word"),
+    [
+        (
+            "canary that reports 16 bits",
+            '{"reports": "auto", "only_dtype": "k4v4"}',
+            "DtypeMismatch",
+            "they report auto",
+        ),
+        (
+            "16-bit engine that reports fp8",
+            '{"reports": "fp8_e4m3", "only_dtype": "auto"}',
+            "BaselineUnfit",
+            "they report fp8_e4m3",
+        ),
+        (
+            "16-bit engine that answers at random",
+            '{"completions": "random", "only_dtype": "auto"}',
+            "BaselineUnfit",
+            "differs from its own answers",
+        ),
+    ],
+)
+async def test_a_canary_that_cannot_be_judged_gets_no_traffic_and_no_denial(world, fault, ill, reason, word):
+    await world.serving(
+        "odd",
+        1,
+        engine={"image": IMAGE, "env": [{"name": "FAULTY_ENGINE", "value": ill}]},
+        accuracy={"probeSets": ["builtin/general"], "consecutiveErrorLimit": 1},
+    )
+    began = time.monotonic()
+    await world.patch("odd", {"kvCache": {"dtype": "k4v4"}})
+
+    async def told() -> bool:
+        status = await world.status("odd")
+        last = status.get("lastCanary") or {}
+        held = (await world.condition("odd", "Progressing"))[1] == reason
+        return "canary" not in status and (held or (last.get("stage"), last.get("reason")) == ("RolledBack", reason))
+
+    await until(told, f"the change ends with {reason}")
+    taken = time.monotonic() - began
+    status = await world.status("odd")
+    assert any(word in entry["message"] for entry in status["decisions"] if entry["reason"] == reason)
+    assert status["kvCache"]["activeDtype"] == "auto"
+    assert "denied" not in status["kvCache"]
+    assert not any(entry["action"] == "Promote" for entry in status["decisions"])
+    record(fault, taken, what=f"the change to k4v4 ends as {reason}, and nothing is denied")
+    await world.delete("odd")

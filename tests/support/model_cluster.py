@@ -66,6 +66,8 @@ class ModelCluster:
     """By dtype: the share of requests that fail."""
     odd_factors: frozenset[str] = frozenset()
     """Dtypes of whose engines all but the first calibrate themselves otherwise."""
+    reports: dict[str, str] = field(default_factory=dict)
+    """By dtype: the one that such engines report instead; "" is none."""
     rules: list[dict[str, Any]] | None = None
     """Of the HTTPRoute; None is no route."""
     route_name: str = "web"
@@ -269,7 +271,8 @@ class ModelCluster:
             running = min(held, capacity) / 500
             self.samples.setdefault(name, []).append(
                 Sample(
-                    self.now, pods, usage, running, waiting, capacity, dtype, seen, factors="aaaa",
+                    self.now, pods, usage, running, waiting, capacity, self.reports.get(dtype, dtype), seen,
+                    factors="aaaa",
                     mixed=self._mixed(name, dtype),
                 )
             )  # fmt: skip

@@ -78,6 +78,16 @@ async def counting(path: str, body: Body, writer: Writer) -> None:
     stream(writer, *(event(f"token_id:{i}", {f"token_id:{i}": -0.1, "token_id:9999": -3.0}) for i in steps))
 
 
+async def noisy(path: str, body: Body, writer: Writer) -> None:
+    """Whatever follows a given answer differs from it at every seventh position; answers of its own are sound."""
+    if path == "/tokenize":
+        respond(writer, tokens_of(body))
+        return
+    start = len(body["prompt"])
+    tokens = [7777 if body["ignore_eos"] and i % 7 == 0 else i for i in range(start, start + body["max_tokens"])]
+    stream(writer, *(event(f"token_id:{t}", {f"token_id:{t}": -0.1, "token_id:9999": -3.0}) for t in tokens))
+
+
 def serving(handler: Handler, *names: str) -> Handler:
     """The same engine, which lists these models."""
 
@@ -91,13 +101,29 @@ def serving(handler: Handler, *names: str) -> Handler:
 
 
 def completing(*events: bytes) -> Handler:
-    """An engine that tokenizes soundly and answers every completion with these events."""
+    """An engine that tokenizes soundly and answers every completion with these events, the last one again and again."""
 
     async def handler(path: str, body: Body, writer: Writer) -> None:
         if path == "/tokenize":
             respond(writer, tokens_of(body))
         else:
-            stream(writer, *events)
+            stream(writer, *events, *events[-1:] * (body["max_tokens"] - len(events)))
+
+    return handler
+
+
+def ending(after: int, finish: str | None) -> Handler:
+    """A sound engine whose answers have `after` tokens at most, and end with this finish_reason."""
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if path == "/tokenize":
+            respond(writer, tokens_of(body))
+            return
+        start, count = len(body["prompt"]), min(after, body["max_tokens"])
+        steps = [event(f"token_id:{i}", {f"token_id:{i}": -0.1}) for i in range(start, start + count)]
+        # vLLM may send the last token first and the end with a chunk of its own.
+        done = {"choices": [{"text": "", "logprobs": None, "finish_reason": finish}]}
+        stream(writer, *steps, b"data: " + json.dumps(done).encode() + b"\n\n")
 
     return handler
 

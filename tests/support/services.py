@@ -115,6 +115,11 @@ def samples(
     )
 
 
+def reporting(*engines: tuple[str, str]) -> dict[str, tuple[Sample, ...]]:
+    """A scrape of each of these idle revisions, with the dtype that its engines report."""
+    return {revision: (Sample(NOW, 1, 0.0, 0, 0, 3000, dtype),) for revision, dtype in engines}
+
+
 def baseline(**changes: Any) -> Baseline:
     """A kept baseline whose control is quiet."""
     fields: dict[str, Any] = {

@@ -6,6 +6,7 @@ import re
 from typing import Any, get_args, get_type_hints
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,3 +89,19 @@ def test_replicas_are_clamped_to_the_bounds_of_scaling(replicas: int, low: int, 
     kept = Scaling("Operator", low, high, 0).clamp(replicas)
     assert low <= kept <= high
     assert kept == replicas or kept in (low, high)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize("field", ["baseline", "dtype"])
+def test_a_16_bit_dtype_by_name_goes_with_the_same_dtype_of_the_model(name: str, field: str) -> None:
+    """Stored in another dtype than the model's, keys and values are fluent nonsense, without an error."""
+    kv_cache = {"mode": "Fixed", "dtype": "k4v4", field: name}
+    same, other = f"--dtype={name}", f"--dtype={({'bfloat16', 'float16'} - {name}).pop()}"
+    for arguments, accepted in (
+        ([same], True), (["--enforce-eager", same], True), ([], False), ([other], False), ([same, other], False),
+        ([other, same], False), (["--dtype", name], False), ([same, "--dtyp", "auto"], False),
+    ):  # fmt: skip
+        obj = service(kvCache=kv_cache, engine={**GOOD["spec"]["engine"], "extraArgs": arguments})
+        found = faults(obj)
+        assert (found == ()) is accepted, arguments
+        assert accepted or (found[0].field == f"spec.kvCache.{field}" and f"add --dtype={name}" in found[0].message)

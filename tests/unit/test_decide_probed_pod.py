@@ -13,7 +13,7 @@ from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.decision import Capture, Decision, Measure, ProbeFailed, ProbeResult
 from kvpilot_operator.state.status import Status
 from support.model_cluster import ModelCluster, measurement
-from support.services import NOW, baseline, manifest, running
+from support.services import NOW, baseline, manifest, reporting, revision_of, running
 from support.trials import on_trial
 
 
@@ -44,7 +44,7 @@ def test_a_canary_whose_pod_was_replaced_in_mid_probe_passes_only_for_a_pod_that
 
 
 def test_a_capture_goes_on_at_its_pod_although_a_replica_comes_whose_name_is_first():
-    s = running(manifest(), "auto")
+    s = running(manifest(), "auto", samples=reporting((revision_of(manifest(), "auto"), "auto")))
     (first,) = s.pods
     request = decide(s).probe
     assert isinstance(request, Capture)
@@ -58,7 +58,8 @@ def test_a_capture_goes_on_at_its_pod_although_a_replica_comes_whose_name_is_fir
 def test_a_check_goes_on_at_its_replica_although_another_comes_whose_turn_would_be_first():
     obj = manifest(kvCache={"mode": "Fixed", "dtype": "k8v4"})
     accuracy = Accuracy(baseline=baseline(), checked_time=NOW - timedelta(days=1))
-    s = running(obj, "k8v4", status=Status(accuracy=accuracy))
+    told = reporting((revision_of(obj, "k8v4"), "k8v4"))
+    s = running(obj, "k8v4", status=Status(accuracy=accuracy), samples=told)
     (first,) = s.pods
     request = decide(s).probe
     assert isinstance(request, Measure)

@@ -28,7 +28,7 @@ from kvpilot_operator.state.objects import DeploymentView
 from kvpilot_operator.state.snapshot import ProbePlan, Snapshot
 from kvpilot_operator.state.status import Canary, Status, parse_status
 from support.model_cluster import ModelCluster, measurement
-from support.services import KEY, NOW, PROBES, baseline, manifest, pod, revision_of, running
+from support.services import KEY, NOW, PROBES, baseline, manifest, pod, reporting, revision_of, running
 
 AUTO = manifest()
 CONTROL = Control(NOW, 8, 256, 100, 1000, 1000)
@@ -185,7 +185,7 @@ def test_a_kept_baseline_saves_the_borrowed_replica():
 
 
 def test_auto_captures_beside_users_and_says_so_to_the_prober():
-    s = running(AUTO, "auto")
+    s = running(AUTO, "auto", samples=reporting((revision_of(AUTO, "auto"), "auto")))
     decision = decide(s)
     assert isinstance(decision.probe, Capture)
     assert decision.probe.serving
@@ -245,7 +245,8 @@ def test_a_borrowed_replica_stays_while_it_is_captured_and_goes_afterwards():
     name = revision_of(fixed("k4v4"), "auto")
     there = replace(s, deployments={**s.deployments, name: DeploymentView(name, "auto", 1)})
     assert borrowed(there) == name
-    ready = replace(there, pods=(*there.pods, pod(name, ip="10.0.0.3")))
+    told = reporting((name, "auto"))
+    ready = replace(there, pods=(*there.pods, pod(name, ip="10.0.0.3")), samples=told)
     request = decide(ready).probe
     assert isinstance(request, Capture)
     assert request.url == "http://10.0.0.3:8000"
@@ -257,7 +258,8 @@ def replace_accuracy(status: Status) -> Status:
 
 
 def test_the_canary_is_measured_on_its_own_address_once_the_baseline_is_known():
-    decision = decide(on_trial(accuracy=Accuracy(baseline=baseline())))
+    told = reporting((revision_of(fixed("k4v4"), "k4v4"), "k4v4"))
+    decision = decide(replace(on_trial(accuracy=Accuracy(baseline=baseline())), samples=told))
     assert isinstance(decision.probe, Measure)
     assert (decision.probe.url, decision.probe.serving) == ("http://10.0.0.2:8000", False)
 

@@ -58,8 +58,52 @@ def test_fp8_as_it_was_measured_on_a_small_model_fails_by_its_agreement_alone():
 
 
 def test_the_engines_own_noise_is_not_damage():
-    noisy = baseline(control_mean_kl_micronats=30_000, control_top1_agreement_permille=900)
-    assert judge(measurement(45_000, 880), noisy, LIMITS).verdict == "Passed"
+    noisy = baseline(control_mean_kl_micronats=15_000, control_top1_agreement_permille=980)
+    assert judge(measurement(33_000, 960), noisy, LIMITS).verdict == "Passed"
+    assert judge(measurement(36_000, 960), noisy, LIMITS).verdict == "Failed"
+
+
+controls = st.builds(
+    baseline,
+    positions=st.integers(0, 4096),
+    control_mean_kl_micronats=st.integers(0, 30_000_000),
+    control_top1_agreement_permille=st.integers(0, 1000),
+)
+UNFIT = [
+    baseline(control_mean_kl_micronats=4_800_000, control_top1_agreement_permille=0),
+    baseline(control_mean_kl_micronats=20_001),
+    baseline(control_top1_agreement_permille=900),
+    baseline(positions=0, control_mean_kl_micronats=0, control_top1_agreement_permille=0),
+]
+
+
+@pytest.mark.parametrize("control", UNFIT, ids=["random answers", "KL", "agreement", "0 of 0 positions"])
+@given(kl=st.integers(0, 30_000_000), agreement=st.integers(0, 1000), positions=st.integers(0, 500))
+def test_nothing_passes_or_fails_against_a_control_that_is_beyond_the_limits(control, kl, agreement, positions):
+    judged = judge(measurement(kl, agreement, positions), control, LIMITS)
+    assert (judged.verdict, judged.reason) == ("Inconclusive", "BaselineUnfit")
+
+
+@given(control=controls, kl=st.integers(0, 30_000_000), agreement=st.integers(0, 1000), positions=st.integers(0, 500))
+def test_what_passes_is_no_further_from_16_bits_than_twice_the_limit(control, kl, agreement, positions):
+    """Once for the engine's own noise, and once for the damage that is allowed."""
+    judged = judge(measurement(kl, agreement, positions), control, LIMITS)
+    assert judged.verdict != "Passed" or (kl <= 40_000 and min(positions, control.positions) >= 100)
+
+
+def test_the_message_about_an_unfit_control_has_its_figures_and_both_limits():
+    judged = judge(measurement(), UNFIT[0], LIMITS)
+    assert "mean KL of 4800.0 millinats (limit 20), top-1 agreement 0.0% (limit 97%)" in judged.message
+
+
+@pytest.mark.parametrize(
+    ("mean", "agreement", "verdict"),
+    [(2_000, 1000, "Passed"), (2_001, 1000, "Inconclusive"), (100, 975, "Passed"), (100, 960, "Inconclusive")],
+)
+def test_a_control_that_is_as_noisy_as_sound_engines_are_is_fit_however_strict_the_limits_are(mean, agreement, verdict):
+    strict = spec_of(manifest(accuracy={"maxExcessKLMillinats": 0, "minTop1AgreementPercent": 100})).accuracy
+    control = baseline(positions=1000, control_mean_kl_micronats=mean, control_top1_agreement_permille=agreement)
+    assert judge(measurement(100, 1000, positions=1000), control, strict).verdict == verdict
 
 
 def test_too_few_positions_are_inconclusive():

@@ -18,21 +18,13 @@ import pytest
 
 from kvpilot_kernels import command as commands
 from kvpilot_operator.gate import command, report
-from support.probe_engine import Body, Writer, completing, counting, engine, event, respond, serving, stream, tokens_of
+from support.probe_engine import Body, Handler, Writer, completing, counting, engine, event, noisy, respond, serving
 
 DOCS = Path(__file__).parents[2] / "docs" / "accuracy-gate.md"
 GENERAL = ("--probe-set", "builtin/general")
-GARBAGE = completing(event("token_id:7777", {"token_id:7777": -0.01, "token_id:7778": -9.0}))
-
-
-async def noisy(path: str, body: Body, writer: Writer) -> None:
-    """Whatever follows a given answer differs from it at every seventh position; answers of its own are sound."""
-    if path == "/tokenize":
-        respond(writer, tokens_of(body))
-        return
-    start = len(body["prompt"])
-    tokens = [7777 if body["ignore_eos"] and i % 7 == 0 else i for i in range(start, start + body["max_tokens"])]
-    stream(writer, *(event(f"token_id:{t}", {f"token_id:{t}": -0.1, "token_id:9999": -3.0}) for t in tokens))
+GARBAGE = completing(
+    event("token_id:7777", {"token_id:7777": -0.01, "token_id:7778": -9.0}).replace(b'"text": "x"', b'"text": "y"')
+)
 
 
 async def probe(*arguments: str) -> int:
@@ -64,13 +56,25 @@ async def test_an_engine_that_answers_garbage_has_regressed_and_shows_where(caps
 async def test_what_the_baseline_differs_from_itself_is_not_held_against_the_candidate(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    loose = ("--max-excess-kl-millinats", "1000", "--min-top1-agreement-percent", "80")
     async with engine(serving(noisy, "m")) as one, engine(serving(noisy, "m")) as other:
-        assert await probe("--baseline", one, "--candidate", other, "--json", *GENERAL) == 0
+        assert await probe("--baseline", one, "--candidate", other, "--json", *loose, *GENERAL) == 0
     found = document(capsys)
     assert found["control"]["top1_agreement_permille"] < 900
     assert found["measured"]["top1_agreement_permille"] == found["control"]["top1_agreement_permille"]
+    assert found["excess_kl_micronats"] == 0
     async with engine(serving(counting, "m")) as one, engine(serving(noisy, "m")) as other:
         assert await probe("--baseline", one, "--candidate", other, *GENERAL) == 1
+
+
+@pytest.mark.parametrize("candidate", [counting, noisy, GARBAGE])
+async def test_nothing_is_judged_against_a_baseline_that_differs_from_itself_beyond_the_limits(
+    candidate: Handler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with engine(serving(noisy, "m")) as one, engine(serving(candidate, "m")) as other:
+        assert await probe("--baseline", one, "--candidate", other, *GENERAL) == 3
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    assert verdict.startswith("Inconclusive: BaselineUnfit: the 16-bit engine differs from its own answers")
 
 
 async def test_too_little_to_judge_by_is_inconclusive(tmp_path: Path) -> None:

@@ -262,3 +262,15 @@ def test_a_page_says_the_same_in_whatever_chunks_and_steps_it_is_read(lines: lis
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(series, "METRICS_STEP_LINES", step)
         assert read(chunk) == whole
+
+
+def test_ranks_that_report_different_dtypes_are_told_as_such() -> None:
+    """The last one alone would hide the other."""
+    config = 'vllm:cache_config_info{{cache_dtype="{}",engine="{}",num_gpu_blocks="10",block_size="16"}} 1.0\n'
+    for reported, told in (
+        (("k4v4", "k4v4"), "k4v4"),
+        (("auto", "k4v4"), "auto+k4v4"),
+        (("auto", "x" * 60, "fp8"), f"auto+{'x' * 58}"),
+    ):
+        page = "".join(config.format(dtype, rank) for rank, dtype in enumerate(reported))
+        assert parse_page(f"vllm:kv_cache_usage_perc 0.5\n{page}").dtype == told

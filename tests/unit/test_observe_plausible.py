@@ -191,6 +191,17 @@ def test_the_dtype_is_what_most_pods_say() -> None:
     )
 
 
+def test_every_page_tells_its_dtype_and_pods_that_differ_are_named() -> None:
+    pages = {"a": replace(BUSY, dtype="fp8"), "b": BUSY, "c": BUSY, "d": replace(BUSY, dtype="")}
+    sample = ScrapeLoop().scrape(0, pages).sample
+    assert (sample.observed_dtype, sample.other_dtypes) == ("auto", (("a", "fp8"),))
+    crowded = replace(BUSY, running=1e5, dtype="fp8")
+    loop = ScrapeLoop()
+    for seconds in (0, 5, 10, 15, 20):
+        sample = loop.scrape(seconds, {"a": crowded}).sample
+    assert (sample.pods, len(sample.implausible), sample.observed_dtype) == (0, 1, "fp8")
+
+
 def test_the_recent_window_is_what_most_pods_that_tell_it_say() -> None:
     pages = {"a": replace(BUSY, recent_tokens=64), "b": replace(BUSY, recent_tokens=0), "c": BUSY, "d": BUSY}
     assert ScrapeLoop().scrape(0, pages).sample.recent_tokens == 64

@@ -91,6 +91,18 @@ def test_flows_are_merged_and_never_lost(near: float, times: float, buckets: int
         assert sum(s.flows.seconds for s in series) == pytest.approx(every * (count - 1))
 
 
+@pytest.mark.parametrize("running", [8, 1e6])
+def test_the_newest_scrape_of_a_bucket_tells_the_dtype(running: float) -> None:
+    """Also where its pages are not plausible: more requests run than there are blocks."""
+    windows = Windows(KEY)
+    windows.keep(SampleRetention(bucket=1000.0))
+    windows.add("r", at(0), {"p": page(1)})
+    for i in range(1, 6):
+        windows.add("r", at(5 * i), {"p": page(1, running=running, dtype="fp8")})  # type: ignore[arg-type]
+    (sample,) = windows.samples()["r"]
+    assert (sample.pods, sample.observed_dtype) == (1, "fp8")
+
+
 def test_gauges_of_merged_scrapes_are_averaged() -> None:
     windows = Windows(KEY)
     windows.keep(SampleRetention(near=600, far=600, bucket=60))

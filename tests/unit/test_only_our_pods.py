@@ -14,7 +14,7 @@ from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.views import is_ours
 from kvpilot_operator.probes.client import Engine, http_client
-from kvpilot_operator.probes.errors import EngineRefused
+from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer
 from support.scrape_loop import ignore, scraping
 from support.services import KEY
 
@@ -104,8 +104,9 @@ async def test_no_proxy_of_the_environment_sees_a_scrape_or_a_probe(monkeypatch:
             with pytest.raises(ScrapeError):
                 await scraper.scrape(KEY, engine.url, ignore)
         async with http_client() as http:
-            async for _ in Engine(engine.url, "chat", http).decode([1, 2, 3], 1, 1):
-                pass
+            with pytest.raises(MalformedAnswer):
+                async for _ in Engine(engine.url, "chat", http).decode([1, 2, 3], 1, 1):
+                    pass
     assert proxy.asked == []
     assert engine.asked == ["GET /metrics", "POST /v1/completions"]
 

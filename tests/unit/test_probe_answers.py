@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import math
+import re
 import tracemalloc
 from contextlib import suppress
 
@@ -17,8 +19,20 @@ from kvpilot_operator.probes.errors import (
     MalformedAnswer,
 )
 from kvpilot_operator.probes.run import capture, measure
-from kvpilot_operator.probes.stats import MAX_KL
-from support.probe_engine import PROMPTS, SETTINGS, Body, Writer, baseline, completing, counting, engine, event, respond
+from kvpilot_operator.probes.stats import MAX_KL, MAX_MASS
+from support.probe_engine import (
+    PROMPTS,
+    SETTINGS,
+    Body,
+    Writer,
+    baseline,
+    completing,
+    counting,
+    ending,
+    engine,
+    event,
+    respond,
+)
 
 KEYS = ["tokens", "max_model_len", "choices", "error", "code", "text", "logprobs", "token_logprobs", "top_logprobs"]
 
@@ -44,11 +58,73 @@ async def test_a_baseline_is_never_made_of_logprobs_that_are_no_numbers() -> Non
             await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
 
 
-async def test_infinite_and_absurd_logprobs_are_bounded() -> None:
-    top = {"token_id:3": 1e300, "token_id:4": -1e300, "token_id:5": -9999.0}
+async def test_tokens_that_cannot_occur_are_bounded_damage() -> None:
+    top = {"token_id:3": -0.1, "token_id:4": -1e300, "token_id:5": -9999.0}
     async with engine(completing(event("token_id:3", top))) as url:
         found = await measure(url, "m", baseline(1), settings=SETTINGS)
     assert found.mean_kl_micronats <= MAX_KL * 1_000_000
+
+
+IMPOSSIBLE = [
+    ({"token_id:3": 5.0}, 5.0, "a logprob of 5, which cannot be above 0"),
+    ({"token_id:3": -0.1, "token_id:4": 1e308}, -0.1, "a logprob of 1e+308, which cannot be above 0"),
+    ({"token_id:3": -0.1, "token_id:4": -0.2, "token_id:5": -0.3}, -0.1, "probabilities that add up to 2.46"),
+    ({"token_id:3": -9999.0, "token_id:4": -0.1}, -9999.0, "a logprob of -9999 for the token that was chosen"),
+]
+
+
+@pytest.mark.parametrize(("top", "logprob", "said"), IMPOSSIBLE)
+async def test_logprobs_that_no_distribution_has_make_neither_a_baseline_nor_a_measurement(
+    top: object, logprob: object, said: str
+) -> None:
+    async with engine(completing(event("token_id:3", top, logprob))) as url:
+        with pytest.raises(MalformedAnswer, match=re.escape(said)):
+            await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
+        with pytest.raises(MalformedAnswer, match=re.escape(said)):
+            await measure(url, "m", baseline(), settings=SETTINGS)
+
+
+@pytest.mark.parametrize("logprob", [float("nan"), float("-inf"), float("inf"), None])
+async def test_a_chosen_token_without_a_finite_logprob_makes_no_baseline(logprob: object) -> None:
+    async with engine(completing(event("token_id:3", {"token_id:3": logprob}, logprob))) as url:
+        with pytest.raises(MalformedAnswer, match="no numbers"):
+            await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
+
+
+@pytest.mark.parametrize(("after", "finish"), [(1, None), (1, "length"), (7, "length"), (7, "abort"), (0, "length")])
+async def test_an_answer_that_is_cut_short_makes_no_baseline(after: int, finish: str | None) -> None:
+    """One token a prompt, which a prefill gives, is an agreement of 0 of 0 positions."""
+    async with engine(ending(after, finish)) as url:
+        with pytest.raises(MalformedAnswer, match=f"{after} of 8 tokens, finish_reason '{finish or ''}'"):
+            await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
+
+
+async def test_an_answer_that_the_model_ends_is_a_baseline() -> None:
+    async with engine(ending(5, "stop")) as url:
+        kept = await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
+    assert kept.positions == 5 * len(PROMPTS)
+
+
+@pytest.mark.parametrize("finish", [None, "length", "stop"])
+async def test_a_candidate_that_ends_before_the_baseline_does_is_not_measured(finish: str | None) -> None:
+    """A first token that agrees proves nothing: of such answers alone no position would be judged."""
+    async with engine(ending(1, finish)) as url:
+        with pytest.raises(MalformedAnswer, match="1 of 8 tokens"):
+            await measure(url, "m", baseline(), settings=SETTINGS)
+
+
+any_logprob = st.floats(-1e4, 1e4) | st.floats(-3, 0) | st.sampled_from([1e308, -1e308, -9999.0, 0.0])
+
+
+@given(st.dictionaries(st.integers(0, 30), any_logprob, min_size=1, max_size=20), st.data())
+def test_logprobs_that_are_read_are_a_distributions(top: dict[int, float], data: st.DataObject) -> None:
+    chosen = data.draw(st.sampled_from(sorted(top)))
+    named: dict[str, object] = {f"token_id:{token}": logprob for token, logprob in top.items()}
+    with suppress(MalformedAnswer):
+        (step,) = read_streamed("url", event(f"token_id:{chosen}", named, top[chosen])[6:]).tokens
+        assert math.fsum(map(math.exp, step.logprobs.top.values())) <= MAX_MASS + 1e-9
+        assert step.logprobs.top == {token: min(max(logprob, -30.0), 0.0) for token, logprob in top.items()}
+        assert top[chosen] >= -30 and max(top.values()) < 0.01
 
 
 @pytest.mark.parametrize(
@@ -198,7 +274,7 @@ async def test_more_tokens_than_a_prompt_can_have_are_not_read() -> None:
 )
 def test_whatever_an_engine_answers_is_read_or_a_typed_error(data: bytes) -> None:
     with suppress(MalformedAnswer, EngineRefused):
-        for step in read_streamed("url", data):
+        for step in read_streamed("url", data).tokens:
             assert all(-30 <= value <= 0 for value in step.logprobs.top.values())
     with suppress(MalformedAnswer):
         assert all(0 <= token <= MAX_TOKEN_ID for token in read_tokens("url", data).tokens)

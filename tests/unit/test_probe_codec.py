@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import random
 import zlib
 from contextlib import suppress
@@ -37,7 +38,15 @@ VERSION_1 = (
 )
 
 ids = st.integers(0, MAX_TOKEN_ID)
-tops = st.dictionaries(ids, st.floats(-30, 0), min_size=1, max_size=20)
+
+
+def _possible(top: dict[int, float]) -> dict[int, float]:
+    """The same, as probabilities that add up to 1 at most."""
+    over = math.log(max(1.0, math.fsum(map(math.exp, top.values()))))
+    return {token: max(-30.0, lp - over) for token, lp in top.items()}
+
+
+tops = st.dictionaries(ids, st.floats(-30, 0), min_size=1, max_size=20).map(_possible)
 answers = tops.flatmap(lambda t: st.sampled_from(sorted(t)).map(lambda token: Logprobs(token, t)))
 texts = st.text(max_size=50).map(lambda t: t.encode("utf-8", "replace").decode())
 baselines = st.builds(
@@ -87,8 +96,7 @@ def test_a_kept_baseline_is_the_same_within_a_hair(baseline: Baseline) -> None:
         for a, b in zip(before.answer, after.answer, strict=True):
             assert a.token == b.token
             assert b.top == pytest.approx(a.top, abs=0.5 / 2048)
-            if sum(2.718281828459045**lp for lp in a.top.values()) <= 1:
-                assert kl_nats(b.top, a.top) < 2e-3
+            assert kl_nats(b.top, a.top) < 2e-3
 
 
 @given(st.binary(max_size=200))
@@ -185,12 +193,24 @@ def test_a_baseline_that_an_older_kvpilot_kept_is_still_read_and_has_no_control(
     assert (list(prompt.tokens), [a.token for a in prompt.answer]) == ([1, 2, 3], [4, 5])
 
 
-@pytest.mark.parametrize("figure", [-1, 2**40, True, "7", None, 1.5])
-def test_a_control_that_is_no_control_is_refused(figure: object) -> None:
+def test_a_baseline_that_was_kept_of_impossible_logprobs_is_refused() -> None:
+    """Logits above 0 were once kept as probabilities of 1."""
+    answer = (Logprobs(4, {4: 0.0, 5: 0.0, 6: -3.0}),)
+    kept = encode(Baseline("i", "m", "auto", (BaselinePrompt("p", "", "", (1, 2), answer),)))
+    with pytest.raises(MalformedBaseline, match=r"add up to 2\.05.*re-capture"):
+        decode(kept)
+
+
+FIGURES = ("captured", "prompts", "positions", "mean_kl_micronats", "p99_kl_micronats", "top1_agreement_permille")
+
+
+@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("figure", [-1, 2**32, True, "7", None, 1.5])
+def test_a_control_that_is_no_control_is_refused(figure: object, name: str) -> None:
     good = encode(Baseline("i", "m", "auto", (), control=Control(datetime.now(UTC), 1, 2, 3, 4, 5)))
     raw = zlib.decompress(good[5:])
     header = json.loads(raw[4:])
-    header["control"]["positions"] = figure
+    header["control"][name] = figure
     head = json.dumps(header).encode()
     with pytest.raises(MalformedBaseline, match="control"):
         decode(good[:5] + zlib.compress(len(head).to_bytes(4, "little") + head))

@@ -24,7 +24,7 @@ from kvpilot_operator.render.objects import baseline_config_map
 from kvpilot_operator.state.decision import Capture, Captured, Find, Measure, NothingKept, ProbeFailed, ProbeResult
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.tracing import Tracer
-from support.probe_engine import Body, Writer, counting, engine, respond
+from support.probe_engine import Body, Writer, counting, engine, noisy, respond
 from support.services import KEY, manifest, spec_of
 
 IDENTITY = "0123456789"
@@ -135,6 +135,29 @@ async def test_a_kept_baseline_is_adopted_without_asking_any_engine(bench: Bench
         assert isinstance(found.outcome, Captured)
         assert found.outcome.adopted
         assert found.outcome.baseline.control is not None
+
+
+async def test_a_baseline_of_an_engine_that_differs_from_itself_is_not_kept(bench: Bench) -> None:
+    async with engine(noisy) as url:
+        found = await bench.ask(capture(url))
+    assert isinstance(found.outcome, ProbeFailed)
+    assert found.outcome.reason == "BaselineUnfit"
+    assert found.outcome.message.startswith("pod p: the 16-bit engine differs from its own answers by a mean KL of ")
+
+
+async def test_a_kept_baseline_whose_control_is_beyond_the_limits_is_captured_anew(bench: Bench) -> None:
+    """An older kvpilot kept any."""
+    good = await captured(bench)
+    assert good.control is not None
+    loud = replace(good.control, mean_kl_micronats=4_800_000, top1_agreement_permille=0)
+    bench.cluster.keep(NAME, codec.encode(replace(good, control=loud)))
+    async with sound() as (url, asked):
+        alone = await bench.ask(Find("find/x", IDENTITY, NAME))
+        assert asked == []
+        again = await bench.ask(replace(capture(url), identity="capture/x/1"))
+    assert isinstance(alone.outcome, NothingKept)
+    assert isinstance(again.outcome, Captured)
+    assert not again.outcome.adopted
 
 
 @pytest.mark.parametrize(

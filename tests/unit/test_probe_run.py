@@ -184,7 +184,7 @@ async def test_text_that_a_terminal_or_an_object_would_choke_on_is_made_readable
     nasty += b'"token_logprobs": [-0.1], "top_logprobs": [{"token_id:3": -0.1}]}}]}\n\n'
     async with engine(completing(nasty)) as url:
         kept = await capture(url, "m", PROMPTS[:1], identity="i", dtype="auto", settings=SETTINGS)
-    assert kept.prompts[0].text == "a [31m b"
+    assert kept.prompts[0].text == 8 * "a [31m b"
 
 
 async def test_a_prompt_is_prefilled_onto_cached_pages_as_the_next_turn_of_a_chat_is() -> None:

@@ -16,6 +16,7 @@ from kvpilot_operator.probes.stats import (
     Logprobs,
     buckets,
     compare,
+    impossible,
     kl_nats,
     percentile,
     summarise,
@@ -103,6 +104,23 @@ def test_a_position_agrees_when_the_greedy_tokens_are_equal() -> None:
     here = Logprobs(5, {5: -0.1, 6: -3.0})
     assert compare(0, 9, here, here).agrees
     assert not compare(0, 9, here, Logprobs(6, {6: -0.7, 5: -0.7})).agrees
+
+
+@given(weights, st.sampled_from([0.0, 1 / 4096, 1 / 512]))
+def test_what_an_engine_reports_of_a_distribution_is_possible(a: list[float], rounding: float) -> None:
+    """float32 is off by 1e-7 of a logprob, what is kept by half of 1/2048 nat, bfloat16 by 1/512 of a logprob."""
+    told = {token: lp + rounding for token, lp in top(normalised(a)).items()}
+    assert impossible(told, next(iter(told))) is None
+
+
+@given(weights, st.floats(0.011, 1e308))
+def test_mass_that_no_distribution_has_is_named(a: list[float], more: float) -> None:
+    told = top(normalised(a), VOCABULARY)
+    assert impossible({token: lp + 0.02 for token, lp in told.items()}, 0) is not None
+    assert "add up to 1.8" in (impossible({1: math.log(0.9), 2: math.log(0.9)}, 1) or "")
+    assert "cannot be above 0" in (impossible({**told, 7: more}, 0) or "")
+    assert "chosen" in (impossible({**told, 7: -9999.0}, 7) or "")
+    assert impossible({**told, 7: -math.inf}, 8) is None
 
 
 @given(st.lists(compared, min_size=1, max_size=60), st.randoms())

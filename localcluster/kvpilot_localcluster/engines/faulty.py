@@ -39,9 +39,11 @@ class Faults:
     metrics: str = ""
     """Of /metrics: garbage, huge (10 MB), endless, hang, drip (a byte a second), bomb (compressed), error."""
     completions: str = ""
-    """Of /v1: hang (until it is lifted)."""
+    """Of /v1: hang (until it is lifted), random (tokens that nobody can foresee)."""
+    reports: str = ""
+    """The KV-cache dtype that the page tells instead of the one that was asked for."""
     only_dtype: str = ""
-    """Where set, `completions` is of engines with this dtype only."""
+    """Where set, `completions` and `reports` are of engines with this dtype only."""
     usage: float = -1.0
     """Where not negative: what the page says instead of the truth, with so many requests running and waiting."""
     running: int = 0
@@ -105,8 +107,11 @@ class Engine:
             _send(writer, b"{}", "404 Not Found")
 
     async def _maybe_hang(self) -> None:
-        while self.faults.completions == "hang" and self.faults.only_dtype in ("", self._dtype):
+        while self.faults.completions == "hang" and self._is_meant():
             await asyncio.sleep(0.05)
+
+    def _is_meant(self) -> bool:
+        return self.faults.only_dtype in ("", self._dtype)
 
     async def _complete(self, body: Json, writer: asyncio.StreamWriter) -> None:
         start, wanted, top_k = len(body["prompt"]), int(body["max_tokens"]), body.get("logprobs")
@@ -120,7 +125,9 @@ class Engine:
                 await asyncio.sleep(TOKEN_SECONDS)
                 self._held[request] += 1
                 self._generation_tokens += 1
-                writer.write(_event(start + i, top_k, last=i == wanted - 1))
+                astray = self.faults.completions == "random" and self._is_meant()
+                token = int.from_bytes(os.urandom(2), "big") if astray else start + i
+                writer.write(_event(token, top_k, last=i == wanted - 1))
                 await writer.drain()
             usage = {"prompt_tokens": start, "completion_tokens": wanted}
             writer.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\ndata: [DONE]\n\n")
@@ -164,7 +171,8 @@ class Engine:
             usage, running, waiting = self.faults.usage, self.faults.running, self.faults.waiting
             self._generation_tokens += 0 if self.faults.stalled else running
         label = f'engine="0",model_name="{self._model}"'
-        sizes = f'block_size="{BLOCK_TOKENS}",cache_dtype="{self._dtype}",engine="0",num_gpu_blocks="{BLOCKS}"'
+        dtype = self.faults.reports if self.faults.reports and self._is_meant() else self._dtype
+        sizes = f'block_size="{BLOCK_TOKENS}",cache_dtype="{dtype}",engine="0",num_gpu_blocks="{BLOCKS}"'
         lines = [
             f"process_start_time_seconds {self._started}",
             'kvpilot_model_info{head_dim="64",kv_heads="2",layers="2",mla="false",window_layers="0"} 1.0',

@@ -19,7 +19,7 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.budget import CANARY_PROBE, CHECK, Permits
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.decide import described, judge
+from kvpilot_operator.decide import control_fault, described, judge
 from kvpilot_operator.errors import KvpilotError, PermitLost
 from kvpilot_operator.observe.probe_packs import PackTexts, probe_prompts
 from kvpilot_operator.observe.scrape import Scraper
@@ -199,7 +199,10 @@ class Prober:
             log.debug("no baseline to adopt: %s", error, extra={"service": str(key)})
         else:
             if kept.identity == request.baseline and kept.control is not None:
-                return Captured(kept, adopted=True)
+                fault = control_fault(described(kept, request.config_map), spec.accuracy)
+                if fault is None:
+                    return Captured(kept, adopted=True)
+                log.info("the kept baseline is captured anew: %s", fault.message, extra={"service": str(key)})
         if isinstance(request, Find):
             return NothingKept()
         return await self._capture(key, spec, request, settings)
@@ -217,12 +220,16 @@ class Prober:
             raise MalformedBaseline(words) from error
         return codec.decode(content)
 
-    async def _capture(self, key: ServiceKey, spec: Spec, request: Capture, settings: Settings) -> Captured:
+    async def _capture(self, key: ServiceKey, spec: Spec, request: Capture, settings: Settings) -> Found:
         prompts, dtype = probe_prompts(spec, await self._texts.of(key, spec)), spec.kv_cache.baseline
         about = (request.url, request.model)
         baseline = await run.capture(*about, prompts, identity=request.baseline, dtype=dtype, settings=settings)
         noise = await run.control(*about, baseline, settings=settings)
-        return Captured(codec.with_control(baseline, noise, datetime.now(UTC).replace(microsecond=0)))
+        captured = codec.with_control(baseline, noise, datetime.now(UTC).replace(microsecond=0))
+        fault = control_fault(described(captured, request.config_map), spec.accuracy)
+        if fault is not None:
+            return ProbeFailed(fault.reason, f"pod {request.pod}: {fault.message}")
+        return Captured(captured)
 
     def _settings(self, key: ServiceKey, spec: Spec, request: Request) -> Settings:
         """Beside users a probe gives way. A capture goes on in the end: a service under pressure needs its relief."""

@@ -4,6 +4,7 @@ from kvpilot_operator.decide.accuracy.verdict import Judgement, judge
 from kvpilot_operator.decide.decide import decide
 from kvpilot_operator.decide.remedies import REFUSALS
 from kvpilot_operator.decide.trial.baseline import described
+from kvpilot_operator.decide.trial.control import control_fault
 from kvpilot_operator.decide.trial.shifting import deadline as canary_deadline
 
-__all__ = ["REFUSALS", "Judgement", "canary_deadline", "decide", "described", "judge"]
+__all__ = ["REFUSALS", "Judgement", "canary_deadline", "control_fault", "decide", "described", "judge"]

@@ -12,6 +12,7 @@ from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.measured import Line, waiting
 from kvpilot_operator.decide.rejections import finding, rejected
 from kvpilot_operator.decide.trial import storage
+from kvpilot_operator.decide.trial.ending import NOT_OF_THE_DTYPE
 from kvpilot_operator.decide.trial.starting import start_fault
 from kvpilot_operator.decide.trial.unreadable import unreadable
 from kvpilot_operator.state.decision import Cause
@@ -28,9 +29,10 @@ def tell(c: Context) -> Context:
     objects = _objects_accepted(c.snapshot)
     route = _route_accepted(c)
     answers, calibration, progressing = serving(c, objects), measured.calibration(c), _progressing(c, objects)
+    verified = measured.accuracy(c)
     standing = kstatus.standing(c, progressing=progressing, serving=answers, objects=objects, route=route)
     lines: dict[str, Line] = {
-        ConditionType.READY: _ready(c, standing, answers, calibration),
+        ConditionType.READY: _ready(c, standing, answers, calibration, verified),
         ConditionType.SERVING: answers,
         ConditionType.AVAILABLE: available(c, answers),
         ConditionType.PROGRESSING: _as_of_a_deployment(progressing, standing),
@@ -39,7 +41,7 @@ def tell(c: Context) -> Context:
         ConditionType.METRICS_AVAILABLE: measured.metrics(c),
         ConditionType.MEMORY_PRESSURED: measured.memory_pressured(c),
         ConditionType.CANARY_HEALTHY: measured.canary_healthy(c),
-        ConditionType.ACCURACY_VERIFIED: measured.accuracy(c),
+        ConditionType.ACCURACY_VERIFIED: verified,
         ConditionType.CALIBRATION_CONSISTENT: calibration,
         ConditionType.SPEC_ACCEPTED: _spec_accepted(c, objects),
         ConditionType.OBJECTS_ACCEPTED: objects,
@@ -52,7 +54,8 @@ def tell(c: Context) -> Context:
     c = c.set(conditions=_stamped(c.snapshot, lines))
     for kind in (ConditionType.OBJECTS_ACCEPTED, ConditionType.CALIBRATION_CONSISTENT, ConditionType.ROUTE_ACCEPTED):
         c = _announce(c, kind, lines[kind].reason) if kind in lines else c
-    return c
+    told = verified.reason in NOT_OF_THE_DTYPE
+    return _announce(c, ConditionType.ACCURACY_VERIFIED, verified.reason) if told else c
 
 
 def refuse(draft: Draft) -> Draft:
@@ -160,12 +163,14 @@ def _route_accepted(c: Context) -> Line | None:
     return Line("True", Reason.ROUTE_ACCEPTED, f"taken by {', '.join(one.name for one in s.route.parents)}")
 
 
-def _ready(c: Context, standing: Mapping[str, Line], answers: Line, calibration: Line) -> Line:
+def _ready(c: Context, standing: Mapping[str, Line], answers: Line, calibration: Line, verified: Line) -> Line:
     """Whether the service does what its newest spec asks for: nothing is under way, and nothing holds it up."""
     for one in (ConditionType.STALLED, ConditionType.RECONCILING):
         if standing[one].status == "True":
             return standing[one]._replace(status="False")
     but = "; its engines do not all quantize alike, see CalibrationConsistent" if calibration.status == "False" else ""
+    if verified.reason == Reason.DTYPE_MISMATCH:
+        but = f"{but}; its engines report another dtype, see AccuracyVerified"
     return Line("True", answers.reason, answers.message + but)
 
 

@@ -9,8 +9,9 @@ from kvpilot_operator.decide.accuracy.drift import drifted
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.judging.workload import USAGE_STEP_PERCENT
 from kvpilot_operator.decide.trial import storage
-from kvpilot_operator.decide.trial.baseline import known
+from kvpilot_operator.decide.trial.baseline import fault, known
 from kvpilot_operator.decide.trial.refusal import engine_failure, mixed_factors
+from kvpilot_operator.decide.trial.reported import mismatch
 from kvpilot_operator.decide.trial.unreadable import unreadable
 from kvpilot_operator.decide.trial.waiting import held_up_by, why_waiting
 from kvpilot_operator.state.enums import ConditionType, ObjectiveState, Reason, Stage, Verdict, WorkloadKind
@@ -131,6 +132,12 @@ def accuracy(c: Context) -> Line:
         return Line("False", Reason.PROBE_SET_INVALID, c.snapshot.probes.fault)
     if stable is None:
         return Line("Unknown", Reason.NO_REVISION, "nothing serves yet")
+    other = mismatch(c.snapshot, stable.revision, stable.dtype)
+    if other is not None:
+        return Line("False", Reason.DTYPE_MISMATCH, other)
+    noisy = fault(c)
+    if noisy is not None and stable.revision == c.reference:
+        return Line("False", *noisy)
     if stable.dtype == spec.kv_cache.baseline and not spec.kv_cache.bounded:
         return Line("True", Reason.REFERENCE, f"{stable.dtype} is what accuracy is measured against")
     last, runs = accuracy.last, f"of {spec.accuracy.failure_limit} runs in a row failed"
@@ -150,6 +157,8 @@ def accuracy(c: Context) -> Line:
         return Line("Unknown", Reason.NOT_PROBED, found)
     if accuracy.failures:
         return Line("Unknown", Reason.PROBE_FAILED, f"{found}; {accuracy.failures} {runs}")
+    if noisy is not None:
+        return Line("Unknown", *noisy)
     if known(c) is None:
         unwatched = "no 16-bit reference is kept for the present model and probe sets, the next canary captures one"
         return Line("Unknown", Reason.NOT_WATCHED, f"{found}; not watched since: {unwatched}")

@@ -103,7 +103,7 @@ class PageReader:
         self._for_room: float | None = None
         self._errors = self._server_errors = self._disk_hits = 0.0
         self._capacity = self._blocks = 0
-        self._dtype = ""
+        self._dtypes: list[str] = []
         self._model: ModelFacts | None = None
         self._factors = ""
         self._recent: int | None = None
@@ -131,7 +131,8 @@ class PageReader:
             waiting=values.requests(_WAITING, waiting),
             capacity_tokens=values.tokens(_CONFIG, "the capacity", self._capacity),
             blocks=values.tokens(_CONFIG, "num_gpu_blocks", self._blocks),
-            dtype=self._dtype,
+            # Ranks that differ are told as such: no dtype has such a name.
+            dtype="+".join(self._dtypes)[: values.LONGEST_DTYPE],
             process_start=self._count(_START) if _START in self._sums else None,
             totals=self._totals(),
             model=self._model,
@@ -194,7 +195,8 @@ class PageReader:
         self._capacity += values.number(labels.get("kv_cache_size_tokens", "")) or blocks * values.number(
             labels.get("block_size", "")
         )
-        self._dtype = values.dtype(dtype)
+        if (known := values.dtype(dtype)) and known not in self._dtypes and len(self._dtypes) < 2:
+            self._dtypes.append(known)
 
     def _totals(self) -> Totals:
         counts: dict[str, Any] = {field: self._count(name) for field, name in _COUNTED.items()}

@@ -35,7 +35,8 @@ _T = TypeVar("_T", int, str)
 # From this many pods on, one that stands alone can be told from the others.
 ENOUGH_TO_COMPARE = 3
 
-# Pods with other calibration factors than most that a sample names: it is kept as long as the windows reach.
+# Pods with another dtype or other calibration factors than most that a sample names: it is kept as long as the windows
+# reach.
 MOST_NAMED = 4
 
 _HELD = 0.05
@@ -108,11 +109,15 @@ def plausible_sample(
     left_out = len(pages) - len(plausible) - len(implausible) - len(still)
     told = {pod: page.factors for pod, page in pages.items() if page.factors}
     factors = _most(told.values()) or ""
+    stored = {pod: page.dtype for pod, page in pages.items() if page.dtype}
+    dtype = _most(stored.values()) or ""
     sample = replace(
         sample,
         implausible=implausible,
         unanswered=unanswered + left_out,
         stalled=tuple(f"{pod}: {why}" for pod, why in sorted(still.items())),
+        observed_dtype=dtype,
+        other_dtypes=tuple(sorted(other for other in stored.items() if other[1] != dtype))[:MOST_NAMED],
         recent_tokens=_most(page.recent_tokens for page in pages.values() if page.recent_tokens is not None),
         retention=_most(page.retention for page in pages.values()) or "",
         factors=factors,
@@ -238,7 +243,7 @@ def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> 
         running=running,
         waiting=waiting,
         capacity_tokens=sum(page.capacity_tokens for page in pages),
-        observed_dtype=Counter(page.dtype for page in pages).most_common(1)[0][0],
+        observed_dtype="",
         flows=replace(flows, preemptions=preemptions),
         spread=Spread.of(engines),
     )

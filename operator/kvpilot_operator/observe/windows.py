@@ -70,8 +70,14 @@ class _Bucket:
         """Take in a later bucket: flows add up, gauges are averaged, all else is the later one's."""
         ours, theirs = self.sample, other.sample
         if not theirs.pods:
+            told = theirs if theirs.observed_dtype else ours
             self.sample = replace(
-                ours, implausible=theirs.implausible, unanswered=theirs.unanswered, stalled=theirs.stalled
+                ours,
+                implausible=theirs.implausible,
+                unanswered=theirs.unanswered,
+                stalled=theirs.stalled,
+                observed_dtype=told.observed_dtype,
+                other_dtypes=told.other_dtypes,
             )
             return
         if not ours.pods:

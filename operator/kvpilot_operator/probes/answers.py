@@ -2,7 +2,8 @@
 
 Answers are decoded into their types at once: what was not asked for is passed over and never made, and the first value
 that is not the API's ends it. A missing or non-finite logprob becomes an empty position, which is maximal damage;
-anything that is not the API is a `MalformedAnswer` that names the address and shows the start of what came.
+logprobs that no distribution has, and anything that is not the API, are a `MalformedAnswer` that names the address and
+shows the start of what came.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvpilot_kernels.untrusted import shown
 from kvpilot_operator.numbers import whole
 from kvpilot_operator.probes.codec import MAX_TEXT, MAX_TOKEN_ID, MAX_TOP
 from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer
-from kvpilot_operator.probes.stats import MIN_LOGPROB, Logprobs
+from kvpilot_operator.probes.stats import MIN_LOGPROB, Logprobs, impossible
 
 MAX_EXCERPT = 300
 # A token id with its comma and space.
@@ -39,11 +40,17 @@ class Tokenized(NamedTuple):
 
 
 class StreamedToken(NamedTuple):
-    """One streamed token: its logprobs, its text, and whether the engine ended here by itself."""
+    """One streamed token: its logprobs and its text."""
 
     logprobs: Logprobs
     text: str
-    stopped: bool
+
+
+class Chunk(NamedTuple):
+    """One streamed chunk: its tokens, and why the answer ends with it, in the engine's word."""
+
+    tokens: Sequence[StreamedToken] = ()
+    finish_reason: str | None = None
 
 
 class _Tokenized(msgspec.Struct):
@@ -91,8 +98,8 @@ def read_models(url: str, data: bytes) -> tuple[str, ...]:
     return tuple(model.id for model in _decoded(url, data, _Models).data)
 
 
-def read_streamed(url: str, data: bytes) -> list[StreamedToken]:
-    """Return a streamed chunk's tokens; an engine that fails in the middle of a stream says so in `error`."""
+def read_streamed(url: str, data: bytes) -> Chunk:
+    """Return a streamed chunk; an engine that fails in the middle of a stream says so in `error`."""
     try:
         chunk = _decoded(url, data, _Chunk)
     except MalformedAnswer:
@@ -105,19 +112,21 @@ def read_streamed(url: str, data: bytes) -> list[StreamedToken]:
         raise EngineRefused(url, _code(chunk.error), excerpt(bytes(chunk.error)))
     if chunk.choices is msgspec.UNSET:
         raise MalformedAnswer(f"{url}: no choices in {excerpt(data)}")
-    if not chunk.choices or chunk.choices[0].logprobs is None:
-        return []
+    if not chunk.choices:
+        return Chunk()
     choice, logprobs = chunk.choices[0], chunk.choices[0].logprobs
+    if logprobs is None:
+        return Chunk(finish_reason=choice.finish_reason)
     if not len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs):
         raise MalformedAnswer(f"{url}: tokens, token_logprobs and top_logprobs differ in length: {excerpt(data)}")
     steps = []
     for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         ident = _token(url, token)
-        steps.append(StreamedToken(Logprobs(ident, _top(url, ident, logprob, top)), "", False))
+        steps.append(StreamedToken(Logprobs(ident, _top(url, ident, logprob, top)), ""))
     if steps:
         # People read the first MAX_TEXT characters of all steps together.
-        steps[-1] = steps[-1]._replace(text=choice.text[:MAX_TEXT], stopped=choice.finish_reason == "stop")
-    return steps
+        steps[-1] = steps[-1]._replace(text=choice.text[:MAX_TEXT])
+    return Chunk(steps, choice.finish_reason)
 
 
 def _decoded(url: str, data: bytes, kind: type[T]) -> T:
@@ -137,15 +146,25 @@ def _code(error: msgspec.Raw) -> int:
 def _top(
     url: str, token: int, logprob: float | str | None, top: Mapping[str, float | str | None] | None
 ) -> dict[int, float]:
-    """Return the position's finite logprobs, or nothing at all when one of them is no number."""
+    """Return the position's logprobs, or nothing at all when one of them is no number.
+
+    Raises:
+        MalformedAnswer: they are numbers that no distribution has.
+    """
     if top is None or logprob is None:
         return {}
     values = {token: logprob, **{_token(url, key): value for key, value in top.items()}}
     if len(values) > MAX_TOP:
         raise MalformedAnswer(f"{url}: top_logprobs of {len(values)} tokens; expected at most {MAX_TOP}")
-    if not all(isinstance(value, float) for value in values.values()):
+    numbers = {key: value for key, value in values.items() if isinstance(value, float)}
+    if len(numbers) < len(values):
         return {}
-    return {key: min(max(float(value), MIN_LOGPROB), 0.0) for key, value in values.items() if value is not None}
+    fault = impossible(numbers, token)
+    if fault is not None:
+        raise MalformedAnswer(
+            f"{url}: {fault}: these are no logprobs. Start the engine without --logprobs-mode, or see its log"
+        )
+    return {key: min(max(value, MIN_LOGPROB), 0.0) for key, value in numbers.items()}
 
 
 def _token(url: str, name: str) -> int:

@@ -133,8 +133,9 @@ class Engine:
     ) -> AsyncGenerator[StreamedToken, None]:
         """Yield the greedy continuation of `prompt` token by token; closing the iterator stops the engine's work.
 
-        At most `tokens` steps. With `past_end` the model's end token is a token like any other. A connection that fails
-        before the first token is tried once more; later failures raise `EngineUnreachable`.
+        `tokens` steps, fewer only where the model ends its answer; with `past_end` its end token is a token like any
+        other. A connection that fails before the first token is tried once more; later failures raise
+        `EngineUnreachable`.
         """
         body: dict[str, object] = {
             "model": self.model,
@@ -156,7 +157,7 @@ class Engine:
         for last_try in (False, True):
             started = False
             try:
-                async with aclosing(self._stream(asked, tokens)) as steps:
+                async with aclosing(self._stream(asked, tokens, past_end)) as steps:
                     async for step in steps:
                         started = True
                         yield step
@@ -166,9 +167,9 @@ class Engine:
                     raise
                 await asyncio.sleep(RETRY_PAUSE_SECONDS)
 
-    async def _stream(self, asked: bytes, tokens: int) -> AsyncGenerator[StreamedToken, None]:
+    async def _stream(self, asked: bytes, tokens: int, past_end: bool) -> AsyncGenerator[StreamedToken, None]:
         url = f"{self.base_url}/v1/completions"
-        count = 0
+        count, ended = 0, ""
         try:
             async with self.http.post(url, data=asked, headers=_JSON, allow_redirects=False) as response:
                 await _check(url, response)
@@ -177,8 +178,10 @@ class Engine:
                         continue
                     data = line[5:].strip()
                     if data == b"[DONE]":
-                        return
-                    for step in read_streamed(url, data):
+                        break
+                    chunk = read_streamed(url, data)
+                    ended = chunk.finish_reason or ended
+                    for step in chunk.tokens:
                         count += 1
                         if count > tokens:
                             raise MalformedAnswer(f"{url}: more than the {tokens} tokens asked for")
@@ -186,6 +189,12 @@ class Engine:
                         yield step
         except _BROKEN as error:
             raise _unreachable(url, error) from error
+        if count < tokens and (past_end or ended != "stop"):
+            # Answers that end early agree with each other at every position, of which there are too few, or none.
+            raise MalformedAnswer(
+                f"{url}: {count} of {tokens} tokens, finish_reason {ended[:40]!r}; see the engine's log, and "
+                "max_new_tokens in the model's generation_config.json"
+            )
 
 
 async def served_models(base_url: str, http: aiohttp.ClientSession) -> tuple[str, ...]:

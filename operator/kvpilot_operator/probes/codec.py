@@ -20,7 +20,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import islice
 from typing import Annotated
 
@@ -29,7 +29,7 @@ from msgspec import Meta
 
 from kvpilot_operator.probes.errors import BaselineTooLarge, MalformedBaseline
 from kvpilot_operator.probes.packs import MAX_PROMPTS, ProbePrompt
-from kvpilot_operator.probes.stats import MIN_LOGPROB, Answers, Logprobs, Measurement
+from kvpilot_operator.probes.stats import MAX_KL, MICRO, MIN_LOGPROB, Answers, Logprobs, Measurement, impossible
 
 VERSION = 2
 _READABLE = (1, 2)
@@ -48,8 +48,7 @@ MAX_TOP = 21
 # with room to spare; more is not ours.
 _MAX_RAW = 2 * 1024 * 1024
 _STEPS_PER_NAT = 2048
-# Seconds up to the year 2106; every figure is far below.
-_Figure = Annotated[int, Meta(ge=0, lt=2**32)]
+_Damage = Annotated[int, Meta(ge=0, le=int(MAX_KL * MICRO))]
 
 
 class _Prompt(msgspec.Struct, frozen=True):
@@ -60,14 +59,23 @@ class _Prompt(msgspec.Struct, frozen=True):
     tops: list[Annotated[int, Meta(ge=1, le=MAX_TOP)]]
 
 
+class _Control(msgspec.Struct, frozen=True):
+    captured: Annotated[int, Meta(ge=0, lt=2**32)]
+    """Unix seconds."""
+    prompts: Annotated[int, Meta(ge=0, le=MAX_PROMPTS)]
+    positions: Annotated[int, Meta(ge=0, le=MAX_POSITIONS)]
+    mean_kl_micronats: _Damage
+    p99_kl_micronats: _Damage
+    top1_agreement_permille: Annotated[int, Meta(ge=0, le=1000)]
+
+
 class _Header(msgspec.Struct, frozen=True):
     identity: str
     model: str
     dtype: str
     prompts: Annotated[list[_Prompt], Meta(max_length=MAX_PROMPTS)]
     left_out: list[str] = msgspec.field(name="leftOut")
-    control: dict[str, _Figure] | None = None
-    """With its time in Unix seconds."""
+    control: _Control | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,17 +226,25 @@ def _read(raw: bytes) -> Baseline:
         dtype=header.dtype,
         prompts=tuple(prompts),
         left_out=tuple(header.left_out),
-        control=None if header.control is None else msgspec.convert(header.control, Control, strict=False),
+        control=None if header.control is None else _measured(header.control),
     )
 
 
 def _position(top: Iterable[tuple[int, float]]) -> Logprobs:
     found = dict(top)
-    return Logprobs(next(iter(found)), found)
+    chosen = next(iter(found))
+    fault = impossible(found, chosen)
+    if fault is not None:
+        raise ValueError(fault)
+    return Logprobs(chosen, found)
 
 
-def _kept(control: Control) -> dict[str, int]:
-    return {**asdict(control), "captured": int(control.captured.timestamp())}
+def _measured(kept: _Control) -> Control:
+    return Control(**{**msgspec.structs.asdict(kept), "captured": datetime.fromtimestamp(kept.captured, UTC)})
+
+
+def _kept(control: Control) -> _Control:
+    return _Control(**{**asdict(control), "captured": int(control.captured.timestamp())})
 
 
 def check_limits(prompt_tokens: int, positions: int) -> None:

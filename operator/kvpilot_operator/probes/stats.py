@@ -24,6 +24,8 @@ MIN_LOGPROB = -30.0
 MAX_KL = -MIN_LOGPROB
 # Mass below this is rounding: float32 logprobs of 20 tokens add up to 1 only within about 1e-6.
 MIN_REST = 1e-6
+# Probabilities that add up to more are no distribution: logprobs that were rounded to 16 bits stay below.
+MAX_MASS = 1.01
 # Absolute positions in the context, doubling, so that buckets of different services and days can be compared.
 BUCKET_EDGES = (0, 128, 256, 512, 1024, 2048, 4096, 16384)
 MICRO = 1_000_000
@@ -117,6 +119,20 @@ class Measurement:
     buckets: tuple[Bucket, ...]
     sample: AnswerPair | None
     tokens: int = 0
+
+
+def impossible(top: Mapping[int, float], chosen: int) -> str | None:
+    """Name what no distribution has among a position's logprobs as the engine sent them; None where nothing is wrong.
+
+    A token that is masked may have minus infinity, the chosen one may not.
+    """
+    above = next((lp for lp in top.values() if not lp <= math.log(MAX_MASS)), None)
+    if above is not None:
+        return f"a logprob of {above:g}, which cannot be above 0"
+    if top[chosen] < MIN_LOGPROB:
+        return f"a logprob of {top[chosen]:g} for the token that was chosen"
+    mass = math.fsum(math.exp(lp) for lp in top.values())
+    return f"probabilities that add up to {mass:.3g}" if mass > MAX_MASS else None
 
 
 def kl_nats(baseline: Mapping[int, float], candidate: Mapping[int, float]) -> float:

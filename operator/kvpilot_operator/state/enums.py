@@ -113,7 +113,7 @@ class ConditionType(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a condition, a canary, a denial or a decision is as it is; on the first seven other rules act.
+    """Why a condition, a canary, a denial or a decision is as it is; on the first nine other rules act.
 
     It may also be a `WorkloadKind`, an `ObjectiveState`, an `Outcome`, a stage, or a word of an engine, the kubelet or
     the API server: docs/conditions.md has them by condition.
@@ -126,6 +126,8 @@ class Reason(StrEnum):
     MIXED_FACTORS = "MixedFactors"
     BASELINE_LOST = "BaselineLost"
     ENGINE_BUSY = "EngineBusy"
+    BASELINE_UNFIT = "BaselineUnfit"
+    DTYPE_MISMATCH = "DtypeMismatch"
 
     # The service as a whole.
     SERVING = "Serving"

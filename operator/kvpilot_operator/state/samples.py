@@ -107,6 +107,7 @@ class Sample:
     waiting: float
     capacity_tokens: int
     observed_dtype: str
+    """The KV-cache dtype that most pods report; empty where none has told it."""
     flows: Flows = Flows()
     implausible: tuple[str, ...] = ()
     """Pods that answered with an implausible page, each as "NAME: why"."""
@@ -122,6 +123,8 @@ class Sample:
     """The policy by which most pods free pages of a sequence; empty where most keep all."""
     factors: str = ""
     """Hash of the calibration factors that most pods have; empty where none has told it."""
+    other_dtypes: tuple[tuple[str, str], ...] = ()
+    """Pods that report another dtype, and which; the first few by name."""
     mixed: tuple[tuple[str, str], ...] = ()
     """Pods that have other ones, and their hashes; the first few by name."""
 

@@ -136,3 +136,7 @@ class Snapshot:
     def last_sample(self, revision: str) -> Sample | None:
         """The revision's newest scrape in which at least one pod was plausible."""
         return next((sample for sample in reversed(self.samples.get(revision, ())) if sample.pods), None)
+
+    def reported_dtype(self, revision: str) -> Sample | None:
+        """The revision's newest scrape in which a pod told its KV-cache dtype."""
+        return next((sample for sample in reversed(self.samples.get(revision, ())) if sample.observed_dtype), None)

@@ -21,6 +21,7 @@ from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS
 from kvpilot_operator.decide.trial import baseline
 from kvpilot_operator.decide.trial.ending import deny
+from kvpilot_operator.decide.trial.reported import as_asked
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.accuracy import Accuracy, Baseline
 from kvpilot_operator.state.decision import Measure, ProbeFailed
@@ -100,6 +101,8 @@ def _watched(c: Context) -> tuple[Stable, Baseline, tuple[PodView, ...]] | None:
     if stable is None or kept is None or stable.dtype == c.spec.kv_cache.baseline:
         return None
     if c.snapshot.traffic != stable.revision or c.render(stable.dtype).name != stable.revision:
+        return None
+    if not as_asked(c.snapshot, stable.revision, stable.dtype):
         return None
     pods = c.snapshot.ready_pods(stable.revision)
     return (stable, kept, pods) if pods else None

@@ -10,7 +10,8 @@ from kvpilot_operator.decide.accuracy.verdict import judge, measured
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.rejections import finding
 from kvpilot_operator.decide.trial import baseline
-from kvpilot_operator.decide.trial.ending import roll_back
+from kvpilot_operator.decide.trial.ending import NOT_OF_THE_DTYPE, roll_back
+from kvpilot_operator.decide.trial.reported import as_asked
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.accuracy import Baseline
 from kvpilot_operator.state.decision import Captured, Find, Measure, NothingKept, ProbeFailed, Request
@@ -46,7 +47,7 @@ def _next(c: Context) -> Request | None:
     if canary is None:
         return drift.check(c)
     pods = c.snapshot.answering_pods(canary.revision)
-    if kept is None or not pods or not _is_probed(canary):
+    if kept is None or not pods or not _is_probed(canary) or not as_asked(c.snapshot, canary.revision, canary.dtype):
         return None
     pod = c.snapshot.pod_to_ask(pods)
     identity = f"measure/{kept.identity}/{canary.revision}/{canary.errors + canary.failures}/{pod.name}"
@@ -70,7 +71,7 @@ def _take_result(c: Context) -> Context:
     if not _is_probed(canary) or isinstance(asked, Find):
         return c
     if isinstance(outcome, ProbeFailed):
-        return _count_error(c, outcome)
+        return _count_error(c, outcome, Verdict.INCONCLUSIVE if outcome.reason in NOT_OF_THE_DTYPE else Verdict.ERROR)
     return _judge(c, asked.pod, outcome, kept) if kept is not None else c
 
 

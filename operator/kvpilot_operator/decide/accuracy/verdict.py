@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 import msgspec
 
 from kvpilot_operator.api.spec import Accuracy
-from kvpilot_operator.decide.trial.intervals import share_change
+from kvpilot_operator.decide.trial.control import control_fault, surely_below
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.accuracy import Baseline, Bucket, Measured, Sample
 from kvpilot_operator.state.enums import Reason, Verdict
@@ -17,9 +17,6 @@ from kvpilot_operator.state.status import clip
 MAX_SAMPLE = 500
 # Fewer compared positions than this say nothing about a 99th percentile or a share in percent.
 MIN_POSITIONS = 100
-# How often a dtype whose agreement is just at the limit fails by chance: of 250 positions three in a hundred more or
-# fewer agree from one draw to the next.
-ALPHA = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +30,22 @@ class Judgement:
 
 
 def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
-    """Damage is what exceeds the 16-bit-against-16-bit control: the engine's own noise is never blamed on a dtype.
+    """Judge what exceeds the 16-bit-against-16-bit control: the engine's own noise is never blamed on a dtype.
 
     The agreement limit is on the same footing: it is lowered by what the control itself disagrees, and missed only
-    where it is by more than chance explains in as many positions as both have.
+    where it is by more than chance explains in as many positions as both have. A control that misses the limits
+    itself explains any damage: nothing can pass or fail against it.
     """
     excess = max(0, found.mean_kl_micronats - control.control_mean_kl_micronats)
     allowed = limits.max_excess_kl_millinats * 1000
+    fault = control_fault(control, limits)
+    if fault is not None:
+        return Judgement(Verdict.INCONCLUSIVE, *fault, excess)
     noise = 1000 - control.control_top1_agreement_permille
     agreement = found.top1_agreement_permille
     needed = limits.min_top1_agreement_percent * 10 - noise
-    disagrees = _surely(found, control, limits)
+    against = (control.control_top1_agreement_permille, control.positions)
+    disagrees = surely_below((agreement, found.positions), against, limits.min_top1_agreement_percent)
     chance = ", within chance" if agreement < needed and not disagrees else ""
     numbers = (
         f"excess KL {excess / 1000:.1f} millinats (limit {limits.max_excess_kl_millinats}), "
@@ -51,28 +53,17 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
         f"(limit {needed / 10:.1f}%{chance}), {found.positions} positions of {found.prompts} prompts"
     )
     # Damage beyond the limits stays damage however few positions were reached: probes of garbage stop early.
-    few = found.positions < MIN_POSITIONS
+    few = min(found.positions, control.positions) < MIN_POSITIONS
     if (excess > allowed or disagrees) and (not few or excess > 10 * allowed):
         return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, numbers, excess)
     if few:
         return Judgement(
-            Verdict.INCONCLUSIVE, Reason.TOO_FEW_POSITIONS, f"{numbers}; at least {MIN_POSITIONS} are needed", excess
+            Verdict.INCONCLUSIVE,
+            Reason.TOO_FEW_POSITIONS,
+            f"{numbers}; at least {MIN_POSITIONS} are needed, and as many of the control ({control.positions})",
+            excess,
         )
     return Judgement(Verdict.PASSED, Reason.WITHIN_LIMITS, numbers, excess)
-
-
-def _surely(found: Measurement, control: Baseline, limits: Accuracy) -> bool:
-    """Whether fewer positions agree than the limit asks for, beside those of the control."""
-    if not found.positions or not control.positions:
-        return False
-    shares = [
-        (permille * positions / 1000, positions)
-        for permille, positions in (
-            (found.top1_agreement_permille, found.positions),
-            (control.control_top1_agreement_permille, control.positions),
-        )
-    ]
-    return share_change(shares[0], shares[1], ALPHA).high < limits.min_top1_agreement_percent / 100 - 1
 
 
 def measured(s: Snapshot, m: Measurement, judgement: Judgement, *, revision: str, dtype: str, pod: str) -> Measured:

@@ -8,26 +8,54 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvpilot_operator.decide.context import Context, Draft
+from kvpilot_operator.decide.context import Context
+from kvpilot_operator.decide.trial.control import control_fault
+from kvpilot_operator.decide.trial.reported import as_asked, mismatch
 from kvpilot_operator.probes import codec
 from kvpilot_operator.render.names import baseline_name, engine_url
 from kvpilot_operator.state.accuracy import Baseline
-from kvpilot_operator.state.decision import Capture, Captured, Find, Measure, NothingKept
-from kvpilot_operator.state.enums import Action, Stage, Verdict
+from kvpilot_operator.state.decision import Capture, Captured, Cause, Find, Measure, NothingKept, ProbeFailed
+from kvpilot_operator.state.enums import Action, ConditionType, Reason, Stage, Verdict
 from kvpilot_operator.state.objects import PodView
-from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.times import utc
 
 
-def known(draft: Draft) -> Baseline | None:
-    """The baseline of the present model and probe sets, if the status names it."""
-    baseline = draft.status.accuracy.baseline
-    return baseline if baseline is not None and baseline.identity == draft.snapshot.probes.identity else None
+def known(c: Context) -> Baseline | None:
+    """The baseline of the present model and probe sets, if the status names one that can be measured against."""
+    baseline = c.status.accuracy.baseline
+    if baseline is None or baseline.identity != c.snapshot.probes.identity:
+        return None
+    return baseline if _unfit(c, baseline) is None else None
 
 
-def on_trial(draft: Draft) -> bool:
+def misreported(c: Context) -> Cause | None:
+    """Say that the engines which give the 16-bit answers report another dtype; None where they do not."""
+    found = mismatch(c.snapshot, c.reference, c.spec.kv_cache.baseline)
+    return None if found is None else Cause(Reason.BASELINE_UNFIT, found)
+
+
+def fault(c: Context) -> Cause | None:
+    """Say why the 16-bit engine is no reference for the present model and probe sets; None where nothing is known."""
+    named, result = c.status.accuracy.baseline, c.snapshot.probe_result
+    if known(c) is not None:
+        return None
+    other = misreported(c)
+    if other is not None:
+        return other
+    outcome = result.outcome if result is not None and isinstance(result.request, Capture) else None
+    if isinstance(outcome, ProbeFailed) and outcome.reason == Reason.BASELINE_UNFIT:
+        return Cause(outcome.reason, outcome.message)
+    told = c.before.condition(ConditionType.ACCURACY_VERIFIED)
+    if outcome is None and told is not None and told.reason == Reason.BASELINE_UNFIT and isinstance(wanted(c), Capture):
+        return Cause(told.reason, told.message)  # The next capture has not ended yet.
+    if named is not None and named.identity == c.snapshot.probes.identity:
+        return control_fault(named, c.spec.accuracy)
+    return None
+
+
+def on_trial(c: Context) -> bool:
     """Whether there is a canary whose accuracy is still to be judged."""
-    canary = draft.canary
+    canary = c.canary
     if canary is None or canary.stage not in (Stage.STARTING, Stage.PROBING):
         return False
     return canary.verdict == Verdict.PENDING
@@ -42,12 +70,12 @@ def wanted(c: Context) -> Find | Capture | None:
     s, canary, stable = c.snapshot, c.canary, c.stable
     if known(c) is not None:
         return None
-    pods = s.answering_pods(c.reference)
+    pods = s.answering_pods(c.reference) if as_asked(s, c.reference, c.spec.kv_cache.baseline) else ()
     config_map = baseline_name(s.key.name, s.probes.identity)
     if pods and (on_trial(c) or c.spec.kv_cache.mode == "Auto"):
         pod = s.pod_to_ask(pods)
         return Capture(
-            identity=f"capture/{s.probes.identity}/{canary.errors if canary is not None else 0}/{pod.name}",
+            identity=f"capture/{_sought(c)}/{canary.errors if canary is not None else 0}/{pod.name}",
             pod=pod.name,
             url=engine_url(pod.ip, pod.mesh),
             model=c.spec.model.served_name,
@@ -56,7 +84,7 @@ def wanted(c: Context) -> Find | Capture | None:
             serving=s.traffic == c.reference,
         )
     if on_trial(c) or (stable is not None and stable.dtype != c.spec.kv_cache.baseline):
-        return Find(_find_identity(s), s.probes.identity, config_map)
+        return Find(f"find/{_sought(c)}", s.probes.identity, config_map)
     return None
 
 
@@ -74,7 +102,7 @@ def borrowed(c: Context) -> str | None:
     if c.reference in c.sides:
         return None
     # What is borrowed already stays until the baseline is there: the search's answer is not repeated.
-    return c.reference if c.reference in s.deployments or _nothing_kept(s) else None
+    return c.reference if c.reference in s.deployments or _nothing_kept(c) else None
 
 
 def take(c: Context, found: Captured) -> Context:
@@ -83,6 +111,8 @@ def take(c: Context, found: Captured) -> Context:
     if control is None or found.baseline.identity != probes.identity or known(c) is not None:
         return c
     baseline = described(found.baseline, baseline_name(c.snapshot.key.name, probes.identity))
+    if _unfit(c, baseline) is not None:
+        return c
     when = f", captured at {utc(control.captured)}" if found.adopted else ""
     c = c.set_accuracy(baseline=baseline).record(
         Action.KEEP_BASELINE,
@@ -111,12 +141,18 @@ def described(kept: codec.Baseline, config_map: str) -> Baseline:
     )
 
 
-def _find_identity(s: Snapshot) -> str:
-    return f"find/{s.probes.identity}"
+def _unfit(c: Context, baseline: Baseline) -> Cause | None:
+    return misreported(c) or control_fault(baseline, c.spec.accuracy)
 
 
-def _nothing_kept(s: Snapshot) -> bool:
-    result = s.probe_result
-    if result is None or result.request.identity != _find_identity(s):
+def _sought(c: Context) -> str:
+    """The baseline, and the limits that its control has to keep: other limits are another question."""
+    limits = c.spec.accuracy
+    return f"{c.snapshot.probes.identity}/{limits.max_excess_kl_millinats}/{limits.min_top1_agreement_percent}"
+
+
+def _nothing_kept(c: Context) -> bool:
+    result = c.snapshot.probe_result
+    if result is None or result.request.identity != f"find/{_sought(c)}":
         return False
     return isinstance(result.outcome, NothingKept)

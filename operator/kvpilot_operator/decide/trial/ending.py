@@ -14,11 +14,15 @@ from kvpilot_operator.state.enums import Action, Reason, Stage, Verdict
 from kvpilot_operator.state.status import CHANGES, MAX_DENIED, MAX_HISTORY, Canary, Denied, Experience, Stable, clip
 from kvpilot_operator.times import utc
 
+# Faults of engines: the revision waits before it is tried again (`target`), and no dtype is denied.
+NOT_OF_THE_DTYPE = (Reason.BASELINE_UNFIT, Reason.DTYPE_MISMATCH)
+
 
 def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Context:
     """End the trial: traffic goes back (if it ever left), the canary drains and goes, the dtype is denied.
 
-    While the rollout is paused the finding is only noted, and acted on once it goes on.
+    A fault that is not the dtype's denies nothing. While the rollout is paused the finding is only noted, and acted on
+    once it goes on.
     """
     canary = in_flight(c)
     if c.spec.rollout.paused:
@@ -35,7 +39,7 @@ def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Contex
     if reason == Reason.SUPERSEDED:
         return c
     c = _remember(c)
-    if canary.dtype == canary.from_dtype:
+    if canary.dtype == canary.from_dtype or reason in NOT_OF_THE_DTYPE:
         return c
     longest = c.spec.rollout.deny_seconds
     return deny(c, canary.dtype, reason, message, longest if verdict == Verdict.FAILED else min(RETRY_SECONDS, longest))

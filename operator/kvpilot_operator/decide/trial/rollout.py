@@ -18,9 +18,10 @@ import msgspec
 
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.judging.traffic_plan import counts, one_can_leave
-from kvpilot_operator.decide.trial import pools, shifting, starting, storage, traffic
+from kvpilot_operator.decide.trial import baseline, pools, shifting, starting, storage, traffic
 from kvpilot_operator.decide.trial.ending import finish_promotion, finish_rollback, roll_back
 from kvpilot_operator.decide.trial.refusal import engine_failure, made_anew, mixed_factors
+from kvpilot_operator.decide.trial.reported import mismatch
 from kvpilot_operator.decide.trial.waiting import SURGE_SECONDS, pods_on_trial, unschedulable, why_waiting
 from kvpilot_operator.state.enums import Action, ConditionType, Reason, Stage, TrafficMode, Verdict
 from kvpilot_operator.state.status import Stable
@@ -125,6 +126,12 @@ def _advance_canary(c: Context) -> Context:
     differ = mixed_factors(s, canary.revision)
     if differ is not None:
         return roll_back(c, Verdict.ERROR, Reason.MIXED_FACTORS, differ)
+    other = mismatch(s, canary.revision, canary.dtype)
+    if other is not None:
+        return roll_back(c, Verdict.ERROR, Reason.DTYPE_MISMATCH, other)
+    unfit = baseline.misreported(c) if baseline.on_trial(c) and baseline.known(c) is None else None
+    if unfit is not None:
+        return roll_back(c, Verdict.INCONCLUSIVE, *unfit)
     c = _note_capacity(c)
     if overdue:
         return _give_up(c)

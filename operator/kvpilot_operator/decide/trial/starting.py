@@ -6,7 +6,7 @@ import msgspec
 
 from kvpilot_operator.decide.context import Context, Target
 from kvpilot_operator.decide.judging.traffic_plan import one_can_leave
-from kvpilot_operator.decide.trial import pools
+from kvpilot_operator.decide.trial import baseline, pools
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.enums import Action, ConditionType, Reason, Stage, TrafficMode
 from kvpilot_operator.state.questions import Question
@@ -38,6 +38,9 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
             f"spec.disruption.minAvailable {spec.disruption.min_available} needs them all; raise the replicas, lower "
             "minAvailable, or choose Surge",
         )
+    unfit = None if baseline.known(c) is not None else baseline.misreported(c)
+    if unfit is not None:
+        return Cause(unfit.reason, f"{canary} would have no reference: {unfit.message}")
     held = None if target is not None and target.reason == URGENT else c.plan.held
     return pools.fault(c) if held is None else Cause(Reason.ROUTE_UNUSABLE, held)
 

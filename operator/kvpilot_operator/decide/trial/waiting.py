@@ -14,6 +14,8 @@ from kvpilot_operator.state.objects import ON_ITS_WAY, PodView
 
 # With SurgeOrReplaceOne a canary without a node gives up on spare capacity after this long.
 SURGE_SECONDS = 60
+# An engine that answers is scraped within seconds.
+TOLD_SECONDS = 60
 
 
 def pods_on_trial(c: Context) -> Sequence[PodView]:
@@ -46,8 +48,20 @@ def why_waiting(c: Context) -> str:
     refused = of_workload(c.snapshot, in_flight(c).revision, rejected(c.snapshot))
     if refused:
         return f": {finding(refused).message}"
+    unread = _dtype_not_told(c)
+    if unread:
+        return f": {unread}"
     pods = [one for pod in pods_on_trial(c) if not pod.answers for one in pod.group]
     return next((f": {reason}" for reason in map(_held_back, pods) if reason), "")
+
+
+def _dtype_not_told(c: Context) -> str:
+    """Say that the canary is not probed because its page of metrics has not told its dtype for a while."""
+    canary, s = in_flight(c), c.snapshot
+    waits = canary.stage == Stage.PROBING and c.now >= canary.stage_time + timedelta(seconds=TOLD_SECONDS)
+    if not waits or not s.answering_pods(canary.revision) or s.reported_dtype(canary.revision) is not None:
+        return ""
+    return "its engine has not told its dtype (vllm:cache_config_info on /metrics), and is not probed before"
 
 
 def _held_back(pod: PodView) -> str:

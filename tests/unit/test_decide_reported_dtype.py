@@ -1,0 +1,185 @@
+"""Engines that report another KV-cache dtype than they were asked for: they are neither probed nor promoted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_kernels import dtypes
+from kvpilot_operator.decide import decide
+from kvpilot_operator.decide.trial.reported import same
+from kvpilot_operator.state.accuracy import Accuracy
+from kvpilot_operator.state.decision import Capture, Decision, Measure
+from kvpilot_operator.state.objects import DeploymentView
+from kvpilot_operator.state.samples import Sample
+from kvpilot_operator.state.snapshot import Snapshot
+from kvpilot_operator.state.status import Canary, Condition, Stable, Status
+from support.model_cluster import ModelCluster
+from support.services import NOW, baseline, manifest, pod, reporting, revision_of, running
+from support.trials import NEW, OLD, ended, on_trial
+
+OBJ = manifest(kvCache={"mode": "Fixed", "dtype": "k4v4"}, replicas=2, scaling={"mode": "External"})
+OURS, STABLE = revision_of(OBJ, "k4v4"), revision_of(OBJ, "auto")
+KEPT = Accuracy(baseline=baseline())
+NAMES = sorted({*dtypes.names(), "fp8_ds_mla", "fp8_inc", "auto+fp8", "banana"})
+WHOLE = {"auto", "bfloat16", "float16"}
+
+
+def told(decision: Decision, kind: str) -> Condition:
+    found = decision.status.condition(kind)
+    assert found is not None
+    return found
+
+
+def at_stage(stage: str, reported: str | None, accuracy: Accuracy = KEPT, stable: str = "auto") -> Snapshot:
+    """k4v4 is on trial beside 16 bits; its engine reports this dtype, the stable one that."""
+    canary = Canary(
+        revision=OURS, dtype="k4v4", from_dtype="auto", stage=stage, started_time=NOW, stage_time=NOW, generation=1,
+        verdict="Pending" if stage in ("Starting", "Probing") else "Passed",
+        traffic_mode="ReplicaRatio" if stage == "Shifting" else None,
+    )  # fmt: skip
+    serves = Stable(revision=STABLE, dtype="auto", since=NOW - timedelta(days=1), ever_ready=True)
+    pages = reporting((STABLE, stable), *([(OURS, reported)] if reported is not None else []))
+    s = running(OBJ, "auto", pods=(pod(STABLE), pod(OURS)), samples=pages, rejections=())
+    views = {STABLE: DeploymentView(STABLE, "auto", 2), OURS: DeploymentView(OURS, "k4v4", 1)}
+    status = Status(stable=serves, canary=canary, accuracy=accuracy)
+    return replace(s, status=status, deployments=views, traffic=STABLE)
+
+
+@pytest.mark.parametrize("reported", ["auto", "fp8", "auto+k4v4"])
+@pytest.mark.parametrize("stage", ["Starting", "Probing", "Shifting", "Promoting"])
+def test_a_canary_that_reports_another_dtype_is_rolled_back_unprobed_and_undenied(stage, reported):
+    decision = decide(at_stage(stage, reported))
+    canary = decision.status.canary
+    assert canary is not None
+    assert (canary.stage, canary.verdict, canary.reason) == ("RollingBack", "Error", "DtypeMismatch")
+    assert f"asked for the KV-cache dtype k4v4: they report {reported}" in canary.message
+    assert decision.status.kv_cache.denied == ()
+    assert decision.probe is None
+    assert decision.status.decisions[0].reason == "DtypeMismatch"
+
+
+def test_a_canary_is_rolled_back_for_one_pod_that_reports_another_dtype():
+    s = at_stage("Shifting", "k4v4")
+    (sample,) = s.samples[OURS]
+    odd = replace(sample, other_dtypes=(("odd", "auto"),))
+    pods = (*s.pods, pod(OURS, name="odd"))
+    canary = decide(replace(s, pods=pods, samples={**s.samples, OURS: (odd,)})).status.canary
+    assert canary is not None
+    assert (canary.stage, canary.reason) == ("RollingBack", "DtypeMismatch")
+    assert "odd reports auto" in canary.message
+    gone = decide(replace(s, samples={**s.samples, OURS: (odd,)})).status.canary
+    assert gone is not None
+    assert gone.stage != "RollingBack"
+
+
+def test_a_canary_is_probed_once_its_page_has_told_the_dtype_and_not_before():
+    for reported in (None, ""):
+        decision = decide(at_stage("Probing", reported))
+        assert decision.probe is None
+        canary = decision.status.canary
+        assert canary is not None
+        assert (canary.stage, canary.errors) == ("Probing", 0)
+    assert isinstance(decide(at_stage("Probing", "k4v4")).probe, Measure)
+
+
+def test_a_canary_that_never_tells_its_dtype_ends_at_its_deadline_with_what_is_missing():
+    s = at_stage("Probing", None)
+    waits = told(decide(replace(s, now=NOW + timedelta(seconds=90))), "CanaryHealthy")
+    assert "has not told its dtype (vllm:cache_config_info on /metrics)" in waits.message
+    canary = decide(replace(s, now=NOW + timedelta(days=1))).status.canary
+    assert canary is not None
+    assert (canary.stage, canary.reason) == ("RollingBack", "ProgressDeadlineExceeded")
+    assert "has not told its dtype" in canary.message
+
+
+def test_a_16_bit_engine_that_reports_8_bits_is_no_reference():
+    decision = decide(at_stage("Probing", "k4v4", Accuracy(), stable="fp8_e4m3"))
+    canary = decision.status.canary
+    assert canary is not None
+    assert (canary.stage, canary.verdict, canary.reason) == ("RollingBack", "Inconclusive", "BaselineUnfit")
+    for word in ("they report fp8_e4m3", "kvCache.baseline bfloat16", "--dtype with the same name"):
+        assert word in canary.message
+    assert decision.status.kv_cache.denied == ()
+    assert decision.probe is None
+
+
+def test_what_such_an_engine_answered_earlier_is_no_reference_either():
+    canary = decide(at_stage("Probing", "k4v4", KEPT, stable="fp8")).status.canary
+    assert canary is not None
+    assert canary.reason == "BaselineUnfit"
+
+
+@pytest.mark.parametrize("mode", [{"mode": "Auto"}, {"mode": "Fixed", "dtype": "k4v4"}])
+def test_no_canary_starts_beside_a_reference_that_reports_8_bits_and_none_is_captured(mode):
+    obj = manifest(kvCache=mode, replicas=2, scaling={"mode": "External"})
+    name = revision_of(obj, "auto")
+    decision = decide(running(obj, "auto", samples=reporting((name, "fp8")), rejections=()))
+    assert decision.status.canary is None
+    assert not isinstance(decision.probe, Capture)
+    if mode["mode"] == "Fixed":
+        assert told(decision, "Progressing").reason == "BaselineUnfit"
+
+
+def test_a_capture_waits_for_the_page_of_its_pod():
+    auto = manifest()
+    assert decide(running(auto, "auto")).probe is None
+    found = decide(running(auto, "auto", samples=reporting((revision_of(auto, "auto"), "auto")))).probe
+    assert isinstance(found, Capture)
+
+
+@pytest.mark.parametrize(("dtype", "reported"), [("k4v4", "auto"), ("k4v4", "fp8"), ("auto", "fp8_e4m3")])
+def test_a_revision_that_serves_another_dtype_is_told_in_a_condition_and_one_event_and_is_not_probed(dtype, reported):
+    obj = manifest(kvCache={"mode": "Fixed", "dtype": dtype})
+    name = revision_of(obj, dtype)
+    accuracy = Accuracy(baseline=baseline(), checked_time=NOW - timedelta(days=1))
+    s = running(obj, dtype, status=Status(accuracy=accuracy), samples=reporting((name, reported)), rejections=())
+    decision = decide(s)
+    verified = told(decision, "AccuracyVerified")
+    assert (verified.status, verified.reason) == ("False", "DtypeMismatch")
+    assert f"{dtype}: they report {reported}" in verified.message
+    assert "see AccuracyVerified" in told(decision, "Ready").message
+    assert not isinstance(decision.probe, Measure)
+    assert [event.reason for event in decision.events] == ["DtypeMismatch"]
+    assert decide(replace(s, status=decision.status)).events == ()
+
+
+def test_the_dtype_that_was_asked_for_under_its_other_name_is_no_mismatch():
+    for asked, reported in (("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8"), ("bfloat16", "auto"), ("auto", "float16")):
+        assert same(asked, reported)
+    for asked, reported in (("auto", "fp8"), ("bfloat16", "float16"), ("fp8", "fp8_e5m2"), ("k4v4", "turboquant_k8v4")):
+        assert not same(asked, reported)
+
+
+@given(st.sampled_from(NAMES), st.sampled_from(NAMES))
+def test_two_names_of_one_dtype_are_so_in_either_order_and_never_of_other_widths(one, other):
+    assert same(one, other) == same(other, one)
+    assert same(one, one)
+    if same(one, other):
+        assert (one in WHOLE) == (other in WHOLE)
+
+
+def _no_traffic(cluster: ModelCluster, revision: str) -> None:
+    assert cluster.shares().get(revision, 0.0) == 0
+
+
+def test_a_canary_that_serves_16_bits_for_a_smaller_dtype_never_gets_a_request_and_is_not_begun_again_at_once():
+    cluster = on_trial(cluster={"reports": {NEW: "auto"}})
+    cluster.watch = lambda world: _no_traffic(world, revision_of(cluster.obj, NEW))
+    last = cluster.until(ended).last_canary
+    assert last is not None
+    assert (last.stage, last.reason) == ("RolledBack", "DtypeMismatch")
+    settled = cluster.settle()
+    assert (settled.kv_cache.active_dtype, settled.canary, settled.kv_cache.denied) == (OLD, None, ())
+
+
+def test_a_sample_of_a_page_that_is_not_plausible_tells_the_dtype_all_the_same():
+    s = at_stage("Probing", None)
+    empty = Sample(NOW, 0, 0.0, 0, 0, 0, "auto", implausible=("p: held",))
+    canary = decide(replace(s, samples={**s.samples, OURS: (empty,)})).status.canary
+    assert canary is not None
+    assert canary.reason == "DtypeMismatch"
