@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvpilot_kernels.models import Architecture, ConfigError, Group, Kind, load, read
+from kvpilot_kernels.models import Architecture, ConfigError, Group, Kind, load, read, weights
 from kvpilot_kernels.models.config import Fields
 from kvpilot_planning.facts import Model, PlanError, Published
 
@@ -18,10 +18,10 @@ _PLAIN_MLP = frozenset(
 
 
 def read_folder(folder: Path) -> Model:
-    """The facts in a folder's config.json, with the size of the safetensors beside it.
+    """The facts in a folder's config.json, with the size of the weights beside it.
 
     Raises:
-        PlanError: there is no config.json, it is no JSON object, or what it says cannot be.
+        PlanError: there is no config.json, it is no JSON object, what it says cannot be, or the weights are damaged.
     """
     try:
         raw = load(folder / "config.json")
@@ -32,9 +32,17 @@ def read_folder(folder: Path) -> Model:
             else ""
         )
         raise PlanError(f"MODEL {str(folder)!r}: {error}{hint}") from error
-    # Some folders hold the weights twice: as model-*.safetensors, and consolidated in the publisher's own layout.
-    parts = list(folder.glob("model*.safetensors")) or list(folder.glob("*.safetensors"))
-    return from_config(raw, str(folder), sum(part.stat().st_size for part in parts) or None)
+    return from_config(raw, str(folder), _weight_bytes(folder))
+
+
+def _weight_bytes(folder: Path) -> int | None:
+    """Bytes of the weights beside a config.json, None where there are none."""
+    try:
+        return weights.weight_bytes(folder) or None
+    except ConfigError as error:
+        if error.missing:
+            return None
+        raise PlanError(f"MODEL {str(folder)!r}: {error}") from error
 
 
 def from_config(raw: Mapping[str, Any], name: str, weight_bytes: int | None = None) -> Model:
