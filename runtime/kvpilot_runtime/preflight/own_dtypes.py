@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvpilot_kernels import formats, models
+from kvpilot_kernels import formats, hardware, models
 from kvpilot_kernels.dtypes import Dtype
 from kvpilot_kernels.latent import formats as latent
 from kvpilot_runtime.config import carriers, options
@@ -25,6 +25,7 @@ def check_options(fmt: Dtype, request: Request) -> None:
     if (found := options.refused(every, os.environ, machine.platform())) is not None:
         option, what = found
         raise PreflightError("BadArguments", f"{option}: {what} does not work with kv-cache dtype {fmt.name!r}; leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
+    _check_blocks(fmt, request, machine.platform())
     carrier = carriers.SERVED.get(str(options.transfer(request.others).get("kv_connector")))
     if carrier is not None and (lacks := installed.lacks(carrier)):
         raise PreflightError("BadArguments", f"{options.TRANSFER}: {carrier.name} with kv-cache dtype {fmt.name!r} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
@@ -35,6 +36,15 @@ def check_options(fmt: Dtype, request: Request) -> None:
         raise PreflightError("BadArguments", f"--calibration off: without calibration kv-cache dtype {fmt.name!r} is not accurate; leave the option out, so that the engine calibrates itself, or give a file of `kvpilot calibrate`")  # fmt: skip  # noqa: E501
     if named and not Path(request.calibration or "").is_file():
         raise PreflightError("BadArguments", f"--calibration {request.calibration!r}: there is no such file; check that its volume is mounted, or leave the option out: the engine then calibrates itself")  # fmt: skip  # noqa: E501
+
+
+def _check_blocks(fmt: Dtype, request: Request, platform: machine.Platform) -> None:
+    step = hardware.BLOCK_STEPS[platform]
+    for option, value in options.given(request.others, "--block-size"):
+        if value is None or not value.isdecimal() or (int(value) and int(value) % step == 0):
+            continue
+        nearest = max(1, round(int(value) / step)) * step
+        raise PreflightError("BadArguments", f"{option} {value}: kv-cache dtype {fmt.name!r} on {'a CPU' if platform == 'cpu' else 'a GPU'} takes multiples of {step} tokens; use {option}={nearest}, or leave it out")  # fmt: skip  # noqa: E501
 
 
 def check_window(fmt: Dtype, request: Request, findings: Findings) -> None:
