@@ -17,6 +17,8 @@ from kvpilot_kernels.models.layers import HYBRID, WORDS
 from kvpilot_planning import models
 from kvpilot_planning.facts import PlanError
 from kvpilot_planning.facts_config import from_config
+from kvpilot_planning.gpus import find_gpu
+from kvpilot_planning.plan_make import Request, make
 
 ROOT = Path(__file__).parents[2]
 CORPUS = json.loads((ROOT / "docs" / "models.json").read_text())["models"]
@@ -108,7 +110,10 @@ def test_every_model_with_a_kv_cache_that_is_known_can_be_planned():
     refused = {}
     for name, config in CONFIGS.items():
         try:
-            from_config(config, name, weight_bytes=10**9)
+            model = from_config(config, name, weight_bytes=10**9)
+            plan = make(Request(model, find_gpu("B200"), kv=10**11, weights=10**9))
+            assert all(row.token_bytes > 0 for row in plan.rows if row.infeasible is None), name
+            assert any(row.infeasible is None for row in plan.rows), name
         except PlanError as error:
             refused[name] = str(error)
     assert set(refused) == {
@@ -173,6 +178,8 @@ def test_a_broken_config_is_read_or_refused_in_one_line(config):
         for dtype in ("auto", "fp8"):
             assert found.token_bytes(dtype) >= 0
     try:
-        from_config(config, "broken")
-    except PlanError as error:
+        plan = make(Request(from_config(config, "broken"), find_gpu("B200"), kv=10**11, weights=10**9))
+    except (PlanError, formats.FormatError) as error:
         assert "\n" not in str(error)
+    else:
+        assert all(row.token_bytes > 0 for row in plan.rows if row.infeasible is None)

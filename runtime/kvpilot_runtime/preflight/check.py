@@ -55,6 +55,7 @@ def check(request: Request) -> Findings:
     if isinstance(fmt, latent.LatentFormat):
         own_dtypes.check_latent(fmt, findings.config, request)
     elif fmt.ours and findings.config is not None:
+        own_dtypes.check_layers(fmt, request, findings)
         own_dtypes.check_own(fmt, findings.config, request, findings)
     elif fmt.ours and request.skip_layers is None:
         findings.skip_layers = (options.SLIDING,)  # of no effect on a model without such layers
@@ -148,13 +149,16 @@ def _platform_dtype(fmt: Dtype, platform: machine.Platform, request: Request, fi
 def _capability(fmt: Dtype, request: Request, config: models.Architecture | None) -> None:
     """Refuse a dtype that a GPU here is known not to serve."""
     head_dim, latent = (None, None) if config is None else (config.head_dim, bool(config.latent))
+    served = config.auto if config is not None and fmt.name == "auto" else fmt.name
+    said = repr(fmt.name) if served == fmt.name else f"'auto', which this checkpoint makes {served},"
     for gpu in machine.gpus()[: memory.here(request)]:
         if gpu.capability is None:
             continue
-        if (fault := hardware.gpu_fault(fmt.name, gpu.capability, head_dim, latent)) is not None:
+        if (fault := hardware.gpu_fault(served, gpu.capability, head_dim, latent)) is not None:
             ours = gpu.capability >= hardware.OLDEST_GPU and not latent and not fmt.ours
-            instead = "'auto' or 'int8'" if ours else "'auto'"
-            raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} {fault}, and {gpu.name} has {hardware.shown(gpu.capability)}; use {instead}")  # fmt: skip  # noqa: E501
+            wide = "'auto'" if served == fmt.name else "'float16'"
+            instead = f"{wide} or 'int8'" if ours else wide
+            raise PreflightError("DtypeUnsupported", f"kv-cache dtype {said} {fault}, and {gpu.name} has {hardware.shown(gpu.capability)}; use {instead}")  # fmt: skip  # noqa: E501
 
 
 def _offload(request: Request, platform: machine.Platform) -> None:

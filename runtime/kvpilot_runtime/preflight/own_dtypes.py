@@ -11,7 +11,7 @@ from kvpilot_kernels.latent import formats as latent
 from kvpilot_runtime.config import carriers, options
 from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import PreflightError
-from kvpilot_runtime.preflight import installed, machine
+from kvpilot_runtime.preflight import installed, machine, vllm_layers
 from kvpilot_runtime.preflight.request import CALIBRATION_OFF, Findings, Request, model_folder
 
 _POOLING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "ForRewardModeling", "EmbeddingModel",
@@ -59,6 +59,23 @@ def check_window(fmt: Dtype, request: Request, findings: Findings) -> None:
         )  # fmt: skip
     elif length is not None and request.recent > length:
         raise PreflightError("BadArguments", f"--recent-tokens {request.recent} is more than the context of {length} tokens; use a smaller window ({', '.join(map(str, formats.RECENT_CHOICES))}), or a longer --max-model-len")  # fmt: skip  # noqa: E501
+
+
+def check_layers(fmt: Dtype, request: Request, findings: Findings) -> None:
+    """Have vLLM say which layers a model has whose type is not known here."""
+    config = findings.config
+    if config is None or not config.doubt or not installed.known_architectures():
+        return
+    found, why = vllm_layers.ask(request)
+    if found is not None:
+        findings.config = vllm_layers.as_built(config, found)
+        return
+    findings.warnings.append(
+        ("ModelNotBuilt", f"vLLM could not be asked for the layers of {request.model!r} ({why}): kv-cache dtype "
+         f"{fmt.name!r} goes by its config.json, and layers with a sliding window stay in 16 bits")
+    )  # fmt: skip
+    if request.skip_layers is None:
+        findings.skip_layers = (options.SLIDING,)  # of no effect on a model without such layers
 
 
 def check_own(fmt: Dtype, config: models.Architecture, request: Request, findings: Findings) -> None:
