@@ -25,6 +25,7 @@ def main() -> None:
 
 
 TEXT = {
+    "deepseek_v3": ("deepseek_v3", "DeepseekV3ForCausalLM"),
     "gemma3_text": ("gemma3_text", "Gemma3ForCausalLM"),
     "gemma3n": ("gemma3n_text", "Gemma3nForCausalLM"),
     "gemma4_text": ("gemma4_text", "Gemma4ForCausalLM"),
@@ -48,6 +49,8 @@ def text_alone(config: dict[str, Any]) -> dict[str, Any]:
     if text.get("model_type") in TEXT:
         kind, architecture = TEXT[text["model_type"]]
         config = {"dtype": "bfloat16", **text, "model_type": kind, "architectures": [architecture]}
+    if (config.get("quantization_config") or {}).get("config_groups") == {}:  # of the cache alone
+        return config
     return {field: value for field, value in config.items() if field != "quantization_config"}
 
 

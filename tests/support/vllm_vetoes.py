@@ -32,7 +32,7 @@ class _Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         ours = any(fullname == name or fullname.startswith(f"{name}.") for name in _KERNELS)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if ours else None
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
         """Make a module that has any name."""
         made: Any = MagicMock(name=spec.name)
         made.__spec__, made.__path__, made.__name__ = spec, [], spec.name
@@ -61,7 +61,7 @@ def served(capability: tuple[int, int], dtype: Any, head_dim: int, latent: bool)
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    class Pretended(CudaPlatformBase):
+    class Pretended(CudaPlatformBase):  # type: ignore[misc]
         """A GPU of this capability."""
 
         @classmethod

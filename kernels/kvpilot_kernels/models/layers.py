@@ -45,7 +45,7 @@ def kinds(fields: Fields) -> list[str]:
             # A few configs list the layers of multi-token prediction, too.
             return [_word(field, value) for value in _as_long(field, found, layers)]
     layers = fields.needed("num_hidden_layers", MOST_LAYERS)
-    for listed in (_by_index, _by_flag, _by_block, _by_period):
+    for listed in (_by_sparsity, _by_index, _by_flag, _by_block, _by_period):
         named = listed(fields, layers)
         if named is not None:
             return named
@@ -60,6 +60,16 @@ def _repeated(fields: Fields) -> list[str]:
     layers = fields.needed("num_hidden_layers", MOST_LAYERS)
     loops = fields.size("loop_num", most=MOST_LAYERS // layers) or 2
     return ["attention"] * layers + ["sliding_attention"] * layers * (loops - 1)
+
+
+def _by_sparsity(fields: Fields, layers: int) -> list[str] | None:
+    """MiniMax M3, some of whose layers choose blocks of tokens by an index that they keep beside keys and values."""
+    sparse = fields.get("sparse_attention_config")
+    if not isinstance(sparse, Mapping) or not sparse.get("use_sparse_attention"):
+        return None
+    chosen = sparse.get("sparse_attention_freq")
+    flags = _as_long("sparse_attention_freq", chosen, layers) if isinstance(chosen, list) else [1] * layers
+    return ["sparse_attention" if flag else "attention" for flag in flags]
 
 
 def _by_index(fields: Fields, layers: int) -> list[str] | None:

@@ -101,6 +101,11 @@ def _architecture(config: models.Architecture, request: Request, findings: Findi
     if not config.architectures:
         raise PreflightError("ModelUnsupported", f"model {model!r}: config.json names no architecture; add its class under 'architectures'")  # fmt: skip  # noqa: E501
     _custom_code(config, request)
+    if config.auto != "auto" and request.dtype == "auto":
+        findings.warnings.append(
+            ("AutoIsQuantized", f"model {model!r}: kv-cache dtype 'auto' is {config.auto} here, for its "
+             "quantization_config says so; use bfloat16 for 16 bits")
+        )  # fmt: skip
     if config.doubt:
         findings.warnings.append(("ModelNotKnown", f"model {model!r}: {config.doubt}"))
     known = installed.known_architectures()
