@@ -33,8 +33,10 @@ class Model:
         alibi, other_layers: what kvpilot's kernels do not serve: biases by distance, layers with a cache that is not
             known here.
         value_dim: elements of a value, where it is shorter than a key; 0 where it is not.
+        auto: the KV-cache dtype that vLLM makes of `auto`, where the checkpoint says one; `auto` elsewhere.
         published: how the publisher stores the weights.
         weight_bytes: bytes of the weights found beside a config.json, or None.
+        uncounted: why `parameters` are None, where it is not the architecture.
         source: where the facts come from.
         doubt: what is not certain of these facts, for people.
         also: other names of models with exactly these facts.
@@ -60,6 +62,7 @@ class Model:
     dense_layers: int = 0
     latent_dim: int = 0
     alibi: bool = False
+    auto: str = "auto"
     chunked: bool = False
     window_kv_heads: int = 0
     window_head_dim: int = 0
@@ -70,12 +73,17 @@ class Model:
     published: Published = "bfloat16"
     weight_bytes: int | None = None
     doubt: str = ""
+    uncounted: str = ""
     also: tuple[str, ...] = ()
 
     @property
     def full_layers(self) -> int:
         """Layers that attend to the whole context."""
         return self.layers - self.sliding_layers
+
+    def served(self, dtype: str) -> str:
+        """Return the dtype of the cache where `dtype` is asked for: `auto` may be one that the checkpoint says."""
+        return self.auto if dtype == "auto" else dtype
 
     @property
     def architecture(self) -> Architecture:
@@ -94,6 +102,7 @@ class Model:
             other_layers=self.other_layers,
             latent=self.latent_dim,
             alibi=self.alibi,
+            auto=self.auto,
         )
 
     @property

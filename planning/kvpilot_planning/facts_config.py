@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvpilot_kernels.models import Architecture, ConfigError, Group, Kind, load, read
+from kvpilot_kernels.models import Architecture, ConfigError, Group, Kind, load, read, weights
 from kvpilot_kernels.models.config import Fields
 from kvpilot_planning.facts import Model, PlanError, Published
 
@@ -18,10 +18,10 @@ _PLAIN_MLP = frozenset(
 
 
 def read_folder(folder: Path) -> Model:
-    """The facts in a folder's config.json, with the size of the safetensors beside it.
+    """The facts in a folder's config.json, with the size of the weights beside it.
 
     Raises:
-        PlanError: there is no config.json, it is no JSON object, or what it says cannot be.
+        PlanError: there is no config.json, it is no JSON object, what it says cannot be, or the weights are damaged.
     """
     try:
         raw = load(folder / "config.json")
@@ -32,9 +32,17 @@ def read_folder(folder: Path) -> Model:
             else ""
         )
         raise PlanError(f"MODEL {str(folder)!r}: {error}{hint}") from error
-    # Some folders hold the weights twice: as model-*.safetensors, and consolidated in the publisher's own layout.
-    parts = list(folder.glob("model*.safetensors")) or list(folder.glob("*.safetensors"))
-    return from_config(raw, str(folder), sum(part.stat().st_size for part in parts) or None)
+    return from_config(raw, str(folder), _weight_bytes(folder))
+
+
+def _weight_bytes(folder: Path) -> int | None:
+    """Bytes of the weights beside a config.json, None where there are none."""
+    try:
+        return weights.weight_bytes(folder) or None
+    except ConfigError as error:
+        if error.missing:
+            return None
+        raise PlanError(f"MODEL {str(folder)!r}: {error}") from error
 
 
 def from_config(raw: Mapping[str, Any], name: str, weight_bytes: int | None = None) -> Model:
@@ -53,6 +61,8 @@ def _model(raw: Mapping[str, Any], name: str, weight_bytes: int | None) -> Model
     found, fields = read(raw), Fields(raw)
     if found.encoder_decoder:
         raise PlanError(f"MODEL {name!r}: is_encoder_decoder is true; kvpilot plans decoder-only models")
+    if found.other_layers:
+        raise PlanError(f"MODEL {name!r}: {found.doubt}, so its tokens have no size here; start an engine, whose log says how many fit")  # fmt: skip  # noqa: E501
     full = [group for group in found.groups if group.kind is Kind.FULL]
     others = [group for group in found.groups if group.kind is not Kind.FULL]
     if len(full) > 1 or len(others) > 1:
@@ -60,7 +70,7 @@ def _model(raw: Mapping[str, Any], name: str, weight_bytes: int | None) -> Model
     if not found.groups:
         raise PlanError(f"MODEL {name!r}: config.json has no layers that attend, so there is no KV cache to plan")
     main, window = (full or others)[0], next(iter(others), None)
-    hidden = fields.needed("hidden_size")
+    hidden, published = fields.needed("hidden_size"), _published(raw)
     experts = fields.size("num_local_experts", "num_experts", "n_routed_experts")
     dense = fields.size("intermediate_size") or 4 * hidden
     model = Model(
@@ -84,6 +94,7 @@ def _model(raw: Mapping[str, Any], name: str, weight_bytes: int | None) -> Model
         dense_layers=fields.size("first_k_dense_replace") if experts else 0,
         latent_dim=found.latent,
         alibi=found.alibi,
+        auto=found.auto,
         chunked=window is not None and window.kind is Kind.CHUNKED,
         window_kv_heads=_unlike(window, main, "kv_heads"),
         window_head_dim=_unlike(window, main, "head_dim"),
@@ -91,10 +102,13 @@ def _model(raw: Mapping[str, Any], name: str, weight_bytes: int | None) -> Model
         state_layers=found.state_layers,
         shared_layers=found.shared_layers,
         other_layers=found.other_layers,
-        published=_published(raw, name, weight_bytes is not None),
+        published=published or "bfloat16",
         weight_bytes=weight_bytes,
         doubt=found.doubt,
     )
+    if published is None and weight_bytes is None:
+        method = raw["quantization_config"].get("quant_method")
+        return replace(model, uncounted=f"quantization_config.quant_method in config.json is {method!r}, whose size is unknown without the weights")  # fmt: skip  # noqa: E501
     return _counted(model, fields)
 
 
@@ -107,7 +121,8 @@ def _unlike_value(main: Group, found: Architecture) -> int:
     return 0 if found.latent or main.value_dim == main.head_dim else main.value_dim
 
 
-def _published(raw: Mapping[str, Any], name: str, weights_found: bool) -> Published:
+def _published(raw: Mapping[str, Any]) -> Published | None:
+    """How the weights are stored, None where their size is not known from config.json."""
     scheme = raw.get("quantization_config")
     if not isinstance(scheme, Mapping):
         return "bfloat16"
@@ -116,9 +131,7 @@ def _published(raw: Mapping[str, Any], name: str, weights_found: bool) -> Publis
         return "fp8" if method == "fp8" else "mxfp4"
     if method in ("awq", "gptq") and (scheme.get("bits") or scheme.get("w_bit")) == 4:
         return "int4"
-    if weights_found:
-        return "bfloat16"
-    raise PlanError(f"MODEL {name!r}: quantization_config.quant_method in config.json is {method!r}, whose size is unknown without the weights; put them beside it, or remove the field and give --weights-gb")  # fmt: skip  # noqa: E501
+    return None
 
 
 def _counted(model: Model, fields: Fields) -> Model:

@@ -36,7 +36,8 @@ def weight_bytes(model: Model, dtype: str) -> int:
     if dtype == model.published and model.weight_bytes is not None:
         return model.weight_bytes
     if model.parameters is None:
-        raise PlanError(f"MODEL {model.name!r}: parameters cannot be counted from its config.json; give --weights-gb")
+        why = model.uncounted or "parameters cannot be counted from its config.json"
+        raise PlanError(f"MODEL {model.name!r}: {why}; give --weights-gb")
     small = model.expert_parameters if dtype == "mxfp4" else model.parameters - model.embedding_parameters
     return int(small * WEIGHT_BITS[dtype] / 8) + 2 * (model.parameters - small)
 
@@ -139,12 +140,12 @@ def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None)
         PlanError: the heads cannot be cut into `gpus` parts.
         FormatError: the dtype has no layout for the model's head_dim, or the window cannot be served.
     """
-    stored = dtypes.parse(dtype)
+    stored = dtypes.parse(model.served(dtype))
     recent = stored.recent_tokens(recent_tokens, model.max_positions)
     heads = kv_heads_per_gpu(model, gpus)
     block = OWN_BLOCK if stored.ours else BLOCK
     window_heads = max(1, (model.window_kv_heads or model.kv_heads) // gpus)
-    beside = formats.parse(dtype if model.chunked else "auto")
+    beside = formats.parse(model.served("auto") if dtype == "auto" else dtype if model.chunked else "auto")
     wide = beside.row_bytes(model.window_head_dim or model.head_dim) * window_heads
     if isinstance(stored, LatentFormat):
         row = stored.row_bytes

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from kvpilot_kernels import dtypes, models
-from kvpilot_operator.decide.judging.ladder import hardware_fault
+from kvpilot_kernels import dtypes, hardware, models
 from kvpilot_operator.gpus import Gpu
-from kvpilot_operator.state.snapshot import NodeFacts
 from kvpilot_planning.facts import Model
-
-_LATENT = ("fp8", "fp8_e4m3")  # of vLLM's own dtypes below 16 bits
 
 
 def infeasible(model: Model, dtype: str, gpu: Gpu) -> str | None:
@@ -17,16 +13,13 @@ def infeasible(model: Model, dtype: str, gpu: Gpu) -> str | None:
     Raises:
         UnknownFormatError: no dtype has this name.
     """
-    stored = dtypes.parse(dtype)
-    if (refusal := hardware_fault(dtype, NodeFacts(gpu.name, gpu.compute_capability))) is not None:
-        return refusal
+    stored, latent = dtypes.parse(dtype), bool(model.latent_dim)
+    fault = hardware.gpu_fault(dtype, gpu.compute_capability, model.head_dim, latent)
+    if fault is not None:
+        return f"{dtype} {fault}; {gpu.name} has {hardware.shown(gpu.compute_capability)}"
     if not stored.ours:
-        latent = model.latent_dim and stored.bits_per_element() < 16 and dtype not in _LATENT
-        return (
-            f"{dtype} does not serve multi-head latent attention in vLLM; use one of {', '.join(_LATENT)}"
-            if latent
-            else None
-        )
+        unserved = hardware.latent_fault(dtype) if latent else None
+        return None if unserved is None else f"{dtype} {unserved}"
     refusal = (models.unsupported_latent if stored.latent else models.unsupported)(model.architecture)
     return None if refusal is None else f"{dtype} does not support {refusal}"
 

@@ -79,7 +79,8 @@ class Row:
 
     Attributes:
         bits: of a cache element with its metadata.
-        token_bytes: of one token in the full-attention layers of all GPUs, copies of KV heads included.
+        token_bytes: of one token in the full-attention layers of all GPUs, copies of KV heads included; where all
+            layers have a window, in these, as long as a token is within it.
         window_bytes: of one sequence's full windows, in all GPUs.
         recent_tokens, recent_bytes: of one sequence's recent window, in all GPUs; 0 where dtype or model have none.
         bounded: what fits with the bound; empty where none was asked for.
@@ -140,9 +141,15 @@ def make(request: Request) -> Plan:
         if not kv:
             raise PlanError(_too_large(request, weights or 0, split))
     contexts = request.contexts or _contexts(model)
-    named = request.dtypes or usual_dtypes(bool(model.latent_dim))
+    named = request.dtypes or _usual(model)
     rows = tuple(_row(request, dtype, kv, weights or 0, contexts) for dtype in named)
     return Plan(request, dtype, split, kv, contexts, rows, _notes(request, contexts))
+
+
+def _usual(model: Model) -> tuple[str, ...]:
+    """The usual dtypes, and 16 bits by name where `auto` is something else."""
+    auto, *others = usual_dtypes(bool(model.latent_dim))
+    return (auto, *(() if model.auto == "auto" else ("bfloat16",)), *others)
 
 
 def _contexts(model: Model) -> tuple[int, ...]:
@@ -164,17 +171,17 @@ def _too_large(request: Request, weights: int, split: Memory) -> str:
 
 
 def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[int, ...]) -> Row:
-    model, gpus = request.model, request.gpus
-    refusal = plan_feasibility.infeasible(model, dtype, request.gpu)
+    model, gpus, served = request.model, request.gpus, request.model.served(dtype)
+    refusal = plan_feasibility.infeasible(model, served, request.gpu)
     if refusal is not None:
         return Row(dtype, infeasible=refusal)
     layout = cache(model, dtype, gpus, request.recent_tokens)
     bounded = None if request.bound is None else request.bound.of(layout)
-    recent = dtypes.parse(dtype).recent_tokens(request.recent_tokens, model.max_positions)
+    recent = dtypes.parse(served).recent_tokens(request.recent_tokens, model.max_positions)
     return Row(
         dtype,
-        bits=dtypes.parse(dtype).bits_per_element(model.head_dim),
-        token_bytes=layout.full_token_bytes * gpus,
+        bits=dtypes.parse(served).bits_per_element(model.head_dim),
+        token_bytes=(layout.full_token_bytes or layout.window_token_bytes) * gpus,
         window_bytes=layout.window_token_bytes * layout.window * gpus,
         recent_tokens=recent if layout.ring_blocks else 0,
         recent_bytes=layout.ring_blocks * layout.full_token_bytes * layout.block * gpus,
@@ -182,7 +189,7 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
         bounded=() if bounded is None else _fits(bounded, kv, contexts),
         bounded_bytes=0 if bounded is None else bounded.most_pages * bounded.page_bytes * bounded.group_layers * gpus,
         host_tokens=host_tokens(model, layout, gpus, request.host) if request.host else None,
-        notes=plan_feasibility.notes(model, dtype),
+        notes=plan_feasibility.notes(model, served),
         cost=_cost(request, dtype, layout, kv, weights),
     )
 
@@ -192,8 +199,10 @@ def _fits(layout: Cache, kv: int, contexts: tuple[int, ...]) -> tuple[Fit, ...]:
 
 
 def _cost(request: Request, dtype: str, layout: Cache, kv: int, weights: int) -> Cost | None:
+    served = request.model.served(dtype)
     efficiency, wide = (
-        attention_efficiency(request.model, found) for found in (dtype, dtype if request.model.chunked else "auto")
+        attention_efficiency(request.model, found)
+        for found in (served, served if request.model.chunked or dtype == "auto" else "auto")
     )
     if request.load is None or efficiency is None or wide is None:
         return None
@@ -203,6 +212,8 @@ def _cost(request: Request, dtype: str, layout: Cache, kv: int, weights: int) ->
 
 def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:
     model, found = request.model, [request.model.doubt] if request.model.doubt else []
+    if model.auto != "auto":
+        found.append(f"auto is {model.auto} for this checkpoint, whose quantization_config says so; bfloat16 is 16 bits by name")  # fmt: skip  # noqa: E501
     if model.max_positions is not None and (beyond := [c for c in contexts if c > model.max_positions]):
         found.append(f"contexts of {', '.join(f'{c:,}' for c in beyond)} are longer than the model's {model.max_positions:,}")  # fmt: skip  # noqa: E501
     if request.gpus > model.kv_heads and not model.latent_dim:

@@ -38,10 +38,8 @@ def attention_efficiency(model: Model, dtype: str) -> float | None:
     """
     if model.latent_dim or model.parameters is None or model.head_dim > 256:
         return None
-    if model.head_dim > 128:
-        same = {"bfloat16": "auto", "float16": "auto", "fp8_e4m3": "fp8"}
-        return HEAD_DIM_256.get(same.get(dtype, dtype))
-    return EFFICIENCY.get(dtype)
+    same = {"bfloat16": "auto", "float16": "auto", "fp8_e4m3": "fp8"}
+    return (HEAD_DIM_256 if model.head_dim > 128 else EFFICIENCY).get(same.get(dtype, dtype))
 
 
 @dataclass(frozen=True, slots=True)

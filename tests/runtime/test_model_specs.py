@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvpilot_kernels.models import Architecture, Kind, read
+from kvpilot_runtime.preflight import installed
 from support.own_process import ask
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +45,7 @@ def vllms(found: dict[str, Any]) -> tuple[Any, ...]:
         (SPECS[spec].value, *rest) for spec, *rest in found["groups"] if SPECS[spec] not in (Kind.STATE, Kind.NONE)
     ]
     states = sum(group[-1] for group in found["groups"] if SPECS[group[0]] is Kind.STATE)
-    return sorted(groups), states, found["shared"]
+    return sorted(groups, key=str), states, found["shared"]
 
 
 def ours(facts: Architecture) -> tuple[Any, ...]:
@@ -53,7 +56,7 @@ def ours(facts: Architecture) -> tuple[Any, ...]:
               2 * group.kv_heads * (group.head_dim + group.value_dim), group.layers)
         for group in facts.groups
     ]  # fmt: skip
-    return sorted(groups), facts.state_layers, facts.shared_layers
+    return sorted(groups, key=str), facts.state_layers, facts.shared_layers
 
 
 def differences(entries: list[dict[str, Any]], found: dict[str, Any]) -> dict[str, Any]:
@@ -77,5 +80,20 @@ def test_every_model_of_the_corpus_has_the_layers_that_vllm_gives_it() -> None:
 
 
 def test_a_model_that_vllm_does_not_build_here_has_its_reason_beside_it() -> None:
-    assert len(BUILT) >= 60
+    assert len(BUILT) >= 140
     assert all(entry["vllm"].strip() for entry in CORPUS if "vllm" in entry)
+
+
+@pytest.mark.long
+def test_every_class_of_transformers_that_vllm_builds_here_has_its_layers_by_default() -> None:
+    script = ROOT / "tests" / "support" / "class_defaults.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=900)
+    known = installed.known_architectures()
+    entries = [
+        {"model": kind, "config": config}
+        for kind, config in json.loads(done.stdout).items() if config["architectures"][0] in known
+    ]  # fmt: skip
+    found = built(entries)
+    here = [entry for entry in entries if "failed" not in found[entry["model"]]]
+    assert len(here) >= 60
+    assert differences(here, found) == {}

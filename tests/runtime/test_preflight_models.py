@@ -79,11 +79,20 @@ def test_an_older_gpu_is_named_with_what_it_has_and_what_is_needed(gpu: Any) -> 
     assert all(word in error.message for word in ("k4v4", "8.0", "7.5", "Tesla T4", "'auto'"))
 
 
-def test_fp8_below_8_9_is_refused_with_the_dtypes_that_the_gpu_can_do(gpu: Any) -> None:
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_fp8_is_served_on_ampere_where_flashinfer_takes_the_heads(gpu: Any, tmp_path: Path, dtype: str) -> None:
     gpu(A100)
-    assert "8.9" in refusal(Request(str(tiny_llama()), "fp8")).message
-    assert "'int8'" in refusal(Request(str(tiny_llama()), "fp8")).message
+    assert silent(check(Request(str(tiny_llama()), dtype)))
+    error = refusal(Request(changed(tmp_path, tiny_llama(), head_dim=96), dtype))
+    assert error.reason == "DtypeUnsupported"
+    assert all(word in error.message for word in ("8.9", "head_dim 96", "NVIDIA A100", "'int8'"))
+
+
+def test_fp8_that_no_backend_of_vllm_reads_is_refused_with_the_dtypes_that_the_gpu_can_do(gpu: Any) -> None:
+    gpu(A100)
+    assert "8.9" in refusal(Request(str(tiny_llama()), "fp8_per_token_head")).message
     gpu(T4)
+    assert "8.0" in refusal(Request(str(tiny_llama()), "fp8")).message
     assert "'int8'" not in refusal(Request(str(tiny_llama()), "fp8")).message
 
 
@@ -262,9 +271,12 @@ def test_vllm_gets_the_layers_to_skip_as_separate_words_and_the_calibration_in_t
     assert serve.os.environ == before
 
 
-def test_a_gpu_listing_is_read_and_what_it_lacks_is_left_out() -> None:
+def test_a_gpu_listing_is_read_and_what_it_lacks_is_not_known() -> None:
     listing = "NVIDIA H200, 143771, 4, 9.0\nNVIDIA H200 MIG 1g.18gb, [N/A], [N/A], 9.0\n"
-    assert machine.parse_gpus(listing) == [machine.Gpu("NVIDIA H200", 143771 * 2**20, 4 * 2**20, (9, 0))]
+    assert machine.parse_gpus(listing) == [
+        machine.Gpu("NVIDIA H200", 143771 * 2**20, 4 * 2**20, (9, 0)),
+        machine.Gpu("NVIDIA H200 MIG 1g.18gb", None, None, (9, 0)),
+    ]
 
 
 def test_layers_skipped_by_number_are_counted_in_16_bits() -> None:

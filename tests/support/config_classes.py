@@ -7,6 +7,7 @@ Configs of a model_type that transformers does not have are left out.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -18,14 +19,15 @@ sys.modules["torch"] = None  # type: ignore[assignment]
 
 def main() -> None:
     """Read configs from stdin and write what their classes say to stdout."""
+    from huggingface_hub.errors import StrictDataclassFieldValidationError
     from transformers import CONFIG_MAPPING
 
     configs: dict[str, Any] = json.load(sys.stdin)
-    found = {
-        name: facts(CONFIG_MAPPING[config["model_type"]].from_dict(config))
-        for name, config in configs.items()
-        if config["model_type"] in CONFIG_MAPPING
-    }
+    found = {}
+    for name, config in configs.items():
+        if config["model_type"] in CONFIG_MAPPING:
+            with contextlib.suppress(StrictDataclassFieldValidationError):  # an older file than the class
+                found[name] = facts(CONFIG_MAPPING[config["model_type"]].from_dict(config))
     json.dump(found, sys.stdout)
 
 

@@ -10,9 +10,10 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from kvpilot_runtime.engine import cache_specs
 
 
 def main() -> None:
@@ -24,9 +25,11 @@ def main() -> None:
 
 
 TEXT = {
+    "deepseek_v3": ("deepseek_v3", "DeepseekV3ForCausalLM"),
     "gemma3_text": ("gemma3_text", "Gemma3ForCausalLM"),
     "gemma3n": ("gemma3n_text", "Gemma3nForCausalLM"),
     "gemma4_text": ("gemma4_text", "Gemma4ForCausalLM"),
+    "iquestloopcoder": ("llama", "IQuestLoopCoderForCausalLM"),
     "kimi_k2": ("kimi_k2", "DeepseekV3ForCausalLM"),
     "lfm2": ("lfm2", "Lfm2ForCausalLM"),
     "llama": ("llama", "LlamaForCausalLM"),
@@ -46,6 +49,8 @@ def text_alone(config: dict[str, Any]) -> dict[str, Any]:
     if text.get("model_type") in TEXT:
         kind, architecture = TEXT[text["model_type"]]
         config = {"dtype": "bfloat16", **text, "model_type": kind, "architectures": [architecture]}
+    if (config.get("quantization_config") or {}).get("config_groups") == {}:  # of the cache alone
+        return config
     return {field: value for field, value in config.items() if field != "quantization_config"}
 
 
@@ -60,56 +65,10 @@ def attempt(config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def specs(folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Layers by what they keep, as vLLM's layers say it themselves."""
-    import torch
-    from vllm.config import set_current_vllm_config
+    """Layers by what they keep, as preflight asks for them."""
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.model_executor.models import registry
 
-    # Else each architecture is looked at in a process of its own.
-    registry._run_in_subprocess = lambda function: function()
-    arguments = EngineArgs(model=folder, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16",
-                           enforce_eager=True, max_model_len=256, **options)  # fmt: skip
-    config = arguments.create_engine_config()
-    with set_current_vllm_config(config):
-        ranks()
-        with torch.device("meta"):
-            initialize_model(config)
-    counted: Counter[tuple[Any, ...]] = Counter()
-    shared = 0
-    for layer in config.compilation_config.static_forward_context.values():
-        if not hasattr(layer, "get_kv_cache_spec"):
-            continue
-        if getattr(layer, "kv_sharing_target_layer_name", None):
-            shared += 1
-            continue
-        spec = layer.get_kv_cache_spec(config)
-        if spec is not None:
-            counted[described(spec)] += 1
-    return {"groups": [[*what, count] for what, count in sorted(counted.items(), key=str)], "shared": shared}
-
-
-def described(spec: Any) -> tuple[Any, ...]:
-    """(class, KV heads, key elements, value elements, window or chunk, bytes of a token)."""
-    name = type(spec).__name__
-    if not hasattr(spec, "num_kv_heads"):
-        return name, 0, 0, 0, 0, 0
-    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 0
-    value = getattr(spec, "head_size_v", None) or spec.head_size
-    return name, spec.num_kv_heads, spec.head_size, value, window, spec.page_size_bytes // spec.block_size
-
-
-def ranks() -> None:
-    """One rank, as vLLM's layers ask for."""
-    import torch
-    from vllm.distributed import parallel_state
-
-    if not torch.distributed.is_initialized():
-        file = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115 - torch keeps it until the process ends
-        parallel_state.init_distributed_environment(1, 0, f"file://{file.name}", 0, "gloo")
-    parallel_state.destroy_model_parallel()  # a model with experts has groups that others do without
-    parallel_state.initialize_model_parallel(1, 1)
+    return cache_specs.specs(EngineArgs(model=folder, **options))
 
 
 if __name__ == "__main__":

@@ -27,9 +27,23 @@ def reason(dtype, spec=SPEC, hardware=HOPPER, model=LLAMA):
     return None if found is None else found.reason
 
 
-def test_fp8_needs_compute_capability_8_9():
-    assert "8.0" in (hardware_fault("fp8", AMPERE) or "")
-    assert hardware_fault("fp8", HOPPER) is None
+def test_fp8_is_ruled_out_where_no_backend_of_vllm_reads_it():
+    assert hardware_fault("fp8", HOPPER, LLAMA) is None
+    assert hardware_fault("fp8", AMPERE, LLAMA) is None
+    assert hardware_fault("fp8", AMPERE) is None
+    assert "needs compute capability 8.0 or newer; Tesla-V100 has 7.0" in (hardware_fault("fp8", VOLTA) or "")
+    assert "8.9 or newer with head_dim 96" in (hardware_fault("fp8", AMPERE, replace(LLAMA, head_dim=96)) or "")
+    mla = replace(LLAMA, mla=True)
+    assert "8.9 or newer with multi-head latent attention" in (hardware_fault("fp8", AMPERE, mla) or "")
+    assert "8.9" in (hardware_fault("fp8_per_token_head", AMPERE, LLAMA) or "")
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "int8_per_token_head", "turboquant_k8v4"])
+def test_a_dtype_that_no_latent_backend_of_vllm_takes_is_ruled_out_for_such_models(dtype):
+    found = infeasible(dtype, SPEC, HOPPER, replace(LLAMA, mla=True))
+    assert found is not None
+    assert found.reason == "ModelUnsupported"
+    assert "use one of fp8, fp8_e4m3" in found.message
 
 
 @pytest.mark.parametrize("dtype", ["int4_per_token_head", "int8_per_token_head", "nvfp4", "turboquant_4bit_nc"])

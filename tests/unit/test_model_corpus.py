@@ -17,6 +17,8 @@ from kvpilot_kernels.models.layers import HYBRID, WORDS
 from kvpilot_planning import models
 from kvpilot_planning.facts import PlanError
 from kvpilot_planning.facts_config import from_config
+from kvpilot_planning.gpus import find_gpu
+from kvpilot_planning.plan_make import Request, make
 
 ROOT = Path(__file__).parents[2]
 CORPUS = json.loads((ROOT / "docs" / "models.json").read_text())["models"]
@@ -28,8 +30,12 @@ FAMILIES = {
 }  # fmt: skip
 
 # Where a class of transformers says something else than vLLM does, and why we do as vLLM.
+COMPRESSED = {name for name in CONFIGS if "DeepSeek-V4" in name}
+SPARSE = {name for name in CONFIGS if "MiniMax-M3" in name}
+"""Models whose caches are compressed, or have an index beside them: they are not counted."""
 OTHER_KINDS = {
-    "deepseek-ai/DeepSeek-V4-Flash",  # compressed caches, which are not counted
+    *COMPRESSED,
+    "stepfun-ai/Step-3.7-Flash-FP8",
     "stepfun-ai/Step-3.7-Flash",  # the class of transformers passes over the layer_types of the published file
 }
 # A config of which transformers wants more than the figures that are kept of it.
@@ -52,7 +58,7 @@ def classes():
 
 
 def test_the_corpus_has_every_family_and_a_source_for_each_model():
-    assert len(CORPUS) >= 60
+    assert len(CORPUS) >= 150
     assert len(CONFIGS) == len(CORPUS)
     assert not FAMILIES - {entry["family"] for entry in CORPUS}
     assert all(entry["source"] for entry in CORPUS)
@@ -101,19 +107,20 @@ def test_no_dtype_of_vllm_is_refused_for_a_model_that_only_our_formats_cannot_ho
 
 def test_no_model_of_the_corpus_is_doubtful_but_those_that_are_named():
     doubtful = {name for name, config in CONFIGS.items() if read(config).other_layers}
-    assert doubtful == {"deepseek-ai/DeepSeek-V4-Flash"}
+    assert doubtful == COMPRESSED | SPARSE
 
 
 def test_every_model_with_a_kv_cache_that_is_known_can_be_planned():
     refused = {}
     for name, config in CONFIGS.items():
         try:
-            from_config(config, name, weight_bytes=10**9)
+            model = from_config(config, name, weight_bytes=10**9)
+            plan = make(Request(model, find_gpu("B200"), kv=10**11, weights=10**9))
+            assert all(row.token_bytes > 0 for row in plan.rows if row.infeasible is None), name
+            assert any(row.infeasible is None for row in plan.rows), name
         except PlanError as error:
             refused[name] = str(error)
-    assert set(refused) == {
-        "deepseek-ai/DeepSeek-V4-Flash", "mistralai/Mamba-Codestral-7B-v0.1", "openai/whisper-tiny",
-    }, refused  # fmt: skip
+    assert set(refused) == {*COMPRESSED, *SPARSE, "mistralai/Mamba-Codestral-7B-v0.1", "openai/whisper-tiny"}, refused
 
 
 def test_the_table_of_kvpilot_plan_says_what_is_read_of_the_same_models():
@@ -173,6 +180,8 @@ def test_a_broken_config_is_read_or_refused_in_one_line(config):
         for dtype in ("auto", "fp8"):
             assert found.token_bytes(dtype) >= 0
     try:
-        from_config(config, "broken")
-    except PlanError as error:
+        plan = make(Request(from_config(config, "broken"), find_gpu("B200"), kv=10**11, weights=10**9))
+    except (PlanError, formats.FormatError) as error:
         assert "\n" not in str(error)
+    else:
+        assert all(row.token_bytes > 0 for row in plan.rows if row.infeasible is None)

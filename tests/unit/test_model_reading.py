@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvpilot_kernels import formats
-from kvpilot_kernels.models import ConfigError, Kind, known, load, read, unsupported
+from kvpilot_kernels.models import ConfigError, Kind, auto_dtype, known, load, read, unsupported
 
 # As published: fields that the class has a default for are not there.
 GEMMA_3_4B = {
@@ -212,3 +212,125 @@ def test_the_defaults_are_those_of_the_transformers_that_is_installed():
     assert json.loads(file.read_text())["transformers"] == importlib.metadata.version("transformers")
     assert known("gemma3")
     assert not known("brand_new")
+
+
+LONGCAT = {
+    "architectures": ["LongcatFlashForCausalLM"], "hidden_size": 6144, "num_layers": 28, "num_attention_heads": 64,
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128,
+    "max_position_embeddings": 131072, "vocab_size": 131072,
+}  # fmt: skip
+LOOP_CODER = {
+    "architectures": ["IQuestLoopCoderForCausalLM"], "model_type": "iquestloopcoder", "head_dim": 128,
+    "hidden_size": 5120, "intermediate_size": 27648, "loop_num": 2, "loop_window_size": 64,
+    "max_position_embeddings": 131072, "num_attention_heads": 40, "num_hidden_layers": 80, "num_key_value_heads": 8,
+    "vocab_size": 76800,
+}  # fmt: skip
+DEEPSEEK_V41 = {
+    "architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41",
+    "text_config": {
+        "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 64, "num_key_value_heads": 1,
+        "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1280, "max_position_embeddings": 1048576,
+        "sliding_window": 128, "vocab_size": 129280, "index_topk": 512, "index_head_dim": 128,
+        "compress_ratios": [0, 0, *[2] * 18, *[1] * 20, 0, 0, 0], "kv_source_layer_ids": [2, 8, 14, 20],
+    },
+}  # fmt: skip
+
+
+def test_a_layer_that_attends_twice_keeps_two_caches():
+    found = read(LONGCAT)  # as published, without a model_type
+    assert (found.model_type, found.full_layers, found.latent) == ("longcat_flash", 56, 576)
+    assert found.token_bytes("auto") == 56 * 576 * 2
+    assert found.doubt == ""
+    saved = {**LONGCAT, "model_type": "longcat_flash", "num_hidden_layers": 56}  # by newer releases of transformers
+    assert read(saved).full_layers == 56
+    del saved["num_layers"]
+    assert read(saved).full_layers == 56
+    lite = {**LONGCAT, "architectures": ["LongcatFlashNgramForCausalLM"], "num_layers": 14}
+    assert read(lite).full_layers == 28
+
+
+@pytest.mark.parametrize("kind", ["iquestloopcoder", "llama"])
+def test_a_model_that_loops_has_a_window_in_each_further_pass_whatever_type_its_config_names(kind):
+    assert layers({**LOOP_CODER, "model_type": kind}) == {"full": 80, "window": 80}
+    thrice = {**LOOP_CODER, "model_type": kind, "loop_num": 3}
+    assert layers(thrice) == {"full": 80, "window": 160}
+    assert {group.window for group in read(thrice).groups} == {0, 64}
+    with pytest.raises(ConfigError, match="loop_num"):
+        read({**LOOP_CODER, "loop_num": 10_000})
+
+
+@pytest.mark.parametrize("inner", [None, "deepseek_v41_text"])
+def test_a_model_that_wraps_a_text_part_keeps_its_own_type_where_the_part_names_none(inner):
+    config = {**DEEPSEEK_V41, "text_config": {**DEEPSEEK_V41["text_config"], "model_type": inner}}
+    found = read(config)
+    assert (found.model_type, found.other_layers, found.groups) == ("deepseek_v41", 40, ())
+    assert "compressed_attention" in found.doubt
+    plain = {"model_type": "brand_new", "text_config": {"num_hidden_layers": 4, "num_attention_heads": 8,
+                                                        "hidden_size": 1024}}  # fmt: skip
+    assert "model_type 'brand_new' is not known" in read(plain).doubt
+
+
+# As nvidia, Neural Magic and Red Hat publish them, and what vLLM makes of `auto` there.
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+STATIC = {"dynamic": False, "num_bits": 8, "type": "float"}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "kv_cache_scheme": {**STATIC, "strategy": "tensor", "symmetric": True},
+}
+AUTO = {
+    "modelopt, by scheme": ({**MODELOPT, "kv_cache_scheme": STATIC}, "fp8_e4m3"),
+    "modelopt, by name": ({**MODELOPT, "kv_cache_quant_algo": "FP8"}, "fp8_e4m3"),
+    "modelopt, nvfp4": ({"quant_method": "modelopt_fp4", "kv_cache_quant_algo": "NVFP4"}, "nvfp4"),
+    "modelopt, four bits": ({**MODELOPT, "kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "nvfp4"),
+    "modelopt, dynamic": ({**MODELOPT, "kv_cache_scheme": {**STATIC, "dynamic": True}}, "auto"),
+    "modelopt, unknown": ({**MODELOPT, "kv_cache_quant_algo": "INT3"}, "auto"),
+    "modelopt, none": (MODELOPT, "auto"),
+    "modelopt, a file of its own": (
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}},
+        "fp8_e4m3",
+    ),
+    "modelopt, a file of its own, weights alone": (
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": None}},
+        "auto",
+    ),
+    "compressed-tensors": (COMPRESSED, "fp8"),
+    "compressed-tensors, other letters": ({**COMPRESSED, "quant_method": "Compressed_Tensors"}, "fp8"),
+    "compressed-tensors, weights alone": ({**COMPRESSED, "kv_cache_scheme": None}, "auto"),
+    "another method": ({"quant_method": "fp8", "kv_cache_scheme": STATIC}, "auto"),
+    "no object": ("fp8", "auto"),
+}
+
+
+@pytest.mark.parametrize("case", AUTO)
+def test_auto_is_what_the_checkpoint_says_of_its_cache(case):
+    scheme, expected = AUTO[case]
+    config = {"model_type": "llama", "quantization_config": scheme}
+    assert auto_dtype(config) == expected
+    found = read(config)
+    assert found.token_bytes("auto") == found.token_bytes(expected)
+    assert found.token_bytes("bfloat16") == 32 * 2 * 32 * 128 * 2
+    if expected != "auto":  # layers that skip the dtype are in 16 bits
+        assert found.token_bytes("auto", kept=32) == found.token_bytes("bfloat16")
+
+
+def test_a_latent_cache_takes_no_scheme_of_compressed_tensors():
+    assert read({"model_type": "deepseek_v3", "quantization_config": COMPRESSED}).auto == "auto"
+    assert read({"model_type": "deepseek_v3", "quantization_config": AUTO["modelopt, by name"][0]}).auto == "fp8_e4m3"
+
+
+def test_the_text_part_may_hold_the_scheme_of_a_model_with_images():
+    text = {"model_type": "qwen2", "quantization_config": COMPRESSED}
+    assert read({"model_type": "qwen2_vl", "text_config": text}).auto == "fp8"
+
+
+def test_a_file_beside_the_config_says_it_where_the_config_does_not(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    beside = tmp_path / "hf_quant_config.json"
+    beside.write_text(json.dumps(AUTO["modelopt, a file of its own"][0]))
+    assert read(load(tmp_path / "config.json")).auto == "fp8_e4m3"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": MODELOPT}))
+    assert read(load(tmp_path / "config.json")).auto == "auto"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    beside.write_text("{")
+    with pytest.raises(ConfigError, match=r"hf_quant_config\.json cannot be read"):
+        load(tmp_path / "config.json")

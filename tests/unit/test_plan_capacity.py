@@ -225,7 +225,8 @@ def test_latents_take_as_much_less_as_was_measured_on_an_h200():
 @pytest.mark.parametrize(
     ("name", "dtype", "gpu", "reason"),
     [
-        ("Llama-3.1-8B", "fp8", "A100-80GB", "compute capability 8.9"),
+        ("Llama-3.1-8B", "fp8", "T4", "compute capability 8.0"),
+        ("DeepSeek-V3", "fp8", "A100-80GB", "compute capability 8.9"),
         ("Llama-3.1-8B", "k4v4", "T4", "compute capability 8.0"),
         ("Mistral-7B-v0.1", "k4v4", "H100-80GB", "layers all have a sliding window"),
         ("DeepSeek-V3", "int8", "H200", "multi-head latent attention"),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvpilot_kernels import command
 from kvpilot_planning import models
 from kvpilot_planning.plan import main
+from support.weight_folders import write_safetensors
 
 DOCS = Path(__file__).parents[2] / "docs" / "planning.md"
 LLAMA = {
@@ -175,12 +176,58 @@ def test_a_model_type_that_is_not_known_is_read_as_a_decoder_and_said_so(capsys,
     assert not any("is not known" in note for note in planned(capsys, folder(tmp_path))["notes"])
 
 
+DEEPSEEK_V41 = {
+    "architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41", "vocab_size": 129280,
+    "text_config": {
+        "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 64, "num_key_value_heads": 1,
+        "head_dim": 512, "sliding_window": 128, "vocab_size": 129280, "max_position_embeddings": 1048576,
+        "compress_ratios": [0, 0, *[2] * 18, *[1] * 20, 0, 0, 0], "kv_source_layer_ids": [2, 8, 14, 20],
+    },
+}  # fmt: skip
+
+
+def test_a_cache_that_is_not_known_is_not_planned(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V41))
+    assert main([str(tmp_path), "--gpu", "H200", "--gpus", "8", "--kv-gb", "500"]) == 2
+    said = capsys.readouterr().err
+    assert "'compressed_attention' keep a cache that is not known here" in said
+    assert "start an engine" in said
+
+
+def test_a_model_whose_layers_all_have_a_window_has_bytes_a_token(capsys, tmp_path):
+    document = planned(capsys, folder(tmp_path, sliding_window=4096))
+    (auto,) = [row for row in document["dtypes"] if row["dtype"] == "auto"]
+    assert auto["bytes_per_token"] == 32 * 8 * 2 * 128 * 2
+    assert auto["window_bytes_per_sequence"] == 4096 * auto["bytes_per_token"]
+
+
+def test_auto_is_planned_as_what_the_checkpoint_makes_of_it(capsys, tmp_path):
+    scheme = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
+    document = planned(capsys, folder(tmp_path, quantization_config=scheme), "--kv-gb", "40")
+    rows = {row["dtype"]: row for row in document["dtypes"]}
+    assert list(rows)[:3] == ["auto", "bfloat16", "fp8"]
+    assert rows["auto"]["bytes_per_token"] == rows["fp8"]["bytes_per_token"] == 32 * 8 * 2 * 128
+    assert rows["bfloat16"]["bytes_per_token"] == 2 * rows["auto"]["bytes_per_token"]
+    assert any("auto is fp8_e4m3 for this checkpoint" in note for note in document["notes"])
+    assert [row["dtype"] for row in planned(capsys, folder(tmp_path))["dtypes"]][:2] == ["auto", "fp8"]
+    old = planned(capsys, folder(tmp_path, quantization_config=scheme), "--kv-gb", "10", "--gpu", "T4")
+    assert "compute capability 8.0" in old["dtypes"][0]["veto"]
+
+
 def test_weights_beside_the_config_are_taken_as_they_are(capsys, tmp_path):
     name = folder(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"x" * 1_000_003)
+    write_safetensors(tmp_path / "model.safetensors", 1_000_003)
     assert planned(capsys, name)["memory_per_gpu"]["weights_bytes"] == 1_000_003
-    (tmp_path / "consolidated.safetensors").write_bytes(b"x" * 1_000_000)
-    assert planned(capsys, name)["memory_per_gpu"]["weights_bytes"] == 1_000_003
+    write_safetensors(tmp_path / "consolidated.safetensors", 1_000_000)
+    assert planned(capsys, name)["memory_per_gpu"]["weights_bytes"] == 1_000_000
+
+
+def test_weights_that_are_cut_short_are_not_planned(capsys, tmp_path):
+    name = folder(tmp_path)
+    write_safetensors(tmp_path / "model.safetensors", 1000)
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-1])
+    assert main([name]) == 2
+    assert "the download was cut short" in capsys.readouterr().err
 
 
 def test_the_text_part_of_a_model_with_images_is_planned(capsys, tmp_path):
@@ -322,7 +369,6 @@ def test_a_load_is_priced_for_every_dtype_that_can_serve(capsys):
     load = ["--requests-per-second", "8", "--prompt-tokens", "3000", "--generated-tokens", "1000"]
     document = planned(capsys, "Llama-3.1-8B", "--gpu", "A100-80GB", *load, "--max-ms-per-token", "40")
     cost = {row["dtype"]: row.get("cost") for row in document["dtypes"]}
-    assert cost.pop("fp8") is None  # no FP8 before compute capability 8.9
     assert document["load"]["max_microseconds_per_token"] == 40_000
     assert all(c["gpus"] == c["replicas"] >= 1 and c["microseconds_per_token"] <= 40_000 for c in cost.values())
     assert cost["k4v4"]["replicas"] < cost["auto"]["replicas"]

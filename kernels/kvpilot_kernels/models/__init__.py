@@ -5,8 +5,12 @@ transformers' own config classes, which `defaults.json` keeps (made by scripts/m
 """
 
 from kvpilot_kernels.models.architecture import Architecture, Group, Kind
+from kvpilot_kernels.models.auto import auto_dtype
 from kvpilot_kernels.models.config import ConfigError, known, load
 from kvpilot_kernels.models.read import read
 from kvpilot_kernels.models.verdict import unsupported, unsupported_latent
 
-__all__ = ["Architecture", "ConfigError", "Group", "Kind", "known", "load", "read", "unsupported", "unsupported_latent"]
+__all__ = [
+    "Architecture", "ConfigError", "Group", "Kind", "auto_dtype", "known", "load", "read", "unsupported",
+    "unsupported_latent",
+]  # fmt: skip

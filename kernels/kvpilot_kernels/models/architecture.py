@@ -60,6 +60,7 @@ class Architecture:
         custom_code: the repository brings its own model code (`auto_map`).
         max_positions: the longest context, or None when the model does not say.
         idle_window: the config has a window that is no shorter than the longest context; its layers count as full.
+        auto: the dtype that vLLM makes of `auto`: `auto` for the model's own, or one that the checkpoint says.
         element_bytes: bytes of a KV element in the model's own dtype.
         doubt: what is not certain of these facts, for people.
     """
@@ -81,6 +82,7 @@ class Architecture:
     custom_code: bool = False
     max_positions: int | None = None
     idle_window: bool = False
+    auto: str = "auto"
     element_bytes: int = 2
     doubt: str = ""
 
@@ -129,6 +131,8 @@ class Architecture:
         if isinstance(dtype, latent_formats.LatentFormat):
             return self.full_layers * dtype.row_bytes
         stored, total, left = dtype if isinstance(dtype, formats.Format) else formats.parse(dtype), 0, kept
+        if stored.name == "auto":
+            stored = formats.parse(self.auto)
         for group in self.groups:
             if group.kind is not Kind.FULL:
                 continue

@@ -40,24 +40,31 @@ class ConfigError(ValueError):
 
 
 def load(file: Path) -> dict[str, Any]:
-    """The object in a config.json.
+    """The object in a config.json; where it has no quantization_config, that of an hf_quant_config.json beside it.
 
     Raises:
         ConfigError: there is no such file, it is too large to be a config, or it holds no JSON object.
     """
+    raw, beside = _object(file), file.with_name("hf_quant_config.json")
+    if raw.get("quantization_config") is None and beside.is_file():
+        raw["quantization_config"] = _object(beside)
+    return raw
+
+
+def _object(file: Path) -> dict[str, Any]:
     try:
         size = file.stat().st_size
         if size > LARGEST_FILE:
-            raise ConfigError(f"config.json has {size:,} bytes, and no model's has more than {LARGEST_FILE:,}; download it again")  # fmt: skip  # noqa: E501
+            raise ConfigError(f"{file.name} has {size:,} bytes, and no model's has more than {LARGEST_FILE:,}; download it again")  # fmt: skip  # noqa: E501
         raw = json.loads(file.read_text())
     except FileNotFoundError:
-        raise ConfigError("the folder has no config.json", missing=True) from None
+        raise ConfigError(f"the folder has no {file.name}", missing=True) from None
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"config.json cannot be read ({error}); download it again") from error
+        raise ConfigError(f"{file.name} cannot be read ({error}); download it again") from error
     if not isinstance(raw, dict):
-        raise ConfigError("config.json holds no object; download it again")
+        raise ConfigError(f"{file.name} holds no object; download it again")
     return raw
 
 
@@ -74,6 +81,15 @@ def known(model_type: str) -> bool:
     return model_type in defaults()
 
 
+_TYPES = {
+    "IQuestLoopCoderForCausalLM": "iquestloopcoder",
+    "LongcatFlashForCausalLM": "longcat_flash",
+    "LongcatFlashNgramForCausalLM": "longcat_flash",
+}
+"""model_type by architecture, of models whose published configs name none, or that of another model: vLLM builds what
+the architecture says."""
+
+
 class Fields:
     """The fields of a config's text part.
 
@@ -83,7 +99,7 @@ class Fields:
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw = raw
         self.text: Mapping[str, Any] = raw
-        self.model_type = _word(raw.get("model_type"))
+        self.model_type = _word(raw.get("model_type")) or _type_of(raw)
         for _ in range(3):
             row = defaults().get(self.model_type, {})
             part, kind = row.get("text", (None, ""))
@@ -93,8 +109,9 @@ class Fields:
                 # Older configs of such models are flat.
                 self.model_type = kind or self.model_type
                 break
-            self.text, self.model_type = inner, _word(inner.get("model_type")) or kind
+            self.text, self.model_type = inner, _word(inner.get("model_type")) or kind or self.model_type
         row = defaults().get(self.model_type, {})
+        self.built_as = _type_of(raw) or self.model_type
         self.known = bool(row)
         self.kinds: Mapping[str, Any] = row.get("kinds", {})
         self._defaults: Mapping[str, Any] = row.get("defaults", {})
@@ -164,6 +181,11 @@ def shown(value: Any) -> str:
     """A value for a message, however large it is."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _type_of(raw: Mapping[str, Any]) -> str:
+    named = raw.get("architectures")
+    return _TYPES.get(_word(named[0]), "") if isinstance(named, list) and named else ""
 
 
 def _word(value: Any) -> str:

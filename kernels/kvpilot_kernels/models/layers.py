@@ -20,6 +20,7 @@ WORDS: dict[str, Kind] = {
 is `hybrid`, and another word means a cache that is not known here."""
 
 HYBRID = "hybrid"
+REPEATED = frozenset({"longcat_flash", "iquestloopcoder"})
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # hybrid_override_pattern of Nemotron-H
 
 
@@ -29,6 +30,10 @@ def kinds(fields: Fields) -> list[str]:
     Raises:
         ConfigError: a list of the config has wrong types, or fewer layers than num_hidden_layers says.
     """
+    if fields.built_as in REPEATED:
+        return _repeated(fields)
+    if fields.listed("compress_ratios") is not None:  # DeepSeek V4: caches of windows and of several tokens at once
+        return ["compressed_attention"] * fields.needed("num_hidden_layers", MOST_LAYERS)
     pattern = fields.get("hybrid_override_pattern")
     if isinstance(pattern, str) and pattern:
         return [_PATTERN.get(letter, letter) for letter in pattern[:MOST_LAYERS]]
@@ -40,11 +45,31 @@ def kinds(fields: Fields) -> list[str]:
             # A few configs list the layers of multi-token prediction, too.
             return [_word(field, value) for value in _as_long(field, found, layers)]
     layers = fields.needed("num_hidden_layers", MOST_LAYERS)
-    for listed in (_by_index, _by_flag, _by_block, _by_period):
+    for listed in (_by_sparsity, _by_index, _by_flag, _by_block, _by_period):
         named = listed(fields, layers)
         if named is not None:
             return named
     return _by_class(fields, layers)
+
+
+def _repeated(fields: Fields) -> list[str]:
+    """Models whose layers attend more than once, each time with a cache of its own."""
+    if fields.built_as == "longcat_flash":  # num_hidden_layers counts its attentions, two a layer
+        twice = 2 * fields.size("num_layers", most=MOST_LAYERS)
+        return ["attention"] * (twice or fields.needed("num_hidden_layers", MOST_LAYERS))
+    layers = fields.needed("num_hidden_layers", MOST_LAYERS)
+    loops = fields.size("loop_num", most=MOST_LAYERS // layers) or 2
+    return ["attention"] * layers + ["sliding_attention"] * layers * (loops - 1)
+
+
+def _by_sparsity(fields: Fields, layers: int) -> list[str] | None:
+    """MiniMax M3, some of whose layers choose blocks of tokens by an index that they keep beside keys and values."""
+    sparse = fields.get("sparse_attention_config")
+    if not isinstance(sparse, Mapping) or not sparse.get("use_sparse_attention"):
+        return None
+    chosen = sparse.get("sparse_attention_freq")
+    flags = _as_long("sparse_attention_freq", chosen, layers) if isinstance(chosen, list) else [1] * layers
+    return ["sparse_attention" if flag else "attention" for flag in flags]
 
 
 def _by_index(fields: Fields, layers: int) -> list[str] | None:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvpilot_kernels.models.architecture import Architecture, Group, Kind
+from kvpilot_kernels.models.auto import auto_dtype
 from kvpilot_kernels.models.config import MOST_LAYERS, ConfigError, Fields, shown
-from kvpilot_kernels.models.layers import HYBRID, WORDS, kinds
+from kvpilot_kernels.models.layers import HYBRID, REPEATED, WORDS, kinds
 
 LATENT = frozenset({
     "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note", "glm4_moe_lite", "glm5_next",
@@ -46,15 +47,17 @@ def read(raw: Mapping[str, Any]) -> Architecture:
             counted[_group(fields, index, kind, reach, crossed)] += 1
     state = sum(word == HYBRID or WORDS.get(word) is Kind.STATE for word in words)
     other = sorted({word for word in own if word != HYBRID and word not in WORDS})
+    latent = _latent(fields)
     return Architecture(
-        model_type=_text(raw.get("model_type")),
+        model_type=_text(raw.get("model_type")) or fields.model_type,
         architectures=_architectures(raw),
         groups=tuple(_sized(group, count) for group, count in _in_order(counted)),
         heads=_heads(fields, crossed) if counted else 0,
         state_layers=state,
         shared_layers=shared,
         other_layers=sum(word in other for word in own),
-        latent=_latent(fields),
+        latent=latent,
+        auto=auto_dtype(raw, bool(latent)),
         index_bytes=fields.size("index_head_dim") + _INDEX_SCALE_BYTES if fields.size(_INDEXED) else 0,
         softcap=_softcap(fields),
         alibi=fields.model_type in _ALIBI or fields.get("alibi") is True,
@@ -73,7 +76,7 @@ def _doubt(fields: Fields, other: list[str]) -> str:
     if other:
         words = ", ".join(shown(word) for word in other[:4])
         return f"layers of {words} keep a cache that is not known here, and were not counted"
-    if fields.known or fields.model_type in LATENT:
+    if fields.known or fields.model_type in LATENT or fields.built_as in REPEATED:
         return ""
     return f"model_type {shown(fields.model_type)} is not known here, and was read as a plain decoder"
 
@@ -93,6 +96,10 @@ def _decoder(fields: Fields) -> list[str]:
 def _window(fields: Fields, limit: int | None) -> tuple[int, bool]:
     """Tokens, 0 where no layer has a window that it could leave; and whether there is one as long as any context."""
     window = fields.size("sliding_window", "sliding_window_size")
+    if fields.built_as == "iquestloopcoder":
+        window = fields.size("loop_window_size") or 64
+    elif fields.model_type in ("cohere2", "cohere2_moe"):
+        window += bool(window)  # its layers see the token itself besides
     if fields.get("use_sliding_window") is False:
         return 0, False
     idle = bool(window) and limit is not None and window >= limit
@@ -125,7 +132,9 @@ def _group(fields: Fields, index: int, kind: Kind, window: int, crossed: bool) -
     if not head_dim:
         head_dim = fields.needed("hidden_size") // heads
     kv_heads = _kv_heads(fields, heads, index)
-    value_dim = fields.size("v_head_dim") or head_dim
+    # Where vLLM unfolds a latent (MiniCPM3), values are padded to the size of keys.
+    unfolded = fields.size("kv_lora_rank") and fields.model_type not in LATENT
+    value_dim = (0 if unfolded else fields.size("v_head_dim")) or head_dim
     if kind is Kind.WINDOW:
         kv_heads = fields.size("swa_num_key_value_heads") or kv_heads
         head_dim, value_dim = fields.size("swa_head_dim") or head_dim, fields.size("swa_v_head_dim") or value_dim

@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import MultipleOf
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.cpu import PackedPages
+from kvpilot_kernels.hardware import BLOCK_STEPS
 from kvpilot_kernels.places import owners
 from kvpilot_kernels.ring import ring_slots
 from kvpilot_runtime.backends import images
@@ -183,7 +184,7 @@ class CpuBlocks:
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         """Blocks of any multiple of 16 tokens."""
-        return [MultipleOf(16)]
+        return [MultipleOf(BLOCK_STEPS["cpu"])]
 
 
 class CpuRingBackend(CpuBlocks, RingBackend):

@@ -21,6 +21,7 @@ from kvpilot_kernels import formats
 from kvpilot_kernels.gpu.codec import NARROW
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.gpu.prefill import prefill
+from kvpilot_kernels.hardware import BLOCK_STEPS
 from kvpilot_runtime.backends.cuda_steps import (
     ContextChunk,
     CudaBuilder,
@@ -213,7 +214,7 @@ class CudaBlocks:
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         """Blocks of any multiple of 64 tokens: a tile of the decode kernel lies in one page."""
-        return [MultipleOf(64)]
+        return [MultipleOf(BLOCK_STEPS["cuda"])]
 
 
 class CudaRingBackend(CudaBlocks, RingBackend):

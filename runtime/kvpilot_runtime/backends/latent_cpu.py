@@ -8,6 +8,7 @@ import torch
 from vllm.v1.attention.backend import AttentionImpl, MultipleOf
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
+from kvpilot_kernels.hardware import BLOCK_STEPS
 from kvpilot_kernels.latent.cpu import LatentPages
 from kvpilot_kernels.latent.formats import names, parse
 from kvpilot_runtime.backends.latent import LatentBackend, LatentImpl
@@ -22,7 +23,7 @@ class CpuLatentBackend(LatentBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         """Blocks of any multiple of 16 tokens; vLLM has 16, or what the user says where a CPU has AMX."""
-        return [MultipleOf(16)]
+        return [MultipleOf(BLOCK_STEPS["cpu"])]
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:

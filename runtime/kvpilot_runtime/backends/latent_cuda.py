@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionImpl, Attenti
 
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.gpu.latent_pages import GpuLatentPages, LatentPlan, LatentShape
+from kvpilot_kernels.hardware import BLOCK_STEPS
 from kvpilot_kernels.latent.factors import LatentFactors
 from kvpilot_kernels.latent.formats import ENTRY, RANK, LatentFormat, names, parse
 from kvpilot_runtime.backends.cuda_steps import decode_sizes, warm_up
@@ -38,7 +39,7 @@ class CudaLatentBackend(LatentBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         """Blocks of any multiple of 64 tokens: a tile of the decode kernel lies in one page."""
-        return [MultipleOf(64)]
+        return [MultipleOf(BLOCK_STEPS["cuda"])]
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:

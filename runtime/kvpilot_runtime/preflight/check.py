@@ -9,7 +9,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from kvpilot_kernels import dtypes, formats, models
+from kvpilot_kernels import dtypes, formats, hardware, models
 from kvpilot_kernels.dtypes import Dtype
 from kvpilot_kernels.latent import formats as latent
 from kvpilot_runtime.config import options
@@ -22,9 +22,6 @@ from kvpilot_runtime.transfer import disk_file
 
 CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
 """vLLM's own dtypes that its CPU backend really implements; it accepts the others and reads garbage."""
-
-OLDEST_GPU = (8, 0)
-"""Compute capability from which on our formats run: their kernels multiply in bfloat16 on tensor cores."""
 
 
 def check(request: Request) -> Findings:
@@ -45,6 +42,7 @@ def check(request: Request) -> Findings:
         _architecture(findings.config, request, left, findings)
     if left.gpus is None:
         _platform_dtype(fmt, platform, request, findings)
+        findings.warnings += memory.unknown(request, platform)
     if any(options.given(request.others, options.OFFLOAD)):
         _offload(request, platform)
     if request.disk_path is not None or request.disk_bytes is not None:
@@ -61,6 +59,7 @@ def check(request: Request) -> Findings:
     if isinstance(fmt, latent.LatentFormat):
         own_dtypes.check_latent(fmt, findings.config, request)
     elif fmt.ours and findings.config is not None:
+        own_dtypes.check_layers(fmt, request, findings)
         own_dtypes.check_own(fmt, findings.config, request, findings)
     elif fmt.ours and request.skip_layers is None:
         findings.skip_layers = (options.SLIDING,)  # of no effect on a model without such layers
@@ -115,6 +114,11 @@ def _architecture(
     if not config.architectures:
         raise PreflightError("ModelUnsupported", f"model {model!r}: config.json names no architecture; give its class: --hf-overrides={{\"architectures\": [\"CLASS\"]}}")  # fmt: skip  # noqa: E501
     _custom_code(config, request)
+    if config.auto != "auto" and request.dtype == "auto":
+        findings.warnings.append(
+            ("AutoIsQuantized", f"model {model!r}: kv-cache dtype 'auto' is {config.auto} here, for its "
+             "quantization_config says so; use bfloat16 for 16 bits")
+        )  # fmt: skip
     if config.doubt:
         findings.warnings.append(("ModelNotKnown", f"model {model!r}: {config.doubt}"))
     known = installed.known_architectures()
@@ -158,15 +162,24 @@ def _platform_dtype(fmt: Dtype, platform: machine.Platform, request: Request, fi
                  f"the answers are wrong; use one of {', '.join([*sorted(CPU_DTYPES), *formats.own_names()])}")
             )  # fmt: skip
         return
-    for gpu in machine.gpus()[: memory.here(request)]:
-        have = ".".join(map(str, gpu.capability))
-        instead = "'auto' or 'int8'" if gpu.capability >= OLDEST_GPU else "'auto'"
-        if fmt.name.startswith("fp8") and gpu.capability < (8, 9):
-            raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} needs compute capability 8.9, and {gpu.name} has {have}; use {instead}")  # fmt: skip  # noqa: E501
-        if fmt.ours and gpu.capability < OLDEST_GPU:
-            raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} needs compute capability {OLDEST_GPU[0]}.{OLDEST_GPU[1]}, and {gpu.name} has {have}; use 'auto'")  # fmt: skip  # noqa: E501
+    _capability(fmt, request, findings.config)
     if fmt.ours and request.model_dtype in ("float", "float32"):
         raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} on a GPU needs a model in 16 bits, and --dtype is {request.model_dtype!r}; use --dtype=bfloat16, or --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
+
+
+def _capability(fmt: Dtype, request: Request, config: models.Architecture | None) -> None:
+    """Refuse a dtype that a GPU here is known not to serve."""
+    head_dim, latent = (None, None) if config is None else (config.head_dim, bool(config.latent))
+    served = config.auto if config is not None and fmt.name == "auto" else fmt.name
+    said = repr(fmt.name) if served == fmt.name else f"'auto', which this checkpoint makes {served},"
+    for gpu in machine.gpus()[: memory.here(request)]:
+        if gpu.capability is None:
+            continue
+        if (fault := hardware.gpu_fault(served, gpu.capability, head_dim, latent)) is not None:
+            ours = gpu.capability >= hardware.OLDEST_GPU and not latent and not fmt.ours
+            wide = "'auto'" if served == fmt.name else "'float16'"
+            instead = f"{wide} or 'int8'" if ours else wide
+            raise PreflightError("DtypeUnsupported", f"kv-cache dtype {said} {fault}, and {gpu.name} has {hardware.shown(gpu.capability)}; use {instead}")  # fmt: skip  # noqa: E501
 
 
 def _offload(request: Request, platform: machine.Platform) -> None:

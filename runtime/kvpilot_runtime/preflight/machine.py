@@ -14,12 +14,18 @@ Platform = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: its name, memory in bytes, and compute capability such as (9, 0)."""
+    """One GPU: its name, memory in bytes, and compute capability such as (9, 0); None where the driver does not say."""
 
     name: str
-    total: int
-    used: int
-    capability: tuple[int, int]
+    total: int | None
+    used: int | None
+    capability: tuple[int, int] | None
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Figures that the driver does not say, as nvidia-smi calls them."""
+        figures = {"memory.total": self.total, "memory.used": self.used, "compute_cap": self.capability}
+        return tuple(name for name, value in figures.items() if value is None)
 
 
 def platform() -> Platform:
@@ -30,52 +36,84 @@ def platform() -> Platform:
         return "cuda"
 
 
-def available_memory() -> int:
-    """Bytes that this process may still take: the machine's MemAvailable, or less where a cgroup limits it."""
+def available_memory() -> int | None:
+    """Bytes that this process may still take: the machine's MemAvailable, or less where a cgroup limits it.
+
+    None where neither is told.
+    """
     free = [int(line.split()[1]) * 1024 for line in lines("/proc/meminfo") if line.startswith("MemAvailable:")]
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
-        most, now = lines(limit), lines(used)
-        if most and now and most[0].isdigit():
-            free.append(max(0, int(most[0]) - int(now[0])))
-    return min(free, default=0)
+        most, now = _figure("".join(lines(limit)[:1])), _figure("".join(lines(used)[:1]))
+        if most is not None:
+            free.append(max(0, most - (now or 0)))
+    return min(free, default=None)
 
 
-def shared_memory() -> int:
-    """Bytes that are free in /dev/shm; 0 where there is none."""
+def shared_memory() -> int | None:
+    """Bytes that are free in /dev/shm: 0 where there is none, None where it cannot be asked."""
     try:
         found = os.statvfs("/dev/shm")  # noqa: S108
-    except OSError:
+    except FileNotFoundError:
         return 0
+    except OSError:
+        return None
     return found.f_bavail * found.f_frsize
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that the NVIDIA driver shows, in its order; empty without a driver."""
+    """The GPUs that the NVIDIA driver shows, in its order; empty where it shows none or cannot be asked."""
     fields = "name,memory.total,memory.used,compute_cap"
     try:
         out = subprocess.run(
             ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=20, check=True,
+            capture_output=True, text=True, timeout=20, check=False,
         ).stdout  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, ValueError, subprocess.SubprocessError):
         return []
     return parse_gpus(out)
 
 
+def may_have_gpus() -> bool:
+    """Return True if an NVIDIA driver is here, whether or not nvidia-smi can list its GPUs.
+
+    A container without the driver's `utility` capability has GPUs and no nvidia-smi.
+    """
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg"))
+
+
 def parse_gpus(listing: str) -> list[Gpu]:
-    """GPUs from nvidia-smi's csv lines `name, MiB, MiB, capability`; lines that say [N/A] are left out."""
+    """GPUs from nvidia-smi's csv lines `name, MiB, MiB, capability`.
+
+    A figure that is not a number, such as [N/A] or [Insufficient Permissions], is not known.
+    """
     found = []
     for line in listing.splitlines():
-        try:
-            name, total, used, capability = (part.strip() for part in line.rsplit(",", 3))
-            major, _, minor = capability.partition(".")
-            found.append(Gpu(name, int(total) * 2**20, int(used) * 2**20, (int(major), int(minor or 0))))
-        except ValueError:
-            continue
+        parts = [part.strip() for part in line.rsplit(",", 3)]
+        if len(parts) == 4:  # all else is a message of nvidia-smi
+            name, total, used, capability = parts
+            found.append(_gpu(name, _figure(total), _figure(used), capability))
     return found
+
+
+def _gpu(name: str, total: int | None, used: int | None, capability: str) -> Gpu:
+    major, minor = (_figure(part) for part in (capability.partition(".")[0], capability.partition(".")[2] or "0"))
+    total = total or None  # no GPU has a memory of 0
+    if used is not None and total is not None and used > total:
+        used = None
+    return Gpu(
+        name if name and not name.startswith("[") else "GPU of a name that is not told",
+        None if total is None else total * 2**20,
+        None if used is None else used * 2**20,
+        None if major is None or minor is None else (major, minor),
+    )
+
+
+def _figure(text: str) -> int | None:
+    """A number in decimal digits, and None for any other text."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
 
 
 def lines(path: str) -> list[str]:

@@ -47,6 +47,8 @@ def check(
 ) -> None:  # fmt: skip
     """Compare what is needed with what there is; `weights` in bytes, of the whole model.
 
+    A figure of the machine that is not known refuses nothing.
+
     Raises:
         PreflightError: DoesNotFit.
     """
@@ -71,35 +73,62 @@ def check(
             f"token{window}) and the KV cache has {_mib(request.kv_bytes)}; set maxModelLen to at most {most}, or give "
             "the cache more",
         )
+    kv = wanted if request.kv_bytes is None else request.kv_bytes
     if platform == "cpu":
-        have = machine.available_memory()
-        kv = wanted if request.kv_bytes is None else request.kv_bytes
-        extra = CPU_OVERHEAD + offloaded(request)
+        have, extra, what = machine.available_memory(), CPU_OVERHEAD + offloaded(request), "memory available here"
         weights //= nodes(request)
-        need, what = weights + kv + extra, "memory available here"
     else:
-        gpus, wide, seen = machine.gpus(), ranks(request), here(request)
-        if not gpus:
-            raise PreflightError("DoesNotFit", "no GPU is visible and the installed vLLM is made for GPUs; request nvidia.com/gpu, or use the CPU image")  # fmt: skip  # noqa: E501
-        if len(gpus) < seen:
-            stages_too = f" times --pipeline-parallel-size {stages(request)}" if stages(request) > 1 else ""
-            shared = f", {seen} on each of {nodes(request)} nodes," if nodes(request) > 1 else ""
-            raise PreflightError("DoesNotFit", f"--tensor-parallel-size {request.tensor_parallel}{stages_too} needs as many GPUs{shared} and {len(gpus)} are visible; request more, or lower it")  # fmt: skip  # noqa: E501
-        # vLLM takes its fraction of a whole GPU, but cannot take what others hold.
-        have = min(min(int(g.total * request.memory_fraction), g.total - g.used) for g in gpus[:seen])
-        kv = wanted if request.kv_bytes is None else request.kv_bytes
-        # Experts are spread over data-parallel engines too: no GPU has less than this, and some have more.
-        weights //= wide * options.count(request.others, "--data-parallel-size", "-dp")
-        extra = GPU_OVERHEAD + step_buffers.size(fmt, config, request, min(g.total for g in gpus[:seen]))
-        need = weights + kv + extra
+        have, total = _of_gpus(request) or (None, 0)
+        extra = GPU_OVERHEAD + step_buffers.size(fmt, config, request, total)
         what = f"{request.memory_fraction:.0%} of each GPU's memory, less what others use"
-    if need > have:
+        # Experts are spread over data-parallel engines too: no GPU has less than this, and some have more.
+        weights //= ranks(request) * options.count(request.others, "--data-parallel-size", "-dp")
+    need = weights + kv + extra
+    if have is not None and need > have:
         raise PreflightError(
             "DoesNotFit",
             f"weights {_mib(weights)} + KV cache {_mib(kv)} + engine {_mib(extra)} = "
             f"{_mib(need)} do not fit in {_mib(have)} ({what}); use a smaller model, a shorter maxModelLen, a smaller "
             "KV-cache dtype, or more memory",
         )
+
+
+def _of_gpus(request: Request) -> tuple[int, int] | None:
+    """Return the bytes that vLLM may take of the GPU that has the least, and all of its bytes; None if unknown.
+
+    Raises:
+        PreflightError: DoesNotFit, there are too few GPUs.
+    """
+    gpus, seen = machine.gpus(), here(request)
+    if not gpus:
+        if machine.may_have_gpus():
+            return None
+        raise PreflightError("DoesNotFit", "no GPU is visible and the installed vLLM is made for GPUs; request nvidia.com/gpu, or use the CPU image")  # fmt: skip  # noqa: E501
+    if len(gpus) < seen:
+        stages_too = f" times --pipeline-parallel-size {stages(request)}" if stages(request) > 1 else ""
+        shared = f", {seen} on each of {nodes(request)} nodes," if nodes(request) > 1 else ""
+        raise PreflightError("DoesNotFit", f"--tensor-parallel-size {request.tensor_parallel}{stages_too} needs as many GPUs{shared} and {len(gpus)} are visible; request more, or lower it")  # fmt: skip  # noqa: E501
+    # vLLM takes its fraction of a whole GPU, but cannot take what others hold.
+    known = ((gpu.total, gpu.used or 0) for gpu in gpus[:seen] if gpu.total is not None)
+    return min(
+        ((min(int(total * request.memory_fraction), total - used), total) for total, used in known), default=None
+    )
+
+
+def unknown(request: Request, platform: machine.Platform) -> list[tuple[str, str]]:
+    """Warnings about figures of this machine that are not told, and are left to vLLM."""
+    if platform == "cpu":
+        asked = {"MemAvailable in /proc/meminfo": machine.available_memory()}
+        return [_left(name) for name, value in asked.items() if value is None]
+    gpus = machine.gpus()
+    if not gpus and machine.may_have_gpus():
+        return [_left("what nvidia-smi says of the GPUs of the driver that is here")]
+    listed = enumerate(gpus[: here(request)])
+    return [_left(f"{', '.join(gpu.unknown)} of GPU {i} ({gpu.name})") for i, gpu in listed if gpu.unknown]
+
+
+def _left(what: str) -> tuple[str, str]:
+    return "MachineNotKnown", f"{what} cannot be read here: vLLM finds out if it is enough"
 
 
 def offloaded(request: Request) -> int:
@@ -122,14 +151,15 @@ def check_offload(request: Request, platform: machine.Platform) -> None:
         PreflightError: BadArguments, DoesNotFit.
     """
     wanted, have = offloaded(request), machine.available_memory()
-    if wanted > have:
+    if have is not None and wanted > have:
         raise PreflightError(
             "DoesNotFit",
             f"{options.OFFLOAD}: offloaded pages are to take {_mib(wanted)} of host memory and {_mib(have)} are "
             "available; offload less, or give the container more memory",
         )
     # On a GPU the pages lie in a file there, so that all ranks and the GPU's copies find them; above a disk always.
-    if (platform != "cpu" or request.disk_path is not None) and wanted > (have := machine.shared_memory()):
+    have = machine.shared_memory() if platform != "cpu" or request.disk_path is not None else None
+    if have is not None and wanted > have:
         raise PreflightError(
             "DoesNotFit",
             f"{options.OFFLOAD}: offloaded pages are to take {_mib(wanted)} of /dev/shm and {_mib(have)} are free "

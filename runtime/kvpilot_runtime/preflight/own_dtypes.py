@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvpilot_kernels import formats, models
+from kvpilot_kernels import formats, hardware, models
 from kvpilot_kernels.arguments import read, rules
 from kvpilot_kernels.dtypes import Dtype
 from kvpilot_kernels.latent import formats as latent
 from kvpilot_runtime.config import carriers, options
 from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import PreflightError
-from kvpilot_runtime.preflight import installed, machine
+from kvpilot_runtime.preflight import installed, machine, vllm_layers
 from kvpilot_runtime.preflight.request import CALIBRATION_OFF, Findings, Request, model_folder
 
 _POOLING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "ForRewardModeling", "EmbeddingModel",
@@ -26,6 +26,7 @@ def check_options(fmt: Dtype, request: Request) -> None:
     if (found := options.refused(every, os.environ, machine.platform())) is not None:
         option, what = found
         raise PreflightError("BadArguments", f"{option}: {what} does not work with kv-cache dtype {fmt.name!r}; leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
+    _check_blocks(fmt, request, machine.platform())
     carrier = carriers.SERVED.get(str(options.transfer(request.others).get("kv_connector")))
     if carrier is not None and (lacks := installed.lacks(carrier)):
         raise PreflightError("BadArguments", f"{options.TRANSFER}: {carrier.name} with kv-cache dtype {fmt.name!r} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
@@ -36,6 +37,15 @@ def check_options(fmt: Dtype, request: Request) -> None:
         raise PreflightError("BadArguments", f"--calibration off: without calibration kv-cache dtype {fmt.name!r} is not accurate; leave the option out, so that the engine calibrates itself, or give a file of `kvpilot calibrate`")  # fmt: skip  # noqa: E501
     if named and not Path(request.calibration or "").is_file():
         raise PreflightError("BadArguments", f"--calibration {request.calibration!r}: there is no such file; check that its volume is mounted, or leave the option out: the engine then calibrates itself")  # fmt: skip  # noqa: E501
+
+
+def _check_blocks(fmt: Dtype, request: Request, platform: machine.Platform) -> None:
+    step = hardware.BLOCK_STEPS[platform]
+    for option, value in options.given(request.others, "--block-size"):
+        if value is None or not value.isdecimal() or (int(value) and int(value) % step == 0):
+            continue
+        nearest = max(1, round(int(value) / step)) * step
+        raise PreflightError("BadArguments", f"{option} {value}: kv-cache dtype {fmt.name!r} on {'a CPU' if platform == 'cpu' else 'a GPU'} takes multiples of {step} tokens; use {option}={nearest}, or leave it out")  # fmt: skip  # noqa: E501
 
 
 def check_window(fmt: Dtype, request: Request, findings: Findings) -> None:
@@ -50,6 +60,23 @@ def check_window(fmt: Dtype, request: Request, findings: Findings) -> None:
         )  # fmt: skip
     elif length is not None and request.recent > length:
         raise PreflightError("BadArguments", f"--recent-tokens {request.recent} is more than the context of {length} tokens; use a smaller window ({', '.join(map(str, formats.RECENT_CHOICES))}), or a longer --max-model-len")  # fmt: skip  # noqa: E501
+
+
+def check_layers(fmt: Dtype, request: Request, findings: Findings) -> None:
+    """Have vLLM say which layers a model has whose type is not known here."""
+    config = findings.config
+    if config is None or not config.doubt or not installed.known_architectures():
+        return
+    found, why = vllm_layers.ask(request)
+    if found is not None:
+        findings.config = vllm_layers.as_built(config, found)
+        return
+    findings.warnings.append(
+        ("ModelNotBuilt", f"vLLM could not be asked for the layers of {request.model!r} ({why}): kv-cache dtype "
+         f"{fmt.name!r} goes by its config.json, and layers with a sliding window stay in 16 bits")
+    )  # fmt: skip
+    if request.skip_layers is None:
+        findings.skip_layers = (options.SLIDING,)  # of no effect on a model without such layers
 
 
 def check_own(fmt: Dtype, config: models.Architecture, request: Request, findings: Findings) -> None:

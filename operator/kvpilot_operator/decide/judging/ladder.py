@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from kvpilot_kernels import dtypes, formats
+from kvpilot_kernels import dtypes, formats, hardware
 from kvpilot_kernels.arguments import read, rules
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.judging.capacity import gain, kept_layers
@@ -53,9 +53,8 @@ def _unfit_option(dtype: str, spec: Spec) -> str | None:
 
 def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None) -> Cause | None:
     """Why this dtype cannot, or should not, serve this model on this hardware; None where nothing speaks against it."""
-    hardware = hardware_fault(dtype, node)
-    if hardware is not None:
-        return Cause("HardwareUnsupported", hardware)
+    if (fault := hardware_fault(dtype, node, model)) is not None:
+        return Cause("HardwareUnsupported", fault)
     stored = dtypes.parse(dtype)
     if stored.calibrated_only and uncalibrated(spec):
         return Cause(
@@ -69,6 +68,8 @@ def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None
         return Cause("OptionUnsupported", unfit)
     if model is None or stored.bits_per_element() >= 16:
         return None
+    if model.mla and (unserved := hardware.latent_fault(dtype)) is not None:
+        return Cause("ModelUnsupported", f"{dtype} {unserved}")
     if stored.ours and stored.latent != model.mla:
         others = " or ".join(dtypes.own_names(latent=True))
         instead = f"which has dtypes of its own ({others})" if model.mla else "which is all that it is for"
@@ -98,8 +99,8 @@ def slow_fp8(dtype: str, model: ModelFacts | None) -> str | None:
     return f"{dtype} attention is slower than 16 bits at head_dim {model.head_dim}: our formats come first"
 
 
-def hardware_fault(dtype: str, node: NodeFacts) -> str | None:
-    """Why this hardware rules the dtype out, or None."""
+def hardware_fault(dtype: str, node: NodeFacts, model: ModelFacts | None = None) -> str | None:
+    """Return why this hardware cannot serve the dtype, or None; `model` is None where it is not known."""
     if node.gpu == "cpu":
         if dtype.startswith(_NOT_ON_CPU):
             return f"{dtype}: vLLM's CPU backend accepts it but does not compute it, answers are garbage"
@@ -109,13 +110,9 @@ def hardware_fault(dtype: str, node: NodeFacts) -> str | None:
         return f"{dtype} needs an NVIDIA GPU; the node has {node.gpu}" if dtypes.parse(dtype).ours else None
     if node.compute_capability is None:
         return None
-    has = f"{node.gpu} has {'.'.join(map(str, node.compute_capability))}"
-    if dtypes.parse(dtype).ours and node.compute_capability < (8, 0):
-        return f"{dtype} needs compute capability 8.0 or newer; {has}"
-    # FP8 arithmetic came with Ada and Hopper.
-    if dtype.startswith("fp8") and node.compute_capability < (8, 9):
-        return f"{dtype} needs compute capability 8.9 or newer; {has}"
-    return None
+    head_dim, latent = (None, None) if model is None else (model.head_dim, model.mla)
+    fault = hardware.gpu_fault(dtype, node.compute_capability, head_dim, latent)
+    return None if fault is None else f"{dtype} {fault}; {node.gpu} has {hardware.shown(node.compute_capability)}"
 
 
 # Denials for these reasons say that answers are wrong: a dtype that serves all the same is left.

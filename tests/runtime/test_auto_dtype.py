@@ -1,0 +1,93 @@
+"""`auto` held against the pinned vLLM: the dtype that a checkpoint makes of it, and the size of the cache."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpilot_kernels.models import auto_dtype, read
+from kvpilot_runtime.errors import PreflightError
+from kvpilot_runtime.preflight import machine
+from kvpilot_runtime.preflight.check import check
+from kvpilot_runtime.preflight.request import Request
+from support.own_process import ask
+
+CORPUS = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())["models"]
+STATIC = {"dynamic": False, "num_bits": 8, "type": "float"}
+SCHEMES: list[Any] = [None, {}, "FP8", "fp8", "NVFP4", "nvfp4", "INT8", STATIC, {**STATIC, "dynamic": True},
+                      {**STATIC, "dynamic": None}, {**STATIC, "type": "int"}, {"num_bits": 4, "type": "float"},
+                      {"num_bits": 4, "type": "int"}, {"num_bits": 2, "type": "float"}]  # fmt: skip
+METHODS = ["modelopt", "modelopt_fp4", "modelopt_mixed", "ModelOpt", "fp8", "compressed-tensors", "awq"]
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 2, "vocab_size": 128,
+    "max_position_embeddings": 4096, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def written() -> list[dict[str, Any]]:
+    """Objects in every form that checkpoints have them, and in some that they should not have."""
+    found: list[dict[str, Any]] = []
+    for method, scheme, algorithm in itertools.product(METHODS, SCHEMES, SCHEMES):
+        if not (method in ("fp8", "awq") or isinstance(scheme, str)):
+            found.append({"quant_method": method, "kv_cache_scheme": scheme, "kv_cache_quant_algo": algorithm})
+    for algorithm, cache, producer in itertools.product(
+        ("FP8", "fp8_pb_wo", "NVFP4", None), SCHEMES, ("modelopt", "other")
+    ):
+        inner = {"quant_algo": algorithm, "kv_cache_quant_algo": cache}
+        found.append({"producer": {"name": producer}, "quantization": inner})
+        found.append({"quantization": {**inner, "modelopt_quant_config": {}}})
+    return found
+
+
+def test_auto_is_what_vllm_resolves_it_to() -> None:
+    published = [entry["config"].get("quantization_config") for entry in CORPUS]
+    schemes = [scheme for scheme in (*published, *written()) if scheme is None or isinstance(scheme, dict)]
+    theirs = ask("support.vllm_auto", schemes)
+    wrong = [
+        (scheme, found, auto_dtype({"quantization_config": scheme}))
+        for scheme, found in zip(schemes, theirs, strict=True)
+        # A scheme of compressed-tensors takes effect in the layers: the next test.
+        if found is not None and "compressed" not in str((scheme or {}).get("quant_method"))
+        and found != auto_dtype({"quantization_config": scheme})
+    ]  # fmt: skip
+    assert wrong == []
+    assert {"auto", "fp8_e4m3", "nvfp4"} <= set(theirs)
+
+
+def test_a_scheme_of_compressed_tensors_makes_auto_fp8_in_vllms_layers() -> None:
+    kept = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
+    scheme = {**kept, "kv_cache_scheme": {**STATIC, "strategy": "tensor", "symmetric": True}}
+    asked = {
+        "kept": {**LLAMA, "quantization_config": kept}, "quantized": {**LLAMA, "quantization_config": scheme},
+    }  # fmt: skip
+    found = ask("support.vllm_specs", {name: [config, {}] for name, config in asked.items()})
+    for name, config in asked.items():
+        facts = read(config)
+        assert found[name]["dtype"] == facts.auto, found[name]
+        assert sum(group[-2] * group[-1] for group in found[name]["groups"]) == facts.token_bytes("auto")
+    assert read(asked["quantized"]).token_bytes("auto") * 2 == read(asked["kept"]).token_bytes("auto")
+
+
+def test_preflight_counts_auto_as_the_checkpoint_has_it_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "platform", lambda: "cuda")
+    monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("NVIDIA H200", 141 * 2**30, 0, (9, 0))])
+    scheme = {"quant_method": "modelopt", "kv_cache_scheme": STATIC}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "quantization_config": scheme}))
+    (tmp_path / "model.bin").write_bytes(b"0")
+    exact = 4096 * 2 * 2 * 2 * 64
+    ((reason, message),) = check(Request(str(tmp_path), "auto", kv_bytes=exact)).warnings
+    assert reason == "AutoIsQuantized"
+    assert all(word in message for word in ("fp8_e4m3", "quantization_config", "bfloat16"))
+    assert check(Request(str(tmp_path), "bfloat16", kv_bytes=2 * exact)).warnings == []
+    with pytest.raises(PreflightError, match=r"\(512 bytes a token"):
+        check(Request(str(tmp_path), "auto", kv_bytes=exact - 1))
+    monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("Tesla T4", 16 * 2**30, 0, (7, 5))])
+    with pytest.raises(PreflightError, match=r"'auto', which this checkpoint makes fp8_e4m3, .*use 'float16'"):
+        check(Request(str(tmp_path), "auto"))

@@ -1,0 +1,121 @@
+"""Preflight on machines that do not tell all of their figures: an unknown figure is left to vLLM, with a warning."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_demo.models import tiny_llama
+from kvpilot_runtime import serve
+from kvpilot_runtime.errors import PreflightError
+from kvpilot_runtime.preflight import machine
+from kvpilot_runtime.preflight.check import check
+from kvpilot_runtime.preflight.request import Request
+
+UNKNOWN = ["[Insufficient Permissions]", "[N/A]", "N/A", "[Not Supported]", "[Unknown Error]", "[GPU is lost]", ""]
+"""Words of nvidia-smi in the place of a figure."""
+
+FIGURES = {"memory.total": "81559", "memory.used": "4", "compute_cap": "9.0"}
+MIB = 2**20
+
+
+@pytest.fixture
+def smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A driver whose nvidia-smi prints these lines, and vLLM's build for GPUs."""
+    monkeypatch.setattr(machine, "platform", lambda: "cuda")
+
+    def prints(*lines: str, code: int = 0) -> None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(lines) + f"\nEND\nexit {code}\n")
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    return prints
+
+
+def warned(request: Request) -> list[str]:
+    return [message for reason, message in check(request).warnings if reason == "MachineNotKnown"]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8", "k4v4"])
+@pytest.mark.parametrize("word", UNKNOWN)
+def test_a_mig_slice_whose_figures_are_not_told_is_served_with_a_warning(smi: Any, dtype: str, word: str) -> None:
+    smi(f"NVIDIA A100-SXM4-40GB, {word}, {word}, 8.0")
+    (message,) = warned(Request(str(tiny_llama()), dtype))
+    assert all(part in message for part in ("memory.total", "memory.used", "GPU 0", "NVIDIA A100-SXM4-40GB"))
+
+
+def test_kvpilot_serve_becomes_vllm_on_a_mig_slice_that_may_not_be_asked(
+    smi: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi("NVIDIA H100 80GB HBM3, [Insufficient Permissions], [Insufficient Permissions], 9.0")
+    started: list[Any] = []
+    monkeypatch.setattr(serve.os, "execve", lambda *arguments: started.append(arguments))
+    serve.main([f"--model={tiny_llama()}", "--kv-cache-dtype=auto"])
+    assert started
+
+
+lines = st.fixed_dictionaries({name: st.sampled_from([value, *UNKNOWN]) for name, value in FIGURES.items()})
+
+
+@given(st.lists(lines, min_size=1, max_size=4), st.sampled_from(["NVIDIA H100, 80GB", "NVIDIA L4", *UNKNOWN]))
+def test_any_figure_of_any_gpu_may_be_unknown_and_no_gpu_is_lost_by_it(listed: list[dict[str, str]], name: str) -> None:
+    found = machine.parse_gpus(
+        "\n".join(", ".join([name, *(fields[figure] for figure in FIGURES)]) for fields in listed)
+    )
+    assert len(found) == len(listed)
+    for gpu, fields in zip(found, listed, strict=True):
+        assert set(gpu.unknown) == {field for field, value in fields.items() if value in UNKNOWN}
+        assert gpu.total in (None, 81559 * MIB)
+        assert gpu.used in (None, 4 * MIB)
+        assert gpu.name
+
+
+@given(st.text(max_size=80))
+def test_any_listing_is_read_without_an_error(text: str) -> None:
+    for gpu in machine.parse_gpus(text):
+        assert gpu.total is None or gpu.total > 0
+        assert gpu.used is None or gpu.used >= 0
+
+
+def test_what_is_known_of_one_gpu_still_refuses_beside_one_that_does_not_tell(smi: Any) -> None:
+    smi("NVIDIA H100, [N/A], [N/A], [N/A]", "NVIDIA H100, 1024, 0, 9.0")
+    with pytest.raises(PreflightError) as caught:
+        check(Request(str(tiny_llama()), "auto", tensor_parallel=2))
+    assert caught.value.reason == "DoesNotFit"
+    smi("NVIDIA H100, [N/A], [N/A], [N/A]", "Tesla T4, [N/A], [N/A], 7.5")
+    with pytest.raises(PreflightError, match=r"needs compute capability 8\.0"):
+        check(Request(str(tiny_llama()), "k4v4", tensor_parallel=2))
+
+
+def test_memory_in_use_that_is_not_told_counts_as_none(smi: Any) -> None:
+    smi("NVIDIA L4, 1024, [N/A], 8.9")
+    with pytest.raises(PreflightError, match="do not fit in"):
+        check(Request(str(tiny_llama()), "auto"))
+
+
+@pytest.mark.parametrize("said", ["", 'Field "compute_cap" is not a valid field to query.'])
+def test_a_driver_whose_gpus_cannot_be_listed_is_left_to_vllm(
+    smi: Any, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    smi(said, code=2)
+    monkeypatch.setattr(machine, "may_have_gpus", lambda: True)
+    (message,) = warned(Request(str(tiny_llama()), "k4v4"))
+    assert "nvidia-smi" in message
+    monkeypatch.setattr(machine, "may_have_gpus", lambda: False)
+    with pytest.raises(PreflightError, match="no GPU is visible"):
+        check(Request(str(tiny_llama()), "k4v4"))
+
+
+def test_memory_of_a_machine_that_does_not_tell_it_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "lines", lambda _: [])
+    (message,) = warned(Request(str(tiny_llama()), "auto"))
+    assert "MemAvailable" in message
+    monkeypatch.setattr(machine, "lines", lambda path: ["2048"] if path.endswith("memory.max") else [])
+    with pytest.raises(PreflightError, match="do not fit in 0 MiB"):
+        check(Request(str(tiny_llama()), "auto"))
