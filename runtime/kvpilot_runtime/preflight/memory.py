@@ -78,8 +78,8 @@ def check(
         have, extra, what = machine.available_memory(), CPU_OVERHEAD + offloaded(request), "memory available here"
         weights //= nodes(request)
     else:
-        have, total = _of_gpus(request) or (None, 0)
-        extra = GPU_OVERHEAD + step_buffers.size(fmt, config, request, total)
+        have, smallest = _of_gpus(request)
+        extra = GPU_OVERHEAD + (0 if smallest is None else step_buffers.size(fmt, config, request, smallest))
         what = f"{request.memory_fraction:.0%} of each GPU's memory, less what others use"
         # Experts are spread over data-parallel engines too: no GPU has less than this, and some have more.
         weights //= ranks(request) * options.count(request.others, "--data-parallel-size", "-dp")
@@ -93,8 +93,8 @@ def check(
         )
 
 
-def _of_gpus(request: Request) -> tuple[int, int] | None:
-    """Return the bytes that vLLM may take of the GPU that has the least, and all of its bytes; None if unknown.
+def _of_gpus(request: Request) -> tuple[int | None, int | None]:
+    """Bytes that vLLM may take of the GPU that has the least, and the smallest memory; None where none is known.
 
     Raises:
         PreflightError: DoesNotFit, there are too few GPUs.
@@ -102,17 +102,16 @@ def _of_gpus(request: Request) -> tuple[int, int] | None:
     gpus, seen = machine.gpus(), here(request)
     if not gpus:
         if machine.may_have_gpus():
-            return None
+            return None, None
         raise PreflightError("DoesNotFit", "no GPU is visible and the installed vLLM is made for GPUs; request nvidia.com/gpu, or use the CPU image")  # fmt: skip  # noqa: E501
     if len(gpus) < seen:
         stages_too = f" times --pipeline-parallel-size {stages(request)}" if stages(request) > 1 else ""
         shared = f", {seen} on each of {nodes(request)} nodes," if nodes(request) > 1 else ""
         raise PreflightError("DoesNotFit", f"--tensor-parallel-size {request.tensor_parallel}{stages_too} needs as many GPUs{shared} and {len(gpus)} are visible; request more, or lower it")  # fmt: skip  # noqa: E501
     # vLLM takes its fraction of a whole GPU, but cannot take what others hold.
-    known = ((gpu.total, gpu.used or 0) for gpu in gpus[:seen] if gpu.total is not None)
-    return min(
-        ((min(int(total * request.memory_fraction), total - used), total) for total, used in known), default=None
-    )
+    known = [(gpu.total, gpu.used or 0) for gpu in gpus[:seen] if gpu.total is not None]
+    taken = (min(int(total * request.memory_fraction), total - used) for total, used in known)
+    return min(taken, default=None), min((total for total, _ in known), default=None)
 
 
 def unknown(request: Request, platform: machine.Platform) -> list[tuple[str, str]]:
