@@ -27,7 +27,7 @@ from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
-from kvpilot_kernels.places import stored_slots
+from kvpilot_kernels.places import joined_slots
 from kvpilot_kernels.ring import ring_slots
 
 LIMIT, READ_LIMIT = 2e-3, 6e-3
@@ -193,12 +193,16 @@ def check(case: Case) -> dict[str, Any]:
         cpu.store(keys[i], values[i], where(i, 0, n)[0].cpu(), ordinals=torch.arange(1, n + 1))
     begins = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
     read = torch.full((2, int(begins[-1]), KV_HEADS, dim), torch.nan, dtype=torch.bfloat16, device=device)
-    places = stored_slots(on_gpu, begins.to(device), torch.zeros_like(lens), int(begins[-1]), BLOCK)
-    pages.gather(*places, read[0], read[1])
+    # The step's own tokens are taken as they are, all before them is read back.
+    starts = torch.tensor([0, *torch.tensor(news).cumsum(0)], dtype=torch.int32, device=device)
+    places = joined_slots(on_gpu, begins.to(device), starts, int(begins[-1]), BLOCK)
+    pages.gather(*places, read[0], read[1], key, value)
     back = PackedPages(stored, fmt, dim, factors)
     off_read = 0.0
-    for i, n in enumerate(LENGTHS):
-        for mine, his in zip(read[:, begins[i] : begins[i] + n].cpu(), back.read(table[i], n), strict=True):
+    for i, (n, new) in enumerate(zip(LENGTHS, news, strict=True)):
+        given = zip(back.read(table[i], n), (keys[i], values[i]), strict=True)
+        wanted_rows = [torch.cat([his[: n - new], x[n - new :]]) for his, x in given]
+        for mine, his in zip(read[:, begins[i] : begins[i] + n].cpu(), wanted_rows, strict=True):
             off_read = max(off_read, float(((mine - his).norm(dim=-1) / his.norm(dim=-1)).nan_to_num(9.0).max()))
     used = blocks[: sum(per)].long()
     unlike = 0

@@ -94,6 +94,13 @@ def ring(ring: torch.Tensor | None, cache: torch.Tensor, recent: int) -> None:
         raise BadInputError("ring", f"is {tuple(ring.shape)}", f"its pages are the layer's: {tuple(cache.shape)}")
 
 
+def inner_strides(head_dim: int, **named: torch.Tensor) -> None:
+    """Refuse tensors [tokens, heads, head_dim] whose heads and elements are not contiguous."""
+    for name, x in named.items():
+        if x.stride()[1:] != (head_dim, 1):
+            raise BadInputError(name, f"has strides {x.stride()}", "make heads and elements contiguous")
+
+
 def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, recent: int) -> None:
     """Places in the ring: one int64 for each of `slot_mapping` where there is a window, None where there is none.
 

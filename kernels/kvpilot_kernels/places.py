@@ -42,5 +42,27 @@ def stored_slots(
         Slots, int64 [tokens], block * block_size + place; and ordinals, int32 [tokens], places in a sequence from 1 on.
     """
     owner, ordinals = owners(rows, begins + rows.diff(), tokens)
+    return _slots(block_table, owner, ordinals, block_size), ordinals
+
+
+def joined_slots(
+    block_table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, tokens: int, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tell where all tokens of each sequence are: its context in pages, and its fresh tokens in rows of the step.
+
+    Args:
+        block_table: int32 [sequences, blocks]. rows: int32 [sequences + 1], where each sequence's tokens start in the
+            results; the last is `tokens`. starts: int32 [sequences + 1], its first rows among the fresh tokens.
+
+    Returns:
+        Slots, int64 [tokens], as `stored_slots` gives them, or -1 - row for a fresh token; and ordinals.
+    """
+    owner, ordinals = owners(rows, rows.diff(), tokens)
+    row = torch.arange(tokens, device=rows.device) - (rows - starts)[1:][owner]  # a sequence ends with its fresh tokens
+    slots = _slots(block_table, owner, ordinals, block_size)
+    return torch.where(row >= starts[owner], -1 - row, slots), ordinals
+
+
+def _slots(block_table: torch.Tensor, owner: torch.Tensor, ordinals: torch.Tensor, block_size: int) -> torch.Tensor:
     place = ordinals - 1
-    return block_table[owner, place // block_size].long() * block_size + place % block_size, ordinals
+    return block_table[owner, place // block_size].long() * block_size + place % block_size

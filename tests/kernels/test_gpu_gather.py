@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvpilot_kernels import formats
 from kvpilot_kernels.check import BadInputError
-from kvpilot_kernels.places import stored_slots
+from kvpilot_kernels.places import joined_slots, stored_slots
 from support.gpu_batch import DIMS, Batch
 
 
@@ -36,6 +36,26 @@ def test_a_chunk_of_every_context_equals_what_the_cpu_reads(
                 assert torch.allclose(mine, part, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=2e-5)
     assert (key[rows[-1] :] == 7).all()
     assert (value[rows[-1] :] == 7).all()
+
+
+@settings(max_examples=15)
+@given(
+    st.sampled_from(formats.own_names()), st.sampled_from([64, 96]), st.sampled_from([16, 64]),
+    st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=3), st.integers(0, 2**31),
+)  # fmt: skip
+def test_fresh_tokens_follow_the_context_of_their_sequence_as_they_are(
+    name: str, dim: int, block_size: int, sequences: list[tuple[int, int]], seed: int
+) -> None:
+    lengths, new = [sum(one) for one in sequences], [fresh for _, fresh in sequences]
+    batch = Batch(name, dim, lengths, seed, block_size=block_size)
+    rows, starts = (torch.tensor([0, *torch.tensor(n).cumsum(0).tolist()], dtype=torch.int32) for n in (lengths, new))
+    wide = torch.randn(2, sum(new), 3, dim, generator=batch.rng)  # fresh tokens lie in rows of their own stride
+    fresh, read = wide[:, :, :2], torch.full((2, sum(lengths), 2, dim), 7.0)
+    batch.pages.gather(*joined_slots(batch.table, rows, starts, sum(lengths), block_size), *read, *fresh)
+    for i, (context, count) in enumerate(sequences):
+        assert read[:, rows[i + 1] - count : rows[i + 1]].equal(fresh[:, starts[i] : starts[i + 1]])
+        for mine, whole in zip(read, batch.cpu.read(batch.table[i], lengths[i]), strict=True):
+            assert torch.allclose(mine[rows[i] : rows[i] + context], whole[:context].float(), rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(

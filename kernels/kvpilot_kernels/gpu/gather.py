@@ -1,7 +1,7 @@
-"""Gather: read tokens back from their pages into 16 bits, in the model's own elements.
+"""Gather: lay tokens side by side in 16 bits, in the model's own elements: read back from pages, or fresh ones.
 
-Prefill attends to its context through a workspace of fixed size: a chunk of the context is gathered, FlashAttention
-runs over it, and the next chunk takes its place. The context never exists in 16 bits as a whole.
+Prefill attends through a workspace of fixed size. Where contexts and the step's own tokens fit into it together, one
+launch lays them out and one call of FlashAttention runs over them. Longer contexts come chunk by chunk.
 """
 
 import triton
@@ -33,30 +33,43 @@ def read_side(page_ptr, place, live, signs_ptr, head, mean_ptr, scale_ptr, SIDE:
 @triton.jit(do_not_specialize=["tokens"])
 def gather_kernel(
     cache_ptr, slots_ptr, ordinals_ptr, key_out_ptr, value_out_ptr, key_signs_ptr, value_signs_ptr, key_first_ptr,
-    key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr, tokens, page_stride, head_stride,
+    key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr, key_ptr, value_ptr, tokens, page_stride, head_stride,
+    key_stride, value_stride,
     KV_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
     WIDE: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(tokens, TOKENS), KV_HEADS): the tokens in `slots`, one after the other.
 
-    slots: int64 [tokens]; ordinals: int32 [tokens]; as `places.stored_slots` gives them. Outputs: 16 bits
-    [tokens, KV_HEADS, HEAD]. The rest as in `store`.
+    slots: int64 [tokens]; a negative one, -1 - row, is a fresh token: row `row` of key and value, strides per token in
+    elements. ordinals: int32 [tokens], places in a sequence from 1 on. Outputs: 16 bits [tokens, KV_HEADS, HEAD]. The
+    rest as in `store`.
     """
     head = tl.program_id(1)
     at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     live = at < tokens
     slot = tl.load(slots_ptr + at, mask=live, other=0)
     first = tl.load(ordinals_ptr + at, mask=live, other=0) == 1
+    fresh = slot < 0
+    row = tl.where(fresh, -1 - slot, 0)
+    slot = tl.where(fresh, 0, slot)
+    stored = live & (fresh == 0)
     page = cache_ptr + (slot // PAGE).to(tl.int64) * page_stride + head.to(tl.int64) * head_stride
     place = slot % PAGE
     d, has = plain_slots(D, WIDE)
     has = has & (d < HEAD)
     mask = live[:, None] & has[None, :]
+    new = mask & fresh[:, None]
     to = (at.to(tl.int64) * KV_HEADS + head)[:, None] * HEAD + d[None, :]
-    y = read_side(page, place, live, key_signs_ptr, head, key_mean_ptr, key_scale_ptr, KEY, HEAD, D, WIDE, PAGE)
+    y = read_side(page, place, stored, key_signs_ptr, head, key_mean_ptr, key_scale_ptr, KEY, HEAD, D, WIDE, PAGE)
     apart = tl.load(key_first_ptr + head * HEAD + d, mask=has, other=0.0)
     apart -= tl.load(key_mean_ptr + head * HEAD + d, mask=has, other=0.0)
     y += tl.where(first[:, None], apart[None, :], 0.0)
+    given = tl.load(key_ptr + (row[:, None] * key_stride + head * HEAD + d[None, :]), mask=new, other=0.0)
+    y = tl.where(fresh[:, None], given.to(tl.float32), y)
     tl.store(key_out_ptr + to, y.to(key_out_ptr.dtype.element_ty), mask=mask)
-    y = read_side(page, place, live, value_signs_ptr, head, value_mean_ptr, value_scale_ptr, VALUE, HEAD, D, WIDE, PAGE)
+    y = read_side(
+        page, place, stored, value_signs_ptr, head, value_mean_ptr, value_scale_ptr, VALUE, HEAD, D, WIDE, PAGE
+    )
+    given = tl.load(value_ptr + (row[:, None] * value_stride + head * HEAD + d[None, :]), mask=new, other=0.0)
+    y = tl.where(fresh[:, None], given.to(tl.float32), y)
     tl.store(value_out_ptr + to, y.to(value_out_ptr.dtype.element_ty), mask=mask)

@@ -5,6 +5,7 @@ A `Plan` holds what all layers of a step share: how decode's work is cut, and th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.codec import NARROW, side_layouts
 from kvpilot_kernels.gpu.decode import decode_kernel
 from kvpilot_kernels.gpu.gather import gather_kernel
+from kvpilot_kernels.gpu.launch import Variant
 from kvpilot_kernels.gpu.plan import beyond, fill_splits, most_results, most_splits
 from kvpilot_kernels.gpu.reduce import reduce_kernel
 from kvpilot_kernels.gpu.rotation import packing_signs, plain_signs, slots
@@ -90,6 +92,14 @@ class Shape:
         self.key_signs, self.value_signs = (packing_signs(dim, b, device) for b in (fmt.key.bits, fmt.value.bits))
         self.signs = plain_signs(dim, device)
         self._cuts: dict[int, Cut] = {}
+        self._variants: dict[tuple[Any, ...], Variant] = {}
+
+    def variant(self, kernel: Any, differs: tuple[Any, ...], constants: Callable[[], dict[str, Any]]) -> Variant:
+        """Return a kernel's variant, made once for each of the values that its constants depend on."""
+        key = (id(kernel), *differs)
+        if key not in self._variants:
+            self._variants[key] = Variant(kernel, **constants())
+        return self._variants[key]
 
     def cut(self, tokens: int = 1) -> Cut:
         """How decode is launched in a step with so many tokens of a sequence at most."""
@@ -201,6 +211,7 @@ class GpuPages:
             check.page_cache(ring, shape.fmt, shape.head_dim, "ring")
         self.cache, self.shape, self.factors = cache, shape, factors
         self.ring = cache if ring is None else ring
+        self.strides = (*self.cache.stride()[:2], *self.ring.stride()[:2])
         check.sinks(sinks, shape.kv_heads * shape.ratio)
         self.sinks = sinks
 
@@ -222,26 +233,26 @@ class GpuPages:
         s, f = self.shape, self.factors
         check.tokens(key, value, slot_mapping, s.kv_heads, s.head_dim)
         check.queries(query, s.kv_heads, s.head_dim)
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if x.stride()[1:] != (s.head_dim, 1):
-                raise check.BadInputError(name, f"has strides {x.stride()}", "make heads and elements contiguous")
+        check.inner_strides(s.head_dim, query=query, key=key, value=value)
         check.ring_slots(ring_slots, slot_mapping, s.recent)
         check.ordinals(ordinals, slot_mapping)
         tokens = slot_mapping.shape[0]
         if tokens == 0:
             return
         heads = s.kv_heads * (2 + (s.ratio if decodes else 0))
-        block = tuning.store_block(s.row_dim, tokens)
-        store_kernel[(triton.cdiv(tokens, block.tokens), heads)](
-            query, key, value, slot_mapping, slot_mapping if ordinals is None else ordinals, self.cache,
-            slot_mapping if ring_slots is None else ring_slots, self.ring, plan.rotated, plan.sums, plan.units,
-            plan.apart, plan.level,
-            s.key_signs, s.value_signs, f.key_first, f.key_mean, f.key_scale, f.value_mean, f.value_scale,
-            tokens, 0 if ordinals is None else ordinals.shape[0], decodes, query.stride(0),
-            key.stride(0), value.stride(0), self.cache.stride(0), self.cache.stride(1), self.ring.stride(0),
-            self.ring.stride(1), scale * LOG2_E, RATIO=s.ratio, RING=s.ring_tokens, TOKENS=block.tokens,
-            LEVEL=s.softcap > 0 or self.sinks is not None, WAIT=s.can_overlap, **s.codec, num_warps=block.warps,
-            **tuning.FUSED, **s.chained,
+        block, level = tuning.store_block(s.row_dim, tokens), s.softcap > 0 or self.sinks is not None
+        launch = s.variant(store_kernel, (block, level), lambda: {
+            "RATIO": s.ratio, "RING": s.ring_tokens, "TOKENS": block.tokens, "LEVEL": level, "WAIT": s.can_overlap,
+            **s.codec, "num_warps": block.warps, **tuning.FUSED, **s.chained,
+        })  # fmt: skip
+        launch(
+            (triton.cdiv(tokens, block.tokens), heads, 1),
+            (query, key, value, slot_mapping, slot_mapping if ordinals is None else ordinals, self.cache,
+             slot_mapping if ring_slots is None else ring_slots, self.ring, plan.rotated, plan.sums, plan.units,
+             plan.apart, plan.level, s.key_signs, s.value_signs, f.key_first, f.key_mean, f.key_scale, f.value_mean,
+             f.value_scale),
+            (tokens, 0 if ordinals is None else ordinals.shape[0], decodes, query.stride(0), key.stride(0),
+             value.stride(0), *self.strides, scale * LOG2_E),
         )  # fmt: skip
 
     def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, out: torch.Tensor,
@@ -280,42 +291,55 @@ class GpuPages:
             What a program takes, as the kernel was compiled; None where it was not, as in the interpreter.
         """
         s, rings, cut = self.shape, block_table if ring_table is None else ring_table, plan.cut()
-        more = beyond(1 if plan.several is None else plan.several.most)
-        kernel = decode_kernel[(cut.parts, s.kv_heads, most_splits(seq_lens.shape[0], cut.wave, more))](
-            plan.rotated, plan.sums, plan.units, plan.apart, plan.level, self.cache, block_table, self.ring, rings,
-            plan.splits, plan.spans if plan.several is None else plan.several.starts, plan.spans, plan.bases,
-            plan.partial, plan.lse, self.cache.stride(0), self.cache.stride(1), self.ring.stride(0),
-            self.ring.stride(1), block_table.stride(0), rings.stride(0), s.softcap, KEY=s.key, VALUE=s.value,
-            D=s.row_dim, GROUP=s.fmt.group_size(s.head_dim), RATIO=s.ratio, TAKE=cut.take, TILE=cut.choice.tile,
-            PAGE=s.block_size, STAGES=cut.choice.stages, SOFTCAP=s.softcap > 0, WINDOW=s.window, RECENT=s.recent,
-            RING=s.ring_tokens, RING_BLOCKS=s.ring_blocks, SEVERAL=plan.several is not None, OVERLAP=s.can_overlap,
-            num_warps=1, maxnreg=cut.choice.registers, **tuning.FUSED, **(s.chained if plan.overlap else {}),
+        several, choice = plan.several, cut.choice
+        launch = s.variant(decode_kernel, (cut.take, choice, several is None, plan.overlap), lambda: {
+            "KEY": s.key, "VALUE": s.value, "D": s.row_dim, "GROUP": s.fmt.group_size(s.head_dim), "RATIO": s.ratio,
+            "TAKE": cut.take, "TILE": choice.tile, "PAGE": s.block_size, "STAGES": choice.stages,
+            "SOFTCAP": s.softcap > 0, "WINDOW": s.window, "RECENT": s.recent, "RING": s.ring_tokens,
+            "RING_BLOCKS": s.ring_blocks, "SEVERAL": several is not None, "OVERLAP": s.can_overlap, "num_warps": 1,
+            "maxnreg": choice.registers, **tuning.FUSED, **(s.chained if plan.overlap else {}),
+        })  # fmt: skip
+        splits = most_splits(seq_lens.shape[0], cut.wave, beyond(1 if several is None else several.most))
+        kernel = launch(
+            (cut.parts, s.kv_heads, splits),
+            (plan.rotated, plan.sums, plan.units, plan.apart, plan.level, self.cache, block_table, self.ring, rings,
+             plan.splits, plan.spans if several is None else several.starts, plan.spans, plan.bases, plan.partial,
+             plan.lse),
+            (*self.strides, block_table.stride(0), rings.stride(0), s.softcap),
         )  # fmt: skip
-        return tuning.Taken(kernel.n_regs, kernel.metadata.shared) if getattr(kernel, "n_regs", None) else None
+        return None if kernel is None else tuning.Taken(kernel.n_regs, kernel.metadata.shared)
 
     def merge(self, rows: int, plan: Plan, out: torch.Tensor) -> None:
         """The second half of `decode`: merge what the plan holds, rotate it back and write it to `out`."""
         s, f, several = self.shape, self.factors, plan.several
         take, step, warps = tuning.merging(s.row_dim, rows * s.kv_heads, s.ratio, s.device)
         starts, owners = (plan.spans, plan.spans) if several is None else (several.starts, several.owners)
-        reduce_kernel[(rows, s.kv_heads, s.ratio // take)](
-            plan.partial, plan.lse, plan.spans, starts, owners, plan.bases, s.signs, f.value_mean, f.value_scale,
-            plan.lse if self.sinks is None else self.sinks, plan.level, out, out.stride(0), KV_HEADS=s.kv_heads,
-            RATIO=s.ratio, TAKE=take, HEAD=s.head_dim, D=s.row_dim, WIDE=s.codec["WIDE"],
-            ROWS=triton.next_power_of_2(take), STEP=step, SEVERAL=several is not None, SINKS=self.sinks is not None,
-            LEVEL=s.softcap == 0, OVERLAP=s.can_overlap, num_warps=warps, **tuning.FUSED, **s.chained,
+        sinks = self.sinks is not None
+        launch = s.variant(reduce_kernel, (take, step, warps, several is None, sinks), lambda: {
+            "KV_HEADS": s.kv_heads, "RATIO": s.ratio, "TAKE": take, "HEAD": s.head_dim, "D": s.row_dim,
+            "WIDE": s.codec["WIDE"], "ROWS": triton.next_power_of_2(take), "STEP": step,
+            "SEVERAL": several is not None, "SINKS": sinks, "LEVEL": s.softcap == 0, "OVERLAP": s.can_overlap,
+            "num_warps": warps, **tuning.FUSED, **s.chained,
+        })  # fmt: skip
+        launch(
+            (rows, s.kv_heads, s.ratio // take),
+            (plan.partial, plan.lse, plan.spans, starts, owners, plan.bases, s.signs, f.value_mean, f.value_scale,
+             plan.lse if self.sinks is None else self.sinks, plan.level, out),
+            (out.stride(0),),
         )  # fmt: skip
 
-    def gather(self, slots: torch.Tensor, ordinals: torch.Tensor, key_out: torch.Tensor,
-               value_out: torch.Tensor) -> None:  # fmt: skip
-        """Read tokens back, in the model's own elements.
+    def gather(self, slots: torch.Tensor, ordinals: torch.Tensor, key_out: torch.Tensor, value_out: torch.Tensor,
+               key: torch.Tensor | None = None, value: torch.Tensor | None = None) -> None:  # fmt: skip
+        """Lay tokens side by side, in the model's own elements: read back from pages, or fresh ones.
 
         Args:
-            slots: int64 [tokens]; ordinals: int32 [tokens]; as `places.stored_slots` gives them.
+            slots: int64 [tokens]; ordinals: int32 [tokens]; as `places.stored_slots` or `joined_slots` give them.
             key_out, value_out: [tokens or more, kv_heads, D], 16 bits, contiguous; rows after the tokens stay.
+            key, value: fresh tokens, [rows, kv_heads, D], heads and elements contiguous; slot -1 - row names a row.
+                None where no slot is negative.
 
         Raises:
-            BadInputError: another integer type, or not as many ordinals as slots; nothing was launched.
+            BadInputError: another integer type or stride, or not as many ordinals as slots; nothing was launched.
         """
         s, f, tokens = self.shape, self.factors, slots.shape[0]
         check.ordinals(ordinals, slots)
@@ -324,8 +348,15 @@ class GpuPages:
                 "slots", f"has {tokens} tokens", f"ordinals has {ordinals.shape[0]}, key_out {key_out.shape[0]} and "
                 f"value_out {value_out.shape[0]}",
             )  # fmt: skip
-        gather_kernel[(triton.cdiv(tokens, s.gather_block.tokens), s.kv_heads)](
-            self.cache, slots, ordinals, key_out, value_out, s.key_signs, s.value_signs, f.key_first, f.key_mean,
-            f.key_scale, f.value_mean, f.value_scale, tokens, self.cache.stride(0), self.cache.stride(1),
-            TOKENS=s.gather_block.tokens, **s.codec, num_warps=s.gather_block.warps, **tuning.FUSED,
+        key, value = key_out if key is None else key, value_out if value is None else value
+        check.inner_strides(s.head_dim, key=key, value=value)
+        block = s.gather_block
+        launch = s.variant(gather_kernel, (), lambda: {
+            "TOKENS": block.tokens, **s.codec, "num_warps": block.warps, **tuning.FUSED
+        })  # fmt: skip
+        launch(
+            (triton.cdiv(tokens, block.tokens), s.kv_heads, 1),
+            (self.cache, slots, ordinals, key_out, value_out, s.key_signs, s.value_signs, f.key_first, f.key_mean,
+             f.key_scale, f.value_mean, f.value_scale, key, value),
+            (tokens, *self.strides[:2], key.stride(0), value.stride(0)),
         )  # fmt: skip

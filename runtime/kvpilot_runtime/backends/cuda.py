@@ -2,9 +2,10 @@
 
 A step's keys and values are stored by one launch, which also rotates the queries of sequences that decode. These then
 go through split decode over the pages, in a full CUDA graph; a sequence's pages are read once for all of its draft
-tokens. Sequences with more new tokens attend to the new ones by FlashAttention as they are, and to their context
-chunk by chunk: a chunk is read from the pages into a workspace of fixed size, FlashAttention runs over it, and the
-partial results are merged by their log-sums. Where heads have more elements than it takes, a kernel of ours does that.
+tokens. Sequences with more new tokens attend by FlashAttention: their contexts are read from the pages into a workspace
+of fixed size, their new tokens are copied behind them, and one call runs over both. Contexts that do not fit come chunk
+by chunk, and the partial results are merged by their log-sums. Where heads have more elements than FlashAttention
+takes, a kernel of ours does the same.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class CudaImpl(Reserving, PackedImpl):
             new = slice(meta.decodes, meta.decodes + meta.prefills.tokens)
             if shared:
                 assert meta.prefills.stored is not None  # noqa: S101  # for mypy: there is such a layer
-                key, value = self._read(pages, meta.prefills.stored, query.dtype)
+                key, value = self._read(pages, meta.prefills.stored, query, None)
             else:
                 key, value = key[new], value[new]
             lse = self._prefill(query[new], key, value, meta.prefills, pages, workspace, out[new], meta.mm_prefix_range)
@@ -129,21 +130,26 @@ class CudaImpl(Reserving, PackedImpl):
                 out[new] *= torch.sigmoid(lse.T - self.sinks.float())[..., None].to(out.dtype)
         return output
 
-    def _read(self, pages: GpuPages, part: ContextChunk, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a part of all prefilling sequences as pages give them back, [total, kv_heads, D]."""
-        shape = (2, part.total, self.num_kv_heads, self.head_size)
-        read = torch.empty(shape, dtype=dtype, device=part.slots.device)
-        pages.gather(part.slots, part.ordinals, read[0], read[1])
-        return read[0], read[1]
+    def _read(self, pages: GpuPages, part: ContextChunk, like: torch.Tensor, workspace: torch.Tensor | None,
+              *fresh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Lay out keys and values of a part, [total, kv_heads, D], in the workspace if there is one that has room.
+
+        `fresh`: key and value of the new tokens, where the part has some that are not read from pages.
+        """
+        if workspace is None or part.total > workspace.shape[1]:
+            workspace = like.new_empty(2, part.total, self.num_kv_heads, self.head_size)
+        key, value = workspace[0, : part.total], workspace[1, : part.total]
+        pages.gather(part.slots, part.ordinals, key, value, *fresh)
+        return key, value
 
     def _prefill(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefills: Prefills,
                  pages: GpuPages, workspace: torch.Tensor, out: torch.Tensor,
                  later: LaterTokens | None) -> torch.Tensor:  # fmt: skip
         """Attention without sinks, written to `out`; returns the log-sums of the scores, float32 [heads, tokens]."""
         rows, longest = prefills.starts, prefills.longest
-        if (whole := prefills.whole) is not None:
-            key, value = self._read(pages, whole, query.dtype)
-            rows, longest = whole.rows, whole.longest
+        if (joined := prefills.joined) is not None:
+            key, value = self._read(pages, joined, query, workspace, key, value)
+            rows, longest = joined.rows, joined.longest
         chunks = prefills.context_chunks
         merged, lse = self._attend(
             query, key, value, prefills.starts, prefills.longest, rows, longest, True, None if chunks else out
@@ -151,9 +157,7 @@ class CudaImpl(Reserving, PackedImpl):
         if later is not None:
             self._add_later(query, key, value, later, merged, lse)
         for i, chunk in enumerate(chunks):
-            # Here, too, no row more than was gathered.
-            old_key, old_value = workspace[0, : chunk.total], workspace[1, : chunk.total]
-            pages.gather(chunk.slots, chunk.ordinals, old_key, old_value)
+            old_key, old_value = self._read(pages, chunk, query, workspace)
             part, part_lse = self._attend(
                 query, old_key, old_value, prefills.starts, prefills.longest, chunk.rows, chunk.longest, False
             )

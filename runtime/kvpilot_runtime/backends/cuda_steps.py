@@ -16,12 +16,15 @@ from kvpilot_kernels.gpu.ahead import compile_ahead
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
 from kvpilot_kernels.gpu.prefill import prefill
 from kvpilot_kernels.gpu.ring import fill_ring_slots
-from kvpilot_kernels.places import owners, stored_slots
+from kvpilot_kernels.places import joined_slots, owners, stored_slots
 from kvpilot_runtime.backends import images
 from kvpilot_runtime.backends.packed import PackedBuilder
 from kvpilot_runtime.backends.reserved import release
 from kvpilot_runtime.recent.ring_layers import Rings
 from kvpilot_runtime.speculation import drafts
+
+SlotsOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor]]
+"""`places.stored_slots` or `places.joined_slots`."""
 
 
 def powers(most: int) -> set[int]:
@@ -47,11 +50,11 @@ def decode_sizes(vllm_config: Any) -> tuple[int, int]:
 
 @dataclass
 class ContextChunk:
-    """A part of the context of all prefilling sequences: tokens [begin, begin + length) of each.
+    """A part of the tokens of all prefilling sequences: tokens [begin, begin + length) of each.
 
     Attributes:
         longest, total: of the lengths. rows: int32 [sequences + 1], where each sequence's tokens start in 16 bits.
-        slots: int64 [total]; ordinals: int32 [total]; where they are stored, as `places.stored_slots` gives them.
+        slots: int64 [total]; ordinals: int32 [total]; as `places.stored_slots` or `places.joined_slots` give them.
     """
 
     longest: int
@@ -81,9 +84,9 @@ class Prefills:
         starts: int32 [sequences + 1], first rows counted from the first prefilling token.
         longest, tokens: new tokens of one sequence at most, and of all; rows after them are padding.
         ordinals: int32 [tokens], each one's place in its sequence from 1 on.
-        context_chunks: of their contexts, empty where nobody has one.
+        joined: contexts and new tokens in one piece; None where nobody has a context, or the workspace is too small.
+        context_chunks: contexts in pieces, where they are not in `joined`.
         stored: the new tokens alone, for layers that use another layer's cache; None where no layer does.
-        whole: context and new tokens at once, where chunks read themselves back (`PREFILL_FROM_PAGES`).
     """
 
     starts: torch.Tensor
@@ -92,7 +95,7 @@ class Prefills:
     ordinals: torch.Tensor
     context_chunks: list[ContextChunk]
     stored: ContextChunk | None = None
-    whole: ContextChunk | None = None
+    joined: ContextChunk | None = None
 
 
 @dataclass
@@ -283,12 +286,16 @@ class CudaBuilder(PackedBuilder):
             self._upload(starts.int()), int(new.max()), int(starts[-1]), self._upload(ordinals.int()), []
         )
         if self.shared:
-            prefills.stored = self._context_chunk(block_table, context, new)
+            prefills.stored = self._stored(block_table, context, new)
+        seen = context + new
         if self.read_back:
-            prefills.whole = self._context_chunk(block_table, torch.zeros_like(context), context + new)
-            return prefills, self._later(common, decodes, context, new, (context + new).cumsum(0) - new)
+            prefills.joined = self._stored(block_table, torch.zeros_like(context), seen)
+        elif context.any() and int(seen.sum()) <= self.chunk_tokens:
+            prefills.joined = self._chunk(joined_slots, block_table, prefills.starts, seen)
+        if prefills.joined is not None:
+            return prefills, self._later(common, decodes, context, new, seen.cumsum(0) - new)
         for begins, lengths in packed(context, self.chunk_tokens):
-            prefills.context_chunks.append(self._context_chunk(block_table, begins, lengths))
+            prefills.context_chunks.append(self._stored(block_table, begins, lengths))
         return prefills, self._later(common, decodes, context, new, starts[:-1])
 
     def _later(self, common: Any, decodes: int, context: torch.Tensor, new: torch.Tensor,
@@ -315,12 +322,16 @@ class CudaBuilder(PackedBuilder):
         found = getattr(common, "is_prefilling", None)
         return found is not None and bool(found[decodes : common.num_reqs].all())
 
-    def _context_chunk(self, block_table: torch.Tensor, begins: torch.Tensor, lengths: torch.Tensor) -> ContextChunk:
+    def _stored(self, block_table: torch.Tensor, begins: torch.Tensor, lengths: torch.Tensor) -> ContextChunk:
+        return self._chunk(stored_slots, block_table, self._upload(begins.int()), lengths)
+
+    def _chunk(self, slots_of: SlotsOf, block_table: torch.Tensor, at: torch.Tensor,
+               lengths: torch.Tensor) -> ContextChunk:  # fmt: skip
         rows = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         torch.cumsum(lengths, 0, out=rows[1:])
-        total, at = int(rows[-1]), self._upload(rows)
-        slots, ordinals = stored_slots(block_table, at, self._upload(begins.int()), total, self.shape.block_size)
-        return ContextChunk(int(lengths.max()), total, at, slots, ordinals)
+        total, uploaded = int(rows[-1]), self._upload(rows)
+        slots, ordinals = slots_of(block_table, uploaded, at, total, self.shape.block_size)
+        return ContextChunk(int(lengths.max()), total, uploaded, slots, ordinals)
 
     def _upload(self, x: torch.Tensor) -> torch.Tensor:
         return x.pin_memory().to(self.device, non_blocking=True)

@@ -96,9 +96,9 @@ class LatentImpl:
 
     def do_kv_cache_update(
         self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor,
-        kv_cache_dtype: str, k_scale: torch.Tensor,
+        *_scales: Any, **_more: Any,
     ) -> None:  # fmt: skip
-        """Write a step's entries into their slots."""
+        """Write a step's entries into their slots; vLLM's further arguments are of its own dtypes' scales."""
         if kv_cache.numel():
             self.pages_of(kv_cache).store(kv_c_normed, k_pe.squeeze(1), slot_mapping.flatten())
 

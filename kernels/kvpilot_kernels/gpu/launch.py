@@ -1,0 +1,67 @@
+"""Launch a compiled kernel again without Triton's Python launcher.
+
+Triton binds, specializes and looks up every argument of every launch in Python. With 40 parameters that takes longer
+than the kernels of a small step run, so a step that no CUDA graph holds would wait for the host. A `Variant` keeps what
+Triton compiled for each kind of arguments and hands later arguments to the compiled launcher as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
+
+Pointers = tuple[torch.Tensor | None, ...]
+Numbers = tuple[int | float, ...]
+
+
+class Variant:
+    """A kernel with its constants and launch options.
+
+    Args:
+        kernel: a function of `triton.jit` or `gluon.jit` that takes pointers, then numbers, then constants.
+        constants: values of these constants, and options such as `num_warps`.
+    """
+
+    def __init__(self, kernel: Any, **constants: Any) -> None:
+        self._kernel, self._constants = kernel, constants
+        self._rest: tuple[Any, ...] = ()
+        self._compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+
+    def __call__(self, grid: tuple[int, int, int], pointers: Pointers, numbers: Numbers) -> CompiledKernel | None:
+        """Launch the kernel; return what was compiled, None where nothing was, as in the interpreter."""
+        key = kinds(pointers, numbers)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            return self._by_triton(key, grid, *pointers, *numbers)
+        stream = driver.active.get_current_stream(driver.active.get_current_device())
+        compiled.run(
+            *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *numbers,
+            *self._rest,
+        )  # fmt: skip
+        return compiled
+
+    def _by_triton(self, key: tuple[Any, ...], grid: tuple[int, int, int], *args: Any) -> CompiledKernel | None:
+        found = self._kernel[grid](*args, **self._constants)
+        if not isinstance(found, CompiledKernel):
+            return None
+        # The compiled launcher takes the constants, too, in the kernel's order, and reads none.
+        self._rest = tuple(self._constants[name] for name in self._kernel.arg_names[len(args) :])
+        if key[0] == 0:
+            self._compiled[key] = found
+        return found
+
+
+def kinds(pointers: Pointers, numbers: Numbers) -> tuple[Any, ...]:
+    """Return all that Triton may compile another program for; the first entry is 0 if 16 divides every address."""
+    unaligned = 0
+    for x in pointers:
+        if x is not None:
+            unaligned |= x.data_ptr()
+    return (
+        unaligned & 15,
+        *[None if x is None else x.dtype for x in pointers],
+        *[(n == 1, n & 15 == 0, -(2**31) <= n < 2**31) if type(n) is int else None for n in numbers],
+    )
