@@ -97,12 +97,12 @@ def test_a_runner_whose_tables_the_scheduler_writes_has_nothing_to_be_asked() ->
     behaviour.refuse_other_tables(SimpleNamespace(model_runner=SimpleNamespace()), BOUND)
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.33.1+cu130", "0.34.0"])
+@pytest.mark.parametrize("version", ["0.34.0", "0.34.1+cu130", "1.0.0"])
 def test_a_version_that_no_bounded_cache_was_run_with_is_refused_by_name(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat, "version_text", lambda: version)
-    words = re.escape(f"--retention SinksAndWindow:4:192 needs vLLM 0.32 or older (here is {version})")
+    words = re.escape(f"--retention SinksAndWindow:4:192 needs vLLM 0.33 or older (here is {version})")
     with pytest.raises(UnsupportedEngineError, match=words):
         contract.refuse_bound(str(BOUND), ())
     request = parse(["--model=m", "--retention=SinksAndWindow", "--retention-sink-tokens=4",
@@ -111,7 +111,7 @@ def test_a_version_that_no_bounded_cache_was_run_with_is_refused_by_name(
         bounded.check(SimpleNamespace(ours=True), None, request, "cpu")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("version", ["0.28.0", "0.32.0+cpu"])
+@pytest.mark.parametrize("version", ["0.28.0", "0.32.0+cpu", "0.33.0"])
 def test_a_version_that_bounded_caches_were_run_with_serves_them(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "version_text", lambda: version)
     contract.refuse_bound(str(BOUND), ())

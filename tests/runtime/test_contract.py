@@ -141,10 +141,10 @@ def test_a_version_that_nobody_tried_is_served_with_one_warning(
         ("0.28.0", "cpu", ""),
         ("0.32.0+cpu", "cpu", ""),
         ("0.32.0", "cuda", ""),
-        ("0.30.0", "cuda", "was run on a CPU alone with kvpilot; on a GPU 0.32 ran"),
-        ("0.33.1", "cuda", "was only read with kvpilot; on a GPU 0.32 ran"),
-        ("0.33.1", "cpu", "was only read with kvpilot; on a CPU 0.28, 0.30, 0.32 ran"),
-        ("0.31.0", "cuda", "was not tried with kvpilot; on a GPU 0.32 ran"),
+        ("0.33.0", "cuda", ""),
+        ("0.30.0", "cuda", "was run on a CPU alone with kvpilot; on a GPU 0.32, 0.33 ran"),
+        ("0.33.1", "cpu", "was run on a GPU alone with kvpilot; on a CPU 0.28, 0.30, 0.32 ran"),
+        ("0.31.0", "cuda", "was not tried with kvpilot; on a GPU 0.32, 0.33 ran"),
     ],
 )
 def test_a_warning_tells_how_far_a_version_was_tried_on_this_platform(

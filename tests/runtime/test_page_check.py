@@ -65,7 +65,9 @@ def test_pages_that_come_back_wrong_end_the_start_on_every_device(device: str, m
         page_check.check(worker(device))
 
 
-@pytest.mark.parametrize(("version", "refused"), [("0.32.0", False), ("0.30.0", True), ("0.33.0", True)])
+@pytest.mark.parametrize(
+    ("version", "refused"), [("0.32.0", False), ("0.30.0", True), ("0.33.0", False), ("0.34.0", True)]
+)
 @pytest.mark.usefixtures("layer")
 def test_where_no_step_can_be_made_a_version_that_ran_on_a_gpu_is_served(
     version: str, refused: bool, monkeypatch: pytest.MonkeyPatch

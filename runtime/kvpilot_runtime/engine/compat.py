@@ -20,14 +20,11 @@ OLDEST, NEWEST = (0, 28), (0, 33)
 RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 """The versions that kvpilot was made for; another one is served as far as it keeps to `contract`."""
 
-RUN_ON = {"cpu": ((0, 28), (0, 30), (0, 32)), "cuda": ((0, 32),)}
-"""The versions that were run: on a CPU by scripts/engine_matrix.sh, on a GPU by the checks of runtime/benchmarks."""
+RUN_ON = {"cpu": ((0, 28), (0, 30), (0, 32)), "cuda": ((0, 32), (0, 33))}
+"""The versions that were run: on a CPU by scripts/engine_matrix.sh, on a GPU by runtime/benchmarks/gpu_versions.py."""
 
-ADVISED = ".".join(map(str, RUN_ON["cuda"][-1]))
+ADVISED = ".".join(map(str, max(set(RUN_ON["cpu"]) & set(RUN_ON["cuda"]))))
 """The version that errors tell people to use."""
-
-READ = ((0, 33),)
-"""Versions whose source was read, and that were not run."""
 
 RINGS_STAY_FROM = (0, 32)
 """From here on offloading leaves pages alone that stay out of prefix caching; before, it would look for rings' pages by
@@ -41,9 +38,9 @@ CARRIES = (0, 32)
 DISK = (0, 32)
 """The version whose tiers below host memory were read and run; they are new, and vLLM calls them experimental."""
 
-BOUNDS_TO = (0, 32)
+BOUNDS_TO = (0, 33)
 """The newest version that bounded caches were run with. The GPU runner of 0.33 clears entries of block tables below the
-window of whatever is a sliding window to vLLM: `bounded.spec` tells it of none, which has not run on a GPU yet."""
+window of whatever is a sliding window to vLLM: `bounded.spec` tells it of none."""
 
 _BUILD = (10**6, 0)
 
@@ -82,7 +79,7 @@ def how_tried(platform: str) -> str:
     names = {"cpu": "a CPU", "cuda": "a GPU"}
     ran = ", ".join(".".join(map(str, version)) for version in RUN_ON[platform])
     other = next((names[one] for one in RUN_ON if one != platform and was_run_on(one)), "")
-    known = f"run on {other} alone" if other else "only read" if vllm_version() in READ else "not tried"
+    known = f"run on {other} alone" if other else "not tried"
     return f"was {known} with kvpilot; on {names[platform]} {ran} ran"
 
 
