@@ -8,7 +8,7 @@ DONE, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 class ToolError(Exception):
-    """What was asked for is not there, or is refused; the message says what to do, and may quote others."""
+    """An object that is not there, or a request that is refused. The message says what to do, and may quote others."""
 
     code = REFUSED
 

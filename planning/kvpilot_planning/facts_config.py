@@ -122,7 +122,7 @@ def _unlike_value(main: Group, found: Architecture) -> int:
 
 
 def _published(raw: Mapping[str, Any]) -> Published | None:
-    """How the weights are stored, None where their size is not known from config.json."""
+    """Return how the weights are stored; None where config.json does not tell their size."""
     scheme = raw.get("quantization_config")
     if not isinstance(scheme, Mapping):
         return "bfloat16"

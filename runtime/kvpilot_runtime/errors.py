@@ -31,7 +31,7 @@ class UnsupportedModelError(EngineRefusedError):
 
 
 class PreflightError(EngineRefusedError):
-    """What `kvpilot-serve` or `kvpilot-prefetch` was asked for cannot work. Attributes: `reason`, `message`.
+    """A request to `kvpilot-serve` or `kvpilot-prefetch` that cannot work. Attributes: `reason`, `message`.
 
     The message may quote the hub, a file or an address: it is printable and has no credentials.
     """

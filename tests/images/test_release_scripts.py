@@ -49,7 +49,7 @@ def vulnerabilities(of: str, status: int) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def small_env(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What builds the wheel, as an environment that is quickly made."""
+    """Make the environment that builds the wheel, a quick one."""
     folder = tmp_path_factory.mktemp("small") / "env"
     subprocess.run([ROOT / "scripts/locked.sh", folder, ROOT / "docker/build.lock"], check=True, capture_output=True)
     return folder

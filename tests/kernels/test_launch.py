@@ -29,7 +29,7 @@ TENSORS = st.builds(
 
 
 def of_triton(x: Any) -> Any:
-    """What Triton's own launcher tells programs apart by."""
+    """Return what Triton's own launcher tells programs apart by."""
     return native_specialize_impl(CUDABackend, x, False, True, True)
 
 

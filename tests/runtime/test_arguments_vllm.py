@@ -61,7 +61,7 @@ NAMES = {name: DEST.get(name) or next(a.dest for a in REAL._actions if name in a
 
 
 def theirs(arguments: list[str]) -> list[tuple[str, tuple[str, ...], bool]] | None:
-    """What vLLM's parser takes from the arguments; None where it refuses them."""
+    """Return what vLLM's parser takes from the arguments; None where it refuses them."""
     RECORDING.seen = []
     try:
         with redirect_stderr(StringIO()):

@@ -39,7 +39,7 @@ def is_name(attribute: str) -> bool:
 
 
 def wrapped(found: list[str]) -> set[str]:
-    """Of replaced attributes those that are not the names of dtypes."""
+    """Return the replaced attributes that are not the names of dtypes."""
     return {name for name in found if not is_name(name)}
 
 
@@ -218,8 +218,10 @@ def not_taken(ours: Any, theirs: Any) -> list[str]:
 
 
 def overrides(module: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Of a module's classes each method, beside the one of vLLM's that it overrides; constructors are vLLM's to call
-    with what `vllm_parts` says."""
+    """Yield each method of a module's classes beside the one of vLLM's that it overrides.
+
+    Constructors are vLLM's to call with what `vllm_parts` says.
+    """
     for cls in vars(module).values():
         if not isinstance(cls, type) or cls.__module__ != module.__name__:
             continue

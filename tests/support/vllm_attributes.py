@@ -81,7 +81,7 @@ def look(asked: Asked) -> Told:
 
 
 def _child() -> list[str]:
-    """What a process finds replaced that inherits the environment and nothing else."""
+    """Return what a process finds replaced that inherits the environment and nothing else."""
     environment = {name: value for name, value in os.environ.items() if name.startswith("KVPILOT_")}
     return Told(**ask("support.vllm_attributes", Asked().__dict__, **environment)).registered
 

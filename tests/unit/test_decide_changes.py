@@ -32,7 +32,7 @@ WAITS = {"waiting_reason": "ImagePullBackOff", "exit_message": "no such image"}
 
 
 def view(obj: dict[str, Any]) -> DeploymentView:
-    """What the API server shows of the Deployment that the manifest's engines have with dtype auto."""
+    """Return the Deployment of the manifest's engines with dtype auto, as the API server shows it."""
     template = pod_template(KEY.name, spec_of(obj), "auto")
     labels = {"kvpilot.io/revision": revision_of(obj, "auto"), "kvpilot.io/dtype": "auto"}
     return deployment_view({"metadata": {"labels": labels}, "spec": {"replicas": 1, "template": template}})

@@ -1,4 +1,4 @@
-"""What a reader pastes from a page must do what the page says: rules that every page's commands keep."""
+"""Rules that every page's commands keep: a reader pastes them and gets what the page says."""
 
 from __future__ import annotations
 

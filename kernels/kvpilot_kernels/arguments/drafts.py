@@ -19,7 +19,7 @@ _CONFIG = "--speculative-config"
 _PARTS = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
 _OF_DRAFTS = {"kv_cache_dtype": "a KV-cache dtype of the draft's own", "parallel_drafting": "parallel drafting",
               "use_heterogeneous_vocab": "a draft of another vocabulary"}  # fmt: skip
-"""What a draft model can be asked for and is not served with."""
+"""Fields of a speculative configuration that our dtypes do not serve."""
 _OFF = (None, False, "False", "false")
 
 

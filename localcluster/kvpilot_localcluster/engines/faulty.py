@@ -39,7 +39,7 @@ class Faults:
     metrics: str = ""
     """Of /metrics: garbage, huge (10 MB), endless, hang, drip (a byte a second), bomb (compressed), error."""
     completions: str = ""
-    """Of /v1: hang (until it is lifted), random (tokens that nobody can foresee)."""
+    """A fault of /v1: hang (until it is lifted), or random (tokens that nobody can foresee)."""
     reports: str = ""
     """The KV-cache dtype that the page tells instead of the one that was asked for."""
     only_dtype: str = ""
@@ -49,7 +49,7 @@ class Faults:
     running: int = 0
     waiting: int = 0
     stalled: bool = False
-    """Whether the requests that run by `running` make no tokens; else each makes one between two pages."""
+    """True if the requests that run by `running` make no tokens; else each makes one between two pages."""
     eat_mib: int = 0
     """Memory to take, in MiB."""
 

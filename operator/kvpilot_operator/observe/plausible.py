@@ -65,7 +65,7 @@ class Known:
     odd: Mapping[str, Streak] = field(default_factory=dict)
     still: Standstill | None = None
     stalls: Mapping[str, Streak] = field(default_factory=dict)
-    """Of the pod's engines that stand still, by name."""
+    """The pod's engines that stand still, by name."""
 
 
 @dataclass(frozen=True, slots=True)

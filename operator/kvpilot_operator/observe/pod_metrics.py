@@ -46,7 +46,7 @@ class Rank:
     running: float
     waiting: float
     done: float
-    """What `done` says of it; of the whole page where it has no counters of its own."""
+    """Return what `done` says of it, or of the whole page where it has no counters of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How long has something been so? Pure."""
+"""Tell how long something has been so. Pure."""
 
 from __future__ import annotations
 

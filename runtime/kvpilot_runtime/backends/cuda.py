@@ -65,7 +65,7 @@ class CudaImpl(Reserving, PackedImpl):
         self._first: CudaImpl | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """As `PackedImpl`; and hold the plan of a step, so that vLLM counts it."""
+        """Do as `PackedImpl` does, and hold the plan of a step, so that vLLM counts it."""
         super().process_weights_after_loading(act_dtype)
         sequences, rows = decode_sizes(self._config)
         self.reserve(

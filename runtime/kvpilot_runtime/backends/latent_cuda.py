@@ -133,7 +133,7 @@ class CudaLatentImpl(Reserving, LatentImpl, MLACommonImpl):  # type: ignore[misc
         self._gpu_pages: tuple[int, GpuLatentPages] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """As vLLM's; and hold the plan of a step, so that vLLM counts it."""
+        """Do as vLLM does, and hold the plan of a step, so that vLLM counts it."""
         super().process_weights_after_loading(act_dtype)
         sequences = decode_sizes(self._config)[0]
         self.reserve(

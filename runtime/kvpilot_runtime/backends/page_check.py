@@ -138,7 +138,7 @@ def _requests(config: Any, layer: Any, wanted: list[int]) -> list[_Request]:
 
 
 def _kept(bound: SinksAndWindow | None, page: int, position: int, size: int) -> bool:
-    """Whether the token at `position` attends to a page."""
+    """Return True if the token at `position` attends to a page."""
     if bound is None or isinstance(bound, HeavyHitters):
         return True
     return page < bound.sink_pages(size) or page >= bound.first_page(position, size)

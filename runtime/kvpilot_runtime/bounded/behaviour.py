@@ -43,7 +43,7 @@ def refuse_other_pages() -> None:
 
 
 def _freed() -> str:
-    """How the pages of three requests differ that compute their tokens in chunks; empty where they do not."""
+    """Say how the pages of three requests in chunks differ from the bound's; empty where they do not."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec

@@ -44,7 +44,7 @@ def settle(impls: Iterable[Any], outcome: Outcome) -> None:
 
 
 def outdate(impls: list[Any]) -> None:
-    """Of layers whose weights were loaded: tell log and metrics if their factors are those of weights before.
+    """Tell log and metrics if layers whose weights were loaded have factors of earlier weights.
 
     Factors stay: stored pages, which a prefix cache keeps, are read with them.
     """

@@ -1,4 +1,4 @@
-"""What binds, told from what a window of scrapes adds up to, with the evidence in words and numbers. Pure."""
+"""Name what binds from the sums of a window of scrapes, with the evidence in words and numbers. Pure."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Sums:
 
     @property
     def stands_still(self) -> bool:
-        """Whether the engines had work all the time that was seen of their counters, and did none of it."""
+        """Return True if the engines had work whenever their counters were seen, and did none of it."""
         done = self.prompted + self.generated + self.finished + self.preempted
         return self.seconds > 0 and not done and self.running + self.waiting > 0
 
@@ -125,7 +125,7 @@ def ready_pods(s: Sample) -> int:
 
 
 def uneven(s: Sample, pressure: Pressure) -> bool:
-    """Whether requests wait for a full engine that would not be full if all engines had an even share.
+    """Return True if requests wait for a full engine that an even share would leave with room.
 
     Some of them have to have room, and nobody who waits: where requests wait for all, an even share mends nothing.
     """

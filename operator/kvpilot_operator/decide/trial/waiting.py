@@ -38,7 +38,7 @@ def unschedulable(c: Context) -> str | None:
 
 
 def held_up_by(c: Context) -> Cause | None:
-    """What keeps pods on trial from coming, and will not pass by itself in a moment; None where nothing is known to."""
+    """Return the cause that keeps pods on trial from coming and will not pass in a moment; None for none."""
     cause = pending_reason([pod for pod in pods_on_trial(c) if not pod.answers])
     return cause if cause is not None and cause.reason not in ON_ITS_WAY else None
 
