@@ -179,6 +179,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED
     for reason, message in findings.warnings:
         _say("warning", reason, message)
+    if request.dtype == "auto" and findings.config is not None and findings.config.auto != "auto":
+        # For some checkpoints vLLM 0.32 stores fp8 and goes on to report `auto`.
+        arguments.append(f"--kv-cache-dtype={findings.config.auto}")
     if findings.skip_layers:
         arguments += ["--kv-cache-dtype-skip-layers", *findings.skip_layers]
     if findings.disable_window:

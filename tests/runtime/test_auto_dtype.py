@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvpilot_kernels.models import auto_dtype, read
+from kvpilot_runtime import serve
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.check import check
@@ -91,3 +92,25 @@ def test_preflight_counts_auto_as_the_checkpoint_has_it_and_says_so(
     monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("Tesla T4", 16 * 2**30, 0, (7, 5))])
     with pytest.raises(PreflightError, match=r"'auto', which this checkpoint makes fp8_e4m3, .*use 'float16'"):
         check(Request(str(tmp_path), "auto"))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "asked", "started"),
+    [
+        ({"quant_method": "modelopt", "kv_cache_scheme": STATIC}, "auto", "fp8_e4m3"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": STATIC}, "auto", "fp8"),
+        ({"quant_method": "modelopt", "kv_cache_scheme": STATIC}, "bfloat16", "bfloat16"),
+        (None, "auto", "auto"),
+    ],
+)
+def test_an_engine_is_asked_by_name_for_the_dtype_that_its_checkpoint_makes_of_auto(
+    scheme: Any, asked: str, started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "platform", lambda: "cuda")
+    monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("NVIDIA H200", 141 * 2**30, 0, (9, 0))])
+    became: list[list[str]] = []
+    monkeypatch.setattr(serve, "_become_vllm", lambda arguments, _: became.append(arguments) or 0)
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **({"quantization_config": scheme} if scheme else {})}))
+    (tmp_path / "model.bin").write_bytes(b"0")
+    assert serve.main([f"--model={tmp_path}", f"--kv-cache-dtype={asked}"]) == 0
+    assert [one for one in became[0] if one.startswith("--kv-cache-dtype=")][-1] == f"--kv-cache-dtype={started}"
