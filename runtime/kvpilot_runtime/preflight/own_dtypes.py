@@ -91,8 +91,8 @@ def check_own(fmt: Dtype, config: models.Architecture, request: Request, finding
         refuse("multi-head latent attention, which has dtypes of its own", f"use {instead}")
     if what is not None:
         refuse(what)
-    if _pools(config, request):
-        refuse(f"pooling, which is what vLLM serves {config.architectures[0]!r} for")
+    if (pooled := _pooled(config, request)) is not None:
+        refuse(f"pooling, which is what vLLM serves {pooled!r} for")
     findings.disable_window = config.idle_window
     drafted = options.speculation(request.others).get("method") in options.DRAFT_MODELS
     if drafted and (config.layers != config.full_layers or config.state_layers or request.skip_layers):
@@ -126,15 +126,15 @@ def check_latent(fmt: latent.LatentFormat, config: models.Architecture | None, r
         return
     if (what := models.unsupported_latent(config)) is not None:
         refuse(what, "use --kv-cache-dtype=auto")
-    if _pools(config, request):
-        refuse(f"pooling, which is what vLLM serves {config.architectures[0]!r} for", "use --kv-cache-dtype=auto")
+    if (pooled := _pooled(config, request)) is not None:
+        refuse(f"pooling, which is what vLLM serves {pooled!r} for", "use --kv-cache-dtype=auto")
 
 
-def _pools(config: models.Architecture, request: Request) -> bool:
-    """Whether vLLM would serve this model for embeddings, scores or classes, as far as is known without asking it."""
+def _pooled(config: models.Architecture, request: Request) -> str | None:
+    """Return the class that vLLM would serve for embeddings, scores or classes; None for none that is known of."""
     if ("--runner", "generate") in options.given(request.others, "--runner"):
-        return False
-    folder, name = model_folder(request.model), config.architectures[0]
+        return None
+    folder, name = model_folder(request.model), next(iter(config.architectures), config.model_type)
     if folder is not None and (folder / "modules.json").exists():  # sentence-transformers
-        return True
-    return name in installed.pooling_architectures() or name.endswith(_POOLING)
+        return name
+    return name if name in installed.pooling_architectures() or name.endswith(_POOLING) else None
