@@ -210,3 +210,19 @@ def test_thousands_of_sequences_are_cut_like_a_few() -> None:
         assert not mine or mine[-1][2] == lengths[i]
         used += number
     assert (splits[used:, 0] == -1).all()
+
+
+def test_a_plan_that_is_held_while_weights_load_is_as_large_as_the_one_that_serves() -> None:
+    """vLLM loads weights with the model's dtype as torch's default."""
+    shapes = Shape(parse("k4v4"), 128, 2, 4, 64, CPU), LatentShape(parse_latent("mla4"), 16, 64, CPU)
+
+    def buffers() -> list[dict[str, torch.dtype]]:
+        plans = Plan(shapes[0], 4, tokens=2), LatentPlan(shapes[1], 4)
+        return [{name: x.dtype for name, x in vars(plan).items() if torch.is_tensor(x)} for plan in plans]
+
+    serving = buffers()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert buffers() == serving
+    finally:
+        torch.set_default_dtype(torch.float32)

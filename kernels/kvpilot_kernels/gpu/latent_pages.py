@@ -82,10 +82,10 @@ class LatentPlan:
         count, heads, device = most_splits(sequences, shape.wave, BEYOND), shape.heads, shape.device
         self.splits = torch.full((count, 4), -1, dtype=torch.int32, device=device)
         self.spans = torch.zeros(sequences, 2, dtype=torch.int32, device=device)
-        self.partial = torch.empty(count, heads, RANK, device=device)
-        self.lse = torch.empty(count, heads, device=device)
+        self.partial = torch.empty(count, heads, RANK, dtype=torch.float32, device=device)
+        self.lse = torch.empty(count, heads, dtype=torch.float32, device=device)
         self.rotated = torch.empty(sequences, heads, ENTRY, dtype=torch.float16, device=device)
-        self.sums = torch.empty(sequences, 3, heads, device=device)
+        self.sums = torch.empty(sequences, 3, heads, dtype=torch.float32, device=device)
 
     def update(self, seq_lens: torch.Tensor) -> None:
         """Cut the work for int32 [sequences or fewer] stored lengths; 0 is a row of padding.

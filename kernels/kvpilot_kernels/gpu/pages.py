@@ -156,9 +156,9 @@ class Plan:
         self.splits = torch.full((count, 4), -1, dtype=torch.int32, **make)  # type: ignore[call-overload]
         self.spans = torch.zeros(sequences, 2, dtype=torch.int32, **make)  # type: ignore[call-overload]
         self.bases = torch.zeros(sequences, dtype=torch.int32, **make)  # type: ignore[call-overload]
-        self.partial = torch.empty(results, *heads, dim, **make)  # type: ignore[call-overload]
-        self.lse = torch.empty(results, *heads, **make)  # type: ignore[call-overload]
-        self.apart = torch.empty(self.rows, heads[0] * heads[1], **make)  # type: ignore[call-overload]
+        self.partial = torch.empty(results, *heads, dim, dtype=torch.float32, **make)  # type: ignore[call-overload]
+        self.lse = torch.empty(results, *heads, dtype=torch.float32, **make)  # type: ignore[call-overload]
+        self.apart = torch.empty(self.rows, heads[0] * heads[1], dtype=torch.float32, **make)  # type: ignore[call-overload]
         self.level = torch.empty_like(self.apart)
         self.units = torch.empty_like(self.apart)
         queries = (self.rows, heads[0] * heads[1])
