@@ -11,8 +11,11 @@ import json
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+
+from kvpilot_runtime.engine.wrap import wrap
 
 
 def main() -> None:
@@ -35,10 +38,8 @@ def specs(arguments: Any) -> dict[str, Any]:
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.model_executor.models import registry
 
-    # Else each architecture is looked at in a process of its own.
-    registry._run_in_subprocess = lambda function: function()
+    wrap("vllm.model_executor.models.registry:_run_in_subprocess", _at_once)
     alone = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "nnodes": 1}
     arguments = replace(
         arguments, **alone, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", enforce_eager=True,
@@ -62,6 +63,11 @@ def specs(arguments: Any) -> dict[str, Any]:
             counted[_described(spec)] += 1
     groups = [[*what, count] for what, count in sorted(counted.items(), key=str)]
     return {"groups": groups, "shared": shared, "dtype": config.cache_config.cache_dtype}
+
+
+def _at_once(stock: Any, function: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+    """Look at an architecture in this process, which ends soon, and not in one of its own."""
+    return function()
 
 
 def _described(spec: Any) -> tuple[Any, ...]:
