@@ -152,7 +152,7 @@ def test_what_is_not_run_is_there_and_takes_its_options_and_files() -> None:
     tags = [one.words[one.words.index("-t") + 1] for one in built]
     assert [one.words[-1] for one in pushed] == tags
     for one in built:
-        assert one.options == ("-f", "-t")
+        assert one.options == ("--platform", "-f", "-t")
         assert (ROOT / one.words[one.words.index("-f") + 1]).is_file()
         assert one.words[-1] == "."
     for one in commands:

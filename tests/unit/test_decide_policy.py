@@ -9,7 +9,7 @@ import pytest
 
 from kvpilot_operator.decide.judging.policy import PolicyDecision, choose_step
 from kvpilot_operator.state.status import Experience, Saturation
-from support.policy_inputs import A100, DWELL, denied, policy_input, spec, step, workload
+from support.policy_inputs import A100, DWELL, LLAMA, denied, policy_input, spec, step, workload
 from support.services import NOW, manifest, spec_of
 
 
@@ -83,7 +83,8 @@ def test_a_denied_dtype_is_passed_over_for_this_model_image_and_gpu_only():
 
 
 def test_a_dtype_that_the_gpu_cannot_compute_is_passed_over():
-    decision = choose_step(policy_input(workload(demand=1500), node=A100))
+    odd = replace(LLAMA, head_dim=80)
+    decision = choose_step(policy_input(workload(demand=1500), node=A100, model=odd))
     assert step(decision)[1] == "k8v4"
     assert outcomes(decision)["fp8"] == "Vetoed"
 
