@@ -21,9 +21,10 @@ HEAD = """# Models
 Made by `make generate` of [models.json](models.json), which holds the fields that matter of {count} published
 configurations, each with its source. Figures are what `kvpilot-serve` and `kvpilot plan` read of them
 ([decision 21](decisions/0021-facts-of-a-model-from-a-table-of-defaults.md)). Tests hold layers, heads and head_dim
-against transformers' own config classes, and against the KV-cache specs that vLLM {vllm} builds without weights, of
-models with images or sound for their text part. `kvpilot plan` takes those by name that `kvpilot plan --list` shows,
-and every other one by the folder with its config.json.
+against transformers' own config classes, and those of {built} against the KV-cache specs that vLLM {vllm} builds
+without weights. It builds the text part of models with images or sound. A config class that only the model's
+repository has is replaced by one of transformers with the same fields. `kvpilot plan` takes those by name that
+`kvpilot plan --list` shows, and every other one by the folder with its config.json.
 
 - **layers**: *full* attend to everything; *window* and *chunked* hold at most so many tokens; *state* keep one of fixed
   size (Mamba, linear attention, convolutions) and may attend beside it; *shared* read another layer's cache.
@@ -40,7 +41,8 @@ def main() -> None:
     """Write the page."""
     corpus = json.loads(Path(sys.argv[1]).read_text())
     models = corpus["models"]
-    parts = [HEAD.format(count=len(models), vllm=corpus["vllm"]), *runs(corpus["runs"])]
+    built = sum("vllm" not in entry for entry in models)
+    parts = [HEAD.format(count=len(models), built=built, vllm=corpus["vllm"]), *runs(corpus["runs"])]
     for family, entries in itertools.groupby(models, key=lambda entry: entry["family"]):
         parts += section(family, list(entries))
     Path(sys.argv[2]).write_text("\n".join(parts).rstrip() + "\n")

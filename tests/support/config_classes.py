@@ -36,10 +36,11 @@ def facts(config: Any) -> dict[str, Any]:
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     found: dict[str, Any] = {"kinds": kinds, "window": getattr(text, "sliding_window", None)}
+    by_groups = getattr(text, "new_decoder_architecture", False)  # Falcon; older ones have one KV head or all
     if not getattr(text, "is_heterogeneous", False):
         found |= {
             "heads": getattr(text, "num_attention_heads", None),
-            "kv_heads": getattr(text, "num_key_value_heads", None),
+            "kv_heads": getattr(text, "num_kv_heads" if by_groups else "num_key_value_heads", None),
             "head_dim": getattr(text, "head_dim", None),
         }
     return found

@@ -26,6 +26,7 @@ def main() -> None:
 
 TEXT = {
     "deepseek_v3": ("deepseek_v3", "DeepseekV3ForCausalLM"),
+    "exaone4_5_text": ("exaone4", "Exaone4ForCausalLM"),
     "gemma3_text": ("gemma3_text", "Gemma3ForCausalLM"),
     "gemma3n": ("gemma3n_text", "Gemma3nForCausalLM"),
     "gemma4_text": ("gemma4_text", "Gemma4ForCausalLM"),
@@ -35,6 +36,7 @@ TEXT = {
     "llama": ("llama", "LlamaForCausalLM"),
     "llama4_text": ("llama4_text", "Llama4ForCausalLM"),
     "ministral3": ("ministral3", "MistralForCausalLM"),
+    "phi3_v": ("phi3", "Phi3ForCausalLM"),
     "qwen2_5_vl": ("qwen2", "Qwen2ForCausalLM"),
     "qwen2_vl": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3_vl_moe_text": ("qwen3_moe", "Qwen3MoeForCausalLM"),
@@ -42,13 +44,18 @@ TEXT = {
 }
 """By the model_type of a text part, the text model that it is: models with images or sound need torchvision."""
 
+CLASSES = {"internlm2": "llama", "mimo": "qwen2", "minicpm": "llama", "orion": "llama"}
+"""By the model_type of a config class that only the model's repository has, a class of transformers with its fields."""
+
 
 def text_alone(config: dict[str, Any]) -> dict[str, Any]:
-    """The text part of such a model as a model of its own, its weights in 16 bits."""
+    """Return the text part of a model as a model of its own, of a known class, with weights in 16 bits."""
     text = config.get("text_config", config)
     if text.get("model_type") in TEXT:
         kind, architecture = TEXT[text["model_type"]]
         config = {"dtype": "bfloat16", **text, "model_type": kind, "architectures": [architecture]}
+    if config.get("model_type") in CLASSES:
+        config = {**config, "model_type": CLASSES[config["model_type"]]}
     if (config.get("quantization_config") or {}).get("config_groups") == {}:  # of the cache alone
         return config
     return {field: value for field, value in config.items() if field != "quantization_config"}
