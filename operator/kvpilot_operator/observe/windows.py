@@ -173,7 +173,7 @@ class Windows:
             )
         judged = plausible_sample(time, series.known, pages, unanswered=unanswered, gpus=gpus)
         series.known = judged.known
-        if judged.sample.pods or judged.sample.implausible or judged.sample.stalled:
+        if (told := judged.sample).pods or told.implausible or told.stalled or told.observed_dtype:
             series.add(judged.sample, self._retention)
         return judged
 
