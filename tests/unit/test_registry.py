@@ -8,6 +8,7 @@ import functools
 import types
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -39,7 +40,8 @@ from support.memory_api import MemoryApi, tell
 from support.services import KEY, manifest
 
 NAMES = ("a", "b", "c")
-PAGE = parse_page(REAL.decode())
+PAGE = replace(parse_page(REAL.decode()), dtype="auto")
+"""The page of an engine that stores what it was asked for."""
 
 
 def setup_module() -> None:
