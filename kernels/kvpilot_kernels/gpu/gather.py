@@ -49,27 +49,28 @@ def gather_kernel(
     live = at < tokens
     slot = tl.load(slots_ptr + at, mask=live, other=0)
     first = tl.load(ordinals_ptr + at, mask=live, other=0) == 1
-    fresh = slot < 0
-    row = tl.where(fresh, -1 - slot, 0)
-    slot = tl.where(fresh, 0, slot)
-    stored = live & (fresh == 0)
+    fresh = tl.max((slot < 0).to(tl.int32), 0)
+    stored = live & (slot >= 0)
+    slot = tl.where(stored, slot, 0)
     page = cache_ptr + (slot // PAGE).to(tl.int64) * page_stride + head.to(tl.int64) * head_stride
     place = slot % PAGE
     d, has = plain_slots(D, WIDE)
     has = has & (d < HEAD)
-    mask = live[:, None] & has[None, :]
-    new = mask & fresh[:, None]
+    mask = stored[:, None] & has[None, :]
     to = (at.to(tl.int64) * KV_HEADS + head)[:, None] * HEAD + d[None, :]
     y = read_side(page, place, stored, key_signs_ptr, head, key_mean_ptr, key_scale_ptr, KEY, HEAD, D, WIDE, PAGE)
     apart = tl.load(key_first_ptr + head * HEAD + d, mask=has, other=0.0)
     apart -= tl.load(key_mean_ptr + head * HEAD + d, mask=has, other=0.0)
     y += tl.where(first[:, None], apart[None, :], 0.0)
-    given = tl.load(key_ptr + (row[:, None] * key_stride + head * HEAD + d[None, :]), mask=new, other=0.0)
-    y = tl.where(fresh[:, None], given.to(tl.float32), y)
     tl.store(key_out_ptr + to, y.to(key_out_ptr.dtype.element_ty), mask=mask)
     y = read_side(
         page, place, stored, value_signs_ptr, head, value_mean_ptr, value_scale_ptr, VALUE, HEAD, D, WIDE, PAGE
     )
-    given = tl.load(value_ptr + (row[:, None] * value_stride + head * HEAD + d[None, :]), mask=new, other=0.0)
-    y = tl.where(fresh[:, None], given.to(tl.float32), y)
     tl.store(value_out_ptr + to, y.to(value_out_ptr.dtype.element_ty), mask=mask)
+    if fresh:  # read again what the rest needs: nothing of it is kept in registers meanwhile
+        row = -1 - tl.load(slots_ptr + at, mask=live, other=0)
+        mask = (row >= 0)[:, None] & has[None, :]
+        given = tl.load(key_ptr + (row[:, None] * key_stride + head * HEAD + d[None, :]), mask=mask, other=0.0)
+        tl.store(key_out_ptr + to, given.to(key_out_ptr.dtype.element_ty), mask=mask)
+        given = tl.load(value_ptr + (row[:, None] * value_stride + head * HEAD + d[None, :]), mask=mask, other=0.0)
+        tl.store(value_out_ptr + to, given.to(value_out_ptr.dtype.element_ty), mask=mask)
