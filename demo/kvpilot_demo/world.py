@@ -24,17 +24,10 @@ from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.images import DEFAULT_TABLE
 from kvpilot_localcluster.pod import LOGS_ANNOTATION
 from kvpilot_localcluster.rest import Rest
+from kvpilot_operator.api.names import API_VERSION, DTYPE_LABEL, ENGINE_CONTAINER, KIND, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.render.names import (
-    API_VERSION,
-    DTYPE_LABEL,
-    ENGINE_CONTAINER,
-    KIND,
-    REVISION_LABEL,
-    SERVICE_LABEL,
-)
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "smollm2.yaml"

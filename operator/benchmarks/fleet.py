@@ -38,10 +38,10 @@ from kvpilot_localcluster import build
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.controlplane import ControlPlane
 from kvpilot_localcluster.engines import PAGE_EARLY, PAGE_LATER
+from kvpilot_operator.api.names import API_VERSION, KIND, SERVICE_LABEL
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.control.pilot import PAGES_PER_SECOND
-from kvpilot_operator.render.names import API_VERSION, KIND, SERVICE_LABEL
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from kvpilot_operator.api.names import API_VERSION, KIND
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.render.names import API_VERSION, KIND
 
 OPERATOR = "kvpilot-operator"
 # Seconds, against hanging alone: on a busy machine all that is measured takes longer.

@@ -16,10 +16,10 @@ from collections import Counter
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient
 
+from kvpilot_operator.api.names import ADMITTED, DTYPE_LABEL, SERVICE_LABEL
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.render.names import ADMITTED, DTYPE_LABEL, SERVICE_LABEL
 
 NODES = 100
 AT_ONCE = 12

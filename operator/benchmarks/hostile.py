@@ -39,8 +39,8 @@ from hostile_services import GOOD, GOOD_REPLICAS, HOSTILE, HOSTILE_REPLICAS, Hos
 from memory_group import MemoryGroup
 
 from kvpilot_localcluster.addresses import free_port
+from kvpilot_operator.api.names import API_VERSION, KIND, SERVICE_LABEL
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.render.names import API_VERSION, KIND, SERVICE_LABEL
 
 HERE = Path(__file__).parent
 MEBIBYTES = 512

@@ -9,10 +9,10 @@ from typing import Any
 
 from fleet_kubelets import KINDS
 
+from kvpilot_operator.api.names import API_VERSION, KIND
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.render.names import API_VERSION, KIND
 
 GOOD_REPLICAS, HOSTILE_REPLICAS = 2, 4
 HOSTILE = KINDS[1:]

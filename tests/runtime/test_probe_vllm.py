@@ -22,6 +22,7 @@ from kvpilot_demo.models import smollm2_135m, tiny_llama
 from kvpilot_localcluster.engines.real import HANGS
 from kvpilot_operator.api.schema import apply_defaults
 from kvpilot_operator.api.spec import parse
+from kvpilot_operator.api.words import Verdict
 from kvpilot_operator.decide import described, judge
 from kvpilot_operator.gate import command
 from kvpilot_operator.mesh import Identity
@@ -32,7 +33,6 @@ from kvpilot_operator.probes.errors import EngineBusy, EngineUnreachable
 from kvpilot_operator.probes.run import capture, control, measure
 from kvpilot_operator.probes.session import GiveWay, Settings
 from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.state.enums import Verdict
 from kvpilot_operator.state.snapshot import ServiceKey
 from support.forked_serve import engine
 from support.meshed import Mesh, sidecar

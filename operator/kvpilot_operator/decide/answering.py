@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from kvpilot_operator.api.words import Reason, Stage, TrafficMode
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.measured import Line
 from kvpilot_operator.decide.rejections import finding, of_workload, rejected
 from kvpilot_operator.decide.trial import storage, traffic
 from kvpilot_operator.decide.trial.refusal import engine_failure
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.enums import Reason, Stage, TrafficMode
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Canary
 

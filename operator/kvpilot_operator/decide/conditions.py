@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
+from kvpilot_operator.api.words import ConditionType, Reason, Stage
 from kvpilot_operator.decide import kstatus, measured
 from kvpilot_operator.decide.answering import available, serving, share
 from kvpilot_operator.decide.changes import move, spec_changes
@@ -16,7 +17,6 @@ from kvpilot_operator.decide.trial.ending import NOT_OF_THE_DTYPE
 from kvpilot_operator.decide.trial.starting import start_fault
 from kvpilot_operator.decide.trial.unreadable import unreadable
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.enums import ConditionType, Reason, Stage
 from kvpilot_operator.state.questions import Question, keeps_probe
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Condition, clip

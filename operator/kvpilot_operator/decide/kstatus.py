@@ -7,13 +7,13 @@ is under way. docs/conditions.md has the states.
 
 from __future__ import annotations
 
+from kvpilot_operator.api.words import ConditionType, Reason
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS
 from kvpilot_operator.decide.measured import Line
 from kvpilot_operator.decide.trial import storage, traffic
 from kvpilot_operator.decide.trial.refusal import engine_failure
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.enums import ConditionType, Reason
 
 _BOTH = (ConditionType.RECONCILING, ConditionType.STALLED)
 _SETTLED = Cause(Reason.SETTLED, "the spec is acted on, and nothing is under way")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from kvpilot_kernels import dtypes
+from kvpilot_operator.api.words import ConditionType, ObjectiveState, Reason, Stage, Verdict, WorkloadKind
 from kvpilot_operator.decide.accuracy.drift import drifted
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.judging.workload import USAGE_STEP_PERCENT
@@ -14,7 +15,6 @@ from kvpilot_operator.decide.trial.refusal import engine_failure, mixed_factors
 from kvpilot_operator.decide.trial.reported import mismatch
 from kvpilot_operator.decide.trial.unreadable import unreadable
 from kvpilot_operator.decide.trial.waiting import held_up_by, why_waiting
-from kvpilot_operator.state.enums import ConditionType, ObjectiveState, Reason, Stage, Verdict, WorkloadKind
 from kvpilot_operator.state.samples import names
 
 _WORST_FIRST = (ObjectiveState.MISSED, ObjectiveState.UNSETTLED, ObjectiveState.NO_SAMPLES, ObjectiveState.HELD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
+from kvpilot_operator.api.words import Action, Reason, Stage, Verdict
 from kvpilot_operator.decide.accuracy import drift
 from kvpilot_operator.decide.accuracy.verdict import judge, measured
 from kvpilot_operator.decide.context import Context, in_flight
@@ -15,7 +16,6 @@ from kvpilot_operator.decide.trial.reported import as_asked
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.accuracy import Baseline
 from kvpilot_operator.state.decision import Captured, Find, Measure, NothingKept, ProbeFailed, Request
-from kvpilot_operator.state.enums import Action, Reason, Stage, Verdict
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import Canary
 

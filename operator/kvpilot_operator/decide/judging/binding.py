@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvpilot_operator.api.spec import Pressure
+from kvpilot_operator.api.words import WorkloadKind
 from kvpilot_operator.decide.judging.window import SPAN, Sums
-from kvpilot_operator.state.enums import WorkloadKind
 from kvpilot_operator.state.samples import Spread
 
 # One scrape in ten may miss the threshold (a long request that ends frees its blocks at once).

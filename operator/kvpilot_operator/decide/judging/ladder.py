@@ -13,9 +13,9 @@ from datetime import datetime
 from kvpilot_kernels import dtypes, formats, hardware
 from kvpilot_kernels.arguments import read, rules
 from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.api.words import Outcome, Reason
 from kvpilot_operator.decide.judging.capacity import gain, kept_layers
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.enums import Outcome, Reason
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Denied
 from kvpilot_operator.times import utc

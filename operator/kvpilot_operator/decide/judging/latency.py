@@ -12,11 +12,11 @@ import math
 from dataclasses import dataclass
 from datetime import timedelta
 
+from kvpilot_operator.api.words import Action, Verdict
 from kvpilot_operator.decide.judging.capacity import bits_per_element
 from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.workload import Workload
 from kvpilot_operator.gpus import by_product
-from kvpilot_operator.state.enums import Action, Verdict
 from kvpilot_operator.state.status import Experience
 
 # Share of an H200's peak bandwidth (4.8 TB/s) that decode attention reaches on the bytes of its cache, 32 sequences of

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpilot_operator.api.spec import Objective
+from kvpilot_operator.api.words import ObjectiveState
 from kvpilot_operator.decide.judging.window import plausible
-from kvpilot_operator.state.enums import ObjectiveState
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
 

@@ -10,6 +10,7 @@ import msgspec
 
 from kvpilot_kernels import dtypes
 from kvpilot_kernels.arguments import rules
+from kvpilot_operator.api.words import Action, Outcome, WorkloadKind
 from kvpilot_operator.decide.judging.capacity import bits_per_element, gain, ring_share, smaller
 from kvpilot_operator.decide.judging.ladder import Rung, rungs
 from kvpilot_operator.decide.judging.latency import Expected, expected_itl_change, would_miss
@@ -17,7 +18,6 @@ from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.saturation import SHARE, able, backing_off, beyond
 from kvpilot_operator.decide.judging.surge import DRAIN_SECONDS
 from kvpilot_operator.decide.judging.weighing import Closed, Weighed, option_of, percent, weighed
-from kvpilot_operator.state.enums import Action, Outcome, WorkloadKind
 from kvpilot_operator.state.status import MAX_OPTIONS, Option
 
 # One step out at most doubles the replicas: the demand of a moment is an estimate.

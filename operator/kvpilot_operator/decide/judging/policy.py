@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvpilot_operator.api.words import Action, Outcome, Reason, WorkloadKind
 from kvpilot_operator.decide.judging import options
 from kvpilot_operator.decide.judging.policy_input import PolicyInput
 from kvpilot_operator.decide.judging.saturation import learned
 from kvpilot_operator.decide.judging.weighing import Weighed
-from kvpilot_operator.state.enums import Action, Outcome, Reason, WorkloadKind
 from kvpilot_operator.state.status import Option, Saturation
 
 

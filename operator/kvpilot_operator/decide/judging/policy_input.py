@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.api.words import Outcome
 from kvpilot_operator.decide.judging.workload import Workload
-from kvpilot_operator.state.enums import Outcome
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Denied, Experience, Saturation, ScaleInBackoff
 from kvpilot_operator.times import utc

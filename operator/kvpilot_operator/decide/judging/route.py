@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, SERVICE_PORT, canary_service
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, SERVICE_PORT, canary_service
 from kvpilot_operator.state.objects import RouteView
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot

@@ -18,8 +18,8 @@ from datetime import datetime, timedelta
 
 import msgspec
 
+from kvpilot_operator.api.words import Action
 from kvpilot_operator.decide.judging.workload import Workload
-from kvpilot_operator.state.enums import Action
 from kvpilot_operator.state.status import MAX_SATURATIONS, Saturation, ScaleInBackoff
 from kvpilot_operator.times import utc
 

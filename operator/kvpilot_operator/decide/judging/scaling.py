@@ -7,9 +7,9 @@ from datetime import datetime
 import msgspec
 
 from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.api.words import Action
 from kvpilot_operator.decide.judging.policy import PolicyDecision
 from kvpilot_operator.decide.judging.saturation import backoff
-from kvpilot_operator.state.enums import Action
 from kvpilot_operator.state.status import Scaling
 
 _STEPS = (Action.SCALE_OUT, Action.SCALE_IN)

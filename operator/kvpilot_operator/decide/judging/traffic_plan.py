@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.api.words import TrafficMode
 from kvpilot_operator.decide.judging import route
-from kvpilot_operator.state.enums import TrafficMode
 from kvpilot_operator.state.snapshot import Snapshot
 
 # A replica ratio may be above the step it stands for by one point: 1 of 3 replicas will do for 33%.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvpilot_operator.api.words import Action, Outcome
 from kvpilot_operator.decide.judging.latency import Expected
 from kvpilot_operator.decide.judging.policy_input import PolicyInput
-from kvpilot_operator.state.enums import Action, Outcome
 from kvpilot_operator.state.status import Option, clip
 
 # What the schema holds of a figure.

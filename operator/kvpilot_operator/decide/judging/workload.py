@@ -14,12 +14,12 @@ from itertools import pairwise
 from operator import attrgetter
 
 from kvpilot_operator.api.spec import Objective, Pressure
+from kvpilot_operator.api.words import ObjectiveState, WorkloadKind
 from kvpilot_operator.decide.judging import objectives as latency_objectives
 from kvpilot_operator.decide.judging.best import best_rate, computed, thrown_out
 from kvpilot_operator.decide.judging.binding import SHARE, STALLED, judge
 from kvpilot_operator.decide.judging.surge import DRAIN_SECONDS, Surge, find
 from kvpilot_operator.decide.judging.window import GAP, SPAN, Sums, add_up, plausible, since_it_grew
-from kvpilot_operator.state.enums import ObjectiveState, WorkloadKind
 from kvpilot_operator.state.samples import Sample, names
 
 # Less than a request in a thousand scrapes: none ran, whatever a page says (5e-324 is a number, too).

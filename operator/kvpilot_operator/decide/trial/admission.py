@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
+from kvpilot_operator.api.words import Stage
 from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.trial import traffic
-from kvpilot_operator.state.enums import Stage
 from kvpilot_operator.state.objects import PodView
 
 D = TypeVar("D", bound=Draft)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvpilot_operator.api.names import baseline_name, engine_url
+from kvpilot_operator.api.words import Action, ConditionType, Reason, Stage, Verdict
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.trial.control import control_fault
 from kvpilot_operator.decide.trial.reported import as_asked, mismatch
 from kvpilot_operator.probes import codec
-from kvpilot_operator.render.names import baseline_name, engine_url
 from kvpilot_operator.state.accuracy import Baseline
 from kvpilot_operator.state.decision import Capture, Captured, Cause, Find, Measure, NothingKept, ProbeFailed
-from kvpilot_operator.state.enums import Action, ConditionType, Reason, Stage, Verdict
 from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.times import utc
 

@@ -17,8 +17,8 @@ from datetime import datetime
 from itertools import pairwise
 
 from kvpilot_operator.api.spec import Canary
+from kvpilot_operator.api.words import Reason, Verdict
 from kvpilot_operator.decide.trial.intervals import Estimate, common, p95_change, ratio_change, share_change
-from kvpilot_operator.state.enums import Reason, Verdict
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
 

@@ -6,10 +6,10 @@ What the control differs by is taken off a candidate's damage. So a control with
 from __future__ import annotations
 
 from kvpilot_operator.api.spec import Accuracy
+from kvpilot_operator.api.words import Reason
 from kvpilot_operator.decide.trial.intervals import share_change
 from kvpilot_operator.state.accuracy import Baseline
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.enums import Reason
 
 # How often a dtype whose agreement is just at the limit fails by chance: of 250 positions three in a hundred more or
 # fewer agree from one draw to the next.

@@ -11,10 +11,10 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar
 
+from kvpilot_operator.api.words import ConditionType, Stage
 from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.trial import baseline
 from kvpilot_operator.state.decision import Find
-from kvpilot_operator.state.enums import ConditionType, Stage
 from kvpilot_operator.state.questions import keeps_probe
 from kvpilot_operator.state.snapshot import Snapshot
 

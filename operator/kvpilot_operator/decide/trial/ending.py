@@ -6,11 +6,11 @@ from datetime import timedelta
 
 import msgspec
 
+from kvpilot_operator.api.words import Action, Reason, Stage, Verdict
 from kvpilot_operator.decide.changes import spec_changes
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.judging.ladder import RETRY_SECONDS, about, subject
 from kvpilot_operator.decide.trial.traffic import routed
-from kvpilot_operator.state.enums import Action, Reason, Stage, Verdict
 from kvpilot_operator.state.status import CHANGES, MAX_DENIED, MAX_HISTORY, Canary, Denied, Experience, Stable, clip
 from kvpilot_operator.times import utc
 

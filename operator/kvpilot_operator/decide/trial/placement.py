@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 
+from kvpilot_operator.api.names import HTTP_ROUTE_API, canary_service
+from kvpilot_operator.api.words import Stage, TrafficMode
 from kvpilot_operator.decide.context import Context, Placed, in_flight
 from kvpilot_operator.decide.judging.route import kinds, own_rules, weighted
 from kvpilot_operator.decide.judging.traffic_plan import counts, floor, rolling_step, total
 from kvpilot_operator.decide.rejections import of_workload
 from kvpilot_operator.decide.trial import baseline, pools, traffic
-from kvpilot_operator.render.names import HTTP_ROUTE_API, canary_service
 from kvpilot_operator.render.objects import (
     disruption_budget,
     http_route,
@@ -26,7 +27,6 @@ from kvpilot_operator.render.objects import (
 )
 from kvpilot_operator.render.startup import startup_budget_seconds
 from kvpilot_operator.state.decision import Manifest, Objects
-from kvpilot_operator.state.enums import Stage, TrafficMode
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Stable

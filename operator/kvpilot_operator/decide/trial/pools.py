@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from kvpilot_operator.api.names import INFERENCE_POOL_API, canary_service
+from kvpilot_operator.api.words import Reason
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.judging.route import POOLS, carries
 from kvpilot_operator.decide.trial import traffic
-from kvpilot_operator.render.names import INFERENCE_POOL_API, canary_service
 from kvpilot_operator.render.objects import inference_pool
 from kvpilot_operator.state.decision import Cause, Manifest
-from kvpilot_operator.state.enums import Reason
 
 
 def own(c: Context, selected: str) -> Manifest | None:

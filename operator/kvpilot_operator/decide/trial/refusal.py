@@ -8,8 +8,8 @@ import json
 import re
 from collections.abc import Sequence
 
+from kvpilot_operator.api.words import Reason
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.enums import Reason
 from kvpilot_operator.state.objects import ON_ITS_WAY, PodView
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import clip

@@ -16,6 +16,7 @@ from datetime import timedelta
 
 import msgspec
 
+from kvpilot_operator.api.words import Action, ConditionType, Reason, Stage, TrafficMode, Verdict
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.judging.traffic_plan import counts, one_can_leave
 from kvpilot_operator.decide.trial import baseline, pools, shifting, starting, storage, traffic
@@ -23,7 +24,6 @@ from kvpilot_operator.decide.trial.ending import finish_promotion, finish_rollba
 from kvpilot_operator.decide.trial.refusal import engine_failure, made_anew, mixed_factors
 from kvpilot_operator.decide.trial.reported import mismatch
 from kvpilot_operator.decide.trial.waiting import SURGE_SECONDS, pods_on_trial, unschedulable, why_waiting
-from kvpilot_operator.state.enums import Action, ConditionType, Reason, Stage, TrafficMode, Verdict
 from kvpilot_operator.state.status import Stable
 
 # A stable side of which nothing answers for this long is down.

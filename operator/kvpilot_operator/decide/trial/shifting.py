@@ -14,15 +14,15 @@ from __future__ import annotations
 import math
 from datetime import datetime, timedelta
 
+from kvpilot_operator.api.names import canary_service
 from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.api.words import Action, Reason, Stage, TrafficMode, Verdict
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.judging.route import kinds, weighted
 from kvpilot_operator.decide.judging.traffic_plan import TrafficPlan, TrafficStep, counts
 from kvpilot_operator.decide.trial import traffic
 from kvpilot_operator.decide.trial.comparison import Finding, compare
 from kvpilot_operator.decide.trial.ending import roll_back
-from kvpilot_operator.render.names import canary_service
-from kvpilot_operator.state.enums import Action, Reason, Stage, TrafficMode, Verdict
 from kvpilot_operator.state.status import CHANGES, Canary
 
 ALPHA = 0.05

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from kvpilot_operator.api.words import Action, ConditionType, Reason, Stage, TrafficMode
 from kvpilot_operator.decide.context import Context, Target
 from kvpilot_operator.decide.judging.traffic_plan import one_can_leave
 from kvpilot_operator.decide.trial import baseline, pools
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.enums import Action, ConditionType, Reason, Stage, TrafficMode
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import Canary, Stable, clip
 

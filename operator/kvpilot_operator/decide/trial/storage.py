@@ -14,13 +14,13 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
 
+from kvpilot_operator.api.names import prefetch_job
+from kvpilot_operator.api.words import CachePhase, Reason
 from kvpilot_operator.decide.context import Context, Placed
 from kvpilot_operator.decide.trial.refusal import pending_reason, refusal
-from kvpilot_operator.render.names import prefetch_job
 from kvpilot_operator.render.objects import claim
 from kvpilot_operator.render.prefetch import claim_name, identity, job
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.enums import CachePhase, Reason
 from kvpilot_operator.state.objects import PodView, PrefetchView
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import WeightsCache, clip

@@ -7,11 +7,11 @@ promotion): then it names none and admits both. It never does while other pods o
 
 from __future__ import annotations
 
+from kvpilot_operator.api.names import canary_service
+from kvpilot_operator.api.words import Stage, TrafficMode
 from kvpilot_operator.decide.context import Context, Draft, in_flight
 from kvpilot_operator.decide.judging import route
 from kvpilot_operator.decide.judging.traffic_plan import floor
-from kvpilot_operator.render.names import canary_service
-from kvpilot_operator.state.enums import Stage, TrafficMode
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 

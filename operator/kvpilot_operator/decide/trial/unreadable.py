@@ -5,9 +5,9 @@ It may have traffic, and what its stage asks for is not known here: every object
 
 from __future__ import annotations
 
+from kvpilot_operator.api.words import Action, ConditionType, Reason
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.enums import Action, ConditionType, Reason
 from kvpilot_operator.state.snapshot import Snapshot
 
 

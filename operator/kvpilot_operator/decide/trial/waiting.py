@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
+from kvpilot_operator.api.words import Reason, Stage
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.rejections import finding, of_workload, rejected
 from kvpilot_operator.decide.trial.refusal import not_started, pending_reason, waits_for_volume
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.enums import Reason, Stage
 from kvpilot_operator.state.objects import ON_ITS_WAY, PodView
 
 # With SurgeOrReplaceOne a canary without a node gives up on spare capacity after this long.
