@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpilot_operator.decide.judging.latency import EFFICIENCY
+from kvpilot_operator.decide.steps.latency import EFFICIENCY
 from kvpilot_operator.gpus import Gpu
 from kvpilot_planning.facts import Model
 from kvpilot_planning.gpus import BF16_TFLOPS

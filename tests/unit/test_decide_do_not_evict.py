@@ -10,7 +10,7 @@ from kvpilot_operator.api.names import DO_NOT_EVICT_ANNOTATION
 from kvpilot_operator.api.schema import Fault
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.trial import do_not_evict
+from kvpilot_operator.decide.objects import do_not_evict
 from kvpilot_operator.errors import Conflict
 from kvpilot_operator.state.decision import Find, Measure
 from kvpilot_operator.state.status import parse_status

@@ -14,9 +14,9 @@ from kvpilot_operator.api.names import REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.cluster.objects import version_of
 from kvpilot_operator.decide import decide
-from kvpilot_operator.decide.judging.route import POOLS, SERVICES, weighted
 from kvpilot_operator.observe.views import pool_view, together
 from kvpilot_operator.render.objects import inference_pool
+from kvpilot_operator.render.route import POOLS, SERVICES, weighted
 from kvpilot_operator.state.objects import ObjectView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.server import ServerFacts

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_operator.decide import decide
-from kvpilot_operator.decide.judging.policy import choose_step
+from kvpilot_operator.decide.steps.policy import choose_step
 from kvpilot_operator.gpus import GPUS, PriceError, prices
 from kvpilot_operator.options import parse_arguments
 from kvpilot_operator.state.objects import DeploymentView

@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvpilot_operator.decide.judging.capacity import gain
+from kvpilot_operator.decide.steps.capacity import gain
 
 
 class BacktestError(ValueError):

@@ -13,10 +13,10 @@ from datetime import datetime, timedelta
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpilot_operator.decide.judging.capacity import gain, smaller
-from kvpilot_operator.decide.judging.policy import PolicyDecision
-from kvpilot_operator.decide.judging.policy_input import CLIMB_DWELLS
-from kvpilot_operator.decide.judging.saturation import SHARE
+from kvpilot_operator.decide.load.saturation import SHARE
+from kvpilot_operator.decide.steps.capacity import gain, smaller
+from kvpilot_operator.decide.steps.policy import PolicyDecision
+from kvpilot_operator.decide.steps.policy_input import CLIMB_DWELLS
 from kvpilot_operator.state.samples import Flows, Sample
 from kvpilot_planning.backtest.engine import EPOCH
 from kvpilot_planning.backtest.interval import Minute

@@ -16,11 +16,11 @@ import yaml
 
 from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.api.spec import Spec, parse
-from kvpilot_operator.decide.judging.engine_args import step_tokens
-from kvpilot_operator.decide.judging.policy import PolicyDecision, choose_step
-from kvpilot_operator.decide.judging.policy_input import PolicyInput
-from kvpilot_operator.decide.judging.saturation import backoff
-from kvpilot_operator.decide.judging.workload import Workload, classify
+from kvpilot_operator.decide.load.engine_args import step_tokens
+from kvpilot_operator.decide.load.saturation import backoff
+from kvpilot_operator.decide.load.workload import Workload, classify
+from kvpilot_operator.decide.steps.policy import PolicyDecision, choose_step
+from kvpilot_operator.decide.steps.policy_input import PolicyInput
 from kvpilot_operator.gpus import by_product
 from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvpilot_operator.decide.judging.traffic_plan import Counts, rolling_step
+from kvpilot_operator.decide.traffic_plan import Counts, rolling_step
 from kvpilot_operator.state.samples import Sample
 from kvpilot_planning.backtest.engine import EPOCH
 from kvpilot_planning.backtest.hpa import Hpa

@@ -1,0 +1,1 @@
+"""The load: what binds a service, and how surely."""

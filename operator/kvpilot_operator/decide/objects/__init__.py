@@ -1,0 +1,1 @@
+"""The objects: which Deployments, Services, routes, pools and claims a service needs now."""
