@@ -20,13 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("operator", "runtime", "kernels", "planning", "localcluster")
+PACKAGES = ("operator", "runtime", "kernels", "formats", "planning", "localcluster")
 FIGURES = "docs/benchmarks"
 COMMANDS = (
     ("scripts/manifests.py",),
     ("scripts/metrics_table.py",),
     ("scripts/models_page.py", "docs/models.json", "docs/models.md"),
-    ("scripts/model_defaults.py", "kernels/kvpilot_kernels/models/defaults.json"),
+    ("scripts/model_defaults.py", "formats/kvpilot_formats/models/defaults.json"),
     ("scripts/api_reference.py", "docs/reference/quantizedllmservice.md"),
     ("planning/benchmarks/backtest_profile.py",),
     ("operator/benchmarks/parsers.py", "--page", f"{FIGURES}/operator-parsers.json"),

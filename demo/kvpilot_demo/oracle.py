@@ -19,9 +19,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats, latent
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.latent import formats as latent
 from kvpilot_kernels.latent.reference import round_trip as latent_round_trip
 from kvpilot_kernels.reference.attention import round_trip
 

@@ -14,7 +14,7 @@ import argparse
 
 import torch
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.reference.attention import round_trip
 from kvpilot_kernels.reference.quantize import decode, encode
 

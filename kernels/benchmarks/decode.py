@@ -25,7 +25,7 @@ import decode_rivals
 import torch
 from timing import copy_rate, layers_for, microseconds
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.gpu.weigh import stretch, weigh

@@ -23,7 +23,7 @@ import triton
 from decode import SHAPES, Case, fill_ring, random_pages
 from timing import copy_rate, layers_for, microseconds
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.pages import Cut, GpuPages, Plan, Several, Shape

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
+from kvpilot_formats import latent as latent_formats
 from kvpilot_kernels.gpu import latent_tuning, plan, ring, tuning
 from kvpilot_kernels.gpu.codec import side_layouts
 from kvpilot_kernels.gpu.latent_pages import part_layouts
 from kvpilot_kernels.gpu.rotation import slots
-from kvpilot_kernels.latent import formats as latent_formats
 
 BLOCK = 64
 

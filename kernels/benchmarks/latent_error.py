@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvpilot_kernels.latent.formats import ENTRY, RANK, ROPE, names, parse
+from kvpilot_formats.latent import ENTRY, RANK, ROPE, names, parse
 from kvpilot_kernels.latent.reference import attend, round_trip
 from kvpilot_kernels.reference.hadamard import hadamard
 from kvpilot_kernels.reference.quantize import decode, encode

@@ -30,12 +30,12 @@ import triton
 from mla_baseline import Baseline, choices
 from timing import copy_rate, layers_for, microseconds
 
+from kvpilot_formats.latent import ENTRY, RANK, LatentFormat, names, parse
 from kvpilot_kernels.gpu import latent_tuning, tuning
 from kvpilot_kernels.gpu.latent_pages import GpuLatentPages, LatentPlan, LatentShape
 from kvpilot_kernels.gpu.latent_tuning import LatentChoice, Merge
 from kvpilot_kernels.latent.cpu import LatentPages
 from kvpilot_kernels.latent.factors import LatentFactors
-from kvpilot_kernels.latent.formats import ENTRY, RANK, LatentFormat, names, parse
 
 BLOCK, LIMIT, READ_LIMIT = 64, 3e-3, 6e-3
 """Tokens of a block; and what may be off, of its norm: an output, as prepared queries and weights are float16, and what

@@ -28,7 +28,7 @@ import torch
 from decode import Case
 from timing import copy_rate, layers_for, microseconds
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape

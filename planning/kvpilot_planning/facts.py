@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvpilot_kernels.models import Architecture, Group, Kind
+from kvpilot_formats.models import Architecture, Group, Kind
 
 Published = Literal["bfloat16", "fp8", "int4", "mxfp4"]
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvpilot_kernels.models import Architecture, ConfigError, Group, Kind, load, read, weights
-from kvpilot_kernels.models.config import Fields
+from kvpilot_formats.models import Architecture, ConfigError, Group, Kind, load, read, weights
+from kvpilot_formats.models.config import Fields
 from kvpilot_planning.facts import Model, PlanError, Published
 
 # Models with a plain MLP of two matrices; all others that vLLM serves have a gated one, of three.

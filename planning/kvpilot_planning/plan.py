@@ -15,8 +15,8 @@ from typing import NoReturn, TypeVar
 
 import yaml
 
-from kvpilot_kernels.dtypes import parse
-from kvpilot_kernels.formats import RECENT_CHOICES, FormatError, default_windows
+from kvpilot_formats.dtypes import parse
+from kvpilot_formats.formats import RECENT_CHOICES, FormatError, default_windows
 from kvpilot_operator import plots
 from kvpilot_operator.gpus import GPUS, Gpu, PriceError, prices
 from kvpilot_operator.text_tables import render

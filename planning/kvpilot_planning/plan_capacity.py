@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpilot_kernels import dtypes, formats
-from kvpilot_kernels.latent.formats import LatentFormat
+from kvpilot_formats import dtypes, formats
+from kvpilot_formats.latent import LatentFormat
 from kvpilot_operator.decide.steps.capacity import OWN_BLOCK
 from kvpilot_operator.gpus import Gpu
 from kvpilot_planning.facts import Model, PlanError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpilot_kernels import dtypes, hardware, models
+from kvpilot_formats import dtypes, hardware, models
 from kvpilot_operator.gpus import Gpu
 from kvpilot_planning.facts import Model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpilot_kernels import dtypes
+from kvpilot_formats import dtypes
 from kvpilot_operator.gpus import Gpu
 from kvpilot_planning import plan_feasibility
 from kvpilot_planning.facts import Model, PlanError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvpilot_kernels import dtypes
+from kvpilot_formats import dtypes
 from kvpilot_operator import plots
 from kvpilot_planning.plan_make import Plan
 

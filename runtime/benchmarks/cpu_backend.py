@@ -20,7 +20,7 @@ from typing import Any
 
 from kvpilot_demo.load import Load
 from kvpilot_demo.models import smollm2_135m
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_localcluster.engines.real import Engine, engine
 from kvpilot_operator.probes import packs
 from kvpilot_operator.probes.codec import Baseline

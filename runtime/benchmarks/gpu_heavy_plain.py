@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.reference.attention import round_trip
 from kvpilot_runtime.bounded.heavy import measured_rows
 from kvpilot_runtime.bounded.heavy_spec import lightest

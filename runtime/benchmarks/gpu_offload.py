@@ -23,7 +23,7 @@ from gpu_engine_process import ChildFailedError, environment, run_child, say
 from gpu_engine_shapes import SHAPES, write
 from gpu_offload_run import Job
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_runtime.config import offload
 
 BLOCK = 64

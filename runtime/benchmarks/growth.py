@@ -18,7 +18,7 @@ from typing import Any
 
 from gpu_engine_shapes import SHAPES, Shape
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 
 DTYPES = ("auto", "fp8", "k8v4", "k4v4", "k4v2")
 

@@ -31,7 +31,7 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from kvpilot_demo.models import smollm2_135m
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.reference.own import own
 from kvpilot_runtime.bounded.heavy import measured_rows
 from kvpilot_runtime.bounded.heavy_mass import page_mass

@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from kvpilot_kernels.arguments import read
+from kvpilot_formats.arguments import read
 from kvpilot_runtime.engine import compat
 from kvpilot_runtime.preflight import machine
 

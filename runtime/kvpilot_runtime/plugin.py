@@ -14,8 +14,7 @@ import logging
 import os
 from typing import Any
 
-from kvpilot_kernels import formats
-from kvpilot_kernels.latent import formats as latent
+from kvpilot_formats import formats, latent
 from kvpilot_runtime.calibration import info as calibration_info
 from kvpilot_runtime.config import options, retention
 from kvpilot_runtime.engine import compat, contract, hooks

@@ -45,6 +45,7 @@ def test_the_wheel_holds_the_rooms_and_the_crd_and_no_tests(wheel: Path) -> None
     assert packages == {
         "kvpilot_operator",
         "kvpilot_runtime",
+        "kvpilot_formats",
         "kvpilot_kernels",
         "kvpilot_planning",
         "kvpilot_kubectl",

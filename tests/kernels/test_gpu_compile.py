@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import kvpilot_kernels
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from support import kernel_cache, kernel_keys
 
 FOLDER = Path(__file__).parents[2] / "kernels" / "benchmarks"

@@ -15,7 +15,7 @@ from vllm.config import cache
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.reference.attention import decode_reference
 from kvpilot_runtime.backends import cpu, packed

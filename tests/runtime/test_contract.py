@@ -20,7 +20,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from kvpilot_demo.models import tiny_llama
-from kvpilot_kernels import dtypes
+from kvpilot_formats import dtypes
 from kvpilot_localcluster.engines.real import engine
 from kvpilot_operator.observe.page_values import VLLM_DTYPES
 from kvpilot_runtime import plugin

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
 
-from kvpilot_kernels.arguments import rules
+from kvpilot_formats.arguments import rules
 from kvpilot_runtime import plugin
 from kvpilot_runtime.backends import packed
 from kvpilot_runtime.config import retention

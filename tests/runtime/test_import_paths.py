@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from vllm.platforms import current_platform
 
-from kvpilot_kernels import formats
-from kvpilot_kernels.latent import formats as latent
+from kvpilot_formats import formats, latent
 from kvpilot_runtime import plugin
 from kvpilot_runtime.config import carriers, offload
 from kvpilot_runtime.engine import compat, contract, hooks

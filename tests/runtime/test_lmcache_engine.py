@@ -16,7 +16,7 @@ import torch
 
 from kvpilot_demo.models import tiny_llama
 from kvpilot_demo.oracle import Oracle
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 from support.apart import Apart, engines
 from support.judge import Judge

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import REGISTRY, generate_latest
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
-from kvpilot_kernels.models import read
+from kvpilot_formats.models import read
 from kvpilot_runtime import serve
 from kvpilot_runtime.metrics import model_info
 from kvpilot_runtime.preflight.modelconfig import read_config

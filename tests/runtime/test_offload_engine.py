@@ -14,7 +14,7 @@ import pytest
 
 from kvpilot_demo.models import tiny_llama
 from kvpilot_demo.oracle import Oracle
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_runtime.engine import compat
 from support.judge import Judge
 from support.stepped_engine import Asked, serve

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_runtime import serve
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import machine

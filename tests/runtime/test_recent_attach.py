@@ -13,7 +13,7 @@ from vllm.model_executor.layers import attention
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_runtime.backends import cpu, packed
 from kvpilot_runtime.engine import compat, contract
 from kvpilot_runtime.errors import UnsupportedModelError

@@ -13,7 +13,7 @@ import pytest
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
 from kvpilot_demo.oracle import SLACK, Oracle
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from support.judge import Judge
 from support.stepped_engine import Asked, Told, serve
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvpilot_demo.models import tiny_gemma3, tiny_llama
-from kvpilot_kernels.arguments import rules
-from kvpilot_kernels.models import read
+from kvpilot_formats.arguments import rules
+from kvpilot_formats.models import read
 from kvpilot_runtime import serve
 from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import PreflightError

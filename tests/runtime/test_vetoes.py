@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from kvpilot_kernels import formats, hardware
+from kvpilot_formats import formats, hardware
 from kvpilot_operator.decide.steps.ladder import hardware_fault
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_runtime.errors import PreflightError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_kernels.models import ConfigError, weights
+from kvpilot_formats.models import ConfigError, weights
 from kvpilot_planning import facts_config
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import machine, modelconfig

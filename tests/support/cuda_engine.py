@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.tuning import Choice

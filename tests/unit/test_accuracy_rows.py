@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "runtime" / "benchmarks"))
 
 from accuracy_rows import AGAINST_EXACT, SERVED, bits, engine, every_name, reading
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_operator.decide.steps.capacity import OWN_BLOCK, gain, ring_share
 from kvpilot_operator.decide.steps.ladder import hardware_fault, infeasible, rungs
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts

@@ -9,7 +9,7 @@ from datetime import timedelta
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_operator.api.spec import Objective
 from kvpilot_operator.api.words import ObjectiveState, WorkloadKind
 from kvpilot_operator.decide.load.objectives import Measured

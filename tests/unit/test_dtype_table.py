@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_kernels import dtypes, formats
+from kvpilot_formats import dtypes, formats
 from kvpilot_operator.decide.steps.latency import EFFICIENCY
 from kvpilot_planning.plan_make import usual_dtypes
 from kvpilot_planning.plan_speed import HEAD_DIM_256

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvpilot_kernels import formats
-from kvpilot_kernels.models import ConfigError, Kind, read
-from kvpilot_kernels.models.layers import HYBRID, WORDS
+from kvpilot_formats import formats
+from kvpilot_formats.models import ConfigError, Kind, read
+from kvpilot_formats.models.layers import HYBRID, WORDS
 from kvpilot_planning import models
 from kvpilot_planning.facts import PlanError
 from kvpilot_planning.facts_config import from_config

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_planning import models
 from kvpilot_planning.gpus import find_gpu
 from kvpilot_planning.plan_capacity import cache, memory

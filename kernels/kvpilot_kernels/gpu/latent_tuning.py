@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import gcd
 
-from kvpilot_kernels.latent.formats import ENTRY, LatentFormat
+from kvpilot_formats.latent import ENTRY, LatentFormat
 
 MOST_HEADS = 24
 """Heads of a program: accumulators of 512 elements for each are all that registers hold."""

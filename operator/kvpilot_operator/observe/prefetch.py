@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvpilot_kernels.untrusted import shown
+from kvpilot_formats.untrusted import shown
 from kvpilot_operator.api.names import IDENTITY_ANNOTATION, PREFETCH_CONTAINER, PREFETCH_LABEL, engine_url, prefetch_job
 from kvpilot_operator.api.words import CachePhase
 from kvpilot_operator.cluster.client import Cluster

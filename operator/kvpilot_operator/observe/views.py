@@ -8,8 +8,8 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from kvpilot_kernels.arguments import read
-from kvpilot_kernels.untrusted import lines, shown
+from kvpilot_formats.arguments import read
+from kvpilot_formats.untrusted import lines, shown
 from kvpilot_operator.api.names import (
     ADAPTERS_OPTION,
     ADMITTED,

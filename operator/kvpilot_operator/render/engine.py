@@ -7,7 +7,7 @@ import json
 import math
 from typing import Any
 
-from kvpilot_kernels import dtypes
+from kvpilot_formats import dtypes
 from kvpilot_operator.api.names import (
     ADAPTERS_OPTION,
     CLAIM_LABEL,

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from kvpilot_kernels import untrusted
+from kvpilot_formats import untrusted
 from kvpilot_operator.api.words import (
     Action,
     CachePhase,

@@ -14,9 +14,9 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import MultipleOf
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
+from kvpilot_formats.hardware import BLOCK_STEPS
 from kvpilot_kernels.cpu import PackedPages
-from kvpilot_kernels.hardware import BLOCK_STEPS
 from kvpilot_kernels.places import owners
 from kvpilot_kernels.ring import ring_slots
 from kvpilot_runtime.backends import images

@@ -18,11 +18,11 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
+from kvpilot_formats.hardware import BLOCK_STEPS
 from kvpilot_kernels.gpu.codec import NARROW
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.gpu.prefill import prefill
-from kvpilot_kernels.hardware import BLOCK_STEPS
 from kvpilot_runtime.backends.cuda_steps import (
     ContextChunk,
     CudaBuilder,

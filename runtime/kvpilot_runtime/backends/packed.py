@@ -21,8 +21,8 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
 
-from kvpilot_kernels import formats
-from kvpilot_kernels.arguments import rules
+from kvpilot_formats import formats
+from kvpilot_formats.arguments import rules
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime.calibration import info as calibration_info
 from kvpilot_runtime.calibration.of_engine import calibration_of

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.fit import Observed
 from kvpilot_runtime.calibration import factors_file
 from kvpilot_runtime.calibration import info as calibration_info

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvpilot_kernels.arguments import rules
+from kvpilot_formats.arguments import rules
 from kvpilot_runtime.engine import compat
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args
 
-from kvpilot_kernels.formats import Format
+from kvpilot_formats.formats import Format
 from kvpilot_runtime.engine.wrap import wrap
 from kvpilot_runtime.errors import UnsupportedEngineError
 

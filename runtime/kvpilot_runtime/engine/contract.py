@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Iterable
 
-from kvpilot_kernels.latent import formats as latent
+from kvpilot_formats import latent
 from kvpilot_runtime.engine import compat
 from kvpilot_runtime.engine.vllm_parts import PARTS, Broken, Feature
 from kvpilot_runtime.errors import UnsupportedEngineError

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvpilot_kernels.latent import formats as latent
+from kvpilot_formats import latent
 from kvpilot_runtime.engine import compat
 from kvpilot_runtime.engine.wrap import wrap
 from kvpilot_runtime.errors import UnsupportedModelError

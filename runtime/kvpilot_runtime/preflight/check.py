@@ -9,9 +9,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from kvpilot_kernels import dtypes, formats, hardware, models
-from kvpilot_kernels.dtypes import Dtype
-from kvpilot_kernels.latent import formats as latent
+from kvpilot_formats import dtypes, formats, hardware, latent, models
+from kvpilot_formats.dtypes import Dtype
 from kvpilot_runtime.config import options
 from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import PreflightError

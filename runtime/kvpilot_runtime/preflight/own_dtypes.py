@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvpilot_kernels import formats, hardware, models
-from kvpilot_kernels.arguments import read, rules
-from kvpilot_kernels.dtypes import Dtype
-from kvpilot_kernels.latent import formats as latent
+from kvpilot_formats import formats, hardware, latent, models
+from kvpilot_formats.arguments import read, rules
+from kvpilot_formats.dtypes import Dtype
 from kvpilot_runtime.config import carriers, options
 from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import PreflightError

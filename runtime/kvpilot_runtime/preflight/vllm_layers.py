@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvpilot_kernels.models import Architecture, Group, Kind
+from kvpilot_formats.models import Architecture, Group, Kind
 from kvpilot_runtime.preflight.request import Request
 
 DEADLINE = 600

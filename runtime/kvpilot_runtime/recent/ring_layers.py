@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_runtime.config import retention
 from kvpilot_runtime.engine import compat, contract
 from kvpilot_runtime.errors import UnsupportedModelError

@@ -6,7 +6,7 @@ engine is not the dtype's.
 
 from __future__ import annotations
 
-from kvpilot_kernels import dtypes
+from kvpilot_formats import dtypes
 from kvpilot_operator.state.snapshot import Snapshot
 
 # vLLM's other names of one cache.

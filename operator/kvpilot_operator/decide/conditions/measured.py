@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from kvpilot_kernels import dtypes
+from kvpilot_formats import dtypes
 from kvpilot_operator.api.words import ConditionType, ObjectiveState, Reason, Stage, Verdict, WorkloadKind
 from kvpilot_operator.decide.accuracy.baseline import fault, known
 from kvpilot_operator.decide.accuracy.drift import drifted

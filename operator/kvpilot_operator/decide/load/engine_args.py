@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpilot_kernels.arguments import whole_number
+from kvpilot_formats.arguments import whole_number
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.gpus import by_product
 from kvpilot_operator.state.snapshot import NodeFacts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from kvpilot_kernels import dtypes, formats
+from kvpilot_formats import dtypes, formats
 from kvpilot_operator.numbers import whole
 from kvpilot_operator.state.snapshot import ModelFacts
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from kvpilot_kernels import dtypes, formats, hardware
-from kvpilot_kernels.arguments import read, rules
+from kvpilot_formats import dtypes, formats, hardware
+from kvpilot_formats.arguments import read, rules
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.api.words import Outcome, Reason
 from kvpilot_operator.decide.steps.capacity import gain, kept_layers

@@ -8,8 +8,8 @@ from datetime import timedelta
 
 import msgspec
 
-from kvpilot_kernels import dtypes
-from kvpilot_kernels.arguments import rules
+from kvpilot_formats import dtypes
+from kvpilot_formats.arguments import rules
 from kvpilot_operator.api.words import Action, Outcome, WorkloadKind
 from kvpilot_operator.decide.load.saturation import SHARE, able, backing_off, beyond
 from kvpilot_operator.decide.load.surge import DRAIN_SECONDS

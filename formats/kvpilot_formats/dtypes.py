@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from kvpilot_kernels.formats import FORMATS, Format, named
-from kvpilot_kernels.latent.formats import LATENT_FORMATS, LatentFormat
+from kvpilot_formats.formats import FORMATS, Format, named
+from kvpilot_formats.latent import LATENT_FORMATS, LatentFormat
 
 Dtype = Format | LatentFormat
 

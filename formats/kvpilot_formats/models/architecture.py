@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvpilot_kernels import formats
-from kvpilot_kernels.latent import formats as latent_formats
+from kvpilot_formats import formats
+from kvpilot_formats import latent as latent_formats
 
 
 class Kind(StrEnum):

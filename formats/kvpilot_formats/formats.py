@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, TypeVar
 
-from kvpilot_kernels import layouts
-from kvpilot_kernels.layouts import PageLayout, RingLayout
+from kvpilot_formats import layouts
+from kvpilot_formats.layouts import PageLayout, RingLayout
 
 _Dtype = TypeVar("_Dtype")
 

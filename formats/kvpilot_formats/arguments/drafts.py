@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvpilot_kernels.arguments.parser import Arguments
+from kvpilot_formats.arguments.parser import Arguments
 
 DRAFTERS = ("ngram", "suffix")
 """The methods of speculative decoding whose drafts come from the tokens themselves."""

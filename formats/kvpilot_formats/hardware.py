@@ -5,8 +5,8 @@ Only what vLLM 0.32 is known to refuse is in it; tests/runtime/test_vetoes.py ho
 
 from __future__ import annotations
 
-from kvpilot_kernels import dtypes, formats
-from kvpilot_kernels.dtypes import Dtype
+from kvpilot_formats import dtypes, formats
+from kvpilot_formats.dtypes import Dtype
 
 Capability = tuple[int, int]
 

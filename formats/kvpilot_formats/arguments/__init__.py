@@ -5,7 +5,7 @@ by scripts/vllm_arguments.py. `drafts`, `transfer` and `rules` say which options
 operator judges spec.engine.extraArgs by them, kvpilot-serve judges its command line, and an engine its configuration.
 """
 
-from kvpilot_kernels.arguments.numbers import whole_number
-from kvpilot_kernels.arguments.parser import KVPILOT, Arguments, Given, names, read
+from kvpilot_formats.arguments.numbers import whole_number
+from kvpilot_formats.arguments.parser import KVPILOT, Arguments, Given, names, read
 
 __all__ = ["KVPILOT", "Arguments", "Given", "names", "read", "whole_number"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvpilot_kernels.models.architecture import Kind
-from kvpilot_kernels.models.config import MOST_LAYERS, ConfigError, Fields, shown
+from kvpilot_formats.models.architecture import Kind
+from kvpilot_formats.models.config import MOST_LAYERS, ConfigError, Fields, shown
 
 WORDS: dict[str, Kind] = {
     **dict.fromkeys(("full_attention", "attention", "global_attention"), Kind.FULL),

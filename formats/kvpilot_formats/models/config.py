@@ -71,7 +71,7 @@ def _object(file: Path) -> dict[str, Any]:
 @functools.cache
 def defaults() -> Mapping[str, Any]:
     """By model_type: the defaults of its class, how it spells fields, its text part, and the kinds of its layers."""
-    text = (resources.files("kvpilot_kernels.models") / "defaults.json").read_text()
+    text = (resources.files("kvpilot_formats.models") / "defaults.json").read_text()
     table: dict[str, Any] = json.loads(text)["models"]
     return table
 

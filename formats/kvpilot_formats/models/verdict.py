@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvpilot_kernels import formats
-from kvpilot_kernels.latent.formats import ENTRY, RANK
-from kvpilot_kernels.models.architecture import Architecture, Kind
+from kvpilot_formats import formats
+from kvpilot_formats.latent import ENTRY, RANK
+from kvpilot_formats.models.architecture import Architecture, Kind
 
 
 def unsupported(model: Architecture) -> str | None:

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from kvpilot_kernels.models.architecture import Architecture, Group, Kind
-from kvpilot_kernels.models.auto import auto_dtype
-from kvpilot_kernels.models.config import MOST_LAYERS, ConfigError, Fields, shown
-from kvpilot_kernels.models.layers import HYBRID, REPEATED, WORDS, kinds
+from kvpilot_formats.models.architecture import Architecture, Group, Kind
+from kvpilot_formats.models.auto import auto_dtype
+from kvpilot_formats.models.config import MOST_LAYERS, ConfigError, Fields, shown
+from kvpilot_formats.models.layers import HYBRID, REPEATED, WORDS, kinds
 
 LATENT = frozenset({
     "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note", "glm4_moe_lite", "glm5_next",

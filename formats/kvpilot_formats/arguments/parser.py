@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
 
-from kvpilot_kernels.arguments.numbers import whole_number
+from kvpilot_formats.arguments.numbers import whole_number
 
 KVPILOT = (
     "--calibration", "--recent-tokens", "--retention", "--retention-sink-tokens", "--retention-window-tokens",
@@ -112,7 +112,7 @@ class Arguments:
 @functools.cache
 def _options() -> Mapping[str, Option]:
     """vLLM's options by each of their full names."""
-    text = (resources.files("kvpilot_kernels.arguments") / "vllm.json").read_text()
+    text = (resources.files("kvpilot_formats.arguments") / "vllm.json").read_text()
     found: dict[str, Option] = {}
     for name, row in json.loads(text)["options"].items():
         for spelled in (name, *row.get("also", ())):

@@ -4,11 +4,11 @@ Pure Python: neither torch nor transformers, and no network. Fields that a confi
 transformers' own config classes, which `defaults.json` keeps (made by scripts/model_defaults.py).
 """
 
-from kvpilot_kernels.models.architecture import Architecture, Group, Kind
-from kvpilot_kernels.models.auto import auto_dtype
-from kvpilot_kernels.models.config import ConfigError, known, load
-from kvpilot_kernels.models.read import read
-from kvpilot_kernels.models.verdict import unsupported, unsupported_latent
+from kvpilot_formats.models.architecture import Architecture, Group, Kind
+from kvpilot_formats.models.auto import auto_dtype
+from kvpilot_formats.models.config import ConfigError, known, load
+from kvpilot_formats.models.read import read
+from kvpilot_formats.models.verdict import unsupported, unsupported_latent
 
 __all__ = [
     "Architecture", "ConfigError", "Group", "Kind", "auto_dtype", "known", "load", "read", "unsupported",

@@ -6,7 +6,7 @@ Under MLA (DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash) a token has one entry for
     score of head h = q_h . latent + q_rope_h . rope        output of head h = sum_t p_t latent_t        (absorbed form)
 
 The latent is rotated by a Hadamard matrix and stored in codes of 8 or 4 bits, the RoPE part likewise in 8 bits. Each
-of both has one scale and zero point for a token, in the 16 bits of `kvpilot_kernels.layouts`; a byte of codes holds
+of both has one scale and zero point for a token, in the 16 bits of `kvpilot_formats.layouts`; a byte of codes holds
 what it holds there. One scale for 512 elements, because the same codes are keys and values: scores and probabilities
 are then scaled by token, and no product has to stop at a group (docs/decisions/0025).
 
@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
 
-from kvpilot_kernels.formats import FormatError, named
-from kvpilot_kernels.layouts import Region
+from kvpilot_formats.formats import FormatError, named
+from kvpilot_formats.layouts import Region
 
 RANK = 512
 """Elements of a token's latent (`kv_lora_rank`)."""

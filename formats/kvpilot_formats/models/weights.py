@@ -7,7 +7,7 @@ import struct
 from fnmatch import fnmatch
 from pathlib import Path
 
-from kvpilot_kernels.models.config import ConfigError
+from kvpilot_formats.models.config import ConfigError
 
 _MAX_HEADER = 100 * 2**20  # the safetensors format's own limit on a header
 _INDEX = "model.safetensors.index.json"

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from kvpilot_kernels.arguments.drafts import DRAFT_MODELS, speculation, unsupported_drafts
-from kvpilot_kernels.arguments.parser import Arguments
+from kvpilot_formats.arguments.drafts import DRAFT_MODELS, speculation, unsupported_drafts
+from kvpilot_formats.arguments.parser import Arguments
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 SIMPLE_OFFLOAD = "VLLM_USE_SIMPLE_KV_OFFLOAD"
