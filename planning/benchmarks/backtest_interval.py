@@ -10,13 +10,13 @@ from statistics import mean
 
 import numpy as np
 
+from kvpilot_cli.backtest.buckets import FINE
+from kvpilot_cli.backtest.costs import load_profile
+from kvpilot_cli.backtest.interval import SUBSTEP, Fleet
+from kvpilot_cli.backtest.loads import STEP, cut, synthetic
+from kvpilot_cli.backtest.moments import measure
+from kvpilot_cli.backtest.service import Objective, Service
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_planning.backtest.buckets import FINE
-from kvpilot_planning.backtest.costs import load_profile
-from kvpilot_planning.backtest.interval import SUBSTEP, Fleet
-from kvpilot_planning.backtest.loads import STEP, cut, synthetic
-from kvpilot_planning.backtest.moments import measure
-from kvpilot_planning.backtest.service import Objective, Service
 
 POINTS = (
     ("agents", "auto", 4, 1.0), ("agents", "auto", 2, 1.0), ("agents", "fp8", 2, 1.0), ("agents", "k4v4", 1, 1.0),

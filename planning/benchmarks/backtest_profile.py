@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from kvpilot_planning.backtest.costs import Costs, Profile, dump_profile
+from kvpilot_cli.backtest.costs import Costs, Profile, dump_profile
 
 BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
-PACKAGE = Path(__file__).parents[1] / "kvpilot_planning" / "backtest" / "h200-llama3-8b.json"
+PACKAGE = Path(__file__).parents[2] / "cli" / "kvpilot_cli" / "backtest" / "h200-llama3-8b.json"
 MODEL = {"head_dim": 128, "kv_heads": 8, "layers": 32, "window_layers": 0}
 
 

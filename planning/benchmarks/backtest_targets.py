@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvpilot_planning.backtest import fleet
-from kvpilot_planning.backtest.costs import load_profile
-from kvpilot_planning.backtest.fleet_report import figures_of
-from kvpilot_planning.backtest.pilot import load_spec
-from kvpilot_planning.backtest.service import Objective
+from kvpilot_cli.backtest import fleet
+from kvpilot_cli.backtest.costs import load_profile
+from kvpilot_cli.backtest.fleet_report import figures_of
+from kvpilot_cli.backtest.pilot import load_spec
+from kvpilot_cli.backtest.service import Objective
 
 TARGETS = (0.3, 0.4, 0.5, 0.65, 0.8)
 

@@ -46,7 +46,7 @@ def environment(extra: dict[str, str] | None = None) -> Iterator[dict[str, str]]
     that is not installed, a folder on the path with the same entry point does as well.
     """
     with tempfile.TemporaryDirectory(prefix="kvpilot-plugin-") as folder:
-        paths = [str(ROOT / "runtime"), str(ROOT / "kernels")]
+        paths = [str(ROOT / name) for name in ("runtime", "kernels", "formats")]
         if not any(point.name == "kvpilot" for point in entry_points(group=_GROUP)):
             info = Path(folder, "kvpilot_checkout-0.dist-info")
             info.mkdir()

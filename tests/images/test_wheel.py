@@ -47,7 +47,7 @@ def test_the_wheel_holds_the_rooms_and_the_crd_and_no_tests(wheel: Path) -> None
         "kvpilot_runtime",
         "kvpilot_formats",
         "kvpilot_kernels",
-        "kvpilot_planning",
+        "kvpilot_cli",
         "kvpilot_kubectl",
     }
     assert "kvpilot_operator/crds/kvpilot.io_quantizedllmservices.yaml" in names

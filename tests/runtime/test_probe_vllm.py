@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
+from kvpilot_cli.probe import command
 from kvpilot_demo.models import smollm2_135m, tiny_llama
 from kvpilot_localcluster.engines.real import HANGS
 from kvpilot_operator.api.schema import apply_defaults
 from kvpilot_operator.api.spec import parse
 from kvpilot_operator.api.words import Verdict
 from kvpilot_operator.decide import described, judge
-from kvpilot_operator.gate import command
 from kvpilot_operator.mesh import Identity
 from kvpilot_operator.probes import codec, packs
 from kvpilot_operator.probes.client import http_client

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kvpilot_cli.plan.make import usual_dtypes
+from kvpilot_cli.plan.speed import HEAD_DIM_256
 from kvpilot_formats import dtypes, formats
 from kvpilot_operator.decide.steps.latency import EFFICIENCY
-from kvpilot_planning.plan_make import usual_dtypes
-from kvpilot_planning.plan_speed import HEAD_DIM_256
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
-FOLDERS = ["demo", "formats", "kernels", "kubectl", "localcluster", "operator", "planning", "runtime", "scripts"]
+FOLDERS = ["cli", "demo", "formats", "kernels", "kubectl", "localcluster", "operator", "planning", "runtime", "scripts"]
 
 
 def imported(file: Path) -> Iterator[str]:

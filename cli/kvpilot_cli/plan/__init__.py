@@ -1,0 +1,1 @@
+"""`kvpilot plan`: what would a model cost on which GPUs, and how many tokens fit?"""
