@@ -17,7 +17,6 @@ import yaml
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient
 
-from kvpilot_demo.models import smollm2_135m
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.cache import cache_folder
 from kvpilot_localcluster.cluster import LocalCluster
@@ -28,6 +27,7 @@ from kvpilot_operator.api.names import API_VERSION, DTYPE_LABEL, ENGINE_CONTAINE
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
+from kvpilot_smallmodels.models import smollm2_135m
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "smollm2.yaml"

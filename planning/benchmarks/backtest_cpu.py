@@ -26,9 +26,9 @@ import numpy as np
 from kvpilot_cli.backtest.costs import Costs
 from kvpilot_cli.backtest.engine import Engine
 from kvpilot_cli.backtest.request import Limits, Request
-from kvpilot_demo.models import smollm2_135m
 from kvpilot_localcluster.engines.real import Engine as RealEngine
 from kvpilot_localcluster.engines.real import engine as real_engine
+from kvpilot_smallmodels.models import smollm2_135m
 
 OUT = Path(__file__).parents[2] / "docs" / "benchmarks" / "backtest-cpu.json"
 BLOCK, BATCHED, SEQS, KV_BYTES = 32, 2048, 64, 96 * 2**20

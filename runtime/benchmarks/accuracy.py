@@ -28,11 +28,11 @@ from accuracy_rows import SELF, Reading, every_name, reading
 from accuracy_texts import CALIBRATION, Sequence, sequences
 from transformers import AutoTokenizer
 
-from kvpilot_demo.models import MODELS
 from kvpilot_kernels.reference import plain
 from kvpilot_runtime.calibration import command as calibrate
 from kvpilot_runtime.calibration import factors_file
 from kvpilot_runtime.calibration.text import text_ids
+from kvpilot_smallmodels.models import MODELS
 
 PLAN = [
     *[(name, 1024, 2) for name in ("opticks", "manual", "reference", "code")],

@@ -34,9 +34,9 @@ from accuracy_texts import Sequence, sequences
 from engine_kl_run import Job
 from gpu_engine_process import ChildFailedError, environment, run_child, say
 
-from kvpilot_demo.models import smollm2_135m
 from kvpilot_kernels.reference import plain
 from kvpilot_runtime.calibration.text import text_ids
+from kvpilot_smallmodels.models import smollm2_135m
 
 ROWS = "k4v4+self+w64,k8v4+self+w64,k4v2+self+w128,k4v4+self,int8+self"
 AFTER_HIT = 64

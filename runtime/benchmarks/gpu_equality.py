@@ -105,7 +105,7 @@ def random_model(folder: Path, latent: bool, mtp: bool) -> Path:
 
 def with_drafter(model: Path, method: str, drafts: int) -> dict[str, Any]:
     """Make a model that drafts for `model`; the engine arguments that say so."""
-    from kvpilot_demo import draft_models
+    from kvpilot_smallmodels import draft_models
 
     folder = model.with_name(f"{model.name}-with-{method}")
     makers = {"draft_model": draft_models.shaken, "eagle": draft_models.eagle, "eagle3": draft_models.eagle3,

@@ -1,10 +1,10 @@
 """Families of models in real vLLM, `k4v4` beside `auto`: `python runtime/benchmarks/gpu_families.py --out DIR`.
 
-Of each family a small random model (kvpilot_demo.families) answers the same prompts greedily in five engines: with
-each dtype *crowded* (CUDA graphs, prefix caching, prompts in chunks, many at once, and so little cache that requests
-are preempted) and *alone* (one at a time, eager, no prefix caching, a prompt in one piece), `k4v4` with its default
-window and its own calibration; and crowded with the bare *codec* (no window, no factors, chunks that read themselves
-back), whose predictions are those of plain transformers with the same codec but for rounding.
+Of each family a small random model (kvpilot_smallmodels.families) answers the same prompts greedily in five engines:
+with each dtype *crowded* (CUDA graphs, prefix caching, prompts in chunks, many at once, and so little cache that
+requests are preempted) and *alone* (one at a time, eager, no prefix caching, a prompt in one piece), `k4v4` with its
+default window and its own calibration; and crowded with the bare *codec* (no window, no factors, chunks that read
+themselves back), whose predictions are those of plain transformers with the same codec but for rounding.
 
 Writes DIR/families-answers.json.gz, and DIR/families-errors.log with the ends of logs of engines that failed;
 gpu_families_page.py judges the answers, wherever it is. Needs `demo` on the path beside `runtime` and `kernels`.
@@ -27,7 +27,7 @@ from gpu_engine_process import ChildFailedError, environment, run_child, say
 from gpu_equality import MAX_MODEL_LEN, prompts_of
 from gpu_families_ask import Asked
 
-from kvpilot_demo.families import FAMILIES, make
+from kvpilot_smallmodels.families import FAMILIES, make
 
 CODEC = {"KVPILOT_CALIBRATION": "off", "KVPILOT_RECENT_TOKENS": "0", "KVPILOT_PREFILL_FROM_PAGES": "1"}
 RUNS: dict[str, tuple[str, bool, dict[str, str]]] = {

@@ -1,10 +1,10 @@
 """Whether a family's answers are those of its weights and of the codec: figures and a verdict.
 
 All divergences are in nats, means over tokens. Those *from an oracle* are between an engine's predictions and those of
-plain transformers for the same tokens (kvpilot_demo.oracle), without a codec (`auto`) or with it (`k4v4`): every token
-of every answer counts. `k4v4` as it is served depends on how a request came to a token (what the window holds, which
-part of a prompt was read back), which no oracle knows: its damage is held against that of the bare codec, and itself in
-a crowd against itself alone.
+plain transformers for the same tokens (kvpilot_smallmodels.oracle), without a codec (`auto`) or with it (`k4v4`): every
+token of every answer counts. `k4v4` as it is served depends on how a request came to a token (what the window holds,
+which part of a prompt was read back), which no oracle knows: its damage is held against that of the bare codec, and
+itself in a crowd against itself alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from gpu_equality_compare import Answer, agreement, divergence
 from transformers import AutoModelForCausalLM
 
-from kvpilot_demo.oracle import Oracle
+from kvpilot_smallmodels.oracle import Oracle
 
 NEAR = 0.25
 """An engine is right where it is nearer to its own oracle than to the other one by this factor at least."""

@@ -21,8 +21,8 @@ from gpu_families import OWN_PROCESS, ROOM, RUNS, engine_options, serve, shared_
 from gpu_families_ask import Asked
 from gpu_options_judge import adapter_row, details_rows, fp8_row, sleep_row, spread_row
 
-from kvpilot_demo import adapters
-from kvpilot_demo.families import VOCABULARY, make
+from kvpilot_smallmodels import adapters
+from kvpilot_smallmodels.families import VOCABULARY, make
 
 MODEL, EXPERTS, DTYPE = "plain", "qwen3-moe", "float16"
 WIDTH = 2

@@ -14,7 +14,7 @@ from gpu_equality_compare import agreement
 from gpu_families_ask import SCHEMA
 from gpu_families_judge import CROWD, NEAR, RIGHT, from_oracle
 
-from kvpilot_demo.oracle import Oracle
+from kvpilot_smallmodels.oracle import Oracle
 
 Runs = dict[str, dict[str, Any]]
 """Answers by run, of one thing that was switched on."""

@@ -30,7 +30,6 @@ from accuracy_texts import EVALUATION, sequences
 from torch.nn import functional
 from transformers import DynamicCache
 
-from kvpilot_demo.models import smollm2_135m
 from kvpilot_formats import formats
 from kvpilot_kernels.reference.own import own
 from kvpilot_runtime.bounded.heavy import measured_rows
@@ -38,6 +37,7 @@ from kvpilot_runtime.bounded.heavy_mass import page_mass
 from kvpilot_runtime.bounded.heavy_spec import lightest
 from kvpilot_runtime.calibration.text import text_ids
 from kvpilot_runtime.config.retention import SINKS, HeavyHitters
+from kvpilot_smallmodels.models import smollm2_135m
 
 Kept = tuple[int, int, int] | HeavyHitters | None
 

@@ -41,7 +41,7 @@ def serve(options: argparse.Namespace, asked: dict[str, list[str]]) -> dict[str,
     from vllm import LLM, SamplingParams
 
     if options.model is None:
-        from kvpilot_demo.models import smollm2_135m
+        from kvpilot_smallmodels.models import smollm2_135m
 
         options.model = smollm2_135m()
     speculation = {

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from kvpilot_demo.models import tiny_llama
 from kvpilot_runtime import serve
 from kvpilot_runtime.config import offload
 from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.check import check
+from kvpilot_smallmodels.models import tiny_llama
 from support.small_volumes import small_volume
 
 HOST = "--kv-offloading-size=0.25"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_demo.models import tiny_llama
+from kvpilot_smallmodels.models import tiny_llama
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 SCRIPT = Path(__file__).parents[2] / "runtime" / "benchmarks" / "engine_kl.py"

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from kvpilot_cli.probe import command
-from kvpilot_demo.models import smollm2_135m, tiny_llama
 from kvpilot_localcluster.engines.real import HANGS
 from kvpilot_operator.api.schema import apply_defaults
 from kvpilot_operator.api.spec import parse
@@ -34,6 +33,7 @@ from kvpilot_operator.probes.run import capture, control, measure
 from kvpilot_operator.probes.session import GiveWay, Settings
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_smallmodels.models import smollm2_135m, tiny_llama
 from support.forked_serve import engine
 from support.meshed import Mesh, sidecar
 from support.processors import serves_quantized_by_vllm

@@ -15,7 +15,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
-FOLDERS = ["cli", "demo", "formats", "kernels", "kubectl", "localcluster", "operator", "planning", "runtime", "scripts"]
+FOLDERS = [
+    "cli",
+    "demo",
+    "formats",
+    "kernels",
+    "kubectl",
+    "localcluster",
+    "operator",
+    "planning",
+    "runtime",
+    "scripts",
+    "smallmodels",
+]
 
 
 def imported(file: Path) -> Iterator[str]:

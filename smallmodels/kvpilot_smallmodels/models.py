@@ -2,7 +2,7 @@
 
 All are made once under ``${KVPILOT_CACHE:-~/.cache/kvpilot}/models``, in a folder that appears whole or not at all::
 
-    python -m kvpilot_demo.models smollm2-135m      # prints the folder's path
+    python -m kvpilot_smallmodels.models smollm2-135m      # prints the folder's path
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def _save_tiny(  # type: ignore[no-untyped-def]  # no types here either
 def main() -> int:
     """Make the model named on the command line and print its folder."""
     if len(sys.argv) != 2 or sys.argv[1] not in MODELS:
-        print(f"usage: python -m kvpilot_demo.models {{{'|'.join(MODELS)}}}", file=sys.stderr)
+        print(f"usage: python -m kvpilot_smallmodels.models {{{'|'.join(MODELS)}}}", file=sys.stderr)
         return 2
     try:
         print(MODELS[sys.argv[1]](lambda what, fraction: print(f"{fraction:4.0%} {what}", file=sys.stderr)))

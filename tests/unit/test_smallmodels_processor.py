@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvpilot_demo.processor import can_serve_quantized
+from kvpilot_smallmodels.processor import can_serve_quantized
 
 
 @pytest.mark.parametrize(
