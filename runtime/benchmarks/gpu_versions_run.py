@@ -50,7 +50,7 @@ def main() -> NoReturn:
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     from vllm import LLM, SamplingParams
 
-    from kvpilot_runtime.engine import compat
+    from kvpilot_runtime.vllm_api import compat
 
     if compat.lacks_for_bounds():
         compat.BOUNDS_TO = compat.vllm_version()  # this is how a version becomes one that it was run with

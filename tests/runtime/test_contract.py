@@ -23,9 +23,9 @@ from kvpilot_formats import dtypes
 from kvpilot_localcluster.engines.real import engine
 from kvpilot_operator.observe.page_values import VLLM_DTYPES
 from kvpilot_runtime import plugin
-from kvpilot_runtime.engine import compat, contract, hooks
-from kvpilot_runtime.engine.vllm_parts import PARTS, Broken, Feature, Part, unlike
 from kvpilot_runtime.errors import UnsupportedEngineError
+from kvpilot_runtime.vllm_api import compat, contract, hooks
+from kvpilot_runtime.vllm_api.vllm_parts import PARTS, Broken, Feature, Part, unlike
 from kvpilot_smallmodels.models import tiny_llama
 from support import forked_serve
 

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from kvpilot_formats import formats, latent
 from kvpilot_runtime import plugin
 from kvpilot_runtime.config import carriers, offload
-from kvpilot_runtime.engine import compat, contract, hooks
+from kvpilot_runtime.vllm_api import compat, contract, hooks
 
 
 def names_in(module: str) -> set[str]:

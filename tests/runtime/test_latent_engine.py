@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvpilot_formats.latent import names, parse
-from kvpilot_runtime.engine import compat
+from kvpilot_runtime.vllm_api import compat
 from kvpilot_smallmodels.oracle import SLACK, Oracle
 from support.latent_engine import VOCABULARY, make_model, serve
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvpilot_formats import formats
-from kvpilot_runtime.engine import compat
+from kvpilot_runtime.vllm_api import compat
 from kvpilot_smallmodels.models import tiny_llama
 from kvpilot_smallmodels.oracle import Oracle
 from support.judge import Judge

@@ -23,9 +23,9 @@ from kvpilot_runtime.calibration import at_start
 from kvpilot_runtime.calibration import attention as calibration_attention
 from kvpilot_runtime.calibration import info as calibration_info
 from kvpilot_runtime.calibration.text import NoTokensError, lone, passes, text_ids
-from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.metrics.worker_info import Reported
+from kvpilot_runtime.vllm_api import compat
 from kvpilot_smallmodels.models import smollm2_135m, tiny_gemma3, tiny_llama
 from kvpilot_smallmodels.oracle import Oracle
 from support.built_in_factors import factors_of

@@ -11,10 +11,10 @@ import pytest
 from kvpilot_formats.arguments import rules
 from kvpilot_formats.models import read
 from kvpilot_runtime import serve
-from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.check import check
+from kvpilot_runtime.vllm_api import compat
 from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama
 from support.preflights import asked, refusal
 

@@ -31,8 +31,8 @@ from kvpilot_runtime.backends.cuda_steps import (
     Prefills,
     decode_sizes,
 )
-from kvpilot_runtime.backends.images import LaterTokens
 from kvpilot_runtime.backends.packed import PackedBackend, PackedImpl, RingBackend, classes_of, our_layers
+from kvpilot_runtime.backends.prefix_lm import LaterTokens
 from kvpilot_runtime.backends.reserved import BLOCK, Reserving
 from kvpilot_runtime.config.options import WORKSPACE_SHARE
 from kvpilot_runtime.errors import UnsupportedModelError

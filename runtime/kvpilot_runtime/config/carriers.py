@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvpilot_formats.arguments import rules
-from kvpilot_runtime.engine import compat
+from kvpilot_runtime.vllm_api import compat
 
 
 @dataclass(frozen=True)

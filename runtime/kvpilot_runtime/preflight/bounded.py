@@ -10,11 +10,11 @@ from kvpilot_formats.latent import LatentFormat
 from kvpilot_formats.models import Kind
 from kvpilot_runtime.config import options
 from kvpilot_runtime.config.retention import HeavyHitters
-from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import PreflightError, Reason
 from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.memory import BLOCK_TOKENS
 from kvpilot_runtime.preflight.request import Request
+from kvpilot_runtime.vllm_api import compat
 
 
 def check(

@@ -11,7 +11,7 @@ from typing import Any
 from kvpilot_formats import formats
 from kvpilot_runtime.calibration.of_engine import factors_hash
 from kvpilot_runtime.config.carriers import NIXL, SERVED
-from kvpilot_runtime.engine import compat
+from kvpilot_runtime.vllm_api import compat
 
 
 @dataclass(frozen=True)

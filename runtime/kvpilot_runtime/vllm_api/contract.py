@@ -12,9 +12,9 @@ import os
 from collections.abc import Iterable
 
 from kvpilot_formats import latent
-from kvpilot_runtime.engine import compat
-from kvpilot_runtime.engine.vllm_parts import PARTS, Broken, Feature
 from kvpilot_runtime.errors import UnsupportedEngineError
+from kvpilot_runtime.vllm_api import compat
+from kvpilot_runtime.vllm_api.vllm_parts import PARTS, Broken, Feature
 
 TOLD = "KVPILOT_VERSION_TOLD"
 """Environment variable by which the first of vLLM's processes tells the others that it has warned already."""

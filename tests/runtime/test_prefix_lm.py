@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_runtime.backends.images import later_tokens, spans
+from kvpilot_runtime.backends.prefix_lm import later_tokens, spans
 
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvpilot_formats import latent
-from kvpilot_runtime.engine import compat
-from kvpilot_runtime.engine.wrap import wrap
 from kvpilot_runtime.errors import UnsupportedModelError
+from kvpilot_runtime.vllm_api import compat
+from kvpilot_runtime.vllm_api.wrap import wrap
 
 Judge = Callable[[str, bool], None]
 """Refuses a layer of a KV-cache dtype of ours, or does nothing; told whether other layers stay in 16 bits."""

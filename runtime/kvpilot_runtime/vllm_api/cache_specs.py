@@ -1,7 +1,7 @@
 """A model's KV cache as vLLM's own layers describe it: built without weights, on torch's meta device.
 
-`python -m kvpilot_runtime.engine.cache_specs --model MODEL ARGUMENT...` takes the arguments of `vllm serve`, and prints
-the answer of `specs` as one line of JSON, the last on stdout. It serves nothing and takes no memory for weights.
+`python -m kvpilot_runtime.vllm_api.cache_specs --model MODEL ARGUMENT...` takes the arguments of `vllm serve`, and
+prints the answer of `specs` as one line of JSON, the last on stdout. It serves nothing and takes no memory for weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from kvpilot_runtime.engine.wrap import wrap
+from kvpilot_runtime.vllm_api.wrap import wrap
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args
 
 from kvpilot_formats.formats import Format
-from kvpilot_runtime.engine.wrap import wrap
 from kvpilot_runtime.errors import UnsupportedEngineError
+from kvpilot_runtime.vllm_api.wrap import wrap
 
 OLDEST, NEWEST = (0, 28), (0, 33)
 RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
