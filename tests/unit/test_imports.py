@@ -16,18 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 FOLDERS = [
-    "cli",
-    "demo",
-    "formats",
-    "kernels",
-    "kubectl",
-    "localcluster",
-    "operator",
-    "planning",
-    "runtime",
-    "scripts",
+    "benchmarks", "cli", "demo", "formats", "kernels", "kubectl", "localcluster", "operator", "runtime", "scripts",
     "smallmodels",
-]
+]  # fmt: skip
 
 
 def imported(file: Path) -> Iterator[str]:

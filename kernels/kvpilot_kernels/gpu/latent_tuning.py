@@ -1,7 +1,7 @@
 """Launch choices of latent decode: heads, warps, tile, stages, and how many programs fit a multiprocessor.
 
 They follow from registers and shared memory (docs/benchmarks/kernel-resources.md), the merge from what an H200 took
-(docs/benchmarks/h200-mla.md). `kernels/benchmarks/mla_decode.py --sweep` times others beside them.
+(docs/benchmarks/h200-mla.md). `benchmarks/kernels/mla_decode.py --sweep` times others beside them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 """The versions that kvpilot was made for; another one is served as far as it keeps to `contract`."""
 
 RUN_ON = {"cpu": ((0, 28), (0, 30), (0, 32)), "cuda": ((0, 32), (0, 33))}
-"""The versions that were run: on a CPU by scripts/engine_matrix.sh, on a GPU by runtime/benchmarks/gpu_versions.py."""
+"""The versions that were run: on a CPU by scripts/engine_matrix.sh, on a GPU by benchmarks/accuracy/gpu_versions.py."""
 
 ADVISED = ".".join(map(str, max(set(RUN_ON["cpu"]) & set(RUN_ON["cuda"]))))
 """The version that errors tell people to use."""
