@@ -1,1 +1,1 @@
-"""`kvpilot plan`: what would a model cost on which GPUs, and how many tokens fit?"""
+"""`kvpilot plan`: the cost of a model on GPUs, and the tokens that fit."""

@@ -1,1 +1,1 @@
-"""The conditions: what people read of a service, and what tools wait for."""
+"""The conditions of a service, for people and for tools."""

@@ -1,1 +1,1 @@
-"""The load: what binds a service, and how surely."""
+"""The load of a service: its pressure, latencies and surges, read from a window of metrics."""

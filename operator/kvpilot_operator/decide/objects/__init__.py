@@ -1,1 +1,1 @@
-"""The objects: which Deployments, Services, routes, pools and claims a service needs now."""
+"""The objects of a service: Deployments, Services, routes, pools and claims."""

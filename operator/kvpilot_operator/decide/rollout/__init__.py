@@ -1,1 +1,1 @@
-"""A change on trial: its stages, its share of the traffic, how it is judged, how it ends."""
+"""A rollout: the stages of a trial, its probes, its comparison and its end."""

@@ -1,1 +1,1 @@
-"""The steps: what could be done about the load, what each gains and costs, and which one is best."""
+"""The steps that could be taken: their gains, their costs, and the choice between them."""
