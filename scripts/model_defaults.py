@@ -1,6 +1,6 @@
 """Write what transformers' config classes take for fields that a config.json leaves out.
 
-    .venv/bin/python scripts/model_defaults.py kernels/kvpilot_kernels/models/defaults.json
+    .venv/bin/python scripts/model_defaults.py formats/kvpilot_formats/models/defaults.json
 
 The classes are asked, not read: each is made with its defaults, and with other lengths and windows, and what it does
 with the kinds of its layers is written down as a rule of `layers.py`.

@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvpilot_kernels import formats
-from kvpilot_kernels.latent import formats as latent
-from kvpilot_kernels.models import Architecture, Kind, read, unsupported, unsupported_latent
+from kvpilot_formats import formats, latent
+from kvpilot_formats.models import Architecture, Kind, read, unsupported, unsupported_latent
 
 DTYPES = ("auto", "fp8", *formats.own_names())
 HEAD = """# Models

@@ -1,6 +1,6 @@
 """Write the options of the installed vLLM's `serve` command, by which kvpilot reads arguments without vLLM.
 
-    .venv/bin/python scripts/vllm_arguments.py kernels/kvpilot_kernels/arguments/vllm.json
+    .venv/bin/python scripts/vllm_arguments.py formats/kvpilot_formats/arguments/vllm.json
 
 It asks vLLM's own argparse parser, which takes half a minute to import. tests/runtime/test_arguments_vllm.py holds the
 file against the installed vLLM.

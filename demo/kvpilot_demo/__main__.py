@@ -17,12 +17,12 @@ import sys
 from pathlib import Path
 
 from kvpilot_demo.load import LoadError
-from kvpilot_demo.models import ModelError
 from kvpilot_demo.screen import Screen
 from kvpilot_demo.story import BAD, GOOD, Record, Story, StoryFailed
 from kvpilot_demo.world import World, run_folder
 from kvpilot_localcluster.errors import LocalClusterError
 from kvpilot_operator.errors import KvpilotError
+from kvpilot_smallmodels.models import ModelError
 
 
 def main() -> int:

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 
 from kvpilot_demo.load import Load
-from kvpilot_demo.processor import serves_quantized
 from kvpilot_demo.screen import Screen
 from kvpilot_demo.world import World
+from kvpilot_smallmodels.processor import serves_quantized
 
 USERS = 12
 PROMPT_TOKENS = 400

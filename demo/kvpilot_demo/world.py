@@ -17,24 +17,17 @@ import yaml
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient
 
-from kvpilot_demo.models import smollm2_135m
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.cache import cache_folder
 from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.images import DEFAULT_TABLE
 from kvpilot_localcluster.pod import LOGS_ANNOTATION
 from kvpilot_localcluster.rest import Rest
+from kvpilot_operator.api.names import API_VERSION, DTYPE_LABEL, ENGINE_CONTAINER, KIND, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.render.names import (
-    API_VERSION,
-    DTYPE_LABEL,
-    ENGINE_CONTAINER,
-    KIND,
-    REVISION_LABEL,
-    SERVICE_LABEL,
-)
+from kvpilot_smallmodels.models import smollm2_135m
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "smollm2.yaml"

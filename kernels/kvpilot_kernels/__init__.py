@@ -1,1 +1,1 @@
-"""KV-cache formats, their reference codecs and kernels; knows neither vLLM nor Kubernetes."""
+"""Reference codecs and kernels of the KV-cache formats; knows neither vLLM nor Kubernetes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpilot_kernels.formats import Format
+from kvpilot_formats.formats import Format
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)

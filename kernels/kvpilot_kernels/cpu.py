@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from kvpilot_formats.formats import Format
+from kvpilot_formats.layouts import Region
 from kvpilot_kernels import check
 from kvpilot_kernels.capped import attention
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.formats import Format
-from kvpilot_kernels.layouts import Region
 from kvpilot_kernels.reference.hadamard import rotation
 from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
 from kvpilot_kernels.ring import FineRows, RingPages

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpilot_formats.formats import Format
+from kvpilot_formats.layouts import Region
 from kvpilot_kernels import check
-from kvpilot_kernels.formats import Format
-from kvpilot_kernels.layouts import Region
 from kvpilot_kernels.reference.quantize import split
 from kvpilot_kernels.reference.residual import (
     encode_residual,

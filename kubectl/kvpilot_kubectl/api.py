@@ -16,7 +16,7 @@ from kubernetes.client import ApiClient, ApiException, Configuration, CoreV1Api,
 
 from kvpilot_kubectl.errors import Forbidden, Missing, ToolError
 from kvpilot_kubectl.fields import Json, items, text
-from kvpilot_operator.render.names import GROUP, KIND, PLURAL, SERVICE_LABEL, VERSION
+from kvpilot_operator.api.names import GROUP, KIND, PLURAL, SERVICE_LABEL, VERSION
 
 _PAGE = 500
 _CONNECT_SECONDS, _READ_SECONDS = 10, 60

@@ -128,7 +128,7 @@ def _contexts(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _gpus(_: argparse.Namespace) -> Iterator[str]:
-    from kvpilot_planning.gpus import BF16_TFLOPS
+    from kvpilot_cli.plan.gpus import BF16_TFLOPS
 
     yield from BF16_TFLOPS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpilot_kernels.untrusted import lines
+from kvpilot_formats.untrusted import lines
 
 DONE, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
 

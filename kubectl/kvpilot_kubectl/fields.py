@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from kvpilot_kernels.untrusted import shown
+from kvpilot_formats.untrusted import shown
 
 Json = Any
 """A value as a JSON decoder returns it."""

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole
-from kvpilot_operator.state.enums import Action
+from kvpilot_operator.api.words import Action
 
 _WARNINGS = (Action.ROLL_BACK, Action.HOLD)
 _BEGINNING = datetime.min.replace(tzinfo=UTC)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
+from kvpilot_cli.plan import command as plan
+from kvpilot_cli.plan.gpus import gpu_of_labels
+from kvpilot_cli.plan.make import CONTEXTS
 from kvpilot_kubectl.api import Cluster
 from kvpilot_kubectl.errors import DONE, REFUSED, Forbidden, Missing, ToolError
 from kvpilot_kubectl.fields import Json, at, items, text, whole
-from kvpilot_planning import plan
-from kvpilot_planning.gpus import gpu_of_labels
-from kvpilot_planning.plan_make import CONTEXTS
 
 _HUB = "hf://"
 _NO_GPU = ("cpu", "unlabelled-")

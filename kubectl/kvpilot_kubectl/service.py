@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole, words
-from kvpilot_operator.state.enums import ConditionType, Reason, WorkloadKind
+from kvpilot_operator.api.words import ConditionType, Reason, WorkloadKind
 
 DENY_SECONDS = 604_800
 """The default of spec.rollout.denySeconds, for an object that has none."""

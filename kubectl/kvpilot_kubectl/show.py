@@ -18,7 +18,7 @@ from kvpilot_kubectl.fields import ago, duration, stamp
 from kvpilot_kubectl.journal import Entry
 from kvpilot_kubectl.pods import Warned
 from kvpilot_kubectl.service import Condition, Service, Trial, Weights
-from kvpilot_operator.state.enums import ConditionType, Outcome
+from kvpilot_operator.api.words import ConditionType, Outcome
 
 _GOOD, _BAD, _DIM, _BOLD = "green", "bold red", "dim", "bold"
 _UNBOUNDED = 100_000

@@ -25,7 +25,7 @@ from __future__ import annotations
 import traceback
 from pathlib import PurePath
 
-from kvpilot_kernels import untrusted
+from kvpilot_formats import untrusted
 
 _PACKAGE = "kvpilot_operator"
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import kopf
 
+from kvpilot_operator.api.names import API_VERSION, KIND, PLURAL
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.fence import WriteFence
@@ -30,7 +31,6 @@ from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import LeadershipLost
 from kvpilot_operator.mesh import Identity
 from kvpilot_operator.options import parse_arguments
-from kvpilot_operator.render.names import API_VERSION, KIND, PLURAL
 from kvpilot_operator.tracing import TracingError, tracer
 
 log = logging.getLogger(__name__)

@@ -27,9 +27,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from kvpilot_kernels.arguments import read
-from kvpilot_runtime.engine import compat
+from kvpilot_formats.arguments import read
 from kvpilot_runtime.preflight import machine
+from kvpilot_runtime.vllm_api import compat
 
 VARIABLE = "KVPILOT_COMPILED"
 """The environment variable that names the folder of archives. Empty, or beside VLLM_CACHE_ROOT, nothing is kept."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kvpilot_kernels.untrusted import shown
+from kvpilot_formats.untrusted import shown
 
 Reason = Literal[
     "ModelNotFound", "ModelUnsupported", "DtypeUnsupported", "DoesNotFit", "BadArguments", "VolumeFull",

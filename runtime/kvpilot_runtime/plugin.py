@@ -14,15 +14,14 @@ import logging
 import os
 from typing import Any
 
-from kvpilot_kernels import formats
-from kvpilot_kernels.latent import formats as latent
+from kvpilot_formats import formats, latent
 from kvpilot_runtime.calibration import info as calibration_info
 from kvpilot_runtime.config import options, retention
-from kvpilot_runtime.engine import compat, contract, hooks
-from kvpilot_runtime.engine.vllm_parts import Broken, Feature
 from kvpilot_runtime.metrics import model_info
 from kvpilot_runtime.recent import info as recent_info
 from kvpilot_runtime.transfer import host
+from kvpilot_runtime.vllm_api import compat, contract, hooks
+from kvpilot_runtime.vllm_api.vllm_parts import Broken, Feature
 
 BACKENDS = "kvpilot_runtime.backends"
 """vLLM is told of our backends by import path: no process imports one that it does not need."""

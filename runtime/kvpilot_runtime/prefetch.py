@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from kvpilot_kernels.untrusted import lines
+from kvpilot_formats.untrusted import lines
 from kvpilot_runtime import listening
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import hub

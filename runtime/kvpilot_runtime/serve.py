@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
-from kvpilot_kernels import arguments as vllm
-from kvpilot_kernels import formats
-from kvpilot_kernels.untrusted import shown
+from kvpilot_formats import arguments as vllm
+from kvpilot_formats import formats
+from kvpilot_formats.untrusted import shown
 from kvpilot_runtime import compiled, listening
 from kvpilot_runtime.config import offload, options, retention
 from kvpilot_runtime.errors import PreflightError

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Any
 
-from kvpilot_kernels.arguments import rules
-from kvpilot_kernels.arguments.drafts import DRAFT_MODELS, unsupported_drafts
+from kvpilot_formats.arguments import rules
+from kvpilot_formats.arguments.drafts import DRAFT_MODELS, unsupported_drafts
 from kvpilot_runtime.errors import UnsupportedModelError
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvpilot_demo.models import tiny_llama
 from kvpilot_localcluster.pod import LOGS_ANNOTATION
 from kvpilot_localcluster.rest import HANGS, ApiError, until
 from kvpilot_localcluster.toolbox.helm import HelmRefused, render, run_helm
 from kvpilot_operator.api.schema import faults
+from kvpilot_smallmodels.models import tiny_llama
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from kvpilot_localcluster.rest import ApiError, until
-from kvpilot_operator.render.names import KIND
+from kvpilot_operator.api.names import KIND
 from support.definitions import Defined, Json, with_successor
 from support.model_cluster import ModelCluster
 from support.services import manifest

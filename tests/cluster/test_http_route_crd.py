@@ -12,9 +12,9 @@ from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.definitions import directly
 from kvpilot_localcluster.rest import ApiError, Rest
 from kvpilot_operator.act.ownership import claim
-from kvpilot_operator.decide.judging.route import weighted
 from kvpilot_operator.observe.views import route_view
 from kvpilot_operator.render.objects import http_route
+from kvpilot_operator.render.route import weighted
 from kvpilot_operator.state.snapshot import ServiceKey
 from support.gateway import ROUTE_CRD
 from support.services import manifest, spec_of

@@ -13,9 +13,9 @@ from kvpilot_localcluster import build
 from kvpilot_localcluster.controlplane import ControlPlane
 from kvpilot_operator.act.baselines import MAX_KEPT, MAX_SEEN
 from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.api.names import SERVICE_LABEL
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.probes.codec import Baseline
-from kvpilot_operator.render.names import SERVICE_LABEL
 from kvpilot_operator.state.decision import Decision
 from support.services import KEY, manifest, snapshot
 

@@ -12,7 +12,7 @@ from kvpilot_localcluster.addresses import Addresses, free_port
 from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.engines import faulty
 from kvpilot_localcluster.rest import Rest, until
-from kvpilot_operator.render.names import ENGINE_PORT
+from kvpilot_operator.api.names import ENGINE_PORT
 from support.meshed import Mesh, sidecar
 from support.operated import create, engine, told
 from support.operator_pair import Operator

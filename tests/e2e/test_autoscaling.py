@@ -24,7 +24,7 @@ from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.definitions import directly
 from kvpilot_localcluster.engines import faulty
 from kvpilot_localcluster.rest import until
-from kvpilot_operator.render.names import API_VERSION, DO_NOT_EVICT_ANNOTATION, REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.api.names import API_VERSION, DO_NOT_EVICT_ANNOTATION, REVISION_LABEL, SERVICE_LABEL
 from support.metrics_adapter import Adapter, page, serving
 
 ROOT = Path(__file__).parents[2]

@@ -11,10 +11,10 @@ import pytest
 import pytest_asyncio
 
 from kvpilot_demo.load import Load
-from kvpilot_demo.models import tiny_llama
 from kvpilot_demo.world import World
+from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.render.names import API_VERSION, KIND, REVISION_LABEL
+from kvpilot_smallmodels.models import tiny_llama
 from support import forked_serve
 from support.gateway import API, ROUTE_CRD, Gateway
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvpilot_demo.world import NAMESPACE, World
-from kvpilot_operator.render.names import API_VERSION, KIND
+from kvpilot_operator.api.names import API_VERSION, KIND
 
 HANGS = 1200
 

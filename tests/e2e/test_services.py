@@ -11,10 +11,10 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from kvpilot_demo.models import tiny_llama
 from kvpilot_demo.world import World
+from kvpilot_operator.api.names import API_VERSION, KIND
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.render.names import API_VERSION, KIND
+from kvpilot_smallmodels.models import tiny_llama
 from support import forked_serve
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="module")]

@@ -9,7 +9,7 @@ import time
 import pytest
 import pytest_asyncio
 
-from kvpilot_operator.render.names import GROUP_LABEL, REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.api.names import GROUP_LABEL, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.render.workloads import LEADER_WORKER_SET
 from support.faulty_plane import Component, engine_process
 from support.faulty_record import record

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvpilot_localcluster.rest import ApiError
-from kvpilot_operator.render.names import SERVICE_LABEL
+from kvpilot_operator.api.names import SERVICE_LABEL
 from support.faulty_api import is_write
 from support.faulty_record import record
 from support.faulty_world import API_VERSION, IMAGE, KIND, NAMESPACE, FaultyWorld, insist, until

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import pytest_asyncio
 
-from kvpilot_operator.render.names import HTTP_ROUTE_API
+from kvpilot_operator.api.names import HTTP_ROUTE_API
 from support.faulty_record import record
 from support.faulty_world import NAMESPACE, until
 from support.gateway import ROUTE_CRD

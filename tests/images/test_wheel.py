@@ -45,15 +45,18 @@ def test_the_wheel_holds_the_rooms_and_the_crd_and_no_tests(wheel: Path) -> None
     assert packages == {
         "kvpilot_operator",
         "kvpilot_runtime",
+        "kvpilot_formats",
         "kvpilot_kernels",
-        "kvpilot_planning",
+        "kvpilot_cli",
         "kvpilot_kubectl",
     }
     assert "kvpilot_operator/crds/kvpilot.io_quantizedllmservices.yaml" in names
     assert {f"kvpilot_operator/probes/data/{pack}.yaml" for pack in ("general", "multi-turn", "structured")} <= set(
         names
     )
-    assert [name for name in names if re.search(r"(^|/)(tests?|benchmarks|demo)/|conftest|test_", name)] == []
+    assert [
+        name for name in names if re.search(r"(^|/)(tests?|benchmarks|demo|smallmodels)/|conftest|test_", name)
+    ] == []
 
 
 def test_the_environment_has_the_locked_versions_and_no_engine(operator_env: Path) -> None:

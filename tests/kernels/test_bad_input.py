@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_kernels import check, formats
+from kvpilot_formats import formats
+from kvpilot_kernels import check
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.reference.attention import decode_reference

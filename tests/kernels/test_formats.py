@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_kernels import formats
-from kvpilot_kernels.formats import FormatError, UnknownFormatError, UnsupportedHeadDimError
+from kvpilot_formats import formats
+from kvpilot_formats.formats import FormatError, UnknownFormatError, UnsupportedHeadDimError
 
 own = st.sampled_from(formats.own_names())
 any_name = st.sampled_from(formats.names())
@@ -157,6 +157,6 @@ def test_only_k2v2_waits_for_calibration() -> None:
 
 
 def test_importing_formats_brings_neither_torch_nor_numpy() -> None:
-    code = "import kvpilot_kernels.formats, sys; print({'torch', 'numpy', 'vllm'} & set(sys.modules))"
+    code = "import kvpilot_formats.formats, sys; print({'torch', 'numpy', 'vllm'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=900)
     assert out.stdout.strip() == "set()"

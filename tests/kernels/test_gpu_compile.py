@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 
 import kvpilot_kernels
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from support import kernel_cache, kernel_keys
 
-FOLDER = Path(__file__).parents[2] / "kernels" / "benchmarks"
+ROOT = Path(__file__).parents[2]
 PACKAGE = Path(kvpilot_kernels.__file__).parent
+RESOURCES = ("-m", "benchmarks.kernels.kernel_resources")
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 
 
@@ -32,14 +33,14 @@ def python(*arguments: str, cache: Path, timeout: int, package: Path = PACKAGE) 
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_STORE_BINARY_ONLY": "1", "PYTHONPATH": str(package.parent)}
     return subprocess.run(
-        [sys.executable, *arguments], env=environment, cwd=FOLDER, capture_output=True, text=True, timeout=timeout
+        [sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout
     )
 
 
 @pytest.fixture(scope="module")
 def served() -> subprocess.CompletedProcess[str]:
     """Of each kernel some programs, for every GPU."""
-    return python("kernel_resources.py", "--few", "--processes", "1", cache=kernel_cache.folder(), timeout=1800)
+    return python(*RESOURCES, "--few", "--processes", "1", cache=kernel_cache.folder(), timeout=1800)
 
 
 @pytest.mark.timeout(2000)
@@ -64,7 +65,7 @@ def test_every_kernel_compiles_fits_and_spills_no_more_than_is_known_on_a_gpu_th
 def test_every_head_dim_window_and_group_of_queries_fits_and_spills_no_more_than_is_known(
     capability: int, tmp_path: Path
 ) -> None:
-    done = python("kernel_resources.py", "--capabilities", str(capability), cache=tmp_path, timeout=4500)
+    done = python(*RESOURCES, "--capabilities", str(capability), cache=tmp_path, timeout=4500)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert f"head_dim {max(formats.HEAD_DIMS)}" in done.stdout
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.places import joined_slots, stored_slots
 from support.gpu_batch import DIMS, Batch

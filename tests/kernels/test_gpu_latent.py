@@ -5,12 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpilot_formats.latent import ENTRY, RANK, names, parse
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.gpu import latent_decode, latent_pages, latent_tuning
 from kvpilot_kernels.gpu.latent_pages import LOG2_E, GpuLatentPages, LatentPlan, LatentShape
 from kvpilot_kernels.latent.cpu import LatentPages
 from kvpilot_kernels.latent.factors import LatentFactors
-from kvpilot_kernels.latent.formats import ENTRY, RANK, names, parse
 from kvpilot_kernels.latent.reference import decode_reference
 from support.gluon_eager import EagerKernel
 from support.latent_batch import CPU, LatentBatch, generator, poisoned, rotated, some_entries, some_factors

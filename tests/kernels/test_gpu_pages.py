@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning

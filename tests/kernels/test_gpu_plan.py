@@ -8,13 +8,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvpilot_formats.formats import parse
+from kvpilot_formats.latent import parse as parse_latent
+from kvpilot_formats.models.architecture import Architecture, Group, Kind
 from kvpilot_kernels.check import BadInputError
-from kvpilot_kernels.formats import parse
 from kvpilot_kernels.gpu.latent_pages import LatentPlan, LatentShape
 from kvpilot_kernels.gpu.pages import Plan, Shape
 from kvpilot_kernels.gpu.plan import FIXED, beyond, fill_splits, most_results, most_splits
-from kvpilot_kernels.latent.formats import parse as parse_latent
-from kvpilot_kernels.models.architecture import Architecture, Group, Kind
 from kvpilot_runtime.preflight import step_buffers
 from kvpilot_runtime.preflight.request import Request
 from support.gpu_batch import CPU, launch_as, several

@@ -7,7 +7,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvpilot_kernels import check, formats
+from kvpilot_formats import formats
+from kvpilot_kernels import check
 from kvpilot_kernels.gpu.pages import GpuPages
 from kvpilot_kernels.gpu.weigh import stretch, weigh
 from support.gpu_batch import DIMS, Batch, several

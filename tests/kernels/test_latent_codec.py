@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpilot_formats.latent import ENTRY, RANK, ROPE, names, parse
 from kvpilot_kernels.latent.factors import LatentFactors
-from kvpilot_kernels.latent.formats import ENTRY, RANK, ROPE, names, parse
 from kvpilot_kernels.latent.reference import attend, round_trip, unabsorbed
 from support.latent_batch import generator, some_entries, some_factors
 

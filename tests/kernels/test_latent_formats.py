@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_kernels import formats
-from kvpilot_kernels.latent import formats as latent
+from kvpilot_formats import formats, latent
 
 every = st.sampled_from(latent.names())
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpilot_formats.latent import ENTRY, RANK, ROPE, names, parse
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.latent.cpu import LatentPages
-from kvpilot_kernels.latent.formats import ENTRY, RANK, ROPE, names, parse
 from kvpilot_kernels.latent.reference import decode_reference, round_trip
 from support.latent_batch import LatentBatch, poisoned
 

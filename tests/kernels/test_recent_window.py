@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
+from kvpilot_formats.formats import FormatError
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.cpu import PackedPages
-from kvpilot_kernels.formats import FormatError
 from kvpilot_kernels.reference.attention import decode_reference, round_trip
 from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero
 from kvpilot_kernels.reference.residual import (

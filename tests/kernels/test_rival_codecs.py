@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.reference import plain
 from kvpilot_kernels.reference.codec import Codec
 from kvpilot_kernels.reference.kivi import kivi

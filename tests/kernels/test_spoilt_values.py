@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 from support.gpu_batch import CPU, DIMS, Batch, decode_rows, launch_as, ordinals
 from support.latent_batch import LatentBatch

@@ -16,13 +16,13 @@ import httpx
 import yaml
 from panels import RULES
 
-from kvpilot_demo.models import tiny_llama
 from kvpilot_localcluster import procs
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.definitions import directly
 from kvpilot_localcluster.rest import HANGS, until
 from kvpilot_localcluster.toolbox.promtool import prometheus
+from kvpilot_smallmodels.models import tiny_llama
 
 ROOT = Path(__file__).parents[2]
 OPERATOR, NAMESPACE, NAME = "kvpilot-system", "models", "chat"

@@ -21,12 +21,12 @@ from panels import alerts, panels
 
 from kvpilot_localcluster.engines import PAGE_EARLY, PAGE_LATER
 from kvpilot_localcluster.rest import HANGS
+from kvpilot_operator.api.names import ENGINE_PORT
 from kvpilot_operator.control.http import serve_http
 from kvpilot_operator.control.service_metrics import ServiceSeries
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.decide import decide
 from kvpilot_operator.render.engine import pod_template
-from kvpilot_operator.render.names import ENGINE_PORT
 from kvpilot_operator.state.accuracy import Accuracy, Measured
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.histogram import Histogram

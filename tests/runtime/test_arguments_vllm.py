@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from vllm.utils.argparse_utils import FlexibleArgumentParser, human_readable_int
 
-from kvpilot_kernels.arguments import Arguments, read, whole_number
+from kvpilot_formats.arguments import Arguments, read, whole_number
 
 if not version("vllm").startswith("0.32."):
     pytest.skip("each version has arguments of its own; ours are those of 0.32", allow_module_level=True)
@@ -76,7 +76,7 @@ def ours(found: Arguments) -> list[tuple[str, tuple[str, ...], bool]]:
 
 
 def test_the_committed_table_is_that_of_the_installed_vllm() -> None:
-    committed = json.loads((resources.files("kvpilot_kernels.arguments") / "vllm.json").read_text())
+    committed = json.loads((resources.files("kvpilot_formats.arguments") / "vllm.json").read_text())
     assert committed == {"vllm": version("vllm").partition("+")[0], "options": TABLE}, f"run {_SCRIPT.name}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpilot_kernels.models import auto_dtype, read
+from kvpilot_formats.models import auto_dtype, read
 from kvpilot_runtime import serve
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import machine

@@ -15,12 +15,12 @@ from vllm.config import cache
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.reference.attention import decode_reference
 from kvpilot_runtime.backends import cpu, packed
 from kvpilot_runtime.calibration.factors_file import Calibration
-from kvpilot_runtime.engine import compat
+from kvpilot_runtime.vllm_api import compat
 
 MADE_UP = replace(formats.parse("k8v4"), name="k8v2", value=formats.Side(2, 2, 64))
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.reference.attention import round_trip
 from kvpilot_runtime.backends.cpu import CpuBackend, CpuBuilder

@@ -14,10 +14,10 @@ from kvpilot_runtime.bounded import behaviour
 from kvpilot_runtime.bounded.heavy_spec import HeavySpec
 from kvpilot_runtime.bounded.spec import BoundedManager, BoundedSpec
 from kvpilot_runtime.config.retention import HeavyHitters, SinksAndWindow
-from kvpilot_runtime.engine import compat, contract
 from kvpilot_runtime.errors import PreflightError, UnsupportedEngineError
 from kvpilot_runtime.preflight import bounded
 from kvpilot_runtime.serve import parse
+from kvpilot_runtime.vllm_api import compat, contract
 
 PAGE = 16
 BOUND, HEAVY = SinksAndWindow(4, 192), HeavyHitters(4, 64, 256)

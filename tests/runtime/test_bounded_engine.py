@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvpilot_demo.models import tiny_gemma3, tiny_llama
-from kvpilot_demo.oracle import SLACK, Oracle
 from kvpilot_runtime.config.retention import SinksAndWindow
+from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama
+from kvpilot_smallmodels.oracle import SLACK, Oracle
 from support.bounded_engine import Asked, Told, serve
 from support.engines_in_turn import refused
 from support.forked_serve import engine

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from kvpilot_demo.models import tiny_gemma3, tiny_llama
 from kvpilot_runtime import serve
 from kvpilot_runtime.config import retention
 from kvpilot_runtime.config.retention import HeavyHitters, SinksAndWindow
 from kvpilot_runtime.errors import PreflightError, UnsupportedModelError
 from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.check import check
+from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama
 
 BOUND = ("--retention=SinksAndWindow", "--retention-sink-tokens=4", "--retention-window-tokens=1024")
 HEAVY = ("--retention=HeavyHitters", "--retention-budget-tokens=4096")

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Lfm2Config, PreTrainedConfig
 
-from kvpilot_demo.models import smollm2_135m, tiny_llama
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime.calibration import command as calibrate
 from kvpilot_runtime.calibration import factors_file, fitting, held_out
+from kvpilot_smallmodels.models import smollm2_135m, tiny_llama
 
 FACTS = factors_file.ModelFacts(layers=3, kv_heads=4, head_dim=64, rope="{}", config_sha256="abc")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvpilot_demo.families import VOCABULARY, make
-from kvpilot_demo.models import tiny_llama, tiny_qwen3
-from kvpilot_demo.oracle import SLACK, Oracle
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime.calibration import factors_file
+from kvpilot_smallmodels.families import VOCABULARY, make
+from kvpilot_smallmodels.models import tiny_llama, tiny_qwen3
+from kvpilot_smallmodels.oracle import SLACK, Oracle
 from support.engines_in_turn import refused
 from support.stepped_engine import Asked, serve
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvpilot_runtime import compiled
-from kvpilot_runtime.engine import compat
 from kvpilot_runtime.preflight import machine
+from kvpilot_runtime.vllm_api import compat
 from support.trees import files, write
 
 SECONDS = 900

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_demo.models import tiny_llama
 from kvpilot_localcluster.engines.real import HANGS, engine
 from kvpilot_runtime import compiled
+from kvpilot_smallmodels.models import tiny_llama
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
 PROMPT = [7] * 8

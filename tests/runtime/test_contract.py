@@ -19,14 +19,14 @@ from vllm.config.cache import CacheConfig
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
-from kvpilot_demo.models import tiny_llama
-from kvpilot_kernels import dtypes
+from kvpilot_formats import dtypes
 from kvpilot_localcluster.engines.real import engine
 from kvpilot_operator.observe.page_values import VLLM_DTYPES
 from kvpilot_runtime import plugin
-from kvpilot_runtime.engine import compat, contract, hooks
-from kvpilot_runtime.engine.vllm_parts import PARTS, Broken, Feature, Part, unlike
 from kvpilot_runtime.errors import UnsupportedEngineError
+from kvpilot_runtime.vllm_api import compat, contract, hooks
+from kvpilot_runtime.vllm_api.vllm_parts import PARTS, Broken, Feature, Part, unlike
+from kvpilot_smallmodels.models import tiny_llama
 from support import forked_serve
 
 pytestmark = pytest.mark.timeout(1800)

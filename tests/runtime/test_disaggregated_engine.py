@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvpilot_demo.models import tiny_llama
-from kvpilot_demo.oracle import Oracle
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
+from kvpilot_smallmodels.models import tiny_llama
+from kvpilot_smallmodels.oracle import Oracle
 from support.apart import LEAVE, Apart, engines
 from support.judge import Judge
 from support.stepped_engine import Asked, Told

@@ -12,16 +12,16 @@ import pytest
 from vllm.config import KVTransferConfig, ParallelConfig
 from vllm.v1.attention.backends import utils
 
-from kvpilot_demo.models import tiny_gemma3, tiny_llama
 from kvpilot_runtime import plugin, serve
 from kvpilot_runtime.backends import packed
 from kvpilot_runtime.config import options
-from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.preflight.check import check
 from kvpilot_runtime.preflight.request import Request
 from kvpilot_runtime.transfer import disaggregated
 from kvpilot_runtime.transfer.terms import Terms
+from kvpilot_runtime.vllm_api import compat
+from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama
 from support.preflights import asked, refusal
 
 DECODE = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}

@@ -15,10 +15,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpilot_demo.models import tiny_llama
-from kvpilot_demo.oracle import Oracle
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_localcluster.engines.real import HANGS, engine
+from kvpilot_smallmodels.models import tiny_llama
+from kvpilot_smallmodels.oracle import Oracle
 from support.judge import Judge
 from support.stepped_engine import Asked, serve
 

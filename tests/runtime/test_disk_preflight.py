@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from kvpilot_demo.models import tiny_llama
 from kvpilot_runtime import serve
 from kvpilot_runtime.config import offload
-from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.check import check
+from kvpilot_runtime.vllm_api import compat
+from kvpilot_smallmodels.models import tiny_llama
 from support.small_volumes import small_volume
 
 HOST = "--kv-offloading-size=0.25"
@@ -123,7 +123,7 @@ def test_vllms_simple_offloading_is_refused_beside_a_disk(tmp_path: Path, monkey
 
 
 def test_another_vllm_is_refused_by_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpilot_runtime.engine.compat.version_text", lambda: "0.33.1")
+    monkeypatch.setattr("kvpilot_runtime.vllm_api.compat.version_text", lambda: "0.33.1")
     assert compat.lacks_for_disk() == "vLLM 0.32 (here is 0.33.1)"
     error = refusal(arguments(tmp_path, HOST))
     assert error.reason == "BadArguments"

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvpilot_demo import draft_models, families
-from kvpilot_demo.oracle import Oracle
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime.calibration import factors_file
 from kvpilot_runtime.calibration import info as calibration_info
+from kvpilot_smallmodels import draft_models, families
+from kvpilot_smallmodels.oracle import Oracle
 from support.judge import Judge
 from support.stepped_engine import Asked, Told, serve
 

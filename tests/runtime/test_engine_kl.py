@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_demo.models import tiny_llama
+from kvpilot_smallmodels.models import tiny_llama
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
-SCRIPT = Path(__file__).parents[2] / "runtime" / "benchmarks" / "engine_kl.py"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("after", [("--tokens=96",), ("--tokens=192", "--hit=128")], ids=["decoded", "after-a-hit"])
 def test_the_accuracy_tables_model_agrees_with_a_real_engine_within_a_fifth(tmp_path, after):
     out = tmp_path / "kl.json"
-    command = [sys.executable, str(SCRIPT), f"--model={tiny_llama()}", f"--out={out}", "--rows=k4v4+self+w64",
-               "--sequences=2", "--chunk=512", *after]  # fmt: skip
-    subprocess.run(command, check=True, timeout=3000)
+    command = [sys.executable, "-m", "benchmarks.accuracy.engine_kl", f"--model={tiny_llama()}", f"--out={out}",
+               "--rows=k4v4+self+w64", "--sequences=2", "--chunk=512", *after]  # fmt: skip
+    subprocess.run(command, cwd=ROOT, check=True, timeout=3000)
     (section,) = json.loads(out.read_text()).values()
     row = section["rows"]["k4v4+self+w64"]
     # Of random weights and a token in a thousand, any small damage is a large figure.

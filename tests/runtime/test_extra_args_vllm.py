@@ -10,7 +10,7 @@ from importlib.metadata import version
 import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from kvpilot_kernels.arguments import rules
+from kvpilot_formats.arguments import rules
 from kvpilot_operator.api import engine_arguments
 from kvpilot_operator.api.rules import broken_rules
 from kvpilot_operator.api.schema import apply_defaults, root_schema

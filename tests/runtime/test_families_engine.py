@@ -1,8 +1,8 @@
 """Families of models in a real engine, each with another kind of attention: greedy answers are those of the codec.
 
-Requests come together and in chunks, and half of them begin alike; the oracle (`kvpilot_demo.oracle`) computes each on
-its own with plain transformers, as in test_random_requests.py, which preempts, too. One process serves all models in
-turn.
+Requests come together and in chunks, and half of them begin alike; the oracle (`kvpilot_smallmodels.oracle`) computes
+each on its own with plain transformers, as in test_random_requests.py, which preempts, too. One process serves all
+models in turn.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from kvpilot_demo.families import FAMILIES, VOCABULARY, make
-from kvpilot_demo.oracle import SLACK, Oracle
+from kvpilot_smallmodels.families import FAMILIES, VOCABULARY, make
+from kvpilot_smallmodels.oracle import SLACK, Oracle
 from support.engines_in_turn import Answered, Turn, serve
 
 pytestmark = pytest.mark.timeout(1800)

@@ -1,7 +1,7 @@
 """What people switch on in vLLM beside `k4v4`, in one real engine: answers are those of the same weights and codec.
 
 Chunks read themselves back and there is no window, so that an answer depends on the codec alone
-(`kvpilot_demo.oracle`).
+(`kvpilot_smallmodels.oracle`).
 No request has a seed: with one and a prompt in chunks, vLLM 0.32 ends on a CPU, whatever the dtype.
 """
 
@@ -17,12 +17,12 @@ from typing import Any
 import httpx
 import pytest
 
-from kvpilot_demo import adapters
-from kvpilot_demo.models import tiny_llama
-from kvpilot_demo.oracle import SLACK, Oracle
 from kvpilot_localcluster.engines.real import HANGS
 from kvpilot_operator.observe.adapters import loaded
 from kvpilot_operator.render.engine import pod_template
+from kvpilot_smallmodels import adapters
+from kvpilot_smallmodels.models import tiny_llama
+from kvpilot_smallmodels.oracle import SLACK, Oracle
 from support.forked_serve import engine
 from support.scrape_loop import ignore, scraping
 from support.services import KEY, manifest, spec_of

@@ -14,19 +14,19 @@ ROOT = Path(__file__).parents[2]
 
 def rows(script: str, out: Path, *arguments: str):
     """What a program's answers are judged to be, by row."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "demo"), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    programs = ROOT / "runtime" / "benchmarks"
-    asking = [str(programs / script), f"--out={out}", "--at-once=1", "--limit=600", "--within=3000", *arguments]
+    env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    asking = [script, f"--out={out}", "--at-once=1", "--limit=600", "--within=3000", *arguments]
     name = "families" if "families" in script else "options"
-    judging = [str(programs / "gpu_families_page.py"), str(out / f"{name}-answers.json.gz"), str(out / "page.md")]
-    for command in (asking, judging):
-        subprocess.run([sys.executable, *command], check=True, timeout=3300, env=env)
+    judging = ["gpu_families_page", str(out / f"{name}-answers.json.gz"), str(out / "page.md")]
+    for program, *options in (asking, judging):
+        command = [sys.executable, "-m", f"benchmarks.accuracy.{program}", *options]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=3300, env=env)
     (found,) = json.loads((out / "page.json").read_text())
     return found["rows"]
 
 
 def test_a_family_is_found_right_with_preemption_and_prefix_hits(tmp_path):
-    row = rows("gpu_families.py", tmp_path, "--families=qwen3", "--prompts=8", "--tokens=8")["qwen3"]
+    row = rows("gpu_families", tmp_path, "--families=qwen3", "--prompts=8", "--tokens=8")["qwen3"]
     assert row["verdict"] == "served and right"
     counters = row["engines"]["k4v4/codec"]["counters"]
     assert counters["vllm:num_preemptions"]
@@ -34,6 +34,6 @@ def test_a_family_is_found_right_with_preemption_and_prefix_hits(tmp_path):
 
 
 def test_what_a_request_may_ask_for_is_found_right(tmp_path):
-    found = rows("gpu_options.py", tmp_path, "--what=details", "--prompts=4", "--tokens=6")
+    found = rows("gpu_options", tmp_path, "--what=details", "--prompts=4", "--tokens=6")
     wanted = ("prompt logprobs", "parallel samples", "structured output")
     assert {name: row["verdict"] for name, row in found.items()} == dict.fromkeys(wanted, "served and right")

@@ -15,12 +15,12 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
 
-from kvpilot_kernels.arguments import rules
+from kvpilot_formats.arguments import rules
 from kvpilot_runtime import plugin
 from kvpilot_runtime.backends import packed
 from kvpilot_runtime.config import retention
-from kvpilot_runtime.engine import contract
 from kvpilot_runtime.errors import UnsupportedModelError
+from kvpilot_runtime.vllm_api import contract
 
 RIGHT = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="k4v4", block_size=None)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

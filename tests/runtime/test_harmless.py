@@ -16,8 +16,8 @@ from vllm.config import cache
 import kvpilot_runtime
 from kvpilot_runtime import plugin
 from kvpilot_runtime.config import options, retention
-from kvpilot_runtime.engine.wrap import MARK, wrap
 from kvpilot_runtime.transfer import host
+from kvpilot_runtime.vllm_api.wrap import MARK, wrap
 from support import vllm_attributes
 
 pytestmark = pytest.mark.timeout(1800)

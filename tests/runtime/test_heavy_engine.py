@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvpilot_demo.models import tiny_llama
-from kvpilot_demo.oracle import SLACK, Oracle
 from kvpilot_runtime.bounded.heavy import most_pages
 from kvpilot_runtime.bounded.heavy_spec import lightest
 from kvpilot_runtime.config.retention import HeavyHitters
+from kvpilot_smallmodels.models import tiny_llama
+from kvpilot_smallmodels.oracle import SLACK, Oracle
 from support.bounded_engine import Asked, Told, serve
 from support.engines_in_turn import refused
 from support.forked_serve import engine

@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_runtime.transfer.host_copies import HostCopies, rows
 
 BLOCKS, CHUNKS, HEADS, TOKENS, DIM = 24, 12, 2, 4, 64

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvpilot_demo.oracle import Oracle, Picture
-from kvpilot_runtime.engine import compat
+from kvpilot_runtime.vllm_api import compat
+from kvpilot_smallmodels.oracle import Oracle, Picture
 from support.image_engine import Answered, Question, picture, serve
 from support.image_model import IMAGE_TOKENS, VOCABULARY, make
 

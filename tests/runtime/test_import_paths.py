@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from vllm.platforms import current_platform
 
-from kvpilot_kernels import formats
-from kvpilot_kernels.latent import formats as latent
+from kvpilot_formats import formats, latent
 from kvpilot_runtime import plugin
 from kvpilot_runtime.config import carriers, offload
-from kvpilot_runtime.engine import compat, contract, hooks
+from kvpilot_runtime.vllm_api import compat, contract, hooks
 
 
 def names_in(module: str) -> set[str]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_demo.oracle import SLACK, Oracle
-from kvpilot_kernels.latent.formats import names, parse
-from kvpilot_runtime.engine import compat
+from kvpilot_formats.latent import names, parse
+from kvpilot_runtime.vllm_api import compat
+from kvpilot_smallmodels.oracle import SLACK, Oracle
 from support.latent_engine import VOCABULARY, make_model, serve
 
 pytestmark = [

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 
-from kvpilot_demo.models import tiny_gemma3, tiny_llama
-from kvpilot_kernels.models import read
+from kvpilot_formats.models import read
 from kvpilot_runtime import serve
 from kvpilot_runtime.metrics import model_info
 from kvpilot_runtime.preflight.modelconfig import read_config
+from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama
 
 LLAMA = 'kvpilot_model_info{head_dim="64",kv_heads="2",layers="2",mla="false",window_layers="0"} 1.0'
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvpilot_kernels.models import Architecture, Kind, read
+from kvpilot_formats.models import Architecture, Kind, read
 from kvpilot_runtime.preflight import installed
 from support.own_process import ask
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvpilot_demo.models import tiny_llama
-from kvpilot_demo.oracle import Oracle
-from kvpilot_kernels import formats
-from kvpilot_runtime.engine import compat
+from kvpilot_formats import formats
+from kvpilot_runtime.vllm_api import compat
+from kvpilot_smallmodels.models import tiny_llama
+from kvpilot_smallmodels.oracle import Oracle
 from support.judge import Judge
 from support.stepped_engine import Asked, serve
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvpilot_demo.models import tiny_gemma3
 from kvpilot_runtime.preflight import installed, machine
 from kvpilot_runtime.preflight.check import check
+from kvpilot_smallmodels.models import tiny_gemma3
 from support.preflights import asked, refusal
 
 H200 = machine.Gpu("NVIDIA H200", 141 * 2**30, 0, (9, 0))

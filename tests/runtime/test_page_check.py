@@ -10,8 +10,8 @@ import pytest
 from kvpilot_runtime.backends import page_check
 from kvpilot_runtime.config import retention
 from kvpilot_runtime.config.retention import HeavyHitters, SinksAndWindow
-from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import UnsupportedEngineError
+from kvpilot_runtime.vllm_api import compat
 from support import page_checked
 
 pytestmark = pytest.mark.timeout(1800)

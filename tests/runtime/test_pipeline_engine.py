@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpilot_demo.models import tiny_llama
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime.calibration import factors_file
 from kvpilot_runtime.calibration import info as calibration_info
+from kvpilot_smallmodels.models import tiny_llama
 from support.built_in_factors import factors_of
 from support.stepped_engine import Asked, serve
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_demo.models import tiny_llama
 from kvpilot_runtime import serve
 from kvpilot_runtime.preflight import hub, machine
 from kvpilot_runtime.preflight.check import check
 from kvpilot_runtime.preflight.elsewhere import asks_a_hub, overridden
+from kvpilot_smallmodels.models import tiny_llama
 from support.preflights import asked, refusal
 
 OLD = machine.Gpu("Tesla V100", 16 * 2**30, 0, (7, 0))

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from kvpilot_demo.models import tiny_llama
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.metrics import model_info
 from kvpilot_runtime.preflight import hub
 from kvpilot_runtime.preflight.check import check
 from kvpilot_runtime.preflight.modelconfig import read_config
 from kvpilot_runtime.preflight.request import Request
+from kvpilot_smallmodels.models import tiny_llama
 
 MODEL, COMMIT = "some-team/some-model", "0123456789abcdef0123456789abcdef01234567"
 # In a process of its own, for the client reads its environment once; what it would become is printed instead.

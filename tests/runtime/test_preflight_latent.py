@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvpilot_demo.models import tiny_llama
-from kvpilot_kernels.latent import formats as latent
+from kvpilot_formats import latent
 from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.check import check
 from kvpilot_runtime.preflight.request import Request
+from kvpilot_smallmodels.models import tiny_llama
 from support.latent_engine import make_model
 from support.preflights import refusal
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_demo.models import tiny_llama
 from kvpilot_runtime import serve
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.check import check
 from kvpilot_runtime.preflight.request import Request
+from kvpilot_smallmodels.models import tiny_llama
 
 UNKNOWN = ["[Insufficient Permissions]", "[N/A]", "N/A", "[Not Supported]", "[Unknown Error]", "[GPU is lost]", ""]
 """Words of nvidia-smi in the place of a figure."""

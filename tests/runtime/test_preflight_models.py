@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from kvpilot_demo.models import tiny_gemma3, tiny_llama
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_runtime import serve
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.check import check
 from kvpilot_runtime.preflight.request import Findings, Request
+from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama
 
 H200 = machine.Gpu("NVIDIA H200", 141 * 2**30, 0, (9, 0))
 A100 = machine.Gpu("NVIDIA A100", 80 * 2**30, 0, (8, 0))

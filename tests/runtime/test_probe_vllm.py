@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from kvpilot_demo.models import smollm2_135m, tiny_llama
+from kvpilot_cli.probe import command
 from kvpilot_localcluster.engines.real import HANGS
 from kvpilot_operator.api.schema import apply_defaults
 from kvpilot_operator.api.spec import parse
+from kvpilot_operator.api.words import Verdict
 from kvpilot_operator.decide import described, judge
-from kvpilot_operator.gate import command
 from kvpilot_operator.mesh import Identity
 from kvpilot_operator.probes import codec, packs
 from kvpilot_operator.probes.client import http_client
@@ -32,8 +32,8 @@ from kvpilot_operator.probes.errors import EngineBusy, EngineUnreachable
 from kvpilot_operator.probes.run import capture, control, measure
 from kvpilot_operator.probes.session import GiveWay, Settings
 from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.state.enums import Verdict
 from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_smallmodels.models import smollm2_135m, tiny_llama
 from support.forked_serve import engine
 from support.meshed import Mesh, sidecar
 from support.processors import serves_quantized_by_vllm

@@ -1,6 +1,6 @@
 """Random requests through a real engine whose cache is far too small for them, held against the codec without pages.
 
-The engine preempts, finds prefixes in its cache and cuts prompts into chunks; the oracle (`kvpilot_demo.oracle`)
+The engine preempts, finds prefixes in its cache and cuts prompts into chunks; the oracle (`kvpilot_smallmodels.oracle`)
 computes each request on its own with plain transformers.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from kvpilot_demo.models import tiny_gemma3, tiny_llama, tiny_qwen3
-from kvpilot_demo.oracle import SLACK, Oracle
 from kvpilot_localcluster.engines.real import Engine
+from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama, tiny_qwen3
+from kvpilot_smallmodels.oracle import SLACK, Oracle
 from support.engines_in_turn import Answered, Turn, serve
 from support.forked_serve import engine
 

@@ -13,13 +13,13 @@ from vllm.model_executor.layers import attention
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_runtime.backends import cpu, packed
-from kvpilot_runtime.engine import compat, contract
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent import ring_layers
 from kvpilot_runtime.recent.ring_layers import RecentLayer
 from kvpilot_runtime.speculation import refuse_other_groups
+from kvpilot_runtime.vllm_api import compat, contract
 
 if not contract.has_rings():
     pytest.skip("this vLLM has no pages outside of prefix caching: there is no window", allow_module_level=True)

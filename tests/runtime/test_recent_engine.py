@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from kvpilot_demo.families import VOCABULARY, make
-from kvpilot_demo.models import tiny_gemma3, tiny_llama, tiny_qwen3
-from kvpilot_demo.oracle import Oracle
-from kvpilot_runtime.engine import compat
+from kvpilot_runtime.vllm_api import compat
+from kvpilot_smallmodels.families import VOCABULARY, make
+from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama, tiny_qwen3
+from kvpilot_smallmodels.oracle import Oracle
 from support.judge import Judge
 from support.stepped_engine import Asked, serve
 

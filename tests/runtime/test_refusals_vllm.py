@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpilot_demo.models import tiny_llama
+from kvpilot_smallmodels.models import tiny_llama
 from support.engines_in_turn import refused
 
 pytestmark = pytest.mark.timeout(1800)

@@ -17,17 +17,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from kvpilot_demo.models import smollm2_135m, tiny_gemma3, tiny_llama
-from kvpilot_demo.oracle import Oracle
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.fit import Observed
 from kvpilot_runtime.calibration import at_start
 from kvpilot_runtime.calibration import attention as calibration_attention
 from kvpilot_runtime.calibration import info as calibration_info
 from kvpilot_runtime.calibration.text import NoTokensError, lone, passes, text_ids
-from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.metrics.worker_info import Reported
+from kvpilot_runtime.vllm_api import compat
+from kvpilot_smallmodels.models import smollm2_135m, tiny_gemma3, tiny_llama
+from kvpilot_smallmodels.oracle import Oracle
 from support.built_in_factors import factors_of
 from support.engines_in_turn import refused
 from support.stepped_engine import Asked, serve

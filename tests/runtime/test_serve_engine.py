@@ -11,12 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvpilot_demo.models import tiny_gemma3, tiny_llama
 from kvpilot_localcluster.engines.real import HANGS, Engine, engine
 from kvpilot_operator.observe.page import parse_page
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.state.snapshot import ModelFacts
 from kvpilot_runtime.calibration import info as calibration_info
+from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama
 from support import forked_serve
 from support.engines_in_turn import Turn, serve
 

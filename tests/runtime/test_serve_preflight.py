@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from kvpilot_demo.models import tiny_llama
 from kvpilot_localcluster.engines.real import SERVE
+from kvpilot_smallmodels.models import tiny_llama
 
 
 def refused(*arguments: str) -> tuple[str, str]:

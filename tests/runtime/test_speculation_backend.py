@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.places import owners
 from kvpilot_runtime.backends import cpu, packed

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvpilot_demo.models import tiny_gemma3, tiny_llama
-from kvpilot_demo.oracle import SLACK, Oracle
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
+from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama
+from kvpilot_smallmodels.oracle import SLACK, Oracle
 from support.judge import Judge
 from support.stepped_engine import Asked, Told, serve
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from kvpilot_demo.models import tiny_gemma3, tiny_llama
-from kvpilot_kernels.arguments import rules
-from kvpilot_kernels.models import read
+from kvpilot_formats.arguments import rules
+from kvpilot_formats.models import read
 from kvpilot_runtime import serve
-from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.check import check
+from kvpilot_runtime.vllm_api import compat
+from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama
 from support.preflights import asked, refusal
 
 H200 = machine.Gpu("NVIDIA H200", 141 * 2**30, 0, (9, 0))

@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvpilot_demo.models import tiny_llama
-from kvpilot_demo.oracle import Oracle
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime.calibration import factors_file
 from kvpilot_runtime.calibration import info as calibration_info
+from kvpilot_smallmodels.models import tiny_llama
+from kvpilot_smallmodels.oracle import Oracle
 from support.built_in_factors import factors_of
 from support.judge import Judge
 from support.stepped_engine import Asked, Told, serve

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvpilot_demo.models import tiny_llama
 from kvpilot_operator.control.prober import Prober
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.probes import packs
 from kvpilot_operator.state.decision import Capture, Captured
 from kvpilot_operator.tracing import tracer
+from kvpilot_smallmodels.models import tiny_llama
 from support.collector import collecting
 from support.forked_serve import engine
 from support.services import KEY, manifest, spec_of

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvpilot_demo.models import tiny_llama
-from kvpilot_demo.oracle import Oracle
 from kvpilot_kernels.factors import Factors
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.engines import real
 from kvpilot_runtime.calibration import factors_file
 from kvpilot_runtime.calibration import info as calibration_info
+from kvpilot_smallmodels.models import tiny_llama
+from kvpilot_smallmodels.oracle import Oracle
 
 pytestmark = [pytest.mark.timeout(3600), pytest.mark.long]
 

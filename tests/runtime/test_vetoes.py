@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 
-from kvpilot_kernels import formats, hardware
-from kvpilot_operator.decide.judging.ladder import hardware_fault
+from kvpilot_formats import formats, hardware
+from kvpilot_operator.decide.steps.ladder import hardware_fault
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import machine

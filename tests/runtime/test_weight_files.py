@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_kernels.models import ConfigError, weights
-from kvpilot_planning import facts_config
+from kvpilot_cli.plan import facts_config
+from kvpilot_formats.models import ConfigError, weights
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import machine, modelconfig
 from kvpilot_runtime.preflight.check import check

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_demo.families import VOCABULARY
-from kvpilot_demo.families import make as make_model
-from kvpilot_demo.oracle import Oracle
-from kvpilot_demo.processor import serves_quantized
+from kvpilot_smallmodels.families import VOCABULARY
+from kvpilot_smallmodels.families import make as make_model
+from kvpilot_smallmodels.oracle import Oracle
+from kvpilot_smallmodels.processor import serves_quantized
 from support.engines_in_turn import Answered, Turn, serve
 from support.processors import quantized_weights_by_vllm
 from support.quantized_weights import METHODS, make

@@ -17,11 +17,14 @@ CHANGES_PER_SECOND = 3
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     out = tmp_path_factory.mktemp("fleet") / "fleet.json"
-    command = [sys.executable, ROOT / "operator/benchmarks/fleet.py", "--sizes", *map(str, SIZES)]
+    command = [sys.executable, "-m", "benchmarks.operator.fleet", "--sizes", *map(str, SIZES)]
     log = out.with_suffix(".log")
     with log.open("wb") as words:
         child = subprocess.Popen(
-            [*command, "--seconds", "15", "--settle", "8", "--out", out], stdout=words, stderr=subprocess.STDOUT
+            [*command, "--seconds", "15", "--settle", "8", "--out", out],
+            cwd=ROOT,
+            stdout=words,
+            stderr=subprocess.STDOUT,
         )
         try:
             status = child.wait(1200)

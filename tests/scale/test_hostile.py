@@ -1,4 +1,4 @@
-"""Fifty hostile services of every kind beside fifty good ones: operator/benchmarks/hostile.py, and what must hold.
+"""Fifty hostile services of every kind beside fifty good ones: benchmarks/operator/hostile.py, and what must hold.
 
 How long good services wait is counted and not timed, since the machine is anybody's: in cycles of the scrape loop, in
 edits whose status came, in probes that were done. docs/benchmarks/operator-hostile.md has seconds. Good services are in
@@ -22,10 +22,12 @@ SERVICES = 50
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     out = tmp_path_factory.mktemp("hostile") / "hostile.json"
-    command = [sys.executable, ROOT / "operator/benchmarks/hostile.py", "--services", str(SERVICES)]
+    command = [sys.executable, "-m", "benchmarks.operator.hostile", "--services", str(SERVICES)]
     log = out.with_suffix(".log")
     with log.open("wb") as words:
-        child = subprocess.Popen([*command, "--seconds", "12", "--out", out], stdout=words, stderr=subprocess.STDOUT)
+        child = subprocess.Popen(
+            [*command, "--seconds", "12", "--out", out], cwd=ROOT, stdout=words, stderr=subprocess.STDOUT
+        )
         try:
             status = child.wait(1200)
         finally:

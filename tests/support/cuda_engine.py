@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.tuning import Choice
 from kvpilot_kernels.reference.attention import attend, decode_reference, prefill_reference, round_trip
-from kvpilot_runtime.engine.compat import backend_class
+from kvpilot_runtime.vllm_api.compat import backend_class
 from support.gpu_batch import PAST_THE_END, generator, poisoned
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 64

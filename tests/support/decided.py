@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpilot_kernels.layouts import CUT_BITS, GAIN_BITS, GAIN_LIMIT, SHRINK
+from kvpilot_formats.layouts import CUT_BITS, GAIN_BITS, GAIN_LIMIT, SHRINK
 from kvpilot_kernels.reference.quantize import encode_range, split
 
 SUMS = 1e-4

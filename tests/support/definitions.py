@@ -15,8 +15,8 @@ from kvpilot_localcluster.controlplane import ControlPlane
 from kvpilot_localcluster.definitions import directly, route, served_paths, unroute
 from kvpilot_localcluster.rest import ApiError, Rest, until
 from kvpilot_localcluster.toolbox.kubectl import kubectl
+from kvpilot_operator.api.names import KIND, PLURAL
 from kvpilot_operator.api.schema import load_crd
-from kvpilot_operator.render.names import KIND, PLURAL
 
 Json = dict[str, Any]
 

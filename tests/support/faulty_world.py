@@ -26,10 +26,10 @@ from kvpilot_localcluster.definitions import directly
 from kvpilot_localcluster.engines import faulty
 from kvpilot_localcluster.procs import tail
 from kvpilot_localcluster.rest import HANGS, Rest
+from kvpilot_operator.api.names import API_VERSION, ENGINE_PORT, KIND, SERVICE_LABEL
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, Conflict
-from kvpilot_operator.render.names import API_VERSION, ENGINE_PORT, KIND, SERVICE_LABEL
 from support.faulty_api import FaultyApi
 from support.faulty_record import record_machine
 

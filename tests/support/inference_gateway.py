@@ -27,9 +27,9 @@ from envoy_data_plane.google.protobuf import Struct
 from grpclib.client import Channel, Stream
 from grpclib.const import Cardinality
 
+from kvpilot_operator.api.names import HTTP_ROUTE_API
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
-from kvpilot_operator.render.names import HTTP_ROUTE_API
 from support.endpoint_picker import CHOICE, DESTINATION, PROCESSOR, SERVED, EndpointPicker
 from support.inference_kinds import picker_name
 from support.ready_pods import Backend, ReadyPods, follow

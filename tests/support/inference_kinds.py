@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvpilot_operator.api.names import INFERENCE_POOL_API
 from kvpilot_operator.cluster.objects import Object
-from kvpilot_operator.render.names import INFERENCE_POOL_API
 from support.community_kinds import definition
 
 _NUMBER = {"type": "integer", "minimum": 1, "maximum": 65535}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpilot_demo.oracle import SLACK, Oracle
+from kvpilot_smallmodels.oracle import SLACK, Oracle
 from support.stepped_engine import Asked, Told
 
 

@@ -16,9 +16,9 @@ from triton.language.core import constexpr
 from triton.runtime.jit import JITCallable
 
 CHANGED = {
-    "ZERO_STEPS": ("kvpilot_kernels.layouts", 29),
-    "ZERO_BITS": ("kvpilot_kernels.layouts", 6),
-    "RANK": ("kvpilot_kernels.latent.formats", 256),
+    "ZERO_STEPS": ("kvpilot_formats.layouts", 29),
+    "ZERO_BITS": ("kvpilot_formats.layouts", 6),
+    "RANK": ("kvpilot_formats.latent", 256),
 }
 """Constants of other modules that kernels read, and another value of each."""
 
@@ -53,7 +53,7 @@ def _seen(value: Any) -> bool:
 
 def keys(constant: str = "") -> dict[str, str]:
     """The key of each function, imported anew with one of `CHANGED` changed."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "kvpilot_kernels"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("kvpilot_formats", "kvpilot_kernels")]:
         del sys.modules[name]
     if constant:
         module, value = CHANGED[constant]

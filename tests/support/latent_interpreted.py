@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import MultipleOf
 
+from kvpilot_formats.latent import names, parse
 from kvpilot_kernels.gpu import latent_decode, latent_pages
-from kvpilot_kernels.latent.formats import names, parse
 from kvpilot_runtime.backends import latent_cpu
 from kvpilot_runtime.backends.latent_cuda import CudaLatentBackend
 from kvpilot_runtime.backends.packed import classes_of

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from kvpilot_localcluster.rest import ApiError, Rest
-from kvpilot_operator.render.names import SERVICE_LABEL
+from kvpilot_operator.api.names import SERVICE_LABEL
 from support.community_kinds import definition
 
 Json = dict[str, Any]

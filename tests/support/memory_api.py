@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any
 
 from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.api.names import KIND, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import ClusterError, Conflict, NotFound
 from kvpilot_operator.observe.gather import Observations, Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.render.names import KIND, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.state.status import Condition, parse_status

@@ -6,8 +6,8 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from kvpilot_operator.api.names import DO_NOT_EVICT_ANNOTATION, DTYPE_LABEL, REVISION_LABEL
 from kvpilot_operator.errors import Conflict, NotFound, Rejected
-from kvpilot_operator.render.names import DO_NOT_EVICT_ANNOTATION, DTYPE_LABEL, REVISION_LABEL
 from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.objects import ObjectView
 from support.services import KEY

@@ -12,13 +12,13 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.api.names import REVISION_LABEL
 from kvpilot_operator.api.schema import Fault, faults
 from kvpilot_operator.api.spec import Spec, parse
 from kvpilot_operator.decide import decide
 from kvpilot_operator.observe.views import together
 from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.render.names import REVISION_LABEL
 from kvpilot_operator.render.workloads import kind_for
 from kvpilot_operator.state.decision import Capture, Captured, Decision, Find, Measure, NothingKept, ProbeResult
 from kvpilot_operator.state.objects import DeploymentView, Parent, PodView, RouteView

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvpilot_localcluster.engines import PAGE_LATER
+from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.gather import Observations, Observer
@@ -18,7 +19,6 @@ from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.page import parse_page
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API
 from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.state.snapshot import Snapshot
 from support.services import KEY, manifest

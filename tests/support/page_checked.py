@@ -22,8 +22,8 @@ def main() -> None:
     loses = json.load(sys.stdin)["loses"]
     from vllm import LLM
 
-    from kvpilot_demo.models import tiny_llama
     from kvpilot_runtime.backends import page_check
+    from kvpilot_smallmodels.models import tiny_llama
 
     found: list[float] = []
     stock_off, stock_step = page_check._off, page_check._step

@@ -7,10 +7,10 @@ from datetime import timedelta
 from typing import Any
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide.judging.policy import PolicyDecision
-from kvpilot_operator.decide.judging.policy_input import PolicyInput
-from kvpilot_operator.decide.judging.workload import Workload
-from kvpilot_operator.state.enums import Action, WorkloadKind
+from kvpilot_operator.api.words import Action, WorkloadKind
+from kvpilot_operator.decide.load.workload import Workload
+from kvpilot_operator.decide.steps.policy import PolicyDecision
+from kvpilot_operator.decide.steps.policy_input import PolicyInput
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Denied
 from support.services import NOW, manifest, spec_of

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from kvpilot_operator.api.words import CachePhase
 from kvpilot_operator.decide import decide
 from kvpilot_operator.render.prefetch import job
 from kvpilot_operator.state.decision import Decision
-from kvpilot_operator.state.enums import CachePhase
 from kvpilot_operator.state.objects import PodView, PrefetchView
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Condition, Status

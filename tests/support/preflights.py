@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvpilot_demo.models import tiny_llama
 from kvpilot_runtime import serve
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight.check import check
 from kvpilot_runtime.preflight.request import Request
+from kvpilot_smallmodels.models import tiny_llama
 
 
 def asked(*arguments: str, dtype: str = "k4v4", model: str | None = None) -> Request:

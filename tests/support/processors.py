@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvpilot_demo.processor import serves_quantized
+from kvpilot_smallmodels.processor import serves_quantized
 
 serves_quantized_by_vllm = pytest.mark.skipif(
     not serves_quantized(), reason="vLLM's own quantized KV-cache dtypes need AVX-512 or AMX on x86"

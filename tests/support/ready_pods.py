@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Literal
 
+from kvpilot_operator.api.names import ENGINE_PORT, INFERENCE_POOL_API
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.render.names import ENGINE_PORT, INFERENCE_POOL_API
 
 Backend = Literal["InferencePool", "Service"]
 API_OF: dict[Backend, str] = {"InferencePool": INFERENCE_POOL_API, "Service": "v1"}

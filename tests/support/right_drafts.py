@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvpilot_demo.families import VOCABULARY
+from kvpilot_smallmodels.families import VOCABULARY
 
 
 def right_drafts(expected: list[list[int]]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, REVISION_LABEL, SERVICE_PORT
+from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, REVISION_LABEL, SERVICE_PORT
 from support.faulty_world import NAMESPACE, FaultyWorld, until
 from support.inference_gateway import InferenceGateway
 from support.inference_kinds import picker_name

@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
+from kvpilot_operator.api.names import INFERENCE_POOL_API, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.cluster.objects import Object
-from kvpilot_operator.render.names import INFERENCE_POOL_API, REVISION_LABEL, SERVICE_LABEL
 from support.faulty_world import IMAGE, NAMESPACE, FaultyWorld, until
 from support.inference_gateway import Sent, ServiceWay, Way, picked
 from support.inference_kinds import pool

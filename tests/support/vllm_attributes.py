@@ -62,7 +62,7 @@ def others(before: dict[str, Any]) -> list[str]:
 
 def look(asked: Asked) -> Told:
     """Register, configure and spawn."""
-    from kvpilot_runtime.engine.vllm_parts import PARTS
+    from kvpilot_runtime.vllm_api.vllm_parts import PARTS
 
     for part in PARTS:
         if not part.wrong():

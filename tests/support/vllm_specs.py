@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kvpilot_runtime.engine import cache_specs
+from kvpilot_runtime.vllm_api import cache_specs
 
 
 def main() -> None:

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "runtime" / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from accuracy_rows import AGAINST_EXACT, SERVED, bits, engine, every_name, reading
-
-from kvpilot_kernels import formats
+from benchmarks.accuracy.accuracy_rows import AGAINST_EXACT, SERVED, bits, engine, every_name, reading
+from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 
 

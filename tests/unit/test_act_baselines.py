@@ -7,9 +7,9 @@ from typing import Any
 
 from kvpilot_operator.act.baselines import MAX_KEPT, MAX_SEEN
 from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.api.names import SERVICE_LABEL, baseline_name
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.probes.codec import Baseline
-from kvpilot_operator.render.names import SERVICE_LABEL, baseline_name
 from kvpilot_operator.state.decision import Decision
 from support.services import KEY, manifest, snapshot
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.api.names import KIND, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.errors import Conflict, Rejected
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.render.engine import pod_template
-from kvpilot_operator.render.names import KIND, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.render.objects import workload
 from kvpilot_operator.state.decision import Decision, Objects
 from kvpilot_operator.state.objects import DeploymentView, ObjectView

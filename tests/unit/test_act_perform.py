@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from kvpilot_operator.act.perform import FIGURES_SECONDS, REAPPLY_SECONDS, Actor
+from kvpilot_operator.api.names import HTTP_ROUTE_API, REVISION_LABEL
+from kvpilot_operator.api.words import ConditionType
 from kvpilot_operator.errors import Conflict
 from kvpilot_operator.render.engine import pod_template, revision
-from kvpilot_operator.render.names import HTTP_ROUTE_API, REVISION_LABEL
 from kvpilot_operator.render.objects import disruption_budget, route_rules, service, workload
 from kvpilot_operator.state.decision import Decision, Event, Objects
-from kvpilot_operator.state.enums import ConditionType
 from kvpilot_operator.state.objects import DeploymentView, ObjectView, RouteView
 from kvpilot_operator.state.status import Condition, KVCache, Objective, Status
 from support.services import KEY, NOW, manifest, snapshot, spec_of

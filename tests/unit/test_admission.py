@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.api.names import ADMITTED
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import Conflict, NotFound, Rejected
 from kvpilot_operator.observe.views import deployment_view, pod_view
 from kvpilot_operator.render.engine import pod_template, revision
-from kvpilot_operator.render.names import ADMITTED
 from kvpilot_operator.render.objects import workload
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.objects import DeploymentView

@@ -10,7 +10,7 @@ from typing import Any
 import celpy
 import pytest
 
-from kvpilot_kernels import dtypes, formats
+from kvpilot_formats import dtypes, formats
 from kvpilot_operator.api.schema import faults, load_crd, root_schema
 
 VERSION = load_crd()["spec"]["versions"][0]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvpilot_operator.api import names
 from kvpilot_operator.api.schema import load_crd, root_schema
-from kvpilot_operator.render import names
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "api-stability.md").read_text()

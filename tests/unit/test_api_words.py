@@ -11,8 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from kvpilot_operator.api.schema import root_schema
-from kvpilot_operator.control.known_reasons import ENGINE, KNOWN
-from kvpilot_operator.state.enums import (
+from kvpilot_operator.api.words import (
     Action,
     ConditionType,
     ObjectiveState,
@@ -23,6 +22,7 @@ from kvpilot_operator.state.enums import (
     Verdict,
     WorkloadKind,
 )
+from kvpilot_operator.control.known_reasons import ENGINE, KNOWN
 from kvpilot_runtime import errors
 from support.service_states import STATES
 

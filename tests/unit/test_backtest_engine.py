@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_planning.backtest.blocks import Blocks
-from kvpilot_planning.backtest.costs import BacktestError, Costs, load_profile, parse_profile
-from kvpilot_planning.backtest.engine import Engine
-from kvpilot_planning.backtest.request import Limits, Request
+from kvpilot_cli.backtest.blocks import Blocks
+from kvpilot_cli.backtest.costs import BacktestError, Costs, load_profile, parse_profile
+from kvpilot_cli.backtest.engine import Engine
+from kvpilot_cli.backtest.request import Limits, Request
 
 BLOCK = 16
 

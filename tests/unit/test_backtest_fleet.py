@@ -7,16 +7,16 @@ from statistics import mean
 import numpy as np
 import pytest
 
+from kvpilot_cli.backtest.buckets import FINE
+from kvpilot_cli.backtest.costs import load_profile
+from kvpilot_cli.backtest.fleet import Pods, run_fleet, services
+from kvpilot_cli.backtest.interval import Fleet
+from kvpilot_cli.backtest.loads import cut, synthetic
+from kvpilot_cli.backtest.moments import measure
+from kvpilot_cli.backtest.pilot import load_spec
+from kvpilot_cli.backtest.service import Objective, Service
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_planning.backtest.buckets import FINE
-from kvpilot_planning.backtest.costs import load_profile
-from kvpilot_planning.backtest.fleet import Pods, run_fleet, services
-from kvpilot_planning.backtest.interval import Fleet
-from kvpilot_planning.backtest.loads import cut, synthetic
-from kvpilot_planning.backtest.moments import measure
-from kvpilot_planning.backtest.pilot import load_spec
-from kvpilot_planning.backtest.service import Objective, Service
 
 PROFILE = load_profile()
 DTYPES = ("auto", "fp8", "k8v4", "k4v4")

@@ -12,8 +12,8 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 import pytest
 
-from kvpilot_planning.backtest.costs import BacktestError
-from kvpilot_planning.backtest.history import parse, read_file, read_server
+from kvpilot_cli.backtest.costs import BacktestError
+from kvpilot_cli.backtest.history import parse, read_file, read_server
 
 START = 1_767_225_600
 

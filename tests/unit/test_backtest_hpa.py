@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpilot_planning.backtest.hpa import Hpa, recommend
+from kvpilot_cli.backtest.hpa import Hpa, recommend
 
 
 def one(use: float, replicas: int, target: float, ready: int | None = None) -> int:

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_planning.backtest.command import main
-from kvpilot_planning.backtest.costs import BacktestError
-from kvpilot_planning.backtest.recorded import FORMS, MOST_TOKENS, Form, parse, read
+from kvpilot_cli.backtest.command import main
+from kvpilot_cli.backtest.costs import BacktestError
+from kvpilot_cli.backtest.recorded import FORMS, MOST_TOKENS, Form, parse, read
 
 Rows = Sequence[tuple[int, int, int]]
 """Arrival in milliseconds, tokens of prompt and answer."""

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_planning.backtest import main, report
-from kvpilot_planning.backtest.compare import POLICIES, Row, run, with_objectives
-from kvpilot_planning.backtest.costs import BacktestError, load_profile
-from kvpilot_planning.backtest.loads import cut, synthetic
-from kvpilot_planning.backtest.pilot import load_spec
-from kvpilot_planning.backtest.service import Objective, Service
+from kvpilot_cli.backtest import main, report
+from kvpilot_cli.backtest.compare import POLICIES, Row, run, with_objectives
+from kvpilot_cli.backtest.costs import BacktestError, load_profile
+from kvpilot_cli.backtest.loads import cut, synthetic
+from kvpilot_cli.backtest.pilot import load_spec
+from kvpilot_cli.backtest.service import Objective, Service
 
 
 def row(policy: str, gpu_hours: float, good: int, lost: int = 0, finished: int = 1000) -> Row:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_planning.backtest.wva import Wva, recommend
+from kvpilot_cli.backtest.wva import Wva, recommend
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpilot_operator.api.names import KIND
 from kvpilot_operator.cluster.cache import Store
 from kvpilot_operator.cluster.watch import Reflector
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.observe.informers import InformerCache
-from kvpilot_operator.render.names import KIND
 from kvpilot_operator.state.snapshot import ServiceKey
 from support.services import KEY, manifest
 

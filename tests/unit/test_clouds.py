@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from kvpilot_cli.plan.gpus import gpu_of_labels
 from kvpilot_localcluster.toolbox.helm import helm, run_helm
 from kvpilot_localcluster.toolbox.kubectl import kubectl
 from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.api.spec import parse
-from kvpilot_planning.gpus import gpu_of_labels
 from support.page_commands import Command, commands_of, options_of, subcommand
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_kernels import command
+from kvpilot_cli import command
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(one.name for one in entry_points(group=command.GROUP))
@@ -31,7 +31,7 @@ def bare(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_command_without_its_dependencies_names_the_extra_in_one_line(bare, name):
-    program = "import sys; from kvpilot_kernels.command import main; sys.exit(main(sys.argv[1:]))"
+    program = "import sys; from kvpilot_cli.command import main; sys.exit(main(sys.argv[1:]))"
     line = [bare, "-I", "-c", program, name, "--help"]
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=600)
     assert (done.returncode, done.stdout) == (2, "")
@@ -84,6 +84,6 @@ def test_a_user_who_interrupts_gets_no_traceback(monkeypatch, capsys):
     def interrupted(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvpilot_planning.plan.main", interrupted)
+    monkeypatch.setattr("kvpilot_cli.plan.command.main", interrupted)
     assert command.main(["plan"]) == 130
     assert capsys.readouterr().err == ""

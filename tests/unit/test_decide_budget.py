@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from kubernetes.aio.client import V1PodDisruptionBudgetSpec
 
+from kvpilot_operator.api.names import REVISION_LABEL
 from kvpilot_operator.decide import decide
-from kvpilot_operator.render.names import REVISION_LABEL
 from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.state.status import parse_status
 from support.model_cluster import ModelCluster

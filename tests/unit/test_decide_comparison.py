@@ -13,8 +13,8 @@ import scipy.stats
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.trial.comparison import compare
-from kvpilot_operator.decide.trial.intervals import QUANTILE, log_quantile, share_change, student
+from kvpilot_operator.decide.intervals import QUANTILE, log_quantile, share_change, student
+from kvpilot_operator.decide.rollout.comparison import compare
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows
 from support.model_engines import flows

@@ -6,12 +6,12 @@ from dataclasses import replace
 from datetime import timedelta
 
 from kvpilot_operator.act.perform import mark_do_not_evict
+from kvpilot_operator.api.names import DO_NOT_EVICT_ANNOTATION
 from kvpilot_operator.api.schema import Fault
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.trial import do_not_evict
+from kvpilot_operator.decide.objects import do_not_evict
 from kvpilot_operator.errors import Conflict
-from kvpilot_operator.render.names import DO_NOT_EVICT_ANNOTATION
 from kvpilot_operator.state.decision import Find, Measure
 from kvpilot_operator.state.status import parse_status
 from support.model_cluster import ModelCluster

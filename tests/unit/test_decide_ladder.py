@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_kernels import formats
-from kvpilot_operator.decide.judging.capacity import OWN_BLOCK, gain, ring_share
-from kvpilot_operator.decide.judging.ladder import hardware_fault, infeasible, rungs
+from kvpilot_formats import formats
+from kvpilot_operator.decide.steps.capacity import OWN_BLOCK, gain, ring_share
+from kvpilot_operator.decide.steps.ladder import hardware_fault, infeasible, rungs
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from support.policy_inputs import denied
 from support.services import NOW, manifest, spec_of

@@ -7,9 +7,9 @@ from datetime import timedelta
 
 import pytest
 
-from kvpilot_operator.decide.judging.latency import expected_itl_change
-from kvpilot_operator.decide.judging.policy_input import PolicyInput
-from kvpilot_operator.decide.judging.workload import Workload
+from kvpilot_operator.decide.load.workload import Workload
+from kvpilot_operator.decide.steps.latency import expected_itl_change
+from kvpilot_operator.decide.steps.policy_input import PolicyInput
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Experience
 from support.services import NOW, manifest, spec_of

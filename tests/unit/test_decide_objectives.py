@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from kvpilot_operator.api.schema import status_faults
 from kvpilot_operator.api.spec import Objective
+from kvpilot_operator.api.words import ObjectiveState
 from kvpilot_operator.decide import decide
-from kvpilot_operator.decide.judging.objectives import Measured, judge
-from kvpilot_operator.decide.judging.policy import choose_step
-from kvpilot_operator.decide.judging.workload import classify
+from kvpilot_operator.decide.load.objectives import Measured, judge
+from kvpilot_operator.decide.load.workload import classify
+from kvpilot_operator.decide.steps.policy import choose_step
 from kvpilot_operator.observe.windows import retention_of
-from kvpilot_operator.state.enums import ObjectiveState
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
 from kvpilot_operator.state.status import dump_status, parse_status

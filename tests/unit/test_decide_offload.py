@@ -12,8 +12,8 @@ import pytest
 from kvpilot_operator.api.schema import status_faults
 from kvpilot_operator.control.service_metrics import HITS, rows
 from kvpilot_operator.decide import decide
-from kvpilot_operator.decide.judging.policy import choose_step
-from kvpilot_operator.decide.judging.policy_input import PolicyInput
+from kvpilot_operator.decide.steps.policy import choose_step
+from kvpilot_operator.decide.steps.policy_input import PolicyInput
 from kvpilot_operator.state.samples import Flows
 from kvpilot_operator.state.snapshot import ModelFacts, Snapshot
 from kvpilot_operator.state.status import Option, dump_status, parse_status

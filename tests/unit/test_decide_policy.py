@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from kvpilot_operator.decide.judging.policy import PolicyDecision, choose_step
+from kvpilot_operator.decide.steps.policy import PolicyDecision, choose_step
 from kvpilot_operator.state.status import Experience, Saturation
 from support.policy_inputs import A100, DWELL, LLAMA, denied, policy_input, spec, step, workload
 from support.services import NOW, manifest, spec_of

@@ -8,7 +8,7 @@ from datetime import timedelta
 import msgspec
 from msgspec.structs import replace as replace_struct
 
-from kvpilot_operator.decide.judging.policy import choose_step
+from kvpilot_operator.decide.steps.policy import choose_step
 from kvpilot_operator.state.status import Saturation, parse_status
 from support.policy_inputs import DWELL, LLAMA, policy_input, spec, step, workload
 from support.services import NOW

@@ -9,11 +9,11 @@ from datetime import timedelta
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.judging.capacity import gain
-from kvpilot_operator.decide.judging.policy import choose_step
-from kvpilot_operator.decide.judging.policy_input import PolicyInput
-from kvpilot_operator.decide.judging.saturation import HOLD, backoff
-from kvpilot_operator.decide.judging.workload import Workload, classify
+from kvpilot_operator.decide.load.saturation import HOLD, backoff
+from kvpilot_operator.decide.load.workload import Workload, classify
+from kvpilot_operator.decide.steps.capacity import gain
+from kvpilot_operator.decide.steps.policy import choose_step
+from kvpilot_operator.decide.steps.policy_input import PolicyInput
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
 from support.policy_inputs import H200, LLAMA, spec

@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import pytest
 
+from kvpilot_operator.api.names import engine_url
 from kvpilot_operator.decide import decide
-from kvpilot_operator.render.names import engine_url
 from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.decision import Capture, Decision, Measure, ProbeFailed, ProbeResult
 from kvpilot_operator.state.status import Status

@@ -8,11 +8,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpilot_operator.api.names import baseline_name
 from kvpilot_operator.decide import decide
+from kvpilot_operator.decide.accuracy import baseline as borrowing
 from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.trial import baseline as borrowing
 from kvpilot_operator.probes.codec import Baseline, Control
-from kvpilot_operator.render.names import baseline_name
 from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.decision import (
     Capture,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.trial.refusal import MAX_RESTARTS, engine_failure, pending_reason
+from kvpilot_operator.decide.diagnosis import MAX_RESTARTS, engine_failure, pending_reason
 from kvpilot_operator.observe.views import pod_view
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.objects import PodView

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_kernels import dtypes
+from kvpilot_formats import dtypes
 from kvpilot_operator.decide import decide
-from kvpilot_operator.decide.trial.reported import same
+from kvpilot_operator.decide.accuracy.reported import same
 from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.decision import Capture, Decision, Measure
 from kvpilot_operator.state.objects import DeploymentView

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.judging.traffic_plan import Counts, rolling_step
+from kvpilot_operator.decide.traffic_plan import Counts, rolling_step
 
 SIZES = st.integers(1, 6)
 

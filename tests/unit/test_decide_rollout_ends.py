@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.trial import shifting
+from kvpilot_operator.decide.rollout import shifting
 from kvpilot_operator.state.status import parse_status
 from support.trials import BUSY, NEW, OLD, ROUTE, at_every_moment, ended, on_trial, service, stage
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from kvpilot_operator.decide.judging.policy import choose_step
-from kvpilot_operator.decide.judging.policy_input import PolicyInput
-from kvpilot_operator.decide.judging.saturation import HOLD, SOON, backing_off, backoff
-from kvpilot_operator.decide.judging.workload import Workload
+from kvpilot_operator.decide.load.saturation import HOLD, SOON, backing_off, backoff
+from kvpilot_operator.decide.load.workload import Workload
+from kvpilot_operator.decide.steps.policy import choose_step
+from kvpilot_operator.decide.steps.policy_input import PolicyInput
 from kvpilot_operator.state.snapshot import NodeFacts
 from kvpilot_operator.state.status import ScaleInBackoff
 from support.services import NOW, manifest, spec_of

@@ -7,8 +7,8 @@ from datetime import timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.judging.policy import PolicyDecision
-from kvpilot_operator.decide.judging.scaling import after_decision, kept, replicas
+from kvpilot_operator.decide.steps.policy import PolicyDecision
+from kvpilot_operator.decide.steps.scaling import after_decision, kept, replicas
 from kvpilot_operator.state.status import Option, Scaling
 from support.services import NOW, manifest, spec_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from kvpilot_operator.render.names import REVISION_LABEL
+from kvpilot_operator.api.names import REVISION_LABEL
 from kvpilot_operator.state.status import parse_status
 from support.model_cluster import ModelCluster
 from support.services import KEY, manifest, revision_of

@@ -9,11 +9,11 @@ from datetime import timedelta
 import pytest
 
 from kvpilot_operator.api.spec import Objective
-from kvpilot_operator.decide.judging.objectives import Measured
-from kvpilot_operator.decide.judging.policy import choose_step
-from kvpilot_operator.decide.judging.saturation import learned
-from kvpilot_operator.decide.judging.surge import Surge, find
-from kvpilot_operator.decide.judging.workload import classify
+from kvpilot_operator.decide.load.objectives import Measured
+from kvpilot_operator.decide.load.saturation import learned
+from kvpilot_operator.decide.load.surge import Surge, find
+from kvpilot_operator.decide.load.workload import classify
+from kvpilot_operator.decide.steps.policy import choose_step
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
 from kvpilot_operator.state.status import Saturation

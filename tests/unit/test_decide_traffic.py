@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.judging import route
-from kvpilot_operator.decide.judging.route import weighted
-from kvpilot_operator.decide.trial import traffic
+from kvpilot_operator.decide.objects import traffic
+from kvpilot_operator.render import route
+from kvpilot_operator.render.route import weighted
 from kvpilot_operator.state.objects import RouteView
 from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.state.status import Canary, Stable, Status

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvpilot_operator.api.names import KIND
 from kvpilot_operator.decide import decide
-from kvpilot_operator.render.names import KIND
 from support.kstatus import compute, seen
 from support.model_cluster import ModelCluster
 from support.service_states import after, settled

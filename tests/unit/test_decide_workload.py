@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvpilot_operator.api.spec import Pressure
-from kvpilot_operator.decide.judging.window import STALE_SECONDS
-from kvpilot_operator.decide.judging.workload import classify
+from kvpilot_operator.decide.load.window import STALE_SECONDS
+from kvpilot_operator.decide.load.workload import classify
 from kvpilot_operator.state.samples import Flows
 from support.services import NOW, samples
 

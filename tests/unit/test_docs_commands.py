@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_kernels.command import EXTRAS
+from kvpilot_cli.command import EXTRAS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "charts").rglob("*.md")])
@@ -45,8 +45,8 @@ def test_kvpilot_is_installed_with_what_the_commands_of_the_page_need(page: Path
     assert not re.search(r"pip install \.(?![\w\[])", text), "installs no dependency"
     extras = set(re.findall(r"pip install '\.\[([\w,]+)\]'", text))
     used = {EXTRAS[name] for name in re.findall(r"(?m)^kvpilot (\w+) ", "\n".join(lines(page))) if name in EXTRAS}
-    if extras and used == {"planning"}:
-        assert extras & {"planning", "kubectl"}
+    if extras and used == {"cli"}:
+        assert extras & {"cli", "kubectl"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

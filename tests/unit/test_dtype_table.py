@@ -7,24 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_kernels import dtypes, formats
-from kvpilot_operator.decide.judging.latency import EFFICIENCY
-from kvpilot_planning.plan_make import usual_dtypes
-from kvpilot_planning.plan_speed import HEAD_DIM_256
+from kvpilot_cli.plan.make import usual_dtypes
+from kvpilot_cli.plan.speed import HEAD_DIM_256
+from kvpilot_formats import dtypes, formats
+from kvpilot_operator.decide.steps.latency import EFFICIENCY
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", formats.own_names())
 def test_every_dtype_of_ours_has_a_measured_share_of_bandwidth(name: str) -> None:
-    assert 0 < EFFICIENCY[name] < 1, "measure it with kernels/benchmarks/decode.py"
-    assert 0 < HEAD_DIM_256[name] < 1, "measure it with kernels/benchmarks/decode.py"
+    assert 0 < EFFICIENCY[name] < 1, "measure it with benchmarks/kernels/decode.py"
+    assert 0 < HEAD_DIM_256[name] < 1, "measure it with benchmarks/kernels/decode.py"
 
 
 @pytest.mark.parametrize("name", formats.FORMATS)
 def test_every_dtype_of_ours_below_8_bits_has_a_default_window_that_can_be_served(name: str) -> None:
     fmt = formats.parse(name)
-    assert bool(fmt.window) == fmt.has_ring, "say which window is its default: runtime/benchmarks/accuracy.py measures"
+    assert bool(fmt.window) == fmt.has_ring, "say which window is its default: benchmarks/accuracy/accuracy.py measures"
     assert fmt.window in formats.RECENT_CHOICES
 
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_kernels.arguments import KVPILOT, names, read, rules
+from kvpilot_formats.arguments import KVPILOT, names, read, rules
 from kvpilot_operator.api import engine_arguments, schema
 from kvpilot_operator.api.rules import broken_rules
 from support.bad_manifests import GOOD
 
 ITEM = schema.root_schema()["properties"]["spec"]["properties"]["engine"]["properties"]["extraArgs"]["items"]
-TABLE = json.loads((resources.files("kvpilot_kernels.arguments") / "vllm.json").read_text())["options"]
+TABLE = json.loads((resources.files("kvpilot_formats.arguments") / "vllm.json").read_text())["options"]
 RESERVED = sorted({option for one in rules.RESERVED for option in one.options})
 OTHERS = sorted({*TABLE, *KVPILOT} - set(RESERVED) - {"--api-server-count"})
 

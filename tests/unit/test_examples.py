@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from kvpilot_localcluster.engines import PAGE_LATER
+from kvpilot_operator.api.names import API_VERSION, KIND
 from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.api.spec import parse
 from kvpilot_operator.control.service_metrics import FAMILIES
-from kvpilot_operator.render.names import API_VERSION, KIND
 from support.kinds import unknown
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from kvpilot_kernels import command as commands
-from kvpilot_operator.gate import command, report
+from kvpilot_cli import command as commands
+from kvpilot_cli.probe import command, report
 from support.probe_engine import Body, Handler, Writer, completing, counting, engine, event, noisy, respond, serving
 
 DOCS = Path(__file__).parents[2] / "docs" / "accuracy-gate.md"

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from kvpilot_kernels import command
+from kvpilot_cli import command
 from support.kinds import unknown
 from support.probe_engine import Handler, completing, counting, engine, event, serving
 

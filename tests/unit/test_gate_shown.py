@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_operator.gate import command
+from kvpilot_cli.probe import command
 from support.probe_engine import Body, Writer, completing, counting, engine, event, respond, serving, stream, tokens_of
 
 GENERAL = ("--probe-set", "builtin/general")

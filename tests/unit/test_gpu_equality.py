@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "runtime" / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from gpu_equality_compare import agreement
+from benchmarks.accuracy.gpu_equality_compare import agreement
 
 
 def answer(tokens, logprob=-0.1):

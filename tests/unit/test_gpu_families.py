@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "runtime" / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from gpu_families_judge import COMPUTED, RIGHT, verdict
-from gpu_options_judge import fits, sleep_row
+from benchmarks.accuracy.gpu_families_judge import COMPUTED, RIGHT, verdict
+from benchmarks.accuracy.gpu_options_judge import fits, sleep_row
 
 SOUND = {
     "errors": {},

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from kvpilot_operator.act.ownership import claim
 from kvpilot_operator.act.perform import mark_do_not_evict
+from kvpilot_operator.api.names import GROUP_LABEL, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.decide import decide
 from kvpilot_operator.observe.served import not_served
 from kvpilot_operator.observe.views import deployment_view, is_ours, leader_name, pod_view
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.groups import worker_template
-from kvpilot_operator.render.names import GROUP_LABEL, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.render.objects import workload
 from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET
 from kvpilot_operator.state.objects import DeploymentView

@@ -15,7 +15,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
-FOLDERS = ["demo", "kernels", "kubectl", "localcluster", "operator", "planning", "runtime", "scripts"]
+FOLDERS = [
+    "benchmarks", "cli", "demo", "formats", "kernels", "kubectl", "localcluster", "operator", "runtime", "scripts",
+    "smallmodels",
+]  # fmt: skip
 
 
 def imported(file: Path) -> Iterator[str]:

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_operator.act.ownership import claim
+from kvpilot_operator.api.names import REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.cluster.objects import version_of
 from kvpilot_operator.decide import decide
-from kvpilot_operator.decide.judging.route import POOLS, SERVICES, weighted
 from kvpilot_operator.observe.views import pool_view, together
-from kvpilot_operator.render.names import REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.render.objects import inference_pool
+from kvpilot_operator.render.route import POOLS, SERVICES, weighted
 from kvpilot_operator.state.objects import ObjectView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.server import ServerFacts

@@ -1,6 +1,6 @@
 """Every parser of what tenants send: whatever it is, it is read or refused by the parser's own error.
 
-The texts are those whose cost operator/benchmarks/parsers.py measures, cut, put together and changed at random.
+The texts are those whose cost benchmarks/operator/parsers.py measures, cut, put together and changed at random.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 
+from kvpilot_operator.api.names import API_VERSION, GROUP, KIND, PLURAL, VERSION
 from kvpilot_operator.cluster import kopf_session as module
 from kvpilot_operator.cluster.cache import Store
 from kvpilot_operator.cluster.client import Cluster
@@ -24,7 +25,6 @@ from kvpilot_operator.cluster.transport import give_up_early
 from kvpilot_operator.errors import NotLeader
 from kvpilot_operator.main import configure_kopf
 from kvpilot_operator.observe.informers import ServiceFeed
-from kvpilot_operator.render.names import API_VERSION, GROUP, KIND, PLURAL, VERSION
 from kvpilot_operator.state.snapshot import ServiceKey
 
 SERVICES = path_of(API_VERSION, KIND)

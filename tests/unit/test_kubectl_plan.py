@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpilot_cli.plan import command as plan
 from kvpilot_kubectl.errors import ToolError
 from kvpilot_kubectl.main import main
 from kvpilot_kubectl.plan import arguments
-from kvpilot_planning import plan
 from support.loopback_api import LoopbackApi
 from support.services import manifest
 

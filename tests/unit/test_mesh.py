@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from kvpilot_localcluster.engines import PAGE_LATER
+from kvpilot_operator.api.names import engine_url
 from kvpilot_operator.control.prober import Prober
 from kvpilot_operator.errors import NoIdentity, ScrapeError
 from kvpilot_operator.mesh import CHAIN, KEY, ROOT, Identity
@@ -20,7 +21,6 @@ from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.options import parse_arguments
 from kvpilot_operator.probes.client import http_client, served_models
 from kvpilot_operator.probes.errors import EngineUnreachable
-from kvpilot_operator.render.names import engine_url
 from kvpilot_operator.state.decision import Capture, Captured
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.tracing import Tracer

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvpilot_kernels import formats
-from kvpilot_kernels.models import ConfigError, Kind, read
-from kvpilot_kernels.models.layers import HYBRID, WORDS
-from kvpilot_planning import models
-from kvpilot_planning.facts import PlanError
-from kvpilot_planning.facts_config import from_config
-from kvpilot_planning.gpus import find_gpu
-from kvpilot_planning.plan_make import Request, make
+from kvpilot_cli.plan import models
+from kvpilot_cli.plan.facts import PlanError
+from kvpilot_cli.plan.facts_config import from_config
+from kvpilot_cli.plan.gpus import find_gpu
+from kvpilot_cli.plan.make import Request, make
+from kvpilot_formats import formats
+from kvpilot_formats.models import ConfigError, Kind, read
+from kvpilot_formats.models.layers import HYBRID, WORDS
 
 ROOT = Path(__file__).parents[2]
 CORPUS = json.loads((ROOT / "docs" / "models.json").read_text())["models"]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpilot_kernels import formats
-from kvpilot_kernels.models import ConfigError, Kind, auto_dtype, known, load, read, unsupported
+from kvpilot_formats import formats
+from kvpilot_formats.models import ConfigError, Kind, auto_dtype, known, load, read, unsupported
 
 # As published: fields that the class has a default for are not there.
 GEMMA_3_4B = {
@@ -201,14 +201,14 @@ def test_a_file_that_is_no_config_is_not_read(tmp_path):
 
 
 def test_reading_a_model_needs_neither_torch_nor_transformers():
-    code = "import sys; import kvpilot_kernels.models as m; m.read({'model_type': 'gemma3'}); print(*sys.modules)"
+    code = "import sys; import kvpilot_formats.models as m; m.read({'model_type': 'gemma3'}); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert not {"torch", "transformers", "numpy", "vllm"} & set(loaded.stdout.split())
 
 
 def test_the_defaults_are_those_of_the_transformers_that_is_installed():
     # `make check` makes the whole table again; here it is only that it belongs to this version.
-    file = Path(importlib.util.find_spec("kvpilot_kernels.models").origin).with_name("defaults.json")
+    file = Path(importlib.util.find_spec("kvpilot_formats.models").origin).with_name("defaults.json")
     assert json.loads(file.read_text())["transformers"] == importlib.metadata.version("transformers")
     assert known("gemma3")
     assert not known("brand_new")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, KIND
 from kvpilot_operator.budget import METRICS_WORK_PER_SECOND
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.observe.served import API_SECONDS
 from kvpilot_operator.observe.views import route_view
-from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, KIND
 from kvpilot_operator.state.objects import ObjectView
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.judging.engine_args import step_tokens
-from kvpilot_operator.decide.judging.ladder import hardware_fault
+from kvpilot_operator.decide.load.engine_args import step_tokens
+from kvpilot_operator.decide.steps.ladder import hardware_fault
 from kvpilot_operator.gpus import by_product
 from kvpilot_operator.observe.nodes import node_facts
 from kvpilot_operator.state.snapshot import NodeFacts

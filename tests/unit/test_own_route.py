@@ -10,9 +10,9 @@ import pytest
 from kvpilot_operator.act.ownership import claim
 from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.decide import decide
-from kvpilot_operator.decide.judging.route import own_rules
 from kvpilot_operator.observe.views import route_view
 from kvpilot_operator.render.objects import http_route
+from kvpilot_operator.render.route import own_rules
 from kvpilot_operator.state.objects import ObjectView, Parent, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.server import ServerFacts

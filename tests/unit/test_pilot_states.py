@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvpilot_operator.api.names import REVISION_LABEL
 from kvpilot_operator.api.schema import faults, status_faults
-from kvpilot_operator.render.names import REVISION_LABEL
 from kvpilot_operator.state.decision import Decision, ProbeFailed, ProbeResult
 from kvpilot_operator.state.status import Status, parse_status
 from support.kstatus import compute, seen, tools_are_told_the_truth

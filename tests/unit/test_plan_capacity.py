@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_kernels import formats
-from kvpilot_planning import models
-from kvpilot_planning.gpus import find_gpu
-from kvpilot_planning.plan_capacity import cache, memory
-from kvpilot_planning.plan_feasibility import infeasible
-from kvpilot_planning.plan_kept import Bound
-from kvpilot_planning.plan_make import Request, make, usual_dtypes
+from kvpilot_cli.plan import models
+from kvpilot_cli.plan.capacity import cache, memory
+from kvpilot_cli.plan.feasibility import infeasible
+from kvpilot_cli.plan.gpus import find_gpu
+from kvpilot_cli.plan.kept import Bound
+from kvpilot_cli.plan.make import Request, make, usual_dtypes
+from kvpilot_formats import formats
 
 FIGURES = Path(__file__).parents[2] / "docs" / "benchmarks"
 MEASURED = FIGURES / "h200-engine.json"

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_kernels import command
-from kvpilot_planning import models
-from kvpilot_planning.plan import main
+from kvpilot_cli import command
+from kvpilot_cli.plan import models
+from kvpilot_cli.plan.command import main
 from support.weight_folders import write_safetensors
 
 DOCS = Path(__file__).parents[2] / "docs" / "planning.md"

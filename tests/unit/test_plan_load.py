@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_planning import models
-from kvpilot_planning.gpus import find_gpu
-from kvpilot_planning.plan_capacity import cache, memory, weight_bytes
-from kvpilot_planning.plan_load import FILL, Load, cost, most_sequences, operate
-from kvpilot_planning.plan_speed import HEAD_DIM_256, Speed, attention_efficiency
+from kvpilot_cli.plan import models
+from kvpilot_cli.plan.capacity import cache, memory, weight_bytes
+from kvpilot_cli.plan.gpus import find_gpu
+from kvpilot_cli.plan.load import FILL, Load, cost, most_sequences, operate
+from kvpilot_cli.plan.speed import HEAD_DIM_256, Speed, attention_efficiency
 
 BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
 RUNS = [run for run in json.loads((BENCHMARKS / "h200-engine.json").read_text()) if run["shape"] == "llama3-8b"]

@@ -1,10 +1,10 @@
 import pytest
 
+from kvpilot_cli.plan import models
+from kvpilot_cli.plan.capacity import weight_bytes
+from kvpilot_cli.plan.facts_config import from_config
+from kvpilot_cli.plan.gpus import BF16_TFLOPS
 from kvpilot_operator.gpus import GPUS, by_product
-from kvpilot_planning import models
-from kvpilot_planning.facts_config import from_config
-from kvpilot_planning.gpus import BF16_TFLOPS
-from kvpilot_planning.plan_capacity import weight_bytes
 
 TABLE = models.table()
 

@@ -10,15 +10,15 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpilot_cli.plan.command import main
 from kvpilot_operator.decide import decide
-from kvpilot_operator.decide.judging.policy import choose_step
+from kvpilot_operator.decide.steps.policy import choose_step
 from kvpilot_operator.gpus import GPUS, PriceError, prices
 from kvpilot_operator.options import parse_arguments
 from kvpilot_operator.state.objects import DeploymentView
 from kvpilot_operator.state.samples import Flows
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Cost, Status, dump_status, parse_status
-from kvpilot_planning.plan import main
 from support.policy_inputs import policy_input, workload
 from support.services import manifest, running, samples
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvpilot_operator.api.names import baseline_name
 from kvpilot_operator.budget import CANARY_PROBE, CHECK
 from kvpilot_operator.control import prober as module
 from kvpilot_operator.control.prober import BACKOFF, Probe, Prober, schedules_by_priority
@@ -19,7 +20,6 @@ from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.probes import codec
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.render.names import baseline_name
 from kvpilot_operator.render.objects import baseline_config_map
 from kvpilot_operator.state.decision import Capture, Captured, Find, Measure, NothingKept, ProbeFailed, ProbeResult
 from kvpilot_operator.state.snapshot import ServiceKey

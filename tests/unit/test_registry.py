@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from kvpilot_localcluster.engines.hostile_texts import REAL
 from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.api.names import KIND
 from kvpilot_operator.api.schema import faults
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.control import pilot, workqueue
@@ -32,7 +33,6 @@ from kvpilot_operator.observe.gather import Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.page import parse_page
 from kvpilot_operator.observe.pod_metrics import PodMetrics
-from kvpilot_operator.render.names import KIND
 from kvpilot_operator.state.decision import Decision, NothingKept
 from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpilot_kernels import dtypes
+from kvpilot_formats import dtypes
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.objects import service, workload
 from kvpilot_operator.render.startup import startup_budget_seconds

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from kvpilot_operator.render.names import REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.api.names import REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.state.status import parse_status
 from support.model_cluster import ModelCluster
 from support.services import KEY, revision_of

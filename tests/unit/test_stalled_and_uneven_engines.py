@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvpilot_operator.api.spec import Objective, Pressure
 from kvpilot_operator.decide import decide
-from kvpilot_operator.decide.judging.policy import choose_step
-from kvpilot_operator.decide.judging.workload import Workload, classify
+from kvpilot_operator.decide.load.workload import Workload, classify
+from kvpilot_operator.decide.steps.policy import choose_step
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.page import parse_page
 from kvpilot_operator.observe.pod_metrics import PodMetrics

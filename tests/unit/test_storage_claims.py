@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes.utils.quantity import parse_quantity
 
+from kvpilot_operator.api.names import KIND
 from kvpilot_operator.api.pods import Claim
 from kvpilot_operator.api.schema import faults
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import Conflict, Rejected
 from kvpilot_operator.observe.views import pod_view
 from kvpilot_operator.render.engine import pod_template
-from kvpilot_operator.render.names import KIND
 from kvpilot_operator.render.objects import claim
 from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.times import utc

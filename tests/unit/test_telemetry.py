@@ -15,13 +15,13 @@ import msgspec
 import pytest
 from prometheus_client import generate_latest
 
+from kvpilot_operator.api.words import Action, CachePhase, Outcome
 from kvpilot_operator.control.known_reasons import KNOWN
 from kvpilot_operator.control.service_metrics import MAX_REASONS, ServiceSeries
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import ClusterError, Conflict
 from kvpilot_operator.state.accuracy import Accuracy, Measured
 from kvpilot_operator.state.decision import Decision
-from kvpilot_operator.state.enums import Action, CachePhase, Outcome
 from kvpilot_operator.state.objects import PrefetchView
 from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.snapshot import ServiceKey

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from kvpilot_kubectl import fields
 from kvpilot_kubectl.errors import ToolError
+from kvpilot_operator.api.names import ENGINE_CONTAINER
 from kvpilot_operator.control.logs import FIELDS, JsonLines
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import ClusterError, KvpilotError, Rejected, ScrapeError
@@ -31,7 +32,6 @@ from kvpilot_operator.observe.views import deployment_view, pod_view, route_view
 from kvpilot_operator.probes.answers import read_models, read_streamed, read_tokens
 from kvpilot_operator.probes.client import http_client, served_models
 from kvpilot_operator.probes.errors import EngineRefused, ProbeError
-from kvpilot_operator.render.names import ENGINE_CONTAINER
 from kvpilot_operator.state.objects import Rejection
 from kvpilot_operator.state.status import clip, dump_status
 from kvpilot_runtime import serve

@@ -22,6 +22,7 @@ from opentelemetry.trace import StatusCode
 
 from kvpilot_operator import tracing
 from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.api.names import KIND, baseline_name
 from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.control.pilot import Pilot
 from kvpilot_operator.control.prober import Probe, Prober
@@ -31,7 +32,6 @@ from kvpilot_operator.observe.gather import Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.probes import codec
-from kvpilot_operator.render.names import KIND, baseline_name
 from kvpilot_operator.render.objects import baseline_config_map
 from kvpilot_operator.state.decision import Capture, Captured, Measure, ProbeFailed
 from kvpilot_operator.state.server import ServerFacts

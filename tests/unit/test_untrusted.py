@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_kernels.untrusted import printable, shown, without_credentials
+from kvpilot_formats.untrusted import printable, shown, without_credentials
 
 TEXT = st.text(st.characters(codec=None), max_size=60)
 

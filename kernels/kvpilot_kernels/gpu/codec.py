@@ -1,6 +1,6 @@
 """The page codec of the Triton kernels: codes and scale metadata between a row's slots and the bytes of a page.
 
-The byte layout is `kvpilot_kernels.layouts`; the same in plain torch is `reference.quantize`. Offsets of regions come
+The byte layout is `kvpilot_formats.layouts`; the same in plain torch is `reference.quantize`. Offsets of regions come
 from `Format.page_layout` and `Format.ring_layout` as constants of a launch. D is a row's elements, the next of
 `formats.HEAD_DIMS` to HEAD, which the model's head has; WIDE is D padded to groups of 64 slots (`rotation`): only at
 D = 96 and 192 are there slots that hold nothing.
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from kvpilot_kernels import formats, layouts
+from kvpilot_formats import formats, layouts
 
 ZERO_BITS = tl.constexpr(layouts.ZERO_BITS)
 ZERO_MASK = tl.constexpr((1 << layouts.ZERO_BITS) - 1)

@@ -6,8 +6,8 @@ What `operands` is to pages of keys and values; the products are in `latent_deco
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvpilot_formats import latent as formats
 from kvpilot_kernels.gpu.operands import UNIT, copy_to_shared, zero_unit
-from kvpilot_kernels.latent import formats
 
 RANK = gl.constexpr(formats.RANK)
 ENTRY = gl.constexpr(formats.ENTRY)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import triton
 
+from kvpilot_formats.latent import ENTRY, RANK, ROPE_BITS, LatentFormat
+from kvpilot_formats.layouts import SHRINK
 from kvpilot_kernels import check as common
 from kvpilot_kernels.gpu import latent_tuning, tuning
 from kvpilot_kernels.gpu.codec import SideLayout
@@ -21,8 +23,6 @@ from kvpilot_kernels.gpu.pages import LOG2_E
 from kvpilot_kernels.gpu.plan import fill_splits, most_splits
 from kvpilot_kernels.latent import check
 from kvpilot_kernels.latent.factors import LatentFactors
-from kvpilot_kernels.latent.formats import ENTRY, RANK, ROPE_BITS, LatentFormat
-from kvpilot_kernels.layouts import SHRINK
 
 MOST_HEADS = 128
 """Query heads of a model (of a rank) that were checked against the reference."""

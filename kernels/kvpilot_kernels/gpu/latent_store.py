@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kvpilot_formats import latent as formats
 from kvpilot_kernels.gpu.codec import pack_codes, write_codes
 from kvpilot_kernels.gpu.rotation import rotate
 from kvpilot_kernels.gpu.store import encode
-from kvpilot_kernels.latent import formats
 
 RANK = tl.constexpr(formats.RANK)
 ROPE = tl.constexpr(formats.ROPE)

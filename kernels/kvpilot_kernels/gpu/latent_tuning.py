@@ -1,7 +1,7 @@
 """Launch choices of latent decode: heads, warps, tile, stages, and how many programs fit a multiprocessor.
 
 They follow from registers and shared memory (docs/benchmarks/kernel-resources.md), the merge from what an H200 took
-(docs/benchmarks/h200-mla.md). `kernels/benchmarks/mla_decode.py --sweep` times others beside them.
+(docs/benchmarks/h200-mla.md). `benchmarks/kernels/mla_decode.py --sweep` times others beside them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import gcd
 
-from kvpilot_kernels.latent.formats import ENTRY, LatentFormat
+from kvpilot_formats.latent import ENTRY, LatentFormat
 
 MOST_HEADS = 24
 """Heads of a program: accumulators of 512 elements for each are all that registers hold."""

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from kvpilot_formats.formats import Format
 from kvpilot_kernels import check
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.formats import Format
 from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.codec import NARROW, side_layouts
 from kvpilot_kernels.gpu.decode import decode_kernel

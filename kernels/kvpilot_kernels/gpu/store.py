@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from kvpilot_kernels import layouts
+from kvpilot_formats import layouts
 from kvpilot_kernels.gpu.codec import (
     LARGEST,
     NAN,

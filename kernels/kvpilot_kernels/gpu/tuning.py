@@ -10,7 +10,7 @@ tokens were timed (2026-11-24), with splits of single tiles; that splits are mul
 Blocks of `store` and `gather`, `MERGES`, and 168 registers of decode with a window were timed on an H100 (2026-11-25
 and 26), in `k4v4`, store of prompts in `k2v2`, too; other formats and GPUs follow from them. A merge of rows of 192 in
 one warp spills where two are as good but for a tenth.
-`kernels/benchmarks/decode.py` and `prompts.py` time what the tables say.
+`benchmarks/kernels/decode.py` and `prompts.py` time what the tables say.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from kvpilot_formats.latent import RANK, ROPE, LatentFormat
 from kvpilot_kernels.check import FLOATS, BadInputError
-from kvpilot_kernels.latent.formats import RANK, ROPE, LatentFormat
 
 
 def page_cache(cache: torch.Tensor, fmt: LatentFormat) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import torch
 
+from kvpilot_formats.latent import RANK, ROPE_BITS, LatentFormat
+from kvpilot_formats.layouts import Region
 from kvpilot_kernels import check as common
 from kvpilot_kernels.latent import check
 from kvpilot_kernels.latent.factors import LatentFactors
-from kvpilot_kernels.latent.formats import RANK, ROPE_BITS, LatentFormat
-from kvpilot_kernels.layouts import Region
 from kvpilot_kernels.reference.hadamard import hadamard
 from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
 

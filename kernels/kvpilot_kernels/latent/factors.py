@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpilot_kernels.latent.formats import ENTRY
+from kvpilot_formats.latent import ENTRY
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from kvpilot_formats.latent import RANK, ROPE, ROPE_BITS, LatentFormat
 from kvpilot_kernels.latent.factors import LatentFactors
-from kvpilot_kernels.latent.formats import RANK, ROPE, ROPE_BITS, LatentFormat
 from kvpilot_kernels.reference.hadamard import hadamard
 from kvpilot_kernels.reference.quantize import decode, encode
 

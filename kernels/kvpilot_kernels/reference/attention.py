@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kvpilot_formats.formats import Format
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.formats import Format
 from kvpilot_kernels.reference.hadamard import rotation
 from kvpilot_kernels.reference.quantize import decode, encode
 from kvpilot_kernels.reference.residual import decode_residual, encode_residual

@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from kvpilot_kernels.formats import SERVED, stored_dim
+from kvpilot_formats.formats import SERVED, stored_dim
 
 
 @cache

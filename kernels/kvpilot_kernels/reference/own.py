@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kvpilot_formats.formats import Format
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.formats import Format
 from kvpilot_kernels.reference.attention import round_trip
 from kvpilot_kernels.reference.codec import Codec
 

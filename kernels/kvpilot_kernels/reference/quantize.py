@@ -8,7 +8,7 @@ For a group of g elements x and codes of b bits (qmax = 2^b - 1)::
 
 [lo, hi] starts as the group's range (stretched to hold 0) and is shrunk by the factor, out of a few, that gives the
 smallest squared error: with few codes, clipping the tails costs less than the coarser scale that they would force on
-everything else. The scale metadata is described in `kvpilot_kernels.layouts`.
+everything else. The scale metadata is described in `kvpilot_formats.layouts`.
 
 What is nearest to x is too short along x: at 2 bits <x, x'> is about 0.89 <x, x>, for every token alike, so a sum over
 tokens does not average it out as it does the rest of the error. There the codes stay and the stored scale becomes
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpilot_kernels.layouts import CUT_BITS, GAIN_BITS, GAIN_LIMIT, SHRINK, ZERO_BITS, ZERO_STEPS
+from kvpilot_formats.layouts import CUT_BITS, GAIN_BITS, GAIN_LIMIT, SHRINK, ZERO_BITS, ZERO_STEPS
 
 _INF = 0x7C00 >> CUT_BITS  # float16's infinity and NaN as scales
 _NAN = 0x7E00 >> CUT_BITS

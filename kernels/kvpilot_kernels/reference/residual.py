@@ -5,14 +5,14 @@ With n = 2^(8 - b), the codes c, scales s and zero points z of a row x (`quantiz
     r = clamp(round((x / s + z - c) * n / 2^e + h), 0, n - 1)        x' = s * (c - z) + s * 2^e / n * (r - h)
 
 with e in 0..2 for each group, by the largest |x / s + z - c|: the larger ones are for groups whose tails were clipped.
-Everything here is the layout of `kvpilot_kernels.layouts`.
+Everything here is the layout of `kvpilot_formats.layouts`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kvpilot_kernels.layouts import RING_REACH
+from kvpilot_formats.layouts import RING_REACH
 from kvpilot_kernels.reference.quantize import pack, scale_and_zero, split, unpack
 
 _MASK = 0xFFFFFFFF

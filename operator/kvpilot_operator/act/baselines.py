@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 
 from kvpilot_operator.act.ownership import is_owned
+from kvpilot_operator.api.names import SERVICE_LABEL, baseline_name
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.probes.codec import Baseline
-from kvpilot_operator.render.names import SERVICE_LABEL, baseline_name
 from kvpilot_operator.state.snapshot import Snapshot
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ import logging
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from kvpilot_operator.api.names import API_VERSION, KIND
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, NotFound
-from kvpilot_operator.render.names import API_VERSION, KIND
 from kvpilot_operator.state.decision import Event
 from kvpilot_operator.state.snapshot import Snapshot
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpilot_operator.act.ownership import is_owned, own
+from kvpilot_operator.api.names import REVISION_LABEL
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import NameTaken, NotStarted
-from kvpilot_operator.render.names import REVISION_LABEL
 from kvpilot_operator.render.objects import group_service
 from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET
 from kvpilot_operator.state.decision import Manifest

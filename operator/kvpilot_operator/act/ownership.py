@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvpilot_operator.api.names import KIND, SERVICE_LABEL
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import Conflict, NameTaken
-from kvpilot_operator.render.names import KIND, SERVICE_LABEL
 from kvpilot_operator.state.decision import Manifest
 from kvpilot_operator.state.snapshot import Snapshot
 

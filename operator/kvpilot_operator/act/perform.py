@@ -22,12 +22,12 @@ from kvpilot_operator.act.events import Events
 from kvpilot_operator.act.named import Reference, hold, starts_pods
 from kvpilot_operator.act.ownership import claim, is_owned, own
 from kvpilot_operator.act.rejections import Rejections
+from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL, deployment_name
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import version_of
 from kvpilot_operator.errors import ClusterError, Conflict, NotFound, Rejected
 from kvpilot_operator.probes import codec
 from kvpilot_operator.probes.codec import Baseline
-from kvpilot_operator.render.names import API_VERSION, KIND, REVISION_LABEL, deployment_name
 from kvpilot_operator.render.objects import baseline_config_map, pod_admission, pod_do_not_evict
 from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.decision import Decision, Manifest, Objects

@@ -1,13 +1,13 @@
 """Faults of spec.engine.extraArgs that take a parser: every spelling of a reserved option, and contradicted fields.
 
 The CRD's rules refuse reserved options by their full names; they cannot follow vLLM's abbreviations. The rules
-themselves are those of `kvpilot_kernels.arguments`, which kvpilot-serve judges its command line by, too.
+themselves are those of `kvpilot_formats.arguments`, which kvpilot-serve judges its command line by, too.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvpilot_kernels.arguments import Arguments, read, rules
+from kvpilot_formats.arguments import Arguments, read, rules
 
 Json = Any
 

@@ -5,7 +5,7 @@ Names, meanings, units, defaults and limits are the CRD's, as in `spec`.
 
 from typing import Literal
 
-from kvpilot_kernels.arguments import Arguments, read
+from kvpilot_formats.arguments import Arguments, read
 from kvpilot_operator.api.part import Part
 
 

@@ -20,7 +20,7 @@ import jsonschema
 import re2  # type: ignore[import-untyped]
 import yaml
 
-from kvpilot_kernels.untrusted import shown
+from kvpilot_formats.untrusted import shown
 from kvpilot_operator.api import engine_arguments, host_access
 from kvpilot_operator.api.rules import broken_rules
 

@@ -10,8 +10,8 @@ from typing import Literal, Self
 
 import msgspec
 
-from kvpilot_kernels import dtypes
-from kvpilot_kernels.arguments import rules
+from kvpilot_formats import dtypes
+from kvpilot_formats.arguments import rules
 from kvpilot_operator.api.part import Json, Part
 from kvpilot_operator.api.pods import Cache, Engine, Model
 

@@ -20,7 +20,7 @@ import msgspec
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.rest import RESTClientObject
 
-from kvpilot_kernels.untrusted import lines, shown
+from kvpilot_formats.untrusted import lines, shown
 from kvpilot_operator.budget import read_body
 from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.objects import Object

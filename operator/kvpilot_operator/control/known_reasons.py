@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
+from kvpilot_operator.api.words import ConditionType, ObjectiveState, Outcome, Reason, Stage, Verdict, WorkloadKind
 from kvpilot_operator.decide import REFUSALS
 from kvpilot_operator.errors import KvpilotError
 from kvpilot_operator.probes.errors import ProbeError
-from kvpilot_operator.state.enums import (
-    ConditionType,
-    ObjectiveState,
-    Outcome,
-    Reason,
-    Stage,
-    Verdict,
-    WorkloadKind,
-)
 from kvpilot_operator.state.questions import Question
 
 OTHER = "Other"

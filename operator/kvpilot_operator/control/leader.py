@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from functools import partial
 
 from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.api.names import OPENSHIFT_SECURITY_API
 from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.fence import WriteFence
@@ -20,7 +21,6 @@ from kvpilot_operator.mesh import Identity
 from kvpilot_operator.observe.gather import Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.render.names import OPENSHIFT_SECURITY_API
 from kvpilot_operator.state.server import ServerFacts
 
 # Every write has a time-out of its own, well below this.

@@ -8,7 +8,7 @@ import sys
 from datetime import UTC, datetime
 from types import TracebackType
 
-from kvpilot_kernels.untrusted import lines
+from kvpilot_formats.untrusted import lines
 
 # A list, so that nothing gets into a log line because somebody happened to have it at hand.
 FIELDS = ("service", "pod", "action", "reason", "from_dtype", "to_dtype", "probe")

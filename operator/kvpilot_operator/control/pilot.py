@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.api.words import ConditionType
 from kvpilot_operator.control.prober import Probe, Prober
 from kvpilot_operator.control.registry import Registry, ServiceRecord
 from kvpilot_operator.control.telemetry import Telemetry
@@ -18,7 +19,6 @@ from kvpilot_operator.errors import Conflict, NotFound
 from kvpilot_operator.observe.gather import Observations, Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.state.decision import Decision
-from kvpilot_operator.state.enums import ConditionType
 from kvpilot_operator.state.questions import keeps_probe
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
 from kvpilot_operator.state.status import JournalEntry

@@ -16,6 +16,7 @@ from functools import partial
 from kvpilot_operator.act.ownership import is_owned
 from kvpilot_operator.api.pods import Engine
 from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.api.words import Reason
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.budget import CANARY_PROBE, CHECK, Permits
 from kvpilot_operator.cluster.client import Cluster
@@ -38,7 +39,6 @@ from kvpilot_operator.state.decision import (
     ProbeResult,
     Request,
 )
-from kvpilot_operator.state.enums import Reason
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.tracing import Span, Tracer
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvpilot_operator.api.words import CachePhase
 from kvpilot_operator.control.known_reasons import OTHER, known
 from kvpilot_operator.decide import canary_deadline
 from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.decision import Decision
-from kvpilot_operator.state.enums import CachePhase
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
 from kvpilot_operator.state.status import Status
 

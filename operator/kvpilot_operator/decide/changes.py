@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from kvpilot_operator.api.names import ENGINE_CONTAINER
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.render.engine import model_location
-from kvpilot_operator.render.names import ENGINE_CONTAINER
 from kvpilot_operator.state.status import Canary, Stable
 
 _LONGEST = 80

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide.judging import scaling
-from kvpilot_operator.decide.judging.ladder import denial
-from kvpilot_operator.decide.judging.policy import PolicyDecision, nothing_weighed
-from kvpilot_operator.decide.judging.traffic_plan import TrafficPlan, traffic_plan
-from kvpilot_operator.decide.judging.workload import Workload
+from kvpilot_operator.api.words import Action, Reason, Stage, TrafficMode, WorkloadKind
+from kvpilot_operator.decide.load.workload import Workload
+from kvpilot_operator.decide.steps import scaling
+from kvpilot_operator.decide.steps.ladder import denial
+from kvpilot_operator.decide.steps.policy import PolicyDecision, nothing_weighed
+from kvpilot_operator.decide.traffic_plan import TrafficPlan, traffic_plan
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.state.decision import Event, Manifest, Request
-from kvpilot_operator.state.enums import Action, Reason, Stage, TrafficMode, WorkloadKind
 from kvpilot_operator.state.questions import Unanswered
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import MAX_DECISIONS, Canary, Denied, JournalEntry, Option, Stable, Status, clip

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from kvpilot_operator.decide import conditions, pressure, summary, target
-from kvpilot_operator.decide.accuracy import probing
+from kvpilot_operator.decide import pressure, summary, target
+from kvpilot_operator.decide.conditions import conditions
 from kvpilot_operator.decide.context import Context, Draft
-from kvpilot_operator.decide.trial import admission, do_not_evict, placement, rollout, storage, unreadable
+from kvpilot_operator.decide.objects import admission, do_not_evict, placement, storage
+from kvpilot_operator.decide.rollout import probing, rollout, unreadable
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.questions import Question, unanswered
 from kvpilot_operator.state.snapshot import Snapshot

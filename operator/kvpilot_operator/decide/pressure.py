@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvpilot_operator.api.words import ConditionType, Reason, Stage
 from kvpilot_operator.decide.context import Context, Draft
-from kvpilot_operator.decide.judging import scaling
-from kvpilot_operator.decide.judging.engine_args import step_tokens
-from kvpilot_operator.decide.judging.policy import choose_step, nothing_weighed
-from kvpilot_operator.decide.judging.policy_input import PolicyInput
-from kvpilot_operator.decide.judging.workload import classify
-from kvpilot_operator.decide.trial.starting import start_fault
-from kvpilot_operator.state.enums import ConditionType, Reason, Stage
+from kvpilot_operator.decide.load.engine_args import step_tokens
+from kvpilot_operator.decide.load.workload import classify
+from kvpilot_operator.decide.rollout.starting import start_fault
+from kvpilot_operator.decide.steps import scaling
+from kvpilot_operator.decide.steps.policy import choose_step, nothing_weighed
+from kvpilot_operator.decide.steps.policy_input import PolicyInput
 
 
 def judge_workload(c: Context) -> Context:

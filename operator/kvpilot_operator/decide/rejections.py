@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, deployment_name
 from kvpilot_operator.decide.remedies import TABLE
-from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, deployment_name
 from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.objects import Rejection

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import msgspec
 
+from kvpilot_operator.api.names import REVISION_LABEL, SERVICE_LABEL, service_url
+from kvpilot_operator.api.words import Action, ConditionType, WorkloadKind
 from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.judging.objectives import Measured
-from kvpilot_operator.decide.judging.workload import USAGE_STEP_PERCENT
+from kvpilot_operator.decide.load.objectives import Measured
+from kvpilot_operator.decide.load.workload import USAGE_STEP_PERCENT
+from kvpilot_operator.decide.objects import traffic
 from kvpilot_operator.decide.pressure import was_pressured
-from kvpilot_operator.decide.trial import traffic
-from kvpilot_operator.render.names import REVISION_LABEL, SERVICE_LABEL, service_url
-from kvpilot_operator.state.enums import Action, ConditionType, WorkloadKind
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import Cost, Objective
 

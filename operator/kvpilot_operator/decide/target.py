@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
+from kvpilot_operator.api.words import Action, Reason, Stage, Verdict
 from kvpilot_operator.decide.changes import spec_changes
 from kvpilot_operator.decide.context import Context, Target
-from kvpilot_operator.decide.judging.capacity import smaller
-from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS, RETRY_SECONDS, infeasible, rungs
+from kvpilot_operator.decide.steps.capacity import smaller
+from kvpilot_operator.decide.steps.ladder import ACCURACY_REASONS, RETRY_SECONDS, infeasible, rungs
 from kvpilot_operator.render.engine import model_location
-from kvpilot_operator.state.enums import Action, Reason, Stage, Verdict
 from kvpilot_operator.state.status import Denied, Stable
 from kvpilot_operator.times import utc
 

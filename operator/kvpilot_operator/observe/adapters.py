@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from kvpilot_kernels.untrusted import shown
+from kvpilot_formats.untrusted import shown
 from kvpilot_operator.budget import METRICS_WORK_BYTES
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.scrape import Scraper

@@ -11,6 +11,15 @@ from datetime import datetime
 from functools import partial
 from typing import TypeVar
 
+from kvpilot_operator.api.names import (
+    API_VERSION,
+    HTTP_ROUTE_API,
+    INFERENCE_POOL_API,
+    KIND,
+    canary_service,
+    deployment_name,
+    engine_url,
+)
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import ClusterError, ScrapeError, Throttled
@@ -28,15 +37,6 @@ from kvpilot_operator.observe.scrape_throttle import ScrapeThrottle
 from kvpilot_operator.observe.served import Served, not_served
 from kvpilot_operator.observe.views import named_view, pool_view, route_view, together
 from kvpilot_operator.observe.windows import Windows, retention_of
-from kvpilot_operator.render.names import (
-    API_VERSION,
-    HTTP_ROUTE_API,
-    INFERENCE_POOL_API,
-    KIND,
-    canary_service,
-    deployment_name,
-    engine_url,
-)
 from kvpilot_operator.state.decision import ProbeResult
 from kvpilot_operator.state.objects import ObjectView, PodView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered, unanswered

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpilot_operator.api.names import deployment_name
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.observe.views import without_pod_name
-from kvpilot_operator.render.names import deployment_name
 from kvpilot_operator.render.workloads import LEADER_WORKER_SET
 from kvpilot_operator.state.objects import DeploymentView, PodView
 from kvpilot_operator.state.snapshot import ServiceKey

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from kvpilot_operator.api.names import API_VERSION, GROUP_LABEL, KIND, SERVICE_LABEL
 from kvpilot_operator.api.schema import Fault, apply_defaults, faults
 from kvpilot_operator.api.spec import Spec, parse
 from kvpilot_operator.backoff import Backoff
@@ -26,7 +27,6 @@ from kvpilot_operator.cluster.objects import Object, version_of
 from kvpilot_operator.cluster.watch import Reflector
 from kvpilot_operator.errors import ClusterError, places
 from kvpilot_operator.observe.views import deployment_view, is_ours, leader_name, pod_view, traffic_of
-from kvpilot_operator.render.names import API_VERSION, GROUP_LABEL, KIND, SERVICE_LABEL
 from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET
 from kvpilot_operator.state.objects import DeploymentView, ObjectView, PodView
 from kvpilot_operator.state.snapshot import ServiceKey

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from functools import lru_cache
 
-from kvpilot_kernels import dtypes, formats
+from kvpilot_formats import dtypes, formats
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.numbers import whole
 from kvpilot_operator.state.histogram import Histogram

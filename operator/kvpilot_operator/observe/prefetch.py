@@ -6,22 +6,16 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvpilot_kernels.untrusted import shown
+from kvpilot_formats.untrusted import shown
+from kvpilot_operator.api.names import IDENTITY_ANNOTATION, PREFETCH_CONTAINER, PREFETCH_LABEL, engine_url, prefetch_job
+from kvpilot_operator.api.words import CachePhase
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.informers import ServiceView
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.observe.series import SeriesReader
 from kvpilot_operator.observe.views import pod_view
-from kvpilot_operator.render.names import (
-    IDENTITY_ANNOTATION,
-    PREFETCH_CONTAINER,
-    PREFETCH_LABEL,
-    engine_url,
-    prefetch_job,
-)
 from kvpilot_operator.render.prefetch import identity
-from kvpilot_operator.state.enums import CachePhase
 from kvpilot_operator.state.objects import PodView, PrefetchView
 from kvpilot_operator.state.snapshot import ServiceKey
 

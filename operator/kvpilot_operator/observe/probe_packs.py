@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvpilot_kernels.untrusted import lines
+from kvpilot_formats.untrusted import lines
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.budget import CONFIG_MAP, PACKS_BYTES, Permits
 from kvpilot_operator.cluster.client import Cluster

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 import aiohttp
 
-from kvpilot_kernels.untrusted import shown
+from kvpilot_formats.untrusted import shown
 from kvpilot_operator.budget import METRICS, METRICS_CHUNK_BYTES, METRICS_SOCKET_BYTES, METRICS_STEP, Permits
 from kvpilot_operator.engine_http import EngineConnector
 from kvpilot_operator.errors import NoIdentity, PermitLost, ScrapeError, ScrapeTimeout

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, LEADER_WORKER_SET_API
 from kvpilot_operator.api.schema import Fault
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.render.names import HTTP_ROUTE_API, INFERENCE_POOL_API, LEADER_WORKER_SET_API
 from kvpilot_operator.state.server import ServerFacts
 
 API_SECONDS = 30.0

@@ -8,10 +8,9 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from kvpilot_kernels.arguments import read
-from kvpilot_kernels.untrusted import lines, shown
-from kvpilot_operator.cluster.objects import version_of
-from kvpilot_operator.render.names import (
+from kvpilot_formats.arguments import read
+from kvpilot_formats.untrusted import lines, shown
+from kvpilot_operator.api.names import (
     ADAPTERS_OPTION,
     ADMITTED,
     DO_NOT_EVICT_ANNOTATION,
@@ -22,6 +21,7 @@ from kvpilot_operator.render.names import (
     REVISION_LABEL,
     SERVICE_LABEL,
 )
+from kvpilot_operator.cluster.objects import version_of
 from kvpilot_operator.render.workloads import KINDS, leader_of, makes
 from kvpilot_operator.state.objects import ON_ITS_WAY, DeploymentView, ObjectView, Parent, PodView, RouteView
 from kvpilot_operator.state.snapshot import ServiceKey

@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvpilot_kernels.untrusted import shown
+from kvpilot_formats.untrusted import shown
 from kvpilot_operator.numbers import whole
 from kvpilot_operator.probes.codec import MAX_TEXT, MAX_TOKEN_ID, MAX_TOP
 from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer

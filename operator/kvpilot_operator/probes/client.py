@@ -19,7 +19,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from kvpilot_kernels.untrusted import shown
+from kvpilot_formats.untrusted import shown
 from kvpilot_operator.budget import CANARY_PROBE, read_body
 from kvpilot_operator.engine_http import EngineConnector
 from kvpilot_operator.errors import OverBudget

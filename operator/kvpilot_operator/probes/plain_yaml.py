@@ -15,7 +15,7 @@ import yaml
 from yaml.constructor import SafeConstructor
 from yaml.resolver import Resolver
 
-from kvpilot_kernels.untrusted import lines
+from kvpilot_formats.untrusted import lines
 
 Json = Any
 """A value as a JSON decoder returns it."""

@@ -24,7 +24,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TypeVar
 
-from kvpilot_kernels.untrusted import lines
+from kvpilot_formats.untrusted import lines
 from kvpilot_operator.probes.answers import Tokenized
 from kvpilot_operator.probes.client import Engine
 from kvpilot_operator.probes.codec import MAX_TEXT, Baseline, BaselinePrompt, check_limits

@@ -7,12 +7,8 @@ import json
 import math
 from typing import Any
 
-from kvpilot_kernels import dtypes
-from kvpilot_operator.api.pods import Adapter
-from kvpilot_operator.api.spec import OffloadDisk, Spec
-from kvpilot_operator.render import groups
-from kvpilot_operator.render.merge import strategic_merge
-from kvpilot_operator.render.names import (
+from kvpilot_formats import dtypes
+from kvpilot_operator.api.names import (
     ADAPTERS_OPTION,
     CLAIM_LABEL,
     DTYPE_LABEL,
@@ -24,6 +20,10 @@ from kvpilot_operator.render.names import (
     owned_labels,
     weights_claim,
 )
+from kvpilot_operator.api.pods import Adapter
+from kvpilot_operator.api.spec import OffloadDisk, Spec
+from kvpilot_operator.render import groups
+from kvpilot_operator.render.merge import strategic_merge
 from kvpilot_operator.render.startup import startup_budget_seconds
 
 # The user of docker/runtime.Dockerfile; its group owns what is written to claims.

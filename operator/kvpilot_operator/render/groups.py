@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from kvpilot_operator.render.names import ENGINE_CONTAINER, GROUP_LABEL, SERVICE_LABEL
+from kvpilot_operator.api.names import ENGINE_CONTAINER, GROUP_LABEL, SERVICE_LABEL
 
 _MASTER_PORT = 29501
 """Of the leader: where workers find it, and what is closed when it has ended."""

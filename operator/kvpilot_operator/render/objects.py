@@ -9,10 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from kvpilot_operator.api.pods import Claim
-from kvpilot_operator.api.spec import EndpointPickerRef, Route, Spec
-from kvpilot_operator.render.groups import group_spec
-from kvpilot_operator.render.names import (
+from kvpilot_operator.api.names import (
     ADMITTED,
     API_VERSION,
     DO_NOT_EVICT_ANNOTATION,
@@ -30,6 +27,9 @@ from kvpilot_operator.render.names import (
     owned_labels,
     weights_claim,
 )
+from kvpilot_operator.api.pods import Claim
+from kvpilot_operator.api.spec import EndpointPickerRef, Route, Spec
+from kvpilot_operator.render.groups import group_spec
 from kvpilot_operator.render.workloads import kind_for
 from kvpilot_operator.state.objects import PodView, RouteView
 from kvpilot_operator.state.snapshot import ServiceKey

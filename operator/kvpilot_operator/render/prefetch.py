@@ -7,9 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.render.engine import COMPILED, claim_label, model_location, pod_template
-from kvpilot_operator.render.names import (
+from kvpilot_operator.api.names import (
     ENGINE_CONTAINER,
     ENGINE_PORT,
     IDENTITY_ANNOTATION,
@@ -19,6 +17,8 @@ from kvpilot_operator.render.names import (
     prefetch_job,
     weights_claim,
 )
+from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.render.engine import COMPILED, claim_label, model_location, pod_template
 from kvpilot_operator.render.objects import owned
 from kvpilot_operator.state.snapshot import ServiceKey
 

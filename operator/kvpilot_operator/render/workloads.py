@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvpilot_operator.render.names import LEADER_WORKER_SET_API, deployment_name
+from kvpilot_operator.api.names import LEADER_WORKER_SET_API, deployment_name
 
 Object = Mapping[str, Any]
 

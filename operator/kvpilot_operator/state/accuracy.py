@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from kvpilot_operator.state.enums import Verdict
+from kvpilot_operator.api.words import Verdict
 from kvpilot_operator.state.struct import Struct
 
 

@@ -10,9 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from kvpilot_kernels import untrusted
-from kvpilot_operator.state.accuracy import Accuracy
-from kvpilot_operator.state.enums import (
+from kvpilot_formats import untrusted
+from kvpilot_operator.api.words import (
     Action,
     CachePhase,
     ConditionType,
@@ -22,6 +21,7 @@ from kvpilot_operator.state.enums import (
     TrafficMode,
     Verdict,
 )
+from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.struct import Struct
 
 MAX_DECISIONS = 10

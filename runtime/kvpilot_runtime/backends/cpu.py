@@ -14,12 +14,12 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import MultipleOf
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
+from kvpilot_formats.hardware import BLOCK_STEPS
 from kvpilot_kernels.cpu import PackedPages
-from kvpilot_kernels.hardware import BLOCK_STEPS
 from kvpilot_kernels.places import owners
 from kvpilot_kernels.ring import ring_slots
-from kvpilot_runtime.backends import images
+from kvpilot_runtime.backends import prefix_lm
 from kvpilot_runtime.backends.packed import PackedBackend, PackedBuilder, PackedImpl, RingBackend, classes_of
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent.ring_layers import Rings
@@ -55,7 +55,7 @@ class Metadata:
     prefills: list[Prefill]
     slot_mapping: torch.Tensor
     ordinals: torch.Tensor
-    mm_prefix_range: dict[int, images.Spans] | None = None
+    mm_prefix_range: dict[int, prefix_lm.Spans] | None = None
 
 
 class CpuBuilder(PackedBuilder):
@@ -77,7 +77,7 @@ class CpuBuilder(PackedBuilder):
             start, end = int(starts[i]), int(starts[i + 1])
             prefills.append(Prefill(i, start, end, int(common.seq_lens[i]) - (end - start)))
         rows = decode[owner].nonzero().flatten()
-        both_ways = images.spans(common, [(p.sequence, p.context, p.end - p.start) for p in prefills])
+        both_ways = prefix_lm.spans(common, [(p.sequence, p.context, p.end - p.start) for p in prefills])
         return Metadata(common.block_table_tensor[:sequences], owner[rows], rows, prefills, common.slot_mapping,
                         ordinals, both_ways)  # fmt: skip
 

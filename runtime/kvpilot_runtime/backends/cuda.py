@@ -18,11 +18,11 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
+from kvpilot_formats.hardware import BLOCK_STEPS
 from kvpilot_kernels.gpu.codec import NARROW
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.gpu.prefill import prefill
-from kvpilot_kernels.hardware import BLOCK_STEPS
 from kvpilot_runtime.backends.cuda_steps import (
     ContextChunk,
     CudaBuilder,
@@ -31,8 +31,8 @@ from kvpilot_runtime.backends.cuda_steps import (
     Prefills,
     decode_sizes,
 )
-from kvpilot_runtime.backends.images import LaterTokens
 from kvpilot_runtime.backends.packed import PackedBackend, PackedImpl, RingBackend, classes_of, our_layers
+from kvpilot_runtime.backends.prefix_lm import LaterTokens
 from kvpilot_runtime.backends.reserved import BLOCK, Reserving
 from kvpilot_runtime.config.options import WORKSPACE_SHARE
 from kvpilot_runtime.errors import UnsupportedModelError

@@ -17,7 +17,7 @@ from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
 from kvpilot_kernels.gpu.prefill import prefill
 from kvpilot_kernels.gpu.ring import fill_ring_slots
 from kvpilot_kernels.places import joined_slots, owners, stored_slots
-from kvpilot_runtime.backends import images
+from kvpilot_runtime.backends import prefix_lm
 from kvpilot_runtime.backends.packed import PackedBuilder
 from kvpilot_runtime.backends.reserved import release
 from kvpilot_runtime.recent.ring_layers import Rings
@@ -118,7 +118,7 @@ class Metadata:
     ordinals: torch.Tensor
     prefills: Prefills | None
     nowhere: torch.Tensor
-    mm_prefix_range: images.LaterTokens | None = None
+    mm_prefix_range: prefix_lm.LaterTokens | None = None
 
 
 class CudaRingBuilder(PackedBuilder):
@@ -266,14 +266,14 @@ class CudaBuilder(PackedBuilder):
 
     def _first_image(self, common: Any, decodes: int) -> int:
         """The first of the sequences whose few new tokens are some of an image; `decodes` where there is none."""
-        if self.width == 1 or not images.ranges(common):
+        if self.width == 1 or not prefix_lm.ranges(common):
             return decodes
         new = common.query_start_loc_cpu.diff().tolist()
         lens = common.seq_lens_cpu_upper_bound  # exact in a prompt, and past its images elsewhere
         seen = (common.seq_lens.cpu() if lens is None else lens).tolist()
-        return min(images.spans(common, [(i, seen[i] - new[i], new[i]) for i in range(decodes)]), default=decodes)
+        return min(prefix_lm.spans(common, [(i, seen[i] - new[i], new[i]) for i in range(decodes)]), default=decodes)
 
-    def _prefills(self, common: Any, decodes: int, decode_tokens: int) -> tuple[Prefills, images.LaterTokens | None]:
+    def _prefills(self, common: Any, decodes: int, decode_tokens: int) -> tuple[Prefills, prefix_lm.LaterTokens | None]:
         starts = common.query_start_loc_cpu[decodes : common.num_reqs + 1] - decode_tokens
         new = starts[1:] - starts[:-1]
         lens = common.seq_lens_cpu_upper_bound  # exact in a prompt; drafts that were not accepted are still in it
@@ -299,20 +299,20 @@ class CudaBuilder(PackedBuilder):
         return prefills, self._later(common, decodes, context, new, starts[:-1])
 
     def _later(self, common: Any, decodes: int, context: torch.Tensor, new: torch.Tensor,
-               keys: torch.Tensor) -> images.LaterTokens | None:  # fmt: skip
+               keys: torch.Tensor) -> prefix_lm.LaterTokens | None:  # fmt: skip
         """Tokens of images that attend to later ones; `keys`: the row of each sequence's first new key."""
-        if not images.ranges(common):
+        if not prefix_lm.ranges(common):
             return None
         counts = new.tolist()
         sequences = zip(range(decodes, common.num_reqs), context.tolist(), counts, strict=True)
-        found = images.spans(common, list(sequences))
+        found = prefix_lm.spans(common, list(sequences))
         if not found:
             return None
         queries = (new.cumsum(0) - new).tolist()
         rows = [(queries[i - decodes] + begin, int(keys[i - decodes]) + begin, end - begin)
                 for i, own in found.items() for begin, end in own]  # fmt: skip
-        later = images.later_tokens(rows)
-        return images.LaterTokens(
+        later = prefix_lm.later_tokens(rows)
+        return prefix_lm.LaterTokens(
             self._upload(later.queries), self._upload(later.keys), self._upload(later.starts), later.longest
         )
 

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     init_mla_context_partial,
 )
 
-from kvpilot_kernels.latent.formats import ENTRY, RANK, LatentFormat, parse
+from kvpilot_formats.latent import ENTRY, RANK, LatentFormat, parse
 from kvpilot_runtime.backends.packed import PREFILL_FROM_PAGES, refuse_beside_any
 from kvpilot_runtime.errors import UnsupportedModelError
 

@@ -8,9 +8,9 @@ import torch
 from vllm.v1.attention.backend import AttentionImpl, MultipleOf
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
-from kvpilot_kernels.hardware import BLOCK_STEPS
+from kvpilot_formats.hardware import BLOCK_STEPS
+from kvpilot_formats.latent import names, parse
 from kvpilot_kernels.latent.cpu import LatentPages
-from kvpilot_kernels.latent.formats import names, parse
 from kvpilot_runtime.backends.latent import LatentBackend, LatentImpl
 from kvpilot_runtime.backends.packed import classes_of
 

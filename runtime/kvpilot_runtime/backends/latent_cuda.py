@@ -19,11 +19,11 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder, MultipleOf
 
+from kvpilot_formats.hardware import BLOCK_STEPS
+from kvpilot_formats.latent import ENTRY, RANK, LatentFormat, names, parse
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.gpu.latent_pages import GpuLatentPages, LatentPlan, LatentShape
-from kvpilot_kernels.hardware import BLOCK_STEPS
 from kvpilot_kernels.latent.factors import LatentFactors
-from kvpilot_kernels.latent.formats import ENTRY, RANK, LatentFormat, names, parse
 from kvpilot_runtime.backends.cuda_steps import decode_sizes, warm_up
 from kvpilot_runtime.backends.latent import LatentBackend, LatentImpl
 from kvpilot_runtime.backends.packed import classes_of

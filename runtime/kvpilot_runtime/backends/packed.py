@@ -21,17 +21,17 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
 
-from kvpilot_kernels import formats
-from kvpilot_kernels.arguments import rules
+from kvpilot_formats import formats
+from kvpilot_formats.arguments import rules
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime.calibration import info as calibration_info
 from kvpilot_runtime.calibration.of_engine import calibration_of
 from kvpilot_runtime.config import carriers, offload, retention
-from kvpilot_runtime.engine import contract
-from kvpilot_runtime.engine.compat import HeadMajorPages, backend_class
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent.ring_layers import RecentLayer, Rings, attach
 from kvpilot_runtime.speculation import drafts, has_draft_model, refuse_other_drafters
+from kvpilot_runtime.vllm_api import contract
+from kvpilot_runtime.vllm_api.compat import HeadMajorPages, backend_class
 
 PREFILL_FROM_PAGES = "KVPILOT_PREFILL_FROM_PAGES"
 """Set to 1, a chunk reads itself back from its pages too: outputs then do not depend on how prompts were chunked,

@@ -18,9 +18,9 @@ from kvpilot_kernels.reference.attention import decode_reference
 from kvpilot_runtime.backends.packed import our_layers
 from kvpilot_runtime.config import retention
 from kvpilot_runtime.config.retention import HeavyHitters, SinksAndWindow
-from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import UnsupportedEngineError
 from kvpilot_runtime.recent.ring_layers import Rings
+from kvpilot_runtime.vllm_api import compat
 
 WORST = 0.05
 """Of the reference's answer. Elements of 16 bits and other sums make it 0.01; a page that is misread, 1 or so."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
-from kvpilot_kernels.arguments import rules
+from kvpilot_formats.arguments import rules
 from kvpilot_runtime.config import options, retention
 from kvpilot_runtime.config.retention import HeavyHitters, SinksAndWindow
 from kvpilot_runtime.errors import UnsupportedModelError

@@ -13,8 +13,8 @@ import torch
 
 from kvpilot_runtime.bounded.spec import BoundedManager, BoundedSpec
 from kvpilot_runtime.config.retention import HeavyHitters, SinksAndWindow
-from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import UnsupportedEngineError
+from kvpilot_runtime.vllm_api import compat
 
 PAGE, CHUNK = 16, 48
 LENGTHS = (7, 150, 1000)

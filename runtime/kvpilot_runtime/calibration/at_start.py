@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.fit import Observed
 from kvpilot_runtime.calibration import factors_file
 from kvpilot_runtime.calibration import info as calibration_info
@@ -23,10 +23,10 @@ from kvpilot_runtime.calibration.attention import attending_to_itself
 from kvpilot_runtime.calibration.info import Outcome
 from kvpilot_runtime.calibration.of_engine import factors_hash
 from kvpilot_runtime.calibration.text import LONGEST, SHORTEST, NoTokensError, passes, text_ids
-from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.ranks import of_all_ranks
 from kvpilot_runtime.recent.ring_layers import RecentLayer
+from kvpilot_runtime.vllm_api import compat
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime.calibration import factors_file, fitting, held_out
 from kvpilot_runtime.calibration.factors_file import ModelFacts

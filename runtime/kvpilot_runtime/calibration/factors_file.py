@@ -21,10 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kvpilot_kernels import models
+from kvpilot_formats import models
+from kvpilot_formats.models.config import Fields
+from kvpilot_formats.models.layers import kinds
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.models.config import Fields
-from kvpilot_kernels.models.layers import kinds
 from kvpilot_runtime.errors import EngineRefusedError
 
 VARIABLE = "KVPILOT_CALIBRATION"

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvpilot_kernels.arguments import rules
-from kvpilot_runtime.engine import compat
+from kvpilot_formats.arguments import rules
+from kvpilot_runtime.vllm_api import compat
 
 
 @dataclass(frozen=True)

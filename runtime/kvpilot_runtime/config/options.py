@@ -1,15 +1,15 @@
-"""The arguments of kvpilot-serve beside our dtypes, by the rules of `kvpilot_kernels.arguments`."""
+"""The arguments of kvpilot-serve beside our dtypes, by the rules of `kvpilot_formats.arguments`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvpilot_kernels import arguments as vllm
-from kvpilot_kernels.arguments import drafts as drafting
-from kvpilot_kernels.arguments import rules
-from kvpilot_kernels.arguments.drafts import DRAFT_MODELS, unsupported_drafts
-from kvpilot_kernels.arguments.rules import OFFLOAD, SIMPLE_OFFLOAD, TRANSFER
+from kvpilot_formats import arguments as vllm
+from kvpilot_formats.arguments import drafts as drafting
+from kvpilot_formats.arguments import rules
+from kvpilot_formats.arguments.drafts import DRAFT_MODELS, unsupported_drafts
+from kvpilot_formats.arguments.rules import OFFLOAD, SIMPLE_OFFLOAD, TRANSFER
 from kvpilot_runtime.config import carriers
 
 __all__ = ["DRAFT_MODELS", "OFFLOAD", "SIMPLE_OFFLOAD", "TRANSFER", "unsupported_drafts"]

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 
-from kvpilot_kernels.models import Architecture
+from kvpilot_formats.models import Architecture
 
 VARIABLE = "KVPILOT_MODEL_INFO"
 """The environment variable; set by kvpilot-serve for the process that it becomes, and only there."""

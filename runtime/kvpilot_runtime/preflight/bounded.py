@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpilot_kernels import formats, models
-from kvpilot_kernels.arguments import read, rules
-from kvpilot_kernels.latent.formats import LatentFormat
-from kvpilot_kernels.models import Kind
+from kvpilot_formats import formats, models
+from kvpilot_formats.arguments import read, rules
+from kvpilot_formats.latent import LatentFormat
+from kvpilot_formats.models import Kind
 from kvpilot_runtime.config import options
 from kvpilot_runtime.config.retention import HeavyHitters
-from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import PreflightError, Reason
 from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.memory import BLOCK_TOKENS
 from kvpilot_runtime.preflight.request import Request
+from kvpilot_runtime.vllm_api import compat
 
 
 def check(

@@ -9,16 +9,15 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from kvpilot_kernels import dtypes, formats, hardware, models
-from kvpilot_kernels.dtypes import Dtype
-from kvpilot_kernels.latent import formats as latent
+from kvpilot_formats import dtypes, formats, hardware, latent, models
+from kvpilot_formats.dtypes import Dtype
 from kvpilot_runtime.config import options
-from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import bounded, elsewhere, hub, installed, machine, memory, own_dtypes
 from kvpilot_runtime.preflight.modelconfig import read_config, weight_bytes
 from kvpilot_runtime.preflight.request import Findings, Request, model_folder
 from kvpilot_runtime.transfer import disk_file
+from kvpilot_runtime.vllm_api import compat
 
 CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
 """vLLM's own dtypes that its CPU backend really implements; it accepts the others and reads garbage."""

@@ -14,9 +14,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from kvpilot_kernels.arguments import Arguments, read
-from kvpilot_kernels.arguments.rules import Switch, first_on
-from kvpilot_kernels.models import Architecture
+from kvpilot_formats.arguments import Arguments, read
+from kvpilot_formats.arguments.rules import Switch, first_on
+from kvpilot_formats.models import Architecture
 from kvpilot_runtime.preflight.request import Request, model_folder
 
 MODELSCOPE, UNFOLDED = "VLLM_USE_MODELSCOPE", "VLLM_MLA_DISABLE"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvpilot_kernels.untrusted import lines
+from kvpilot_formats.untrusted import lines
 from kvpilot_runtime.errors import PreflightError
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ import importlib.util
 from pathlib import Path
 
 from kvpilot_runtime.config.carriers import Carrier, other_release
-from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import UnsupportedEngineError
+from kvpilot_runtime.vllm_api import compat
 
 _NOT_SERVED = {"_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS"}
 _POOLING = {

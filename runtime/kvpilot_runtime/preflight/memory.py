@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from kvpilot_kernels import formats, models
-from kvpilot_kernels.latent.formats import LatentFormat
+from kvpilot_formats import formats, models
+from kvpilot_formats.latent import LatentFormat
 from kvpilot_runtime.config import options
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import machine, step_buffers

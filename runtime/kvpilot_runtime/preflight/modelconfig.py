@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvpilot_kernels.models import Architecture, ConfigError, load, read, weights
+from kvpilot_formats.models import Architecture, ConfigError, load, read, weights
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight.elsewhere import overridden
 

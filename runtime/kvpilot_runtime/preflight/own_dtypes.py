@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvpilot_kernels import formats, hardware, models
-from kvpilot_kernels.arguments import read, rules
-from kvpilot_kernels.dtypes import Dtype
-from kvpilot_kernels.latent import formats as latent
+from kvpilot_formats import formats, hardware, latent, models
+from kvpilot_formats.arguments import read, rules
+from kvpilot_formats.dtypes import Dtype
 from kvpilot_runtime.config import carriers, options
-from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import installed, machine, vllm_layers
 from kvpilot_runtime.preflight.request import CALIBRATION_OFF, Findings, Request, model_folder
+from kvpilot_runtime.vllm_api import compat
 
 _POOLING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "ForRewardModeling", "EmbeddingModel",
             "ForTextEncoding")  # fmt: skip

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvpilot_kernels import formats, models
-from kvpilot_kernels.latent.formats import ENTRY, RANK, LatentFormat
+from kvpilot_formats import formats, models
+from kvpilot_formats.latent import ENTRY, RANK, LatentFormat
 from kvpilot_runtime.config import options
 from kvpilot_runtime.preflight.request import Request
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvpilot_kernels.models import Architecture, Group, Kind
+from kvpilot_formats.models import Architecture, Group, Kind
 from kvpilot_runtime.preflight.request import Request
 
 DEADLINE = 600
@@ -27,8 +27,8 @@ def ask(request: Request) -> tuple[Mapping[str, Any] | None, str]:
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V1": "1"}
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "kvpilot_runtime.engine.cache_specs", *asked], capture_output=True, text=True,
-            timeout=DEADLINE, check=False, env={**os.environ, **quiet},
+            [sys.executable, "-P", "-m", "kvpilot_runtime.vllm_api.cache_specs", *asked], capture_output=True,
+            text=True, timeout=DEADLINE, check=False, env={**os.environ, **quiet},
         )  # fmt: skip
         if done.returncode:
             return None, " ".join((done.stderr.strip().splitlines() or ["it ended without a word"])[-1].split())[:200]

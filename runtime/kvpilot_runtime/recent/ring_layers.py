@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_runtime.config import retention
-from kvpilot_runtime.engine import compat, contract
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent import info as recent_info
 from kvpilot_runtime.speculation import drafts, spares
+from kvpilot_runtime.vllm_api import compat, contract
 
 VARIABLE = "KVPILOT_RECENT_TOKENS"
 """Environment variable with the window's tokens; set by kvpilot-serve. Absent or empty: the default."""

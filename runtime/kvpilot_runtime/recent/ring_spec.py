@@ -15,7 +15,7 @@ from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
 from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 
 
 @dataclass(frozen=True, kw_only=True)

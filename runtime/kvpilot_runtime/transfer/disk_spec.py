@@ -12,9 +12,9 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvpilot_runtime.config import offload
-from kvpilot_runtime.engine import compat
 from kvpilot_runtime.errors import UnsupportedEngineError
 from kvpilot_runtime.transfer.host_copies import HostCopies
+from kvpilot_runtime.vllm_api import compat
 
 with contextlib.suppress(ValueError):  # it is registered
     SecondaryTierFactory.register_tier(offload.DISK_TIER, "kvpilot_runtime.transfer.disk_tier", "DiskTier")

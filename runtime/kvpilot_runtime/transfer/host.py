@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvpilot_runtime.config.offload import FROM_HOST
-from kvpilot_runtime.engine import compat
-from kvpilot_runtime.engine.wrap import wrap
+from kvpilot_runtime.vllm_api import compat
+from kvpilot_runtime.vllm_api.wrap import wrap
 
 
 def heed_from_host() -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvpilot_kernels import formats
+from kvpilot_formats import formats
 from kvpilot_runtime.calibration.of_engine import factors_hash
 from kvpilot_runtime.config.carriers import NIXL, SERVED
-from kvpilot_runtime.engine import compat
+from kvpilot_runtime.vllm_api import compat
 
 
 @dataclass(frozen=True)

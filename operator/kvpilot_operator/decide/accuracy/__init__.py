@@ -1,1 +1,1 @@
-"""Probes: when one is due, and what its result means."""
+"""Accuracy: the baseline, the verdict of a probe, and drift."""

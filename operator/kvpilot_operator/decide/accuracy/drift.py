@@ -16,16 +16,16 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.api.words import Action, Reason, Verdict
+from kvpilot_operator.decide.accuracy import baseline
+from kvpilot_operator.decide.accuracy.reported import as_asked
 from kvpilot_operator.decide.accuracy.verdict import judge, measured
 from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.judging.ladder import ACCURACY_REASONS
-from kvpilot_operator.decide.trial import baseline
-from kvpilot_operator.decide.trial.ending import deny
-from kvpilot_operator.decide.trial.reported import as_asked
+from kvpilot_operator.decide.denial import deny
+from kvpilot_operator.decide.steps.ladder import ACCURACY_REASONS
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.accuracy import Accuracy, Baseline
 from kvpilot_operator.state.decision import Measure, ProbeFailed
-from kvpilot_operator.state.enums import Action, Reason, Verdict
 from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Stable

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, replace
 import msgspec
 
 from kvpilot_operator.api.spec import Accuracy
-from kvpilot_operator.decide.trial.control import control_fault, surely_below
+from kvpilot_operator.api.words import Reason, Verdict
+from kvpilot_operator.decide.accuracy.control import control_fault, surely_below
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.accuracy import Baseline, Bucket, Measured, Sample
-from kvpilot_operator.state.enums import Reason, Verdict
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import clip
 

@@ -1,0 +1,1 @@
+"""Measurements by subject, run from a checkout: `python -m benchmarks.kernels.decode`."""

@@ -1,0 +1,237 @@
+"""The accuracy table: `python -m benchmarks.accuracy.accuracy --out docs/benchmarks/accuracy.json`.
+
+The real weights of SmolLM2-135M, or with `--model gemma3-270m` of Gemma 3 270M, computed in float32; the base is a bf16
+cache. Every key and value that attention sees has been through the codec. The control compares two runs of the model in
+bf16 that differ in the attention kernel only.
+
+`--codecs` takes some rows only (accuracy_rows.py says how they are named) and merges them into `--out`; `--needle` runs
+the needle task instead of the texts; accuracy_report.py makes the page. A GPU is used where
+there is one: a row takes it some seconds, and one core two minutes and more. `--cut` writes the texts' tokens to a
+file, which `--texts` reads on a machine without the documents; `--model` may be the model's folder there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from benchmarks.accuracy.accuracy_model import Probe
+from benchmarks.accuracy.accuracy_needle import TEXT as NEEDLE_TEXT
+from benchmarks.accuracy.accuracy_needle import needles
+from benchmarks.accuracy.accuracy_report import SMOLLM2
+from benchmarks.accuracy.accuracy_rows import SELF, Reading, every_name, reading
+from benchmarks.accuracy.accuracy_texts import CALIBRATION, Sequence, sequences
+from kvpilot_kernels.reference import plain
+from kvpilot_runtime.calibration import command as calibrate
+from kvpilot_runtime.calibration import factors_file
+from kvpilot_runtime.calibration.text import text_ids
+from kvpilot_smallmodels.models import MODELS
+
+PLAN = [
+    *[(name, 1024, 2) for name in ("opticks", "manual", "reference", "code")],
+    ("opticks", 1024, 1), ("reference", 2048, 1), ("manual", 4608, 1), ("code", 4608, 1),
+]  # fmt: skip
+"""20,480 tokens: texts, tokens a sequence, how many."""
+
+BUCKETS = (128, 512, 1024, 2048, 4608)
+"""Ends of the position buckets, in tokens."""
+
+
+CHUNK = 8192
+"""Tokens that an engine reads to calibrate itself: what vLLM takes in one chunk on a GPU by default."""
+
+
+class Base:
+    """The base's distributions over one sequence, and what every row needs of them."""
+
+    def __init__(self, probe: Probe, tokens: torch.Tensor, states: torch.Tensor) -> None:
+        self.tokens = tokens
+        self.p: list[torch.Tensor] = []
+        top, negentropy, log_prob = [], [], []
+        for start, logits in probe.logits(states):
+            logs = logits - logits.logsumexp(-1, keepdim=True)  # log_softmax is off by 2e-5 here
+            self.p.append(logs.exp())
+            top.append(logs.argmax(-1))
+            negentropy.append((self.p[-1] * logs).sum(-1))
+            following = tokens[start + 1 : start + 1 + logs.shape[0]]
+            log_prob.append(logs[: following.numel()].gather(1, following[:, None])[:, 0])
+        self.top, self.negentropy, self.log_prob = torch.cat(top), torch.cat(negentropy), torch.cat(log_prob)
+
+
+class Tally:
+    """Figures of one row, token by token."""
+
+    def __init__(self) -> None:
+        self.kl: list[torch.Tensor] = []
+        self.agree: list[torch.Tensor] = []
+        self.loss: list[torch.Tensor] = []
+        self.at: list[torch.Tensor] = []
+        self.text: list[str] = []
+
+    def add(self, name: str, base: Base, states: torch.Tensor, probe: Probe) -> None:
+        """Compare a run's last states [tokens, hidden] of one sequence with the base."""
+        for p, (start, logits) in zip(base.p, probe.logits(states), strict=True):
+            part = slice(start, start + logits.shape[0])
+            whole = logits.logsumexp(-1)
+            # KL(p || q) = sum p log p - sum p logit_q + logsumexp(logit_q). A sum in pairs, not a dot product: that
+            # adds 49,152 terms one after the other, and is off by millinats.
+            cross = (p * logits).sum(-1)
+            self.kl.append((base.negentropy[part] - cross + whole) * 1000)
+            self.agree.append((base.top[part] == logits.argmax(-1)).float())
+            following = base.tokens[start + 1 : start + 1 + logits.shape[0]]
+            known = following.numel()
+            own = logits[:known].gather(1, following[:, None])[:, 0] - whole[:known]
+            self.loss.append(base.log_prob[start : start + known] - own)
+            self.at.append(torch.arange(start, start + logits.shape[0]))
+            self.text += [name] * logits.shape[0]
+
+    def join(self, part: tuple[list[Any], ...]) -> None:
+        """Add what another tally held: its five lists."""
+        for mine, theirs in zip((self.kl, self.agree, self.loss, self.at, self.text), part, strict=True):
+            mine += theirs
+
+    def summary(self) -> dict[str, Any]:
+        """The row: divergences in millinats, agreement in percent, perplexity change in percent."""
+        kl, at = torch.cat(self.kl), torch.cat(self.at)
+        buckets, start = {}, 0
+        for end in BUCKETS:
+            inside = (at >= start) & (at < end)
+            if inside.any():
+                buckets[f"{start}-{end}"] = round(float(kl[inside].mean()), 2)
+            start = end
+        texts = sorted(set(self.text))
+        of = {t: torch.tensor([u == t for u in self.text]) for t in texts}
+        return {
+            "tokens": kl.numel(),
+            "mean_kl": round(float(kl.mean()), 2),
+            "standard_error": round(float(kl.std() / kl.numel() ** 0.5), 2),
+            "p99_kl": round(float(kl.quantile(0.99)), 1),
+            "top1": round(100 * float(torch.cat(self.agree).mean()), 2),
+            "perplexity_change": round(100 * float(torch.cat(self.loss).mean().exp() - 1), 2),
+            "buckets": buckets,
+            "texts": {t: round(float(kl[of[t]].mean()), 2) for t in texts},
+        }
+
+
+def compare(probe: Probe, texts: list[Sequence], rows: dict[str, Reading], raw: Path,
+            done: Callable[[dict[str, Any]], None]) -> None:  # fmt: skip
+    """Run all sequences, row by row inside, and hand over the rows after each sequence.
+
+    What one row gave on one sequence is kept in a file of `raw`, and not computed again: several processes can share
+    the work, and a run that was stopped goes on.
+    """
+    tallies = {name: Tally() for name in rows}
+    base_codec = plain.bf16()
+    for number, (text, tokens) in enumerate(texts):
+        base = None
+        for name, row in rows.items():
+            kept = raw / f"{number}_{name}.pt"
+            if not kept.exists():
+                base = base or Base(probe, tokens, probe.hidden(tokens, Reading(lambda _layer: base_codec)))
+                part = Tally()
+                part.add(text, base, probe.hidden(tokens, row), probe)
+                scratch = kept.with_suffix(".part")
+                torch.save((part.kl, part.agree, part.loss, part.at, part.text), scratch)
+                scratch.replace(kept)
+            tallies[name].join(torch.load(kept))
+        done({name: tally.summary() for name, tally in tallies.items()})
+
+
+def control(folder: Path, texts: list[Sequence]) -> dict[str, Any]:
+    """bf16 against bf16: the same weights through two kernels of attention, as prefill and decode are in an engine."""
+    probe, tally = Probe(folder, torch.bfloat16), Tally()
+    for text, tokens in texts:
+        probe.rounded = False
+        base = Base(probe, tokens, probe.hidden(tokens, None))
+        probe.rounded = True
+        tally.add(text, base, probe.hidden(tokens, None), probe)
+    return tally.summary()
+
+
+def cut(tokenizer: Any) -> dict[str, list[Sequence]]:
+    """Every text that the benchmark reads, as tokens: `evaluation`, `needle`, and one entry for each calibration."""
+    calibrations = {label: sequences(tokenizer, plan) for label, plan in CALIBRATION.items()}
+    return {"evaluation": sequences(tokenizer, PLAN), "needle": sequences(tokenizer, NEEDLE_TEXT), **calibrations}
+
+
+def calibrations(folder: Path, texts: dict[str, list[Sequence]], labels: set[str], where: Path) -> dict[str, Path]:
+    """Make the calibration files of the table as a user would: prompts in a file, then `kvpilot calibrate`."""
+    tokenizer, made = AutoTokenizer.from_pretrained(folder), {}
+    for label in sorted(labels & CALIBRATION.keys()):
+        made[label] = where / f".{label}.safetensors"
+        with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as prompts:
+            for _, tokens in texts[label]:
+                prompts.write(json.dumps({"text": tokenizer.decode(tokens)}) + "\n")
+            prompts.flush()
+            device = str(torch.get_default_device())
+            calibrate.run(folder, Path(prompts.name), made[label], length=4096, tokens=16384, device=device)  # for k4v4
+    return made
+
+
+def merge(file: Path, section: str, found: dict[str, Any]) -> None:
+    """Put rows into the JSON file, keeping what others wrote."""
+    data = json.loads(file.read_text()) if file.exists() else {}
+    data.setdefault(section, {}).update(found)
+    file.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--codecs", nargs="*", help="rows to run, `control` among them; default: all")
+    parser.add_argument("--calibration", nargs="*", help="LABEL=FILE: rows `k4v4+LABEL`; default: calibrate anew")
+    parser.add_argument("--raw", type=Path, default=Path(tempfile.gettempdir(), "kvpilot-accuracy"),
+                        help="where partial results are kept (default %(default)s)")  # fmt: skip
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="where to compute (default here: %(default)s)")  # fmt: skip
+    parser.add_argument("--model", default=SMOLLM2, help="smollm2-135m, gemma3-270m, or such a model's folder")
+    parser.add_argument("--texts", type=Path, help="what --cut has written, for a machine without the documents")
+    parser.add_argument("--cut", type=Path, help="write the texts' tokens to this file, and do nothing else")
+    parser.add_argument("--needle", action="store_true", help="the needle task instead of the texts")
+    options = parser.parse_args()
+    folder = MODELS[options.model](None) if options.model in MODELS else Path(options.model)
+    if options.cut:
+        torch.save(cut(AutoTokenizer.from_pretrained(folder)), options.cut)
+        return
+    merge(options.out, "model", {"name": folder.name})
+    torch.set_num_threads(1)
+    torch.set_default_device(options.device)
+    probe = Probe(folder)
+    texts = torch.load(options.texts, map_location=options.device) if options.texts else cut(probe.tokenizer)
+    asked = options.codecs or ["control", *every_name([SELF, *CALIBRATION])]
+    if options.calibration is None:
+        labels = {part for name in asked for part in name.split("+")}
+        files = calibrations(folder, texts, labels, options.out.parent)
+    else:
+        files = {label: Path(file) for label, _, file in (item.partition("=") for item in options.calibration)}
+    facts = factors_file.ModelFacts.read(folder)
+    factors = {
+        label: {i: one.to(options.device) for i, one in enumerate(factors_file.load(file, facts).layers)}
+        for label, file in files.items()
+    }
+    ids = torch.tensor(text_ids(probe.tokenizer, CHUNK))
+    factors[SELF] = probe.self_calibrated(ids, probe.model.config.max_position_embeddings)
+    chosen = {name: reading(name, factors) for name in asked if name != "control"}
+    if options.needle:
+        base = plain.bf16()
+        for name, row in {"bf16": Reading(lambda _layer: base), **chosen}.items():
+            merge(options.out, "needle", {name: needles(probe, row, texts["needle"][0][1])})
+            print(name, flush=True)
+        return
+    if "control" in asked:
+        merge(options.out, "texts", {"control": control(folder, texts["evaluation"])})
+    if chosen:
+        options.raw.mkdir(parents=True, exist_ok=True)
+        compare(probe, texts["evaluation"], chosen, options.raw, lambda found: merge(options.out, "texts", found))
+
+
+if __name__ == "__main__":
+    main()

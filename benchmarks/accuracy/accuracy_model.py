@@ -1,0 +1,165 @@
+"""A transformers model whose attention sees keys and values as a cache would give them back.
+
+Every key (after RoPE) and value that attention uses is read as the row says (`Reading`), the query's own token among
+them: what a decode step sees, at every position of a text, in one pass. Layers with a sliding window of their own are
+read in 16 bits, as engines serve them by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.accuracy.accuracy_rows import Reading
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.fit import Observed
+from kvpilot_kernels.reference.codec import Codec
+from kvpilot_kernels.reference.windowed import Sides, windowed
+from kvpilot_runtime.calibration.text import passes
+
+_PIECE = 512
+"""Queries whose scores are held at once."""
+
+
+class Probe:
+    """The model, and how its attention reads."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        hook = f"kvpilot_probe_{id(self)}"
+        AttentionInterface.register(hook, self._attend)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=hook)
+        self.model = model.to(torch.get_default_device()).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.head = self.model.get_output_embeddings().weight
+        self.reading: Reading | None = None
+        self._seen: dict[int, Observed] | None = None
+        self._lone = False
+        self.rounded = False
+        """Attention with probabilities rounded to the model's dtype: another kernel for the same formula."""
+
+    @torch.inference_mode()
+    def hidden(self, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
+        """The last layer's states [tokens, hidden] of one sequence [tokens]; None is the model's own dtype."""
+        self.reading = reading
+        return self.model.model(tokens[None], use_cache=False).last_hidden_state[0]
+
+    @torch.inference_mode()
+    def self_calibrated(self, tokens: torch.Tensor, context: int) -> dict[int, Factors]:
+        """The factors by layer as an engine that serves `context` tokens finds them at start, from `tokens`."""
+        self._seen, self.reading, at = {}, None, 0
+        for length, first in passes(tokens.numel(), context):
+            ids, positions = tokens[at : at + length], torch.arange(first, first + length)
+            self.model.model(ids[None], position_ids=positions[None], use_cache=False)
+            at += length
+        self._lone = True
+        self.model.model(tokens[at:, None], use_cache=False)
+        self._lone = False
+        found, self._seen = self._seen, None
+        return {layer: found[layer].factors() for layer in sorted(found)}
+
+    @torch.inference_mode()
+    def logits(self, states: torch.Tensor, chunk: int = 256) -> Iterator[tuple[int, torch.Tensor]]:
+        """Logits over the whole vocabulary, float32 [up to chunk, vocabulary], each with its first position."""
+        for start in range(0, states.shape[0], chunk):
+            yield start, (states[start : start + chunk] @ self.head.T).float()
+
+    def _attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        """transformers' attention hook: query [1, heads, tokens, D], key and value [1, kv_heads, tokens, D]."""
+        scale, window = options["scaling"], options.get("sliding_window")
+        if self._seen is not None and window is None:
+            seen = self._seen.setdefault(module.layer_idx, Observed(key.shape[1], key.shape[3], key.device))
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            if self._lone:
+                seen.add_first(key[:, :, 0])
+            else:
+                seen.add(q, k, v, scale)
+        if self.reading is None:
+            out = (_rounded if self.rounded else _causal)(query, key, value, scale, window)
+        elif window is not None:
+            out = _causal(query, *(x.bfloat16().to(x.dtype) for x in (key, value)), scale, window)
+        else:
+            out = _read(query, (key, value), self.reading, module.layer_idx, scale)
+        return out.transpose(1, 2).contiguous(), None
+
+
+def _read(query: torch.Tensor, fresh: Sides, reading: Reading, layer: int, scale: float) -> torch.Tensor:
+    """Attention over what the cache gives back for `fresh`."""
+
+    def back(codec: Codec) -> Sides:
+        key, value = (
+            side(x[0].transpose(0, 1)).transpose(0, 1)[None].contiguous().to(x.dtype)
+            for side, x in zip((codec.key, codec.value), fresh, strict=True)
+        )
+        return key, value
+
+    codec = reading.pages(layer)
+    pages = back(codec)
+    if codec.exact_ends:
+        return _exact_ends(query, fresh, pages, scale, codec.tile)
+    pages = _with_first(pages, fresh, reading.first)
+    if reading.recent:
+        fine = _with_first(back(reading.fine(layer)), fresh, reading.first) if reading.fine else fresh
+        out = windowed(query, pages, fine, scale, reading.recent, since=reading.hit)
+    else:
+        out = _causal(query, *pages, scale)
+    if reading.hit:
+        prefix = _causal(*(x[:, :, : reading.hit] for x in (query, *fresh)), scale)
+        out = torch.cat([prefix, out[:, :, reading.hit :]], 2)
+    return out
+
+
+def _with_first(stored: Sides, fresh: Sides, first: int) -> Sides:
+    """`stored` with the first tokens as they came."""
+    key, value = (torch.cat([x[:, :, :first], y[:, :, first:]], 2) for x, y in zip(fresh, stored, strict=True))
+    return key, value
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None) -> torch.Tensor:
+    """Causal attention, to the last `window` tokens where that is given."""
+    if window is not None and window < q.shape[2]:
+        return windowed(q, (k, v), (k, v), scale, recent=0, sliding_window=window)
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+
+
+def _rounded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
+) -> torch.Tensor:
+    """Attention as three plain steps, in pieces of queries; scores and probabilities are rounded to the dtype of q."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    outs = []
+    for i in range(0, q.shape[2], _PIECE):
+        end = min(i + _PIECE, q.shape[2])
+        scores = q[:, :, i:end] @ k[:, :, :end].transpose(-1, -2) * scale
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(i + 1)
+        if window is not None:
+            hidden |= torch.ones_like(hidden).tril_(i - window)
+        p = scores.float().masked_fill_(hidden, -torch.inf).softmax(-1).to(q.dtype)
+        outs.append(p @ v[:, :, :end])
+    return torch.cat(outs, 2)
+
+
+def _after(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, scale: float) -> torch.Tensor:
+    """Attention of queries that follow `context` tokens."""
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril_(context)
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+
+
+def _exact_ends(
+    q: torch.Tensor, fresh: tuple[torch.Tensor, ...], stored: tuple[torch.Tensor, ...], scale: float, tile: int
+) -> torch.Tensor:
+    """Queries of a tile see that tile and the sequence's first one in 16 bits, and the tiles between quantized."""
+    outs = []
+    for i in range(0, q.shape[2], tile):
+        k, v = (
+            torch.cat([x[:, :, : min(i, tile)], y[:, :, min(i, tile) : i], x[:, :, i : i + tile]], 2)
+            for x, y in zip(fresh, stored, strict=True)
+        )
+        outs.append(_after(q[:, :, i : i + tile], k, v, i, scale))
+    return torch.cat(outs, 2)

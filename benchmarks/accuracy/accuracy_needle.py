@@ -1,0 +1,88 @@
+"""The needle task: facts hidden at several depths of a long text, and asked for at its end.
+
+A prompt holds five facts, "The magic number of CITY is DDDDD.", at a tenth, three, five, seven and nine tenths of a
+text, and ends with the five sentences again, in another order. A needle is found when every digit of its number is the
+model's first choice, given the digits before it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.accuracy.accuracy_model import Probe
+from benchmarks.accuracy.accuracy_rows import Reading
+
+LENGTHS = (1024, 4096, 8192)
+DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+CITIES = ("Lisbon", "Oslo", "Vienna", "Dublin", "Prague")
+SEEDS = (1, 2, 3, 4)
+TEXT = [("opticks", len(SEEDS) * max(LENGTHS), 1)]
+"""The haystack: a stretch of its own for each seed."""
+
+
+def needles(
+    probe: Probe, reading: Reading | None, text: torch.Tensor, lengths: Sequence[int] = LENGTHS
+) -> dict[str, Any]:
+    """Found needles per context length and depth, out of how many, and the mean log-probability of a whole number.
+
+    Args:
+        text: tokens of the haystack, as `TEXT` asks for. lengths: those of `LENGTHS` that are to be run.
+    """
+    found: dict[str, int] = {f"{n}@{int(100 * d)}%": 0 for n in lengths for d in DEPTHS}
+    logs: dict[int, list[float]] = {n: [] for n in lengths}
+    for length in lengths:
+        for seed in SEEDS:
+            tokens, answers = _prompt(probe, text, length, seed)
+            states = probe.hidden(tokens, reading)
+            for depth, (start, end) in answers.items():
+                ((_, logits),) = probe.logits(states[start - 1 : end - 1])
+                row = logits.log_softmax(-1)
+                digits = tokens[start:end]
+                logs[length].append(float(row.gather(1, digits[:, None]).sum()))
+                found[f"{length}@{int(100 * depth)}%"] += int(torch.equal(row.argmax(-1), digits))
+    return {
+        "found": found,
+        "asked_each": len(SEEDS),
+        "found_all": sum(found.values()),
+        "asked_all": len(SEEDS) * len(found),
+        "log_prob": {str(n): round(sum(x) / len(x), 3) for n, x in logs.items()},
+    }
+
+
+def _prompt(
+    probe: Probe, text: torch.Tensor, length: int, seed: int
+) -> tuple[torch.Tensor, dict[float, tuple[int, int]]]:
+    """Token ids of about `length`, and where the digits of each depth's answer stand in them."""
+    rng = random.Random(seed)  # noqa: S311  # a reproducible test, no secret
+    cities = rng.sample(CITIES, len(CITIES))
+    numbers = ["".join(rng.choice("0123456789") for _ in range(5)) for _ in cities]
+
+    def ids(text: str) -> list[int]:
+        return list(probe.tokenizer(text, add_special_tokens=False).input_ids)
+
+    fact = [
+        (ids(f"\n\nThe magic number of {c} is"), ids(f" {n}"), ids(".\n\n"))
+        for c, n in zip(cities, numbers, strict=True)
+    ]
+    asked = list(range(len(fact)))
+    rng.shuffle(asked)
+    size = sum(map(len, fact[0]))
+    begin = SEEDS.index(seed) * max(LENGTHS)
+    body = text[begin : begin + length - 2 * size * len(fact)].tolist()
+    out: list[int] = []
+    at = 0
+    for depth, parts in zip(DEPTHS, fact, strict=True):
+        stop = int(depth * len(body))
+        out += body[at:stop] + parts[0] + parts[1] + parts[2]
+        at = stop
+    out += body[at:]
+    answers = {}
+    for i in asked:
+        out += fact[i][0]
+        answers[DEPTHS[i]] = (len(out), len(out) + len(fact[i][1]))
+        out += fact[i][1] + fact[i][2]
+    return torch.tensor(out), answers

@@ -1,0 +1,141 @@
+"""The rows of the accuracy table: how each reads a cache, and what it takes.
+
+A row's name is a codec's, and after it by `+`: the label of the factors (`self`: those that an engine gives itself at
+start; `calibrated`: a file of `kvpilot calibrate`), `wN` for a recent window of N tokens as the ring keeps it, and
+`firstN` for the sequence's first N tokens in 16 bits, which no engine of ours does (to compare with those that do).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvpilot_formats import formats
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.reference import plain
+from kvpilot_kernels.reference.codec import Codec
+from kvpilot_kernels.reference.kivi import kivi
+from kvpilot_kernels.reference.kvarn import kvarn
+from kvpilot_kernels.reference.own import own
+from kvpilot_kernels.reference.turboquant import turboquant
+
+ByLayer = Callable[[int], Codec]
+"""The codec of a layer."""
+
+SELF = "self"
+
+CALIBRATED = "calibrated"
+
+
+def _served(fmt: formats.Format) -> list[str]:
+    window = f"+w{fmt.window}" if fmt.window else ""
+    return [f"{fmt.name}+{label}{window}" for label in (SELF, *([CALIBRATED] if fmt.key.bits < 8 else []))]
+
+
+SERVED = tuple(row for name in formats.own_names() for row in _served(formats.parse(name)))
+"""With the default recent window: without options, and with a file where keys have fewer than 8 bits."""
+
+OTHER_WINDOWS = ("k4v2+self+w64", "k4v2+calibrated+w64")
+"""Beside what is served by default."""
+
+AGAINST_EXACT = ("k4v4+self+w128+first128", "k4v4+self+w128")
+"""Beside `kvarn_k4v4+exact`, which keeps as many tokens."""
+
+CONTEXT = 4096
+"""Tokens of the context over which what is kept beside the pages is spread, in bits per element."""
+
+_PAGE = 64
+"""Tokens of a page, for the size of a ring."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How attention reads a cache.
+
+    Attributes:
+        pages: what the pages give back.
+        recent: of a query's last tokens, its own among them, that are read by `fine` instead. fine: None for 16 bits.
+        first: of a sequence's first tokens that are read in 16 bits.
+        hit: tokens that came from the prefix cache: their queries attend in 16 bits, as a prefill does, and the ring
+            holds none of them.
+    """
+
+    pages: ByLayer
+    recent: int = 0
+    fine: ByLayer | None = None
+    first: int = 0
+    hit: int = 0
+
+
+def rivals() -> dict[str, Codec]:
+    """Codecs that need no layer."""
+    found = [plain.fp8_e4m3(), plain.int4_raw(), plain.int4_per_token_head(), turboquant(4), turboquant(3), kivi(2)]
+    found += [kvarn(4, v, exact_ends=exact) for v in (4, 2) for exact in (False, True)]
+    return {codec.name: codec for codec in found}
+
+
+def every_name(labels: Sequence[str]) -> list[str]:
+    """The table's rows with factors of `labels`."""
+    mine = [name + suffix for name in formats.own_names() for suffix in ("", *(f"+{label}" for label in labels))]
+    return [*rivals(), *mine, *SERVED, *OTHER_WINDOWS, *AGAINST_EXACT]
+
+
+def reading(name: str, factors: Mapping[str, Mapping[int, Factors]]) -> Reading:
+    """How the row `name` reads. `factors`: by label and layer.
+
+    Raises:
+        ValueError: there is no such row.
+    """
+    if name in rivals():
+        codec = rivals()[name]
+        return Reading(lambda _layer: codec)
+    fmt, label, recent, first = _parts(name)
+    if label is None:
+        pages, fine = own(fmt), own(fmt, recent=True)
+        return Reading(lambda _layer: pages, recent, (lambda _layer: fine) if recent else None, first)
+    if label not in factors:
+        raise ValueError(f"row {name!r}: there are no factors {label!r}, only {sorted(factors)}; see --calibration")
+    layers = {layer: own(fmt, one) for layer, one in factors[label].items()}
+    finer = {layer: own(fmt, one, recent=True) for layer, one in factors[label].items()}
+    return Reading(layers.__getitem__, recent, finer.__getitem__ if recent else None, first)
+
+
+def engine(name: str) -> tuple[str, dict[str, str]]:
+    """KV-cache dtype and environment of the vLLM engine that serves the row `name`, without a file of factors.
+
+    Raises:
+        ValueError: no engine serves it so.
+    """
+    if name == "fp8_e4m3":
+        return name, {}
+    fmt, label, recent, first = _parts(name)
+    if first or label not in (None, SELF):
+        raise ValueError(f"row {name!r}: an engine without a file serves FORMAT[+{SELF}][+wN] and fp8_e4m3")
+    variables = {"KVPILOT_RECENT_TOKENS": str(recent)} if fmt.has_ring else {}
+    return fmt.name, variables if label else {**variables, "KVPILOT_CALIBRATION": "off"}
+
+
+def bits(name: str, head_dim: int) -> float:
+    """Bits per element of a row, scales counted, and what is kept beside the pages at `CONTEXT` tokens."""
+    known = rivals()
+    if name in known:
+        codec = known[name]
+        kept = 2 * codec.tile if codec.exact_ends else 0  # the first tile and room for the open one
+        return _mixed(codec.bits(head_dim), kept)
+    fmt, _, recent, first = _parts(name)
+    pages = fmt.bits_per_element(head_dim)
+    ring = fmt.ring_blocks(recent, head_dim, _PAGE) * _PAGE
+    return _mixed(pages, first) + pages * ring / CONTEXT
+
+
+def _mixed(low: float, exact: int) -> float:
+    return low + (16 - low) * exact / CONTEXT
+
+
+def _parts(name: str) -> tuple[formats.Format, str | None, int, int]:
+    """Format, label of factors, tokens of the window, first tokens in 16 bits."""
+    found = re.fullmatch(r"(\w+?)(?:\+([a-z-]+))?(?:\+w(\d+))?(?:\+first(\d+))?", name)
+    if found is None:
+        raise ValueError(f"row {name!r} is not FORMAT[+FACTORS][+wN][+firstN]; for example k4v4+self+w64")
+    return formats.parse(found[1]), found[2], int(found[3] or 0), int(found[4] or 0)

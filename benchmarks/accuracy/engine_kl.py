@@ -1,0 +1,202 @@
+"""What a KV cache costs in real vLLM, every position decoded: `python -m benchmarks.accuracy.engine_kl --out FILE`.
+
+The accuracy table (accuracy.py) models an engine; this asks one. The table's texts go through vLLM a token of each at a
+time, so that every position is a decode step over pages, and so they do through one with the cache in 16 bits. Taken
+down is the state after the last norm, at every position; from it both sides' distributions over the whole vocabulary
+are computed as the table does, and checked against the log-probabilities that the engine itself gives for the text.
+
+Rows are named as the table's, and beside each stands what the table's model says of the same tokens. The control is
+16 bits again, each text in one prefill. An engine that fails is named, and the rows of the others are written. On a GPU
+`fp8_e4m3` wants `--dtype bfloat16`. `--hit N` measures the 64 tokens after a hit of N tokens in the prefix cache.
+engine_kl_report.py makes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import shlex
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.accuracy.accuracy import PLAN, Base, Tally
+from benchmarks.accuracy.accuracy_model import Probe
+from benchmarks.accuracy.accuracy_rows import SELF, Reading, engine, reading
+from benchmarks.accuracy.accuracy_texts import Sequence, sequences
+from benchmarks.accuracy.engine_kl_run import Job
+from benchmarks.engine.gpu_engine_process import ChildFailedError, environment, run_child, say
+from kvpilot_kernels.reference import plain
+from kvpilot_runtime.calibration.text import text_ids
+from kvpilot_smallmodels.models import smollm2_135m
+
+ROWS = "k4v4+self+w64,k8v4+self+w64,k4v2+self+w128,k4v4+self,int8+self"
+AFTER_HIT = 64
+"""Tokens after a hit that are measured: with the shortest window, those that do not see it whole."""
+
+CONTEXT = 8192
+"""Tokens of context that engines serve, at most."""
+
+MEMORY = 2 << 30
+"""Bytes of an engine's cache: all texts at once in 32 bits, twice."""
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON that the figures are merged into")
+    parser.add_argument("--rows", default=ROWS, help="comma-separated (default: %(default)s)")
+    parser.add_argument("--hit", type=int, default=0, help="tokens that come from the prefix cache; whole blocks")
+    parser.add_argument("--sequences", type=int, help="of the table's texts, the first ones (default: all)")
+    parser.add_argument("--tokens", type=int, default=CONTEXT, help="of a text, at most (default: %(default)s)")
+    parser.add_argument("--dtype", help="of weights and 16-bit cache (default: float16 on a GPU, float32 on a CPU)")
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens an engine calibrates on (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, default=1, help="engines that run beside each other")
+    parser.add_argument("--model", type=Path, help="folder of the model (default: SmolLM2-135M, made once)")
+    parser.add_argument("--texts", type=Path, help="what accuracy.py --cut has written")
+    parser.add_argument("--limit", type=float, default=1800, help="seconds an engine may take (default: %(default)s)")
+    parser.add_argument("--raw", type=Path, help="keep each engine's answers here, and do not ask again for those kept")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
+    return parser.parse_args()
+
+
+def answers(args: argparse.Namespace, name: str, texts: list[Sequence]) -> dict[str, Any]:
+    """What the engine of one row found for every text (`base`, `control`, or a row of the table), or its error."""
+    dtype, extra = ("auto", {}) if name in ("base", "control") else engine(name)
+    options = {
+        "model": str(args.model), "kv_cache_dtype": dtype, "dtype": args.dtype, "max_model_len": args.context,
+        "max_num_batched_tokens": args.chunk, "max_num_seqs": len(texts) + 1, "kv_cache_memory_bytes": MEMORY,
+        **args.engine_args,
+    }  # fmt: skip
+    extra = {**extra, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    log = args.out.with_name(f"{args.out.stem}-{name}.log")
+    with tempfile.TemporaryDirectory(prefix="kvpilot-kl-") as folder, environment(extra) as env:
+        out, job = Path(folder, "answers.pt"), Path(folder, "job.json")
+        asked = asdict(Job(options, [x.tolist() for _, x in texts], args.hit, name != "control", str(out)))
+        key = hashlib.sha256(json.dumps([{**asked, "out": name}, extra], sort_keys=True).encode()).hexdigest()[:16]
+        kept = args.raw and args.raw / f"{name}-{key}.pt"
+        if kept and kept.exists():
+            return dict(torch.load(kept, map_location=args.device))
+        job.write_text(json.dumps(asked))
+        say(f"{name}: starting")
+        try:
+            run_child("benchmarks.accuracy.engine_kl_run", job, log, args.limit, env)
+        except ChildFailedError as error:
+            return {"error": str(error)}
+        found: dict[str, Any] = torch.load(out, map_location=args.device)
+    said = re.findall(r"(?:Calibrat|Recent window)[^\n\x1b]*", log.read_text())
+    found["said"] = list(dict.fromkeys(line.strip() for line in said))
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(found, kept)
+    return found
+
+
+def unlike(probe: Probe, found: dict[str, Any], texts: list[Sequence], hit: int) -> float:
+    """How far the engine's own log-probabilities are from those of the states, at most, in nats."""
+    worst = 0.0
+    for (_, tokens), answer in zip(texts, found["answers"], strict=True):
+        own = Base(probe, tokens[hit:], answer["states"].float()).log_prob
+        worst = max(worst, float((own - answer["logprobs"]).abs().max()))
+    return round(worst, 3)
+
+
+def modelled(probe: Probe, row: Reading, texts: list[Sequence], hit: int) -> dict[str, Any]:
+    """What the table's model says of the same tokens."""
+    tally, base_codec = Tally(), plain.bf16()
+    base_row = Reading(lambda _layer: base_codec)
+    for text, tokens in texts:
+        base = Base(probe, tokens[hit:], probe.hidden(tokens, base_row)[hit:])
+        tally.add(text, base, probe.hidden(tokens, replace(row, hit=hit))[hit:], probe)
+    return tally.summary()
+
+
+def compared(probe: Probe, found: dict[str, Any], base: dict[str, Any], texts: list[Sequence], hit: int) -> Any:
+    """The row of an engine against that with 16 bits."""
+    tally = Tally()
+    for (text, tokens), answer, reference in zip(texts, found["answers"], base["answers"], strict=True):
+        of_base = Base(probe, tokens[hit:], reference["states"].float())
+        tally.add(text, of_base, answer["states"].float(), probe)
+    return tally.summary()
+
+
+def cut(args: argparse.Namespace, probe: Probe) -> list[Sequence]:
+    """The texts; for `--hit`, as many pieces of them as there are, a hit and what is measured after it each."""
+    whole = torch.load(args.texts)["evaluation"] if args.texts else sequences(probe.tokenizer, PLAN)
+    whole = [(name, tokens[: args.tokens].to(args.device)) for name, tokens in whole[: args.sequences]]
+    if not args.hit:
+        return whole
+    size = args.hit + AFTER_HIT
+    return [(name, piece) for name, tokens in whole for piece in tokens.split(size) if len(piece) == size]
+
+
+def command_line(words: list[str]) -> str:
+    """The command, without what names folders of one machine."""
+    kept = list(words)
+    for option in ("--out", "--model", "--texts", "--raw"):
+        if option in kept:
+            at = kept.index(option)
+            del kept[at : at + 2]
+    return shlex.join(["python", "-m", "benchmarks.accuracy.engine_kl", *kept])
+
+
+def main() -> None:
+    """Run engines and model, print and write."""
+    args = arguments()
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_default_device(args.device)  # of this thread alone
+    args.dtype = args.dtype or ("float16" if args.device == "cuda" else "float32")
+    args.model = args.model or smollm2_135m()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    probe = Probe(args.model)
+    args.context = min(CONTEXT, probe.model.config.max_position_embeddings)
+    texts = cut(args, probe)
+    rows = args.rows.split(",")
+    chosen = {name: engine(name) for name in rows}  # a row that no engine serves is refused before any is started
+    with ThreadPoolExecutor(args.at_once) as pool:
+        names = ["base", *([] if args.hit else ["control"]), *chosen]
+        found = dict(zip(names, pool.map(lambda name: answers(args, name, texts), names), strict=True))
+    ids = torch.tensor(text_ids(probe.tokenizer, min(args.chunk, args.context)))
+    factors = {SELF: probe.self_calibrated(ids, args.context)}
+    table = {}
+    if error := found["base"].get("error"):
+        raise ChildFailedError(f"base: {error}")
+    for name in names[1:]:
+        if error := found[name].get("error"):
+            say(f"{name}: {error}")
+            continue
+        engine_row = compared(probe, found[name], found["base"], texts, args.hit)
+        model_row = None if name == "control" else modelled(probe, reading(name, factors), texts, args.hit)
+        table[name] = {
+            "engine": engine_row, "model": model_row, "said": found[name]["said"],
+            "unlike": unlike(probe, found[name], texts, args.hit),
+        }  # fmt: skip
+        say(f"{name}: engine {engine_row['mean_kl']}, model {model_row and model_row['mean_kl']} millinats")
+    section = {
+        "commands": [command_line(sys.argv[1:])], "date": f"{datetime.now(UTC):%Y-%m-%d}", "dtype": args.dtype,
+        "hit": args.hit, "versions": found["base"]["versions"], "rows": table,
+    }  # fmt: skip
+    data = json.loads(args.out.read_text()) if args.out.exists() else {}
+    key = f"{section['versions']['device']}, {args.dtype}" + (f", after a hit of {args.hit}" if args.hit else "")
+    positions = sum(len(tokens) - args.hit for _, tokens in texts)
+    former = data.get(key, {"rows": {}, "commands": []})
+    kept = {name: row for name, row in former["rows"].items() if row["engine"]["tokens"] == positions}
+    if kept.keys() - table.keys():
+        section["rows"] = kept | table
+        section["commands"] = list(dict.fromkeys([*former["commands"], *section["commands"]]))
+    data[key] = section
+    args.out.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
+    if len(table) < len(names) - 1:
+        sys.exit("not every engine answered; see above")
+
+
+if __name__ == "__main__":
+    main()

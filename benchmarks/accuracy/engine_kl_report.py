@@ -1,0 +1,75 @@
+"""The page of engine_kl.py: `python -m benchmarks.accuracy.engine_kl_report docs/benchmarks/engine-kl.json`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.accuracy import page_beside
+
+HEAD = """\
+# The damage of a KV cache, measured in the engine
+
+[The accuracy table](accuracy.md) models an engine: attention of plain transformers over what each codec gives back.
+Here a real vLLM answers, with SmolLM2-135M's real weights and the table's texts, a token of each at a time, so that
+every position is a decode step over pages and rings, as a user's tokens are. Compared are the distributions over the
+whole vocabulary, made from the engine's states after the last norm, with those of the same engine with the cache in the
+model's dtype, in millinats of KL. `model` is what the table's model says of the same tokens. The control is the latter
+engine again, with each text in one prefill: two kernels of attention.
+The H200's rows after a hit are, on both sides, from before the first key of a sequence had
+[a mean of its own](../decisions/0022-a-mean-of-its-own-for-the-first-key.md); all others are not. In bfloat16 the
+control is part of each row's KL.
+`fp8_e4m3` is vLLM's own code: on a GPU it also rounds queries to e4m3, which the model does not; on a CPU it does more
+yet, and why has not been looked into.
+
+"""
+
+TABLE = """\
+| row | KL in the engine | KL by the model | engine / model | p99 KL | top-1 | by the model |
+|---|---|---|---|---|---|---|
+"""
+
+
+HIT = """\
+Each piece of text is {hit} tokens, which an earlier request has left in the prefix cache, and the 64 after them, which
+are measured: what a hit brings is in no ring, and is read in the bits of its pages.
+"""
+
+SAID = "What the engines said of it:\n\n"
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """The page."""
+    return HEAD + "\n".join(_section(name, section) for name, section in sorted(data.items()))
+
+
+def _section(name: str, section: dict[str, Any]) -> str:
+    found, rows = section["versions"], section["rows"]
+    tokens = max(row["engine"]["tokens"] for row in rows.values())
+    worst = max(row["unlike"] for row in rows.values())
+    about = (
+        f"{section['date']}, vLLM {found['vllm']}, torch {found['torch']}, Python {found['python']}; {tokens:,} "
+        "positions. The engines' own\nlog-probabilities of the text, of logits in the model's dtype, are those of the "
+        f"states to within {worst} nats.\n"
+    )
+    hit = HIT.format(hit=section["hit"]) if section["hit"] else ""
+    said = "".join(f"* `{row}`: {'; '.join(found['said'])}\n" for row, found in rows.items() if found["said"])
+    table = "".join(_row(*item) for item in rows.items())
+    commands = "\n\n".join(f"`{command}`" for command in section["commands"])
+    return f"## {name}\n\n{commands}\n\n{about}{hit}\n{TABLE}{table}\n{said and SAID + said}"
+
+
+def _row(name: str, row: dict[str, Any]) -> str:
+    engine, model = row["engine"], row["model"]
+    label = "16 bits, in one prefill (control)" if name == "control" else f"`{name}`"
+    by_model = ratio = top = "-"
+    if model:
+        by_model = f"{model['mean_kl']:.2f} ± {model['standard_error']:.2f}"
+        ratio, top = f"{engine['mean_kl'] / model['mean_kl']:.2f}", f"{model['top1']:.1f}%"
+    return (
+        f"| {label} | {engine['mean_kl']:.2f} ± {engine['standard_error']:.2f} | {by_model} | {ratio} | "
+        f"{engine['p99_kl']:.0f} | {engine['top1']:.1f}% | {top} |\n"
+    )
+
+
+if __name__ == "__main__":
+    page_beside.write(markdown)

@@ -1,0 +1,125 @@
+"""The child of engine_kl.py: the last states of texts in one engine, a token at a time or in one prefill."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine and the texts that it reads.
+
+    Attributes:
+        engine: keyword arguments of `vllm.LLM`.
+        texts: token ids of each text.
+        hit: of each text's tokens, how many an earlier request leaves in the prefix cache; 0 for none.
+        decoded: a token of each text in a step; else each text in one prefill.
+        out: where the answers are written: `states` [tokens after the hit, hidden] of each text, in the model's dtype;
+            `logprobs`, the engine's own of each text's tokens after the first of those.
+    """
+
+    engine: dict[str, Any]
+    texts: list[list[int]]
+    hit: int
+    decoded: bool
+    out: str
+
+
+class States:
+    """Takes down what the model's last norm gives for each token, by request."""
+
+    def __init__(self, llm: Any, decoded: bool) -> None:
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        self.runner, self.decoded = worker.model_runner, decoded
+        self.steps: list[tuple[Any, Any, Any]] = []
+        self.found: dict[str, list[tuple[Any, Any, Any]]] = {}
+        self.runner.get_model().register_forward_hook(self._seen, with_kwargs=True)
+        execute = worker.execute_model
+
+        def stepped(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            out = execute(scheduled, *args, **kwargs)
+            if scheduled.total_num_scheduled_tokens:
+                self._sort(scheduled.num_scheduled_tokens)
+            return out
+
+        worker.execute_model = stepped
+
+    def _seen(self, _model: Any, _args: Any, inputs: dict[str, Any], states: Any) -> None:
+        self.steps.append((inputs["input_ids"].clone(), inputs["positions"].clone(), states.clone()))
+
+    def _sort(self, tokens: dict[str, int]) -> None:
+        """Give the rows of the step that ran to its requests."""
+        ((ids, positions, states),) = self.steps
+        self.steps.clear()
+        # The first model runner keeps its batch; the second one hands it from this step to its sampling.
+        runner = self.runner
+        batch = runner.input_batch if hasattr(runner, "input_batch") else runner.execute_model_state.input_batch
+        start = 0
+        for request in batch.req_ids:
+            end = start + tokens[request]
+            self.found.setdefault(request, []).append((ids[start:end], positions[start:end], states[start:end]))
+            start = end
+
+    def of(self, request: str, text: list[int], hit: int) -> Any:
+        """States [tokens after the hit, hidden] of a request; what was computed was this text, and as asked for.
+
+        Raises:
+            RuntimeError: it was not.
+        """
+        import torch
+
+        # In one process a request's id has a suffix.
+        ((_, parts),) = [item for item in self.found.items() if item[0].split("-")[0] == request]
+        ids, positions, states = (torch.cat(x).cpu() for x in zip(*parts, strict=True))
+        steps = [len(part[0]) for part in parts][: len(text) - hit]
+        ids, positions, states = (x[: len(text) - hit] for x in (ids, positions, states))
+        if positions.tolist() != list(range(hit, len(text))) or ids.tolist() != text[hit:]:
+            raise RuntimeError(f"request {request} computed {len(ids)} tokens from {int(positions[0])} on, or of "
+                               f"another text; asked for were {hit} to {len(text)}")  # fmt: skip
+        if self.decoded and max(steps) > 1:
+            raise RuntimeError(f"request {request} had a step of {max(steps)} tokens, not of one")
+        return states
+
+
+def main() -> NoReturn:
+    """Do the job named on the command line."""
+    end_with_parent()
+    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+    import torch
+    from vllm import LLM, SamplingParams
+
+    threshold = {"long_prefill_token_threshold": 1} if job.decoded else {}
+    llm = LLM(**job.engine, **threshold, enforce_eager=True, enable_prefix_caching=job.hit > 0)
+    one: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "detokenize": False}
+    if job.hit:
+        # One after the other: vLLM prefills a prompt that is alone in one piece, whatever the threshold.
+        for text in job.texts:
+            llm.generate({"prompt_token_ids": text[: job.hit]}, SamplingParams(**one), use_tqdm=False)
+    states = States(llm, job.decoded)
+    params = SamplingParams(**one, prompt_logprobs=0, skip_reading_prefix_cache=False)
+    # For the same reason the longest text has a companion, which is not counted.
+    asked = [*job.texts, max(job.texts, key=len)] if job.decoded else job.texts
+    prompts = [{"prompt_token_ids": text} for text in asked]
+    batches = [prompts] if job.decoded else [[prompt] for prompt in prompts]
+    found = [request for batch in batches for request in llm.generate(batch, params, use_tqdm=False)]
+    answers = []
+    for request, text in zip(found, job.texts, strict=False):
+        entries = list(request.prompt_logprobs)[-(len(text) - 1 - job.hit) :]
+        own = [entry[token].logprob for entry, token in zip(entries, text[job.hit + 1 :], strict=True)]
+        answers.append({"states": states.of(request.request_id, text, job.hit), "logprobs": torch.tensor(own)})
+    facts = {name: str(value) for name, value in versions().items()}  # torch has a string of its own for its version
+    torch.save({"answers": answers, "versions": facts}, job.out)
+    say(f"{sum(len(x['states']) for x in answers):,} positions")
+    # As in gpu_engine_measure.py: the parent ends what is left of vLLM.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Page of the equality runs: `python -m benchmarks.accuracy.gpu_equality_page RAW.json ... [--out docs/benchmarks]`.
+
+Reads what gpu_equality.py wrote; writes OUT/h200-equality.md and OUT/h200-equality.json, all runs in one file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine.gpu_engine_report import versions_of
+
+INTRODUCTION = """\
+# Whether scheduling changes answers, in real vLLM
+
+`python -m benchmarks.accuracy.gpu_equality`; raw: [h200-equality.json](h200-equality.json). The same prompts are
+answered greedily *alone* (one at a time, eager, no prefix caching, a prompt in one piece), *crowded* (CUDA graphs,
+prefix caching, prompts in small chunks, many at once, so little cache that requests are preempted) and, where it says
+so, crowded on several GPUs (*tp2*). The rows of `auto` are the control: 16-bit sums in another order flip near-ties.
+A chunk attends to itself in 16 bits and to what came before from its pages, so cutting a prompt changes what is read
+quantized, and with it a quantized dtype's answers; "read back" means that chunks read themselves from pages too.
+Tokens count up to an answer's first difference; logprobs and divergence are compared up to and with that position, of
+the 20 most likely tokens.
+"""
+
+
+def row(facts: dict[str, Any]) -> str:
+    """A row of the table."""
+    names = f"| `{facts['run']}` | `{facts['against']}` "
+    if facts.get("errors"):
+        return names + "| " + "; ".join(f"{at}: {error}" for at, error in facts["errors"].items()) + " |" * 8
+    pressure = "-"
+    if not facts["run"].endswith("/alone"):
+        pressure = f"{facts['vllm:num_preemptions']} / {facts['vllm:prefix_cache_hits']}"
+    shares = [f"{facts['answers_equal']:.1%}", f"{facts['tokens_equal']:.1%}", f"{facts['top1_equal']:.2%}"]
+    damage = [
+        f"{facts['mean_logprob_difference']:.4f}",
+        f"{1e3 * facts['mean_kl']:.2f}",
+        f"{1e3 * facts['p99_kl']:.1f}",
+    ]
+    return f"{names}| {' | '.join([pressure, *shares, *damage])} | {facts['positions']:,} |"
+
+
+def table(run: dict[str, Any]) -> str:
+    """One invocation of gpu_equality.py."""
+    versions = versions_of(run["versions"]) if run["versions"] else "no run ended well"
+    options = run["options"]
+    heads = ["run", "against", "preemptions / cached tokens", "answers equal", "tokens equal", "top-1",
+             "mean abs. logprob difference", "mean KL, millinats", "p99", "positions"]  # fmt: skip
+    return "\n".join(
+        [
+            f"## {run['model']}\n",
+            f"{versions}; {run['date']} UTC; {options['prompts']} prompts, {options['tokens']} tokens each, "
+            f"{options['kv_tokens']:,} tokens of crowded cache in blocks of {options['block_size']}, chunks of "
+            f"{options['chunk']}{', chunks read back' if options['from_pages'] else ''}.\n",
+            f"| {' | '.join(heads)} |",
+            "|---" * len(heads) + "|",
+            *map(row, run["rows"]),
+            "",
+            *([run["note"], ""] if "note" in run else []),
+        ]
+    )
+
+
+def main() -> int:
+    """Write the page and the joined raw file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("raw", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "docs" / "benchmarks")
+    args = parser.parse_args()
+    read = [json.loads(path.read_text()) for path in args.raw]
+    runs = [run for document in read for run in (document if isinstance(document, list) else [document])]
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "h200-equality.json").write_text(json.dumps(runs, indent=1) + "\n")
+    (args.out / "h200-equality.md").write_text("\n".join([INTRODUCTION, *map(table, runs)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""Families of models in real vLLM, `k4v4` beside `auto`: `python -m benchmarks.accuracy.gpu_families --out DIR`.
+
+Of each family a small random model (kvpilot_smallmodels.families) answers the same prompts greedily in five engines:
+with each dtype *crowded* (CUDA graphs, prefix caching, prompts in chunks, many at once, and so little cache that
+requests are preempted) and *alone* (one at a time, eager, no prefix caching, a prompt in one piece), `k4v4` with its
+default window and its own calibration; and crowded with the bare *codec* (no window, no factors, chunks that read
+themselves back), whose predictions are those of plain transformers with the same codec but for rounding.
+
+Writes DIR/families-answers.json.gz, and DIR/families-errors.log with the ends of logs of engines that failed;
+gpu_families_page.py judges the answers, wherever it is. Needs `demo` on the path beside `runtime` and `kernels`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accuracy.gpu_equality import MAX_MODEL_LEN, prompts_of
+from benchmarks.accuracy.gpu_families_ask import Asked
+from benchmarks.engine.gpu_engine_process import ChildFailedError, environment, run_child, say
+from kvpilot_smallmodels.families import FAMILIES, make
+
+CODEC = {"KVPILOT_CALIBRATION": "off", "KVPILOT_RECENT_TOKENS": "0", "KVPILOT_PREFILL_FROM_PAGES": "1"}
+RUNS: dict[str, tuple[str, bool, dict[str, str]]] = {
+    "k4v4/codec": ("k4v4", True, CODEC), "auto/crowded": ("auto", True, {}), "k4v4/crowded": ("k4v4", True, {}),
+    "k4v4/alone": ("k4v4", False, {}), "auto/alone": ("auto", False, {}),
+}  # fmt: skip
+"""By name: dtype, whether crowded, and what its environment has."""
+OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Engine cores run in the engines' own processes, where their caches can be taken."""
+LINES, LINE = 150, 500
+"""Lines that are kept of the log of an engine that failed, and characters of each: vLLM prints whole configurations."""
+CHUNK = 128
+ROOM = 1.5
+"""Requests of the longest kind (`MAX_MODEL_LEN`) that a crowded engine has cache for."""
+QUICK: dict[str, Any] = {
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    "kernel_config": {"enable_jit_warmup": False},
+}
+"""Of crowded engines: CUDA graphs of decode, and nothing else that takes long at the start."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a family is served: `dtype` of weights and activations, further `fields` of config.json, further arguments of
+    all its engines, and of those with `auto`."""
+
+    dtype: str = "float16"
+    fields: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    auto: dict[str, Any] = field(default_factory=dict)
+
+
+# By itself vLLM takes FlashAttention 4 for their heads of 512, which needs packages that a GPU host may lack.
+GEMMA4 = Case(engine={"attention_config": {"flash_attn_version": 3}},
+              auto={"attention_config": {"backend": "TRITON_ATTN"}})  # fmt: skip
+
+
+CASES: dict[str, Case] = {
+    # FlashAttention's sinks want bfloat16, whose rounding chooses other experts, which is a jump: so all of them.
+    "gpt-oss": Case("bfloat16", {"num_experts_per_tok": 4}),
+    # vLLM takes no float16 for these two.
+    "gemma3": Case("bfloat16"),
+    "gemma2": Case("bfloat16"),
+    "gemma3n": Case(),
+    "gemma4": GEMMA4,
+    "gemma4-26b": GEMMA4,
+    # On a GPU a chunk has whole blocks of 64 tokens.
+    "llama-4": Case(fields={"attention_chunk_size": 128}),
+    # By itself vLLM takes FlashInfer for its linear attention on Hopper.
+    "qwen3-next": Case(engine={"gdn_prefill_backend": "triton"}),
+    **{name: Case() for name in ("granite-4", "qwen3-moe", "nemotron-h", "lfm2", "qwen2", "qwen3", "phi3", "stablelm",
+                                 "heads-of-192", "shared-kv-head", "plain")},
+}  # fmt: skip
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", default=",".join(CASES), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--runs", default=",".join(RUNS), help="comma-separated (default: %(default)s)")
+    shared_arguments(parser, engines=8)
+    return parser.parse_args()
+
+
+def shared_arguments(parser: argparse.ArgumentParser, engines: int) -> None:
+    """Those of gpu_options.py, too."""
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=24, help="tokens generated per prompt")
+    parser.add_argument("--at-once", type=int, default=engines, help="engines beside each other (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=120, help="seconds that one engine may take")
+    parser.add_argument("--within", type=float, default=600, help="seconds that all engines may take")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
+    parser.add_argument("--out", type=Path, default=Path("out"))
+
+
+def engine_options(model: Path, dtype: str, crowded: bool) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`. The largest chunk is the same alone and crowded, and so are the engine's own factors."""
+    both: dict[str, Any] = {
+        "model": str(model), "kv_cache_dtype": dtype, "block_size": 64, "skip_tokenizer_init": True,
+        "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": MAX_MODEL_LEN, "kv_cache_memory_bytes": 256 << 20,
+        "gpu_memory_utilization": 0.02,
+    }  # fmt: skip
+    if crowded:
+        crowd = {"enable_prefix_caching": True, "max_num_seqs": 16, "long_prefill_token_threshold": CHUNK}
+        return {**both, **crowd, **QUICK}
+    return {**both, "enable_prefix_caching": False, "max_num_seqs": 1, "enforce_eager": True}
+
+
+def asked(args: argparse.Namespace, name: str, run: str, model: Path, out: Path) -> Asked:
+    """One engine of a family."""
+    case, (dtype, crowded, env) = CASES[name], RUNS[run]
+    skip = FAMILIES[name].skip if dtype != "auto" else ()
+    engine = {**engine_options(model, dtype, crowded), "dtype": case.dtype, **case.engine}
+    engine |= {**(case.auto if dtype == "auto" else {}), **args.engine_args}
+    if skip:
+        engine["kv_cache_dtype_skip_layers"] = list(skip)
+    where = out / f"{name}-{run.replace('/', '-')}.json"
+    prompts = prompts_of(model, args.prompts)
+    return Asked(engine, prompts, args.tokens, crowded, str(where), {**OWN_PROCESS, **env}, ROOM * crowded)
+
+
+def made(names: list[str], folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
+    """The models, and why one could not be made."""
+    found, failed = dict[str, Path](), dict[str, str]()
+    for name in names:
+        try:
+            found[name] = make(name, folder / name, fields=CASES[name].fields)
+        except Exception as error:  # a version of transformers that has other classes is to lose one family, not all
+            failed[name] = f"{type(error).__name__}: {error}"
+    return found, failed
+
+
+def digest(model: Path) -> str:
+    """Of a model's weights, so that it is known elsewhere for the same."""
+    return hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()[:16]
+
+
+def serve(args: argparse.Namespace, engines: dict[str, Asked], models: dict[str, Path]) -> int:
+    """Have all engines answer and write what they said; 1 where one failed. `models` are known by their weights."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    log = args.out / f"{args.name}.log"
+    with tempfile.TemporaryDirectory(prefix="kvpilot-job-") as folder, environment() as env:
+        job = Path(folder, "job.json")
+        job.write_text(json.dumps({"at_once": args.at_once, "limit": args.limit,
+                                   "engines": [asdict(one) for one in engines.values()]}))  # fmt: skip
+        try:
+            run_child("benchmarks.accuracy.gpu_families_run", job, log, args.within, env)
+        except ChildFailedError as error:
+            say(f"not all engines ran: {error}")
+    found = {}
+    with (args.out / f"{args.name}-errors.log").open("w") as errors:
+        for name, one in engines.items():
+            out = Path(one.out)
+            found[name] = json.loads(out.read_text()) if out.exists() else {"error": "it did not end in time"}
+            found[name]["prompts"] = one.prompts
+            if "error" in found[name] and (said := out.with_suffix(".log")).exists():
+                lines = [line[:LINE] for line in said.read_text().splitlines() if line.strip()]
+                errors.write("\n".join([f"== {name}", *lines[-LINES:], ""]))
+    versions = next((told["versions"] for told in found.values() if "versions" in told), {})
+    facts = {"name": args.name, "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}", "versions": versions,
+             "prompts": args.prompts, "tokens": args.tokens, "answers": found,
+             "weights": {name: digest(model) for name, model in models.items()}}  # fmt: skip
+    with gzip.open(args.out / f"{args.name}-answers.json.gz", "wt") as file:
+        json.dump(facts, file)
+    return 1 if any("error" in told for told in found.values()) else 0
+
+
+def main() -> int:
+    """Serve all and write; returns 1 when an engine failed."""
+    args = arguments()
+    args.name = "families"
+    names, runs = args.families.split(","), args.runs.split(",")
+    with tempfile.TemporaryDirectory(prefix="kvpilot-families-") as folder:
+        scratch = Path(folder)
+        models, failed = made(names, scratch / "models")
+        say(f"{len(models)} models made; {failed or 'none failed'}")
+        # By run, so that what vLLM and Triton keep of a family is there when its next engine starts.
+        engines = {f"{name} {run}": asked(args, name, run, models[name], scratch) for run in runs for name in models}
+        return serve(args, engines, models)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

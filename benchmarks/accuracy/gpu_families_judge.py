@@ -1,0 +1,136 @@
+"""Whether a family's answers are those of its weights and of the codec: figures and a verdict.
+
+All divergences are in nats, means over tokens. Those *from an oracle* are between an engine's predictions and those of
+plain transformers for the same tokens (kvpilot_smallmodels.oracle), without a codec (`auto`) or with it (`k4v4`): every
+token of every answer counts. `k4v4` as it is served depends on how a request came to a token (what the window holds,
+which part of a prompt was read back), which no oracle knows: its damage is held against that of the bare codec, and
+itself in a crowd against itself alone.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.accuracy.gpu_equality_compare import Answer, agreement, divergence
+from kvpilot_smallmodels.oracle import Oracle
+
+NEAR = 0.25
+"""An engine is right where it is nearer to its own oracle than to the other one by this factor at least."""
+ROUNDED = 3.0
+"""Or no further from it than this many times what rounding alone does, to codes and to `auto`: a value on the edge of
+two codes falls to either side, and where a group's range moves by a step, all of its codes are other ones."""
+SERVED = 1.25
+"""With its window and its factors `k4v4` may do this many times the damage of the bare codec; it should do less."""
+FAULT = 0.5
+"""And it is right where it is nearer to its own oracle than to one that misreads a block, by this factor at least."""
+CROWD = 3.0
+"""In a crowd it may be from itself alone as far as its own damage, and this many times as far as `auto` is."""
+BLOCK = 16
+"""Tokens that the oracle of a fault misreads."""
+RIGHT = "served and right"
+COMPUTED = "transformers in bfloat16 from float32"
+"""A figure: `auto`, too, is right where it is no further off than that, which computing alone does."""
+
+Figures = dict[str, Any]
+PAIRS = (("auto/crowded", "auto/alone"), ("k4v4/alone", "auto/alone"), ("k4v4/crowded", "k4v4/alone"))
+TOLD = ("counters", "kv_tokens", "groups", "free_blocks", "said", "attention", "graphs")
+
+
+def from_oracle(oracle: Oracle, prompts: list[list[int]], answers: list[Answer], *, misread: bool = False) -> float:
+    """Mean divergence of an engine's predictions from the oracle's; with `misread` the oracle has a block misread."""
+    found: list[float] = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        at = max(BLOCK, (len(prompt) - BLOCK) // BLOCK * BLOCK)
+        wanted = oracle.predictions(prompt, answer["tokens"], misread=at if misread else None)
+        for right, got in zip(wanted, answer["logprobs"], strict=True):
+            sound = not any(map(math.isnan, got.values()))
+            found.append(divergence({t: float(right[int(t)]) for t in got}, got) if sound else math.nan)
+    return statistics.fmean(found)
+
+
+def of_rounding(oracle: Oracle, prompts: list[list[int]], answers: list[Answer], dtype: str) -> float:
+    """Mean divergence of an oracle from itself with its keys and values moved by as much as `dtype` rounds them."""
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        exact = oracle.predictions(prompt, answer["tokens"])
+        moved = oracle.predictions(prompt, answer["tokens"], jitter=torch.finfo(getattr(torch, dtype)).eps / 2)
+        found.append(float((exact.exp() * (exact - moved)).sum(-1).mean()))
+    return statistics.fmean(found)
+
+
+def of_computing(model: Path, oracle: Oracle, prompts: list[list[int]], answers: list[Answer]) -> float:
+    """Mean divergence of plain transformers in bfloat16 from themselves in float32: `oracle`, which has no codec."""
+    rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="eager")
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        exact, count = oracle.predictions(prompt, answer["tokens"]), len(answer["tokens"])
+        with torch.inference_mode():
+            tokens = torch.tensor([prompt + answer["tokens"][:-1]])
+            other = rounded(tokens, logits_to_keep=count).logits[0].double().log_softmax(-1)
+        found.append(float((exact.exp() * (exact - other)).sum(-1).mean()))
+    return statistics.fmean(found)
+
+
+def judge(model: Path, dtype: str, runs: dict[str, dict[str, Any]]) -> Figures:
+    """Figures of a family and the verdict in words. `runs` are answers of gpu_families.py's engines, by their names."""
+    prompts = next(iter(runs.values()))["prompts"]
+    errors = {name: run["error"] for name, run in runs.items() if "error" in run}
+    figures: Figures = {
+        "dtype": dtype, "errors": errors,
+        "engines": {name: {key: run.get(key) for key in TOLD} for name, run in runs.items() if name not in errors},
+    }  # fmt: skip
+    good = {name: run["answers"] for name, run in runs.items() if name not in errors}
+    for name, against in PAIRS:
+        if name in good and against in good:
+            figures[f"{name} from {against}"] = agreement(good[against], good[name])
+    oracle = Oracle(model, "auto")
+    for name in good.keys() & {"auto/crowded", "k4v4/codec", "k4v4/crowded"}:
+        figures[f"{name} from oracle auto"] = from_oracle(oracle, prompts, good[name])
+    if dtype == "bfloat16" and "auto/crowded" in good:
+        figures[COMPUTED] = of_computing(model, oracle, prompts, good["auto/crowded"])
+    oracle = Oracle(model, "k4v4")
+    if "auto/crowded" in good:
+        figures["auto/crowded from oracle k4v4"] = from_oracle(oracle, prompts, good["auto/crowded"])
+    if "k4v4/codec" in good:
+        answers = good["k4v4/codec"]
+        figures["k4v4/codec from oracle k4v4"] = from_oracle(oracle, prompts, answers)
+        figures["k4v4/codec from a misread block"] = from_oracle(oracle, prompts, answers, misread=True)
+        figures["oracle k4v4 rounded"] = of_rounding(oracle, prompts, answers, dtype)
+    return {"verdict": verdict(figures), **figures}
+
+
+def far(figures: Figures, name: str) -> float:
+    """A divergence; NaN where it was not found."""
+    found = figures.get(name, math.nan)
+    return float(found["mean_kl"] if isinstance(found, dict) else found)
+
+
+def verdict(figures: Figures) -> str:
+    """`served and right`, or what is missing for it. A crowd is compared where an engine alone has answered, too."""
+    errors = {name: error for name, error in figures["errors"].items() if not name.endswith("/alone")}
+    if errors:
+        return "not served: " + "; ".join(f"{name}: {error}" for name, error in errors.items())
+    served = "k4v4/crowded from oracle auto"
+    own, other = (far(figures, f"k4v4/codec from oracle {codec}") for codec in ("k4v4", "auto"))
+    control, changed = (far(figures, f"auto/crowded from oracle {codec}") for codec in ("auto", "k4v4"))
+    rounded = far(figures, "oracle k4v4 rounded")
+    near = max(NEAR * changed, far(figures, COMPUTED)) if COMPUTED in figures else NEAR * changed
+    holds = {
+        "auto is not what transformers say": control <= near,
+        "the codec is not what transformers say": own <= max(NEAR * other, ROUNDED * (rounded + control)),
+        "a misread block would not show": own <= FAULT * far(figures, "k4v4/codec from a misread block"),
+        "it was not asked as served": served in figures,
+        "window and factors do harm": served not in figures or far(figures, served) <= SERVED * other,
+        "logits are not numbers": not any(x.get("not_a_number") for x in figures.values() if isinstance(x, dict)),
+    }
+    if "k4v4/crowded from k4v4/alone" in figures:
+        damage, noise = far(figures, "k4v4/alone from auto/alone"), far(figures, "auto/crowded from auto/alone")
+        holds["a crowd changes answers"] = far(figures, "k4v4/crowded from k4v4/alone") <= damage + CROWD * noise
+    missing = [what for what, held in holds.items() if not held]
+    return "served, not shown right: " + "; ".join(missing) if missing else RIGHT

@@ -1,0 +1,155 @@
+"""Judges answers of gpu_families.py and gpu_options.py and makes their page: `gpu_families_page.py ANSWERS ... OUT.md`.
+
+ANSWERS are what these programs wrote. The models are made anew, and have to be those that answered. Beside OUT lie all
+figures in one file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accuracy import gpu_options
+from benchmarks.accuracy.gpu_families import CASES, RUNS, digest, made
+from benchmarks.accuracy.gpu_families_judge import CROWD, FAULT, NEAR, ROUNDED, SERVED, Figures, far, judge
+from benchmarks.engine.gpu_engine_report import versions_of
+
+Rows = dict[str, Figures]
+
+INTRODUCTION = """\
+# Families of models, and what people switch on, in real vLLM on a GPU
+
+Small random models, `k4v4` beside `auto`, greedy answers; no speed was measured. The *codec*'s column is the engine
+without window and factors, whose chunks read themselves back, in a crowd (CUDA graphs, prefix caching, chunks, little
+cache): how far its predictions are from those of plain transformers in float32 with the same codec, without one, and
+with one block of 16 tokens of the prompt misread. *As served* is `k4v4` with its default window and its own factors:
+how far its answers in a crowd are from its own alone (one at a time, eager, no prefix caching), beside the same of
+`auto`, and how far alone it is from `auto`. All are mean Kullback-Leibler divergences in millinats, of the 20 most
+likely tokens; those from plain transformers over all tokens of all answers, those between engines up to an answer's
+first difference.
+
+*Served and right*: `auto` and the codec are each nearer to what transformers say of them than to what they say of the
+other, by a factor of {near:.0f} at least, or, `auto`, no further off than plain transformers in bfloat16 are, and the
+codec no further than {rounded:.0f} times what rounding alone does, which moves codes; the codec is nearer to what they
+say of it than with a block misread, by a factor of {fault:.0f} at least; `k4v4` as served does at most {served:.2f}
+times the damage of the bare codec; and in a crowd it is from itself alone at most as far as alone from `auto`, and
+{crowd:.0f} times what a crowd changes `auto`.
+"""
+
+
+TITLES = {"families": "Families", "options": "What people switch on", "options-2": "On two GPUs"}
+
+
+def number(value: float) -> str:
+    """Nats as millinats."""
+    if math.isnan(value):
+        return "-"
+    return f"{1e3 * value:,.1f}" if value < 1 else f"{1e3 * value:,.0f}"
+
+
+def pressure(row: dict[str, Any], run: str) -> str:
+    """Preemptions and cached tokens of a run."""
+    counters = row.get("engines", {}).get(run, {}).get("counters") or {}
+    if not counters:
+        return "-"
+    return f"{counters['vllm:num_preemptions']} / {counters['vllm:prefix_cache_hits']:,}"
+
+
+def family(name: str, row: Figures) -> str:
+    """A line of the table."""
+
+    def numbers(*names: str) -> str:
+        return " / ".join(number(far(row, one)) for one in names)
+
+    cells = [
+        name, row["dtype"], numbers("auto/crowded from oracle auto", "auto/crowded from oracle k4v4"),
+        numbers("k4v4/codec from oracle k4v4", "oracle k4v4 rounded", "k4v4/codec from oracle auto",
+                "k4v4/codec from a misread block"),
+        numbers("k4v4/crowded from oracle auto"),
+        numbers("k4v4/crowded from k4v4/alone", "auto/crowded from auto/alone", "k4v4/alone from auto/alone"),
+        pressure(row, "k4v4/codec"), pressure(row, "k4v4/crowded"), row["verdict"],
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def table(rows: Rows) -> list[str]:
+    """Families, or what is spread over GPUs."""
+    heads = [
+        "", "computed in", "`auto` from transformers: `auto` / codec",
+        "codec from transformers: codec / rounding alone / `auto` / misread", "as served from transformers: `auto`",
+        "crowd from alone: as served / `auto` / alone from `auto`",
+        "preemptions / cached tokens: codec", "as served", "verdict",
+    ]  # fmt: skip
+    return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(family(*item) for item in rows.items()), ""]
+
+
+def other(name: str, row: dict[str, Any]) -> str:
+    """A line of what is neither."""
+    figures = [
+        f"{key}: {number(far(row, key))}" if isinstance(value, dict) and "mean_kl" in value else f"{key}: {value}"
+        if not isinstance(value, float) else f"{key}: {number(value)}"
+        for key, value in row.items() if key not in ("verdict", "said", "counters") and not key.endswith(" said")
+    ]  # fmt: skip
+    return f"| {name} | {'; '.join(figures)} | {row['verdict']} |"
+
+
+def section(facts: dict[str, Any]) -> list[str]:
+    """One run of a program."""
+    rows: Rows = facts["rows"]
+    compared = {name: row for name, row in rows.items() if "engines" in row}
+    others = {name: row for name, row in rows.items() if "engines" not in row}
+    lines = [f"## {TITLES[facts['name']]}", "", f"{versions_of(facts['versions'])}; {facts['date']} UTC; "
+             f"{facts['prompts']} prompts, {facts['tokens']} tokens each.", ""]  # fmt: skip
+    lines += table(compared) if compared else []
+    if others:
+        lines += ["| what | figures, divergences in millinats | verdict |", "|---|---|---|"]
+        lines += [*(other(*item) for item in others.items()), ""]
+    return [*lines, *([facts["note"], ""] if "note" in facts else [])]
+
+
+def judged(facts: dict[str, Any]) -> Rows:
+    """Rows of one run of a program, of its answers.
+
+    Raises:
+        ValueError: the models that are made here are not those that answered.
+    """
+    told: dict[str, Any] = facts["answers"]
+    with tempfile.TemporaryDirectory(prefix="kvpilot-judged-") as folder:
+        one = facts["name"] == "families"
+        models = made(list(facts["weights"]), Path(folder))[0] if one else gpu_options.made(Path(folder))
+        for name, wanted in facts["weights"].items():
+            if name not in models or digest(models[name]) != wanted:
+                raise ValueError(f"{name} as it is made here has other weights than the model that answered ({wanted})")
+        if one:
+            return {name: judge(models[name], CASES[name].dtype,
+                                {run: told[f"{name} {run}"] for run in RUNS if f"{name} {run}" in told})
+                    for name in models}  # fmt: skip
+        on_one = facts["name"] == "options"
+        what = [x for x in (gpu_options.ON_ONE if on_one else gpu_options.SPREAD) if any(x in name for name in told)]
+        judging = gpu_options.rows_of_one if on_one else gpu_options.rows_of_two
+        return {name: row for x in what for name, row in judging(told, models, x).items()}
+
+
+def main() -> int:
+    """Write the page and the joined figures."""
+    *raw, out = map(Path, sys.argv[1:])
+    found = []
+    for path in raw:
+        with gzip.open(path, "rt") as file:
+            facts = json.load(file)
+        found.append({**{key: value for key, value in facts.items() if key != "answers"}, "rows": judged(facts)})
+        for name, row in found[-1]["rows"].items():
+            print(f"{name}: {row['verdict']}", flush=True)
+    out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    introduction = INTRODUCTION.format(near=1 / NEAR, rounded=ROUNDED, fault=1 / FAULT, crowd=CROWD, served=SERVED)
+    out.write_text("\n".join([introduction, *(line for facts in found for line in section(facts))]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The child of gpu_families.py and gpu_options.py: engines side by side on one GPU.
+
+Each has a process of its own, forked from one that has imported vLLM and has started nothing; what one says is in its
+log, and one that fails leaves its reason as its answer.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import sys
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NoReturn
+
+from benchmarks.accuracy.gpu_families_ask import HOW, Asked
+from benchmarks.engine.gpu_engine_process import attention_lines, end_with_parent, error_lines, say
+
+
+def serve(asked: Asked) -> NoReturn:
+    """Be one engine: start, answer, write, end. Its log is beside what it writes."""
+    os.environ.update(asked.env)
+    out = Path(asked.out)
+    log = out.with_suffix(".log")
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        inspect_here()
+        found = HOW[asked.how](asked)
+        said = re.findall(r"(?:Calibration: source|Recent window|Sleep mode freed)[^\n\x1b]*", log.read_text())
+        found |= {"said": list(dict.fromkeys(line.strip() for line in said)), "attention": attention_lines(log)}
+    except Exception as error:
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
+    sys.stdout.flush()
+    out.write_text(json.dumps(found))
+    os._exit(0)  # as in gpu_engine_measure.py: nothing that vLLM left has to be taken apart
+
+
+def inspect_here() -> None:
+    """Look at a model's class in this process: vLLM starts another one for that, which imports all anew."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
+
+
+def run(context: Any, limit: float, asked: Asked) -> None:
+    """One engine in a process of its own, ended when its time is up."""
+    name, out = Path(asked.out).stem, Path(asked.out)
+    process = context.Process(target=serve, args=(asked,))
+    process.start()
+    process.join(limit)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    if not out.exists():
+        log = out.with_suffix(".log")
+        errors = error_lines(log) if log.exists() else []
+        what = f"still running after {limit:.0f} s" if process.exitcode == -9 else f"ended with {process.exitcode}"
+        out.write_text(json.dumps({"error": "; ".join([what, *errors])}))
+    found = json.loads(out.read_text())
+    say(f"{name}: {found.get('error') or found.get('counters') or 'done'}")
+
+
+def start_cuda() -> None:
+    """Of a forked process: raises where the process that it was forked from had started CUDA."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")
+
+
+def processes() -> Any:
+    """Where engines' processes come from: a fork with vLLM imported, unless that import starts CUDA."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm.entrypoints.llm"])
+    tried = context.Process(target=start_cuda)
+    tried.start()
+    tried.join()
+    say("vLLM is imported" if tried.exitcode == 0 else "vLLM's import starts CUDA: every engine imports it anew")
+    return context if tried.exitcode == 0 else multiprocessing.get_context("spawn")
+
+
+def main() -> None:
+    """Serve all that the job file asks for: `at_once` engines beside each other, each `limit` seconds at most."""
+    end_with_parent()
+    job = json.loads(Path(sys.argv[1]).read_text())
+    context = processes()
+    with ThreadPoolExecutor(job["at_once"]) as pool:
+        started = [pool.submit(run, context, job["limit"], Asked(**engine)) for engine in job["engines"]]
+    for one in started:
+        one.result()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""The child of gpu_heavy.py: one engine with heavy hitters, asked the same while freed pages are changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
+
+FILLS = ("", "", "freed", "first")
+"""What is overwritten in each turn: nothing, nothing, freed pages before the next step, every request's first page."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine and what to ask it.
+
+    Attributes:
+        engine: keyword arguments of `vllm.LLM`. rounds: of prompts, asked together. tokens: to generate after each.
+        out: where the turns are written.
+    """
+
+    engine: dict[str, Any]
+    rounds: list[list[list[int]]]
+    tokens: list[list[int]]
+    out: str
+
+
+@dataclass
+class Turn:
+    """What one turn gave.
+
+    Attributes:
+        answers: of all rounds' prompts. steps: of each request, by its number: tokens before the step, new ones, the
+            places in its table that have a page, the masses of these, None where none were measured, and whether
+            single tokens were to be, and of how many tokens the scheduler had the results when it freed pages.
+        freed: pages that went back while their request ran. preempted: requests that began anew. cached: tokens that
+            the prefix cache had. left: pages that are not free when all is done.
+    """
+
+    answers: list[list[int]] = field(default_factory=list)
+    steps: dict[str, list[list[Any]]] = field(default_factory=dict)
+    freed: int = 0
+    preempted: int = 0
+    cached: int = 0
+    left: int = 0
+
+
+def name_of(request: str) -> str:
+    """Of a request, as it was asked for: vLLM adds something of its own."""
+    return request.partition("-")[0]
+
+
+class Watched:
+    """Stands between a scheduler and its workers."""
+
+    def __init__(self, core: Any) -> None:
+        from kvpilot_runtime.bounded.heavy_spec import KEPT, MASSES
+
+        self.told = KEPT
+        self.fill, self.turn, self.freed = "", Turn(), list[int]()
+        self.sent: dict[int, dict[str, list[Any]]] = {}  # steps whose results are not known yet
+        self.processed: dict[str, int] = {}  # tokens of each request whose results were known when pages were freed
+        scheduler, executor = core.scheduler, core.model_executor
+        self.manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        self.pool = self.manager.block_pool
+        layers = executor.vllm_config.compilation_config.static_forward_context.values()
+        self.caches = [layer.kv_cache for layer in layers if getattr(layer, "kv_cache", None) is not None]
+        remove, execute = self.manager.remove_skipped_blocks, executor.execute_model
+        update = scheduler.update_from_output
+
+        def removing(request: str, *args: Any, **kwargs: Any) -> None:
+            before = set(self.held(request).values())
+            remove(request, *args, **kwargs)
+            self.processed[request] = args[0]
+            gone = before - set(self.held(request).values())
+            self.turn.freed += len(gone)
+            for block in (self.pool.blocks[i] for i in gone):
+                if block.ref_cnt == 0:  # nobody else has it; else a later request could hit it in some turns alone
+                    self.pool._maybe_evict_cached_block(block)
+                    self.freed.append(block.block_id)
+
+        def executing(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            self.before_step(scheduled)
+            return execute(scheduled, *args, **kwargs)
+
+        def updating(scheduled: Any, output: Any) -> Any:
+            steps = self.sent.pop(id(scheduled))
+            for request, pages, masses in getattr(output, MASSES, ()):
+                step = steps[request]
+                if list(pages) != step[2]:
+                    raise RuntimeError(f"request {request} was weighed by pages {pages}, and holds {step[2]}")
+                step[3] = masses
+            return update(scheduled, output)
+
+        self.manager.remove_skipped_blocks = removing
+        executor.execute_model, scheduler.update_from_output = executing, updating
+
+    def held(self, request: str) -> dict[int, int]:
+        """Blocks of a request, by their places."""
+        blocks = enumerate(self.manager.req_to_blocks.get(request, ()))
+        return {place: block.block_id for place, block in blocks if not block.is_null}
+
+    def before_step(self, scheduled: Any) -> None:
+        """Note the step, and overwrite what this turn overwrites."""
+        self.turn.preempted += len(scheduled.preempted_req_ids or ())
+        cached = scheduled.scheduled_cached_reqs
+        before = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        steps = self.sent[id(scheduled)] = {}
+        for request, new in scheduled.num_scheduled_tokens.items():
+            known = self.processed.get(request, before[request])
+            step = [before[request], new, list(self.held(request)), None, getattr(scheduled, self.told)[1], known]
+            self.turn.steps.setdefault(name_of(request), []).append(step)
+            steps[request] = step
+        if self.fill == "freed":
+            self.overwrite(self.freed)
+        if self.fill == "first":
+            self.overwrite([self.held(request)[0] for request in scheduled.num_scheduled_tokens])
+        self.freed.clear()
+
+    def overwrite(self, blocks: Sequence[int]) -> None:
+        """With codes at their largest and NaN for scales; 16 bits with large numbers, as FlashAttention multiplies what
+        follows a sequence's end by zero."""
+        for cache in self.caches:
+            for block in blocks:
+                cache[block].fill_(255 if cache.element_size() == 1 else 1e4)
+
+
+def ask(llm: Any, job: Job, watched: Watched, fill: str) -> Turn:
+    """All rounds once, from an empty prefix cache on."""
+    from vllm import SamplingParams
+
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("the prefix cache could not be emptied: pages are in use")
+    engine, turn, number = llm.llm_engine, Turn(), 0
+    watched.fill, watched.turn = fill, turn
+    watched.manager.steps = 0  # every so many steps of single tokens are measured: of each turn the same
+    for prompts, counts in zip(job.rounds, job.tokens, strict=True):
+        answers: dict[int, list[int]] = {}
+        cached: dict[int, int] = {}
+        for prompt, count in zip(prompts, counts, strict=True):
+            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+            number += 1
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                answers[int(output.request_id)] = list(output.outputs[0].token_ids)
+                cached[int(output.request_id)] = output.num_cached_tokens or 0
+        turn.answers += [answers[n] for n in sorted(answers)]
+        turn.cached += sum(cached.values())
+    turn.left = len(watched.pool.blocks) - 1 - watched.pool.get_num_free_blocks()
+    return turn
+
+
+def main() -> NoReturn:
+    """Answer the job named on the command line."""
+    end_with_parent()
+    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+    from vllm import LLM
+
+    llm = LLM(**job.engine)
+    core = llm.llm_engine.engine_core.engine_core
+    watched = Watched(core)
+    runner = core.model_executor.driver_worker.worker.model_runner
+    turns = []
+    for fill in FILLS:
+        turns.append(ask(llm, job, watched, fill))
+        say(f"{fill or 'left'}: {turns[-1].freed} pages freed, {turns[-1].preempted} preempted, {turns[-1].left} left")
+    mode = str(core.model_executor.vllm_config.compilation_config.cudagraph_mode)
+    said = {"versions": versions(), "runner": type(runner).__module__, "graphs": mode}
+    Path(job.out).write_text(json.dumps({**said, "turns": [asdict(turn) for turn in turns]}))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

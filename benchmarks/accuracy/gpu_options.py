@@ -1,0 +1,161 @@
+"""What people switch on in vLLM, in `k4v4` on GPUs: `python -m benchmarks.accuracy.gpu_options --out DIR [--gpus 2]`.
+
+On one GPU: weights in fp8 made at the start, sleep mode, a LoRA adapter, prompt logprobs, parallel samples, structured
+output. On two: tensor, pipeline and data parallelism, and expert parallelism of a small mixture of experts, each beside
+the same on one GPU. Small random models and prompts as in gpu_families.py.
+
+Writes DIR/options-answers.json.gz (options-2), which gpu_families_page.py judges. Needs `demo` on the path beside
+`runtime` and `kernels`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accuracy.gpu_equality import prompts_of
+from benchmarks.accuracy.gpu_families import OWN_PROCESS, ROOM, RUNS, engine_options, serve, shared_arguments
+from benchmarks.accuracy.gpu_families_ask import Asked
+from benchmarks.accuracy.gpu_options_judge import adapter_row, details_rows, fp8_row, sleep_row, spread_row
+from kvpilot_smallmodels import adapters
+from kvpilot_smallmodels.families import VOCABULARY, make
+
+MODEL, EXPERTS, DTYPE = "plain", "qwen3-moe", "float16"
+WIDTH = 2
+"""GPUs that an engine is spread over."""
+SPREAD: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "tensor parallel": (MODEL, "answers", {"tensor_parallel_size": WIDTH}),
+    "pipeline parallel": (MODEL, "answers", {"pipeline_parallel_size": WIDTH}),
+    "data parallel": (MODEL, "data_parallel", {"data_parallel_size": WIDTH}),
+    "expert parallel": (EXPERTS, "answers", {"tensor_parallel_size": WIDTH, "enable_expert_parallel": True}),
+}
+"""By name: the model, how it is asked, and what is added to an engine on one GPU."""
+ON_ONE = ("fp8", "sleep", "adapter", "details")
+Rows = dict[str, dict[str, Any]]
+ON_TWO = ("auto/crowded", "k4v4/crowded", "k4v4/codec")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=1, choices=(1, WIDTH))
+    parser.add_argument("--what", help=f"comma-separated: {', '.join(ON_ONE)}; on two GPUs {', '.join(SPREAD)}")
+    shared_arguments(parser, engines=4)
+    return parser.parse_args()
+
+
+def tokenizer(folder: Path) -> None:
+    """Put a tokenizer beside a model, with a token for each byte: structured output asks what tokens stand for."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words = {word: i for i, word in enumerate([*known, *(f"<{i}>" for i in range(len(known), VOCABULARY))])}
+    made = Tokenizer(models.BPE(vocab=words, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(folder)
+
+
+class Engines:
+    """The engines that are to be served, by name, with their models."""
+
+    def __init__(self, args: argparse.Namespace, scratch: Path, prompts: list[list[int]]) -> None:
+        self.args, self.scratch, self.prompts, self.asked = args, scratch, prompts, dict[str, Asked]()
+
+    def add(
+        self, name: str, model: Path, run: str, how: str = "answers", more: dict[str, Any] | None = None, **engine: Any
+    ) -> None:
+        """One as a run of gpu_families.py, with further arguments of vLLM's."""
+        dtype, crowded, env = RUNS[run]
+        options = {**engine_options(model, dtype, crowded), "dtype": DTYPE, **engine, **self.args.engine_args}
+        own = {} if how == "data_parallel" else OWN_PROCESS
+        out = self.scratch / f"{name.replace(' ', '-').replace('/', '-')}.json"
+        room = 0.0 if how in ("data_parallel", "details") else ROOM * crowded
+        self.asked[name] = Asked(
+            options, self.prompts, self.args.tokens, crowded, str(out), {**own, **env}, room, how, more or {}
+        )
+
+
+def on_one(engines: Engines, models: dict[str, Path], what: str) -> None:
+    """What one GPU serves."""
+    plain, alone = models[MODEL], ("auto/alone", "k4v4/alone")
+    if what == "fp8":
+        for run in (*alone, "auto/crowded", "k4v4/crowded"):
+            engines.add(f"fp8 {run}", plain, run, quantization="fp8")
+        for run in alone:
+            engines.add(f"16 bits {run}", plain, run)
+    elif what == "sleep":
+        for run in alone:
+            engines.add(f"sleep {run}", plain, run, "slept", enable_sleep_mode=True, enable_prefix_caching=True)
+    elif what == "adapter":
+        engines.add("adapter k4v4/codec", plain, "k4v4/codec", "adapted", {"adapter": str(models["adapter"])},
+                    enable_lora=True, max_lora_rank=8)  # fmt: skip
+    else:
+        engines.add("details k4v4/codec", plain, "k4v4/codec", "details", skip_tokenizer_init=False,
+                    enable_prefix_caching=False,
+                    structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True})  # fmt: skip
+
+
+def on_two(engines: Engines, models: dict[str, Path], what: str) -> None:
+    """What two GPUs serve, and the same on one."""
+    name, how, engine = SPREAD[what]
+    for run in ON_TWO:
+        if f"one {name} {run}" not in engines.asked:
+            engines.add(f"one {name} {run}", models[name], run)
+        engines.add(f"{what} {run}", models[name], run, how, **engine)
+
+
+def rows_of_one(told: dict[str, Any], models: dict[str, Path], what: str) -> Rows:
+    """Rows of one GPU."""
+
+    def of(name: str) -> dict[str, Any]:
+        return {run: told[f"{name} {run}"] for run in RUNS if f"{name} {run}" in told}
+
+    if what == "fp8":
+        return {"weights in fp8": fp8_row(of("fp8"), of("16 bits"))}
+    if what == "sleep":
+        return {"sleep mode": sleep_row(of("sleep"))}
+    if what == "adapter":
+        return {"LoRA adapter": adapter_row(models[MODEL], models["merged"], of("adapter"))}
+    return details_rows(models[MODEL], of("details"))
+
+
+def rows_of_two(told: dict[str, Any], models: dict[str, Path], what: str) -> Rows:
+    """A row of two GPUs."""
+    one = {run: told[f"one {SPREAD[what][0]} {run}"] for run in ON_TWO}
+    return {what: spread_row(one, {run: told[f"{what} {run}"] for run in ON_TWO})}
+
+
+def made(scratch: Path) -> dict[str, Path]:
+    """The models, with the tokenizer and the adapter of the first, and what that adapter makes of it."""
+    models = {name: make(name, scratch / name) for name in (MODEL, EXPERTS)}
+    tokenizer(models[MODEL])
+    models |= {name: scratch / name for name in ("adapter", "merged")}
+    adapters.make(models[MODEL], models["adapter"], models["merged"])
+    return models
+
+
+def main() -> int:
+    """Serve all and write; returns 1 when an engine failed."""
+    args = arguments()
+    args.name, known, asking = (
+        ("options", ON_ONE, on_one) if args.gpus == 1 else (f"options-{args.gpus}", tuple(SPREAD), on_two)
+    )
+    chosen = args.what.split(",") if args.what else known
+    if unknown := set(chosen) - set(known):
+        raise SystemExit(f"--what has {', '.join(sorted(unknown))}; on {args.gpus} GPUs there is {', '.join(known)}")
+    with tempfile.TemporaryDirectory(prefix="kvpilot-options-") as folder:
+        models = made(Path(folder))
+        # Random tokens, as families are asked: with the other model's tokenizer it would be a text of this machine.
+        engines = Engines(args, Path(folder), prompts_of(models[EXPERTS], args.prompts))
+        for what in chosen:
+            asking(engines, models, what)
+        return serve(args, engines.asked, {name: models[name] for name in (MODEL, EXPERTS, "merged")})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

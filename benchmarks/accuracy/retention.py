@@ -1,0 +1,207 @@
+"""What a bounded cache costs: `python -m benchmarks.accuracy.retention --tokens 2048 --budgets 256,512`.
+
+SmolLM2-135M's weights in float32 over one stream of a text; attention sees what docs/retention.md says that an engine
+keeps. A budget is sinks and window together, or with the heaviest pages between (HeavyHitters, whose window is half of
+it; the stream is read `--chunk` tokens at a time). Beside it stand the whole cache, the whole cache in `--dtype`, and
+the window of the largest budget without sinks, which no engine serves. Perplexity is of the tokens after the largest
+budget, where rows differ. `--needle LENGTH` asks for facts at five depths of a text of so many tokens instead.
+
+`--equal` puts `--dtype` as engines serve it (factors found at start, its default recent window) beside the budget of 16
+bits that takes as many bytes of a sequence of 4,096 tokens.
+
+`--beyond LENGTH` shows what true positions past the length that a model was trained for cost (8,192 for SmolLM2). On
+two cores a row of 2,048 tokens takes half a minute or so; 64K tokens are for a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import DynamicCache
+
+from benchmarks.accuracy.accuracy import CHUNK
+from benchmarks.accuracy.accuracy_model import Probe
+from benchmarks.accuracy.accuracy_needle import DEPTHS, needles
+from benchmarks.accuracy.accuracy_needle import TEXT as NEEDLE_TEXT
+from benchmarks.accuracy.accuracy_rows import CONTEXT, SELF, Reading, bits
+from benchmarks.accuracy.accuracy_rows import reading as row
+from benchmarks.accuracy.accuracy_texts import EVALUATION, sequences
+from kvpilot_formats import formats
+from kvpilot_kernels.reference.own import own
+from kvpilot_runtime.bounded.heavy import measured_rows
+from kvpilot_runtime.bounded.heavy_mass import page_mass
+from kvpilot_runtime.bounded.heavy_spec import lightest
+from kvpilot_runtime.calibration.text import text_ids
+from kvpilot_runtime.config.retention import SINKS, HeavyHitters
+from kvpilot_smallmodels.models import smollm2_135m
+
+Kept = tuple[int, int, int] | HeavyHitters | None
+
+_PIECE = 256
+"""Queries whose scores are held at once."""
+
+
+class Bounded(Probe):
+    """The model with a cache that keeps `sinks` first tokens and a `window`, in pages, or heavy hitters; all of them
+    where it is None."""
+
+    kept: Kept = None
+    page, chunk = 16, 32
+
+    @torch.inference_mode()
+    def hidden(self, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
+        """As the whole model's; with heavy hitters chunk by chunk, as pages are freed between steps."""
+        if not isinstance(self.kept, HeavyHitters):
+            return super().hidden(tokens, reading)
+        cache, states = DynamicCache(), []
+        held: list[int] = []
+        masses = torch.zeros(-(-len(tokens) // self.page), dtype=torch.float64)
+        for begin in range(0, len(tokens), self.chunk):
+            light = lightest(self.kept, self.page, held, dict(enumerate(masses.tolist())), begin)
+            held = [at for at in held if at not in light]
+            new = tokens[begin : begin + self.chunk]
+            seen = (torch.tensor(held).long()[:, None] * self.page + torch.arange(self.page)).flatten()
+            self._seen_tokens = torch.cat([seen, torch.arange(begin, begin + len(new))])
+            held += range(begin // self.page, -(-(begin + len(new)) // self.page))
+            self._mass = torch.zeros(len(held), dtype=torch.float64)
+            at = torch.arange(begin, begin + len(new))
+            found = self.model.model(new[None], position_ids=at[None], past_key_values=cache, use_cache=True)
+            states.append(found.last_hidden_state[0])
+            masses[held] += self._mass
+        return torch.cat(states)
+
+    def _heavy(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, None]:
+        """Attention of a chunk to what is held, which weighs it."""
+        new, (k, v) = query.shape[2], (x[:, :, self._seen_tokens] for x in (key, value))
+        rows, weight = measured_rows(new)
+        if rows:
+            last = query[0, :, new - rows :].transpose(0, 1)
+            self._mass += page_mass(last, k[0].transpose(1, 2), self.page, scale) * weight
+        mask = torch.ones(new, k.shape[2], dtype=torch.bool).tril_(k.shape[2] - new)
+        out = functional.scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    def _attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        if self.kept is None:
+            return super()._attend(module, query, key, value, _mask, **options)
+        if isinstance(self.kept, HeavyHitters):
+            return self._heavy(query, key, value, options["scaling"])
+        sinks, window, page = self.kept
+        first = -(-sinks // page) * page
+        outs = []
+        for begin in range(0, query.shape[2], _PIECE):
+            at = torch.arange(begin, min(begin + _PIECE, query.shape[2]))
+            low = max(first, (begin - window + 1) // page * page)
+            keys = torch.cat(
+                [torch.arange(min(first, low, len(at) + begin)), torch.arange(low, max(low, begin + len(at)))]
+            )
+            seen = (keys < first) | (keys >= (at[:, None] - window + 1).div(page, rounding_mode="floor") * page)
+            seen &= keys <= at[:, None]
+            k, v = key[:, :, keys], value[:, :, keys]
+            outs.append(
+                functional.scaled_dot_product_attention(
+                    query[:, :, at], k, v, attn_mask=seen, scale=options["scaling"], enable_gqa=True
+                )
+            )
+        return torch.cat(outs, 2).transpose(1, 2).contiguous(), None
+
+
+def nll(probe: Probe, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
+    """float64 [tokens - 1], minus the log-probability of each token but the first."""
+    states, found = probe.hidden(tokens, reading), []
+    for start, logits in probe.logits(states):
+        following = tokens[start + 1 : start + 1 + logits.shape[0]]
+        found.append(-logits[: len(following)].log_softmax(-1).gather(1, following[:, None])[:, 0].double())
+    return torch.cat(found)
+
+
+def perplexities(
+    probe: Probe, tokens: torch.Tensor, reading: Reading | None, after: int, parts: int | None
+) -> list[float]:
+    """Of the tokens from position `after` on, in each part of `parts` tokens."""
+    losses = nll(probe, tokens, reading)
+    cuts = range(0, len(tokens), parts or len(tokens))
+    return [float(losses[max(begin, after) - 1 : begin + cuts.step - 1].mean().exp()) for begin in cuts]
+
+
+def main() -> None:
+    """Print one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--tokens", type=int, default=2048)
+    add("--budgets", type=lambda text: [int(n) for n in text.split(",")], default=[256, 512])
+    add("--sinks", type=int, default=4)
+    add("--page", type=int, default=16)
+    add("--chunk", type=int, default=32, help="of heavy hitters, tokens of a step: a multiple of --page")
+    add("--only", default="", metavar="WORD", help="rows that have it in their names")
+    add("--dtype", default="k4v2", choices=formats.own_names())
+    add("--texts", type=lambda text: text.split(","), default=list(EVALUATION))
+    add("--beyond", type=int, metavar="LENGTH", help="that the model was trained for: the stream in parts of so many "
+        "tokens, beside each part as a stream of its own, whose positions begin at 0")  # fmt: skip
+    add("--parts", type=int, metavar="TOKENS", help="perplexity of each part of so many tokens of the stream")
+    add("--equal", action="store_true", help=f"beside the budget of equal bytes at {CONTEXT} tokens")
+    add("--needle", type=int, choices=(1024, 4096, 8192), help="tokens of a prompt")
+    add("--model", type=Path, help="a folder; without it SmolLM2-135M")
+    asked = parser.parse_args()
+    probe = Bounded(asked.model or smollm2_135m())
+    probe.page, probe.chunk = asked.page, asked.chunk
+    fmt, coarse = formats.parse(asked.dtype), f"whole in {asked.dtype}, uncalibrated, no recent window"
+    codec = own(fmt)
+    quantized = Reading(lambda _layer: codec)
+    if asked.equal:
+        served = f"{asked.dtype}+{SELF}+w{fmt.window}"
+        ids = torch.tensor(text_ids(probe.tokenizer, CHUNK))
+        quantized = row(served, {SELF: probe.self_calibrated(ids, probe.model.config.max_position_embeddings)})
+        held = int(CONTEXT * bits(served, probe.model.config.head_dim) / 16)
+        coarse = f"whole in {served}, {held} tokens' bytes of 16 bits"
+        asked.tokens = CONTEXT
+        # The sinks' pages, and a window that begins inside a page, take `held` tokens' room at most.
+        asked.budgets = [held - (-(-asked.sinks // asked.page) + 1) * asked.page + 1 + asked.sinks]
+    most = max(asked.budgets)
+    rows: list[tuple[str, Kept, Reading | None]] = [
+        ("whole", None, None),
+        (coarse, None, quantized),
+        *[(f"{asked.sinks} sinks, window {n - asked.sinks}", (asked.sinks, n - asked.sinks, asked.page), None)
+          for n in asked.budgets],
+        *[(f"HeavyHitters, {n}", HeavyHitters(SINKS, n // 2, n), None) for n in asked.budgets],
+        (f"no sinks, window {most}", (0, most, asked.page), None),
+    ]  # fmt: skip
+    rows = [row for row in rows if asked.only in row[0]]
+    if asked.needle:
+        ((_, haystack),) = sequences(probe.tokenizer, NEEDLE_TEXT)
+        print("| cache |", " | ".join(f"{int(100 * depth)}%" for depth in DEPTHS), "|")
+        for name, kept, reading in rows:
+            probe.kept = kept
+            found = needles(probe, reading, haystack, (asked.needle,))
+            counts = (f"{n} of {found['asked_each']}" for n in found["found"].values())
+            print(f"| {name} |", " | ".join(counts), "|", flush=True)
+        return
+    texts = sequences(probe.tokenizer, [(name, asked.tokens, 1) for name in asked.texts])
+    if asked.beyond:
+        probe.kept = (asked.sinks, most - asked.sinks, asked.page)
+        print("| text | from token | in the stream | on its own |")
+        for name, tokens in texts:
+            losses = nll(probe, tokens, None)
+            for begin in range(0, asked.tokens, asked.beyond):
+                alone = nll(probe, tokens[begin : begin + asked.beyond], None)
+                part = losses[begin + most : begin + asked.beyond - 1]
+                figures = (f"{float(one.mean().exp()):.2f}" for one in (part, alone[most:]))
+                print(f"| {name} | {begin} |", " | ".join(figures), "|", flush=True)
+        return
+    print("| cache |", " | ".join(name for name, _ in texts), "|")
+    for name, kept, reading in rows:
+        probe.kept = kept
+        found = [perplexities(probe, tokens, reading, most, asked.parts) for _, tokens in texts]
+        print(f"| {name} |", " | ".join(f"{one:.2f}" for parts in found for one in parts), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Fit the built-in profile to the H200 benchmark: `python -m benchmarks.backtest.backtest_profile`.
+
+Reads docs/benchmarks/h200-engine.json (real vLLM) and, where a dtype ran all its cases there, h200-engine-window.json
+(later kernels, with the window that is the default). Writes the profile into the package and prints the error of every
+measured point.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvpilot_cli.backtest.costs import Costs, Profile, dump_profile
+
+BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
+PACKAGE = Path(__file__).parents[2] / "cli" / "kvpilot_cli" / "backtest" / "h200-llama3-8b.json"
+MODEL = {"head_dim": 128, "kv_heads": 8, "layers": 32, "window_layers": 0}
+
+
+def points(run: dict[str, Any]) -> list[tuple[str, tuple[float, ...], float]]:
+    """Every measured time of one dtype: its name, the features that Costs multiplies, and seconds."""
+    found: list[tuple[str, tuple[float, ...], float]] = []
+    for name, case in run["cases"].items():
+        batch, context = case["batch"], case["context"]
+        # 128 tokens are decoded after the prompt: on average half of them are there.
+        cached = batch * (context + 64)
+        found.append((f"step {name}", (1, batch, cached, 0, 0), case["step_ms"] / 1000))
+        for group in case["prefill"]["groups"][:1]:
+            if group["cached"] == 0 and group["tokens"] > 1000:
+                size, steps = group["tokens"], -(-group["tokens"] // run["max_num_batched_tokens"])
+                seconds = float(np.mean([g["seconds"] for g in case["prefill"]["groups"]]))
+                found.append((f"prefill {name}", (steps, 0, 0, size, size * context / 2), seconds))
+    if run.get("chunked"):
+        half = run["chunked"]["tokens"] / 2
+        steps = -(-half // run["max_num_batched_tokens"])
+        found.append(("second half of 64K", (steps, 0, 0, half, half * (half + half / 2)), run["chunked"]["ttft_s"]))
+    return found
+
+
+def newest() -> list[dict[str, Any]]:
+    """The newest whole run of every dtype; one without a prompt of 64K leaves the cost of context undetermined."""
+    first = json.loads((BENCHMARKS / "h200-engine.json").read_text())
+    later = json.loads((BENCHMARKS / "h200-engine-window.json").read_text())
+    found = {run["dtype"]: run for run in first if run["shape"] == "llama3-8b" and run["tp"] == 1}
+    whole = {dtype: later[dtype] for dtype in found if "1x65536" in later.get(dtype, {}).get("cases", ())}
+    return list((found | whole).values())
+
+
+def fit(run: dict[str, Any]) -> tuple[Costs, dict[str, float]]:
+    """Least squares of relative errors over all points of one dtype; and the error of each, in percent."""
+    measured = points(run)
+    features = np.array([row for _, row, _ in measured])
+    seconds = np.array([s for _, _, s in measured])
+    found = np.linalg.lstsq(features / seconds[:, None], np.ones(len(seconds)), rcond=None)[0]
+    if (found < 0).any():
+        raise RuntimeError(f"{run['dtype']}: a cost below zero: {found}")
+    errors = (features @ found / seconds - 1) * 100
+    base, sequence, cached, token, pair = (float(f"{value:.4g}") for value in found)
+    costs = Costs(base, sequence, cached, token, pair, run["kv_tokens"], run["block_size"])
+    return costs, {name: round(float(e), 1) for (name, _, _), e in zip(measured, errors, strict=True)}
+
+
+def main() -> None:
+    """Fit, write, print."""
+    costs: dict[str, Costs] = {}
+    for run in newest():
+        costs[run["dtype"]], errors = fit(run)
+        print(run["dtype"], costs[run["dtype"]], f"largest error {max(map(abs, errors.values()))}%", errors)
+    profile = Profile("llama3-8b", "NVIDIA-H200", MODEL, 1, costs)
+    PACKAGE.write_text(json.dumps(dump_profile(profile), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Measure a step that extends one conversation beside sequences that decode: wall time, kernels, functions of the host.
+
+`gpu_engine.py --beside 100,400` calls this in the engine's process. Users feel such a step as one long pause between
+two tokens, so its wall time is the longest gap between two results after the request has arrived.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import itertools
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine.gpu_engine_driver import WARM_STEPS, DriveError, Driver, prompt
+
+SEQUENCES, CONTEXT = 16, 8192
+"""Sequences that decode, and the tokens stored of each one and of the conversation that goes on."""
+REPEATS = 7
+WARM = 8
+"""Arrivals before the first one that counts: kernels are compiled, and the process settles."""
+STEPS = 6
+"""Steps that are watched from the arrival on; the request is in one of the first two."""
+SHOWN = 30
+"""Functions of the host that a result lists."""
+
+
+class Beside:
+    """Sequences that decode together, and requests that join them for one step.
+
+    Raises:
+        DriveError: the sequences never decode together.
+    """
+
+    def __init__(self, driver: Driver, vocab: int) -> None:
+        self._driver, self._engine, self._vocab = driver, driver.engine, vocab
+        self._turns = itertools.count()
+        self._names = driver.submit([self._fresh(CONTEXT) for _ in range(SEQUENCES)], driver.max_model_len - CONTEXT)
+        quiet = 0
+        while quiet < WARM_STEPS:
+            if not self._engine.has_unfinished_requests():
+                raise DriveError(f"{SEQUENCES} sequences never decoded together")
+            quiet = quiet + 1 if len(self._engine.step()) == SEQUENCES else 0
+
+    def close(self) -> None:
+        """End the sequences."""
+        self._engine.abort_request(self._names)
+        time.sleep(0.2)
+
+    def gaps(self, steps: int = STEPS) -> list[float]:
+        """Return the seconds between the results of consecutive steps."""
+        marks = [time.perf_counter()]
+        for _ in range(steps):
+            self._engine.step()
+            marks.append(time.perf_counter())
+        return [later - earlier for earlier, later in itertools.pairwise(marks)]
+
+    def store(self) -> list[int]:
+        """Return the tokens of a fresh context that is stored, in steps that nothing measures."""
+        tokens = self._fresh(CONTEXT)
+        (name,) = self._driver.submit([tokens], 1)
+        while not any(output.request_id == name and output.finished for output in self._engine.step()):
+            pass
+        self.gaps()
+        return tokens
+
+    def arrive(self, tokens: list[int], new: int) -> None:
+        """Submit a request of stored tokens and `new` ones after them."""
+        self._driver.submit([tokens + self._fresh(new)], 1)
+
+    def _fresh(self, count: int) -> list[int]:
+        return prompt(f"beside/{next(self._turns)}", count, self._vocab)
+
+
+def beside_case(driver: Driver, vocab: int, new: int) -> dict[str, Any]:
+    """Measure steps in which `new` tokens of one conversation are computed beside 16 sequences that decode.
+
+    Returns: times in milliseconds. `step_ms` is the wall time of such a step, `kernels_ms` the time of its kernels,
+    `decode_ms` and `decode_kernels_ms` those of a step without it, `host` the functions that take most time in the
+    call that launches it, as cProfile counts them (it slows Python down, so read shares).
+    """
+    beside = Beside(driver, vocab)
+    longest = []
+    for _ in range(WARM + REPEATS):
+        tokens = beside.store()
+        beside.arrive(tokens, new)
+        longest.append(max(beside.gaps()))
+    decode = statistics.median(beside.gaps(4 * STEPS))
+    quiet = kernels_ms(beside.gaps) / STEPS
+    busy = []
+    for _ in range(3):
+        tokens = beside.store()
+        beside.arrive(tokens, new)
+        busy.append(kernels_ms(beside.gaps) - (STEPS - 1) * quiet)
+    host = host_functions(beside, new)
+    beside.close()
+    return {
+        "new": new,
+        "sequences": SEQUENCES,
+        "context": CONTEXT,
+        "decode_ms": 1e3 * decode,
+        "decode_kernels_ms": quiet,
+        "step_ms": 1e3 * statistics.median(longest[WARM:]),
+        "step_ms_of_repeats": [1e3 * one for one in longest[WARM:]],
+        "kernels_ms": statistics.median(busy),
+        "host": host,
+    }
+
+
+def kernels_ms(run: Callable[[], Any]) -> float:
+    """Return the milliseconds of all kernels that start while `run` runs, by torch's profiler."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    return sum(event.device_time_total for event in profiler.events() if event.device_type.name == "CUDA") / 1e3
+
+
+def host_functions(beside: Beside, new: int) -> list[dict[str, Any]]:
+    """Return the functions that take most of the host's own time in the steps of several arrivals, the most first."""
+    profile = cProfile.Profile()
+    for _ in range(REPEATS):
+        tokens = beside.store()
+        beside.arrive(tokens, new)
+        profile.enable()
+        beside.gaps(2)
+        profile.disable()
+        beside.gaps()
+    rows = pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
+    found = [
+        {
+            "function": f"{Path(file).name}:{line} {name}" if line else name,
+            "calls": calls / REPEATS,
+            "own_ms": 1e3 * own / REPEATS,
+            "total_ms": 1e3 * total / REPEATS,
+        }
+        for (file, line, name), (_, calls, own, total, _) in rows
+    ]
+    return sorted(found, key=lambda row: -row["own_ms"])[:SHOWN]

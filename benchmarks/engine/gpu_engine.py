@@ -1,0 +1,170 @@
+"""Step time, prefill rate and capacity of KV-cache dtypes in real vLLM: `python -m benchmarks.engine.gpu_engine`.
+
+Each dtype gets an engine in a process of its own (dummy weights, default compilation and CUDA graphs, prefix caching)
+and is measured there in every case; one that fails or runs out of time is recorded with its error. Writes
+OUT/SHAPE-DTYPE.json and .log; `plots.py` makes tables and plots of these files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine import gpu_engine_report as report
+from benchmarks.engine.gpu_engine_measure import Job
+from benchmarks.engine.gpu_engine_process import ChildFailedError, attention_lines, environment, run_child, say
+from benchmarks.engine.gpu_engine_shapes import SHAPES, write
+
+DTYPES = "auto,fp8,k4v4,k4v2"
+CASES = "32x16K,32x8K,32x4K,32x2K,32x16,8x1K,1x64K"
+
+
+def size(text: str) -> int:
+    """Tokens: `2048`, or `2K` for the same."""
+    return int(text[:-1]) * 1024 if text.upper().endswith("K") else int(text)
+
+
+def sizes(text: str) -> list[int]:
+    """Return several sizes: `100,400`."""
+    return [size(one) for one in text.split(",")]
+
+
+def case(text: str) -> tuple[int, int]:
+    """`32x16K`: 32 sequences with 16,384 tokens of context each."""
+    batch, _, context = text.partition("x")
+    return int(batch), size(context)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", default=DTYPES, help="comma-separated (default: %(default)s)")
+    parser.add_argument("--cases", default=CASES, help="batch x context, comma-separated (default: %(default)s)")
+    parser.add_argument("--chunked", type=size, default=65536, help="long prompt of chunked prefill; 0: leave it out")
+    parser.add_argument("--mixed", action="store_true",
+                        help="the end of such a prompt beside seven of 512 new tokens over as many, too")  # fmt: skip
+    parser.add_argument("--beside", type=sizes, default=[], metavar="NEW,NEW",
+                        help="new tokens of a request that arrives beside sequences that decode, comma-separated: the "
+                        "step's wall time, its kernels and the host's functions; the engine then runs in the child "
+                        "itself")  # fmt: skip
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
+    parser.add_argument("--model", type=Path, help="a model folder with weights, instead of --shape")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of tensor parallelism")
+    parser.add_argument("--steps", type=int, default=128, help="decode steps of one timing")
+    parser.add_argument("--repeats", type=int, default=3, help="timings per case; the median counts")
+    parser.add_argument("--max-model-len", type=size, default=66560)
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.90)
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--drafts", type=int, default=0,
+                        help="random tokens drafted for each sequence in each step")  # fmt: skip
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
+    parser.add_argument("--limit", type=float, default=280, help="seconds that one dtype may take")
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    return parser.parse_args()
+
+
+def model_of(args: argparse.Namespace, scratch: Path) -> tuple[str, int, dict[str, Any]]:
+    """Name, vocabulary and the engine arguments that name the model and say how its weights are made."""
+    if args.model:
+        config = json.loads((args.model / "config.json").read_text())
+        return args.model.name, config["vocab_size"], {"model": str(args.model)}
+    shape = SHAPES[args.shape]
+    layers = args.layers or shape.layers
+    folder = write(scratch / "model", shape, layers, args.max_model_len)
+    name = args.shape if layers == shape.layers else f"{args.shape}-{layers}-layers"
+    return name, shape.vocab, {"model": str(folder), "load_format": "dummy"}
+
+
+def alone(args: argparse.Namespace) -> dict[str, str]:
+    """Run the engine in the child itself where its functions are replaced (`--drafts`) or profiled (`--beside`)."""
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.drafts or args.beside else {}
+
+
+def drafted(count: int) -> dict[str, Any]:
+    """Speculation by n-grams, whose proposer the child replaces."""
+    return {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_max": 2}
+
+
+def command_line(words: list[str]) -> str:
+    """The command, without where its output went."""
+    kept = list(words)
+    if "--out" in kept:
+        at = kept.index("--out")
+        del kept[at : at + 2]
+    return shlex.join(["python", "-m", "benchmarks.engine.gpu_engine", *kept])
+
+
+def measure(args: argparse.Namespace, name: str, dtype: str, job: Job, env: dict[str, str]) -> dict[str, Any]:
+    """Run one engine and join what it wrote with what it was asked; an error is part of the result."""
+    out = Path(job.out)
+    log, error = out.with_suffix(".log"), None
+    out.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kvpilot-job-") as scratch:
+        job_file = Path(scratch, "job.json")
+        job_file.write_text(json.dumps(asdict(job)))
+        try:
+            run_child("benchmarks.engine.gpu_engine_measure", job_file, log, args.limit, env)
+        except ChildFailedError as failure:
+            error = str(failure)
+    measured = json.loads(out.read_text()) if out.exists() else {"cases": {}}
+    facts = {
+        "shape": name,
+        "dtype": dtype,
+        "tp": args.tp,
+        "command": command_line(sys.argv[1:]),
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
+        "options": {key: value for key, value in job.engine.items() if key != "model"},
+        "attention": attention_lines(log),
+        **measured,
+        "error": error,
+    }
+    out.write_text(json.dumps(facts, indent=1) + "\n")
+    return facts
+
+
+def main() -> int:
+    """Run every dtype and print the table; returns 1 when none gave a whole result."""
+    args = arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    runs: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="kvpilot-model-") as scratch, environment(alone(args)) as env:
+        name, vocab, model = model_of(args, Path(scratch))
+        for dtype in args.dtypes.split(","):
+            engine = {
+                **model,
+                "kv_cache_dtype": dtype,
+                "dtype": "bfloat16",
+                "skip_tokenizer_init": True,
+                "tensor_parallel_size": args.tp,
+                "max_model_len": args.max_model_len,
+                "max_num_seqs": args.max_num_seqs,
+                "gpu_memory_utilization": args.gpu_memory_utilization,
+                "enable_prefix_caching": True,
+                "enforce_eager": args.enforce_eager,
+                **({"speculative_config": drafted(args.drafts)} if args.drafts else {}),
+                **args.engine_args,
+            }
+            more = [f"{word}{n}" for word, n in (("tp", args.tp), ("drafts", args.drafts)) if n > (word == "tp")]
+            stem = "-".join([name, *more, dtype])
+            cases = [case(text) for text in args.cases.split(",")]
+            out = args.out / f"{stem}.json"
+            job = Job(engine, cases, args.chunked, args.steps, args.repeats, vocab, args.drafts, str(out),
+                      args.mixed, args.beside)  # fmt: skip
+            say(f"{stem}: starting")
+            runs[dtype] = measure(args, name, dtype, job, env)
+            say(f"{stem}: {'failed: ' + runs[dtype]['error'] if runs[dtype]['error'] else 'done'}")
+    print(report.results_table(runs), report.bars_table(name, runs), *report.failures(runs), sep="\n")
+    return 0 if any(run["error"] is None for run in runs.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

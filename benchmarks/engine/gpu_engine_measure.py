@@ -1,0 +1,228 @@
+"""The child of gpu_engine.py: starts one engine, measures every case of a job file, and writes as it goes.
+
+Cases share their prompts (a shorter context is a prefix of a longer one), so each prompt is prefilled once, as far as
+the longest case needs it; a rate in tokens per second is that of prompts that the engine never saw.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from benchmarks.engine.gpu_beside import beside_case
+from benchmarks.engine.gpu_engine_driver import FIRST_TOKEN, WARM_STEPS, DriveError, Driver, Filled, prompt
+from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
+
+PROMPTS_AT_ONCE = 8
+"""Prompts of one timed prefill: several rates per case show their spread."""
+SHORT, SHORTS = 512, 7
+"""Of the mixed prefill: tokens of a short context and as many new ones, and short prompts beside the long one."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine and what to measure in it.
+
+    Attributes:
+        engine: keyword arguments of `vllm.LLM`.
+        cases: (batch, context tokens) of each decode measurement.
+        chunked: tokens of the prompt whose second half is prefilled over a cached first half; 0 leaves it out.
+        mixed: whether the end of such a prompt is prefilled beside short ones, in one step.
+        steps, repeats: decode steps of one timing, and timings per case.
+        vocab: token ids are drawn below this.
+        drafts: tokens that are drafted for every sequence in every step, at random, so that next to none is taken: a
+            step then has 1 + drafts tokens of each sequence and yields one. 0: no speculation.
+        out: where the result is written.
+        beside: new tokens of a request that arrives beside sequences that decode, one measurement each.
+    """
+
+    engine: dict[str, Any]
+    cases: list[tuple[int, int]]
+    chunked: int
+    steps: int
+    repeats: int
+    vocab: int
+    drafts: int
+    out: str
+    mixed: bool = False
+    beside: list[int] = field(default_factory=list)
+
+
+class Result:
+    """The JSON document of one engine, written anew after each case so that a time limit loses one case at most."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.data: dict[str, Any] = {"cases": {}}
+
+    def save(self, **facts: Any) -> None:
+        """Add facts and write the file whole."""
+        self.data.update(facts)
+        scratch = self._path.with_suffix(".part")
+        scratch.write_text(json.dumps(self.data, indent=1))
+        scratch.replace(self._path)
+
+
+def decode_case(driver: Driver, job: Job, batch: int, context: int) -> dict[str, Any]:
+    """Prefill the prompts of a case, then time decode steps over them."""
+    prompts = [prompt(str(i), context, job.vocab) for i in range(batch)]
+    groups = [prompts[i : i + PROMPTS_AT_ONCE] for i in range(0, batch, PROMPTS_AT_ONCE)]
+    filled = [driver.prefill(group) for group in groups]
+    runs = [driver.decode(prompts, job.steps) for _ in range(job.repeats)]
+    means = [1e3 * statistics.fmean(run) for run in runs]
+    every = sorted(1e3 * seconds for run in runs for seconds in run)
+    return {
+        "batch": batch,
+        "context": context,
+        "step_ms": statistics.median(means),
+        "step_ms_of_repeats": means,
+        "median_ms": statistics.median(every),
+        "p90_ms": every[int(0.9 * (len(every) - 1))],
+        "steps": len(every),
+        "prefill": prefill_facts(filled),
+    }
+
+
+def prefill_facts(filled: list[Filled]) -> dict[str, Any]:
+    """Tokens per second over the groups that found nothing cached; None where the cache held some of each."""
+    rates = [group.tokens / group.seconds for group in filled if group.cached == 0]
+    return {"tokens_per_s": statistics.median(rates) if rates else None, "groups": [asdict(g) for g in filled]}
+
+
+def chunked_case(driver: Driver, job: Job) -> dict[str, Any]:
+    """Time to first token of a long prompt whose first half is cached, over `repeats` fresh prompts."""
+    fills = []
+    for repeat in range(job.repeats):
+        tokens = prompt(f"chunked/{repeat}", job.chunked, job.vocab)
+        driver.prefill([tokens[: job.chunked // 2]])
+        fills.append(driver.prefill([tokens]))
+    return first_tokens(job, fills)
+
+
+def first_tokens(job: Job, fills: list[Filled]) -> dict[str, Any]:
+    """Facts of prompts of `chunked` tokens, by repeat: the time to the last first token."""
+    return {
+        "tokens": job.chunked,
+        "ttft_s": statistics.median(fill.seconds for fill in fills),
+        "repeats": [asdict(fill) for fill in fills],
+    }
+
+
+def mixed_case(driver: Driver, job: Job, step: int) -> dict[str, Any]:
+    """Time of one step of `step` new tokens: the end of a long prompt, and short ones, all with cached contexts."""
+    if not SHORTS * SHORT < step < job.chunked:
+        raise DriveError(f"steps have {step:,} new tokens: give more than {SHORTS * SHORT:,}, and a longer --chunked")
+    fills = []
+    for repeat in range(job.repeats):
+        short = [prompt(f"short/{repeat}/{i}", 2 * SHORT, job.vocab) for i in range(SHORTS)]
+        long = prompt(f"mixed/{repeat}", job.chunked, job.vocab)
+        driver.prefill([long[: SHORTS * SHORT - step]])
+        driver.prefill([tokens[:SHORT] for tokens in short])
+        fills.append(driver.prefill([*short, long]))
+    return first_tokens(job, fills)
+
+
+def warm_up(driver: Driver, job: Job) -> None:
+    """Run each kind of step once, so that no timing holds a kernel's compilation."""
+    longest = min(16384, max(context for _, context in job.cases), driver.max_model_len // 4)
+    tokens = prompt("warm", 2 * longest, job.vocab)
+    driver.prefill([tokens[:longest]])
+    driver.prefill([tokens])
+    driver.decode([prompt(f"warm/{i}", 16, job.vocab) for i in range(2)], 8)
+
+
+def attempt(what: str, capacity: int, needed: int, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The facts of one case, or the reason why there are none."""
+    if needed > capacity:
+        return {"error": f"needs {needed:,} tokens of KV cache, there are {capacity:,}"}
+    began = time.perf_counter()
+    try:
+        facts = measure()
+    except Exception as error:  # whatever an engine raises is this case's result; the others go on
+        facts = {"error": f"{type(error).__name__}: {error}"}
+    shown = facts.get("error") or f"{facts.get('step_ms', facts.get('ttft_s')):.3f}"
+    say(f"{what}: {shown} ({time.perf_counter() - began:.1f} s)")
+    return facts
+
+
+def draft_at_random(drafts: int, vocab: int) -> None:
+    """Have vLLM's n-gram proposers name so many random tokens for each sequence, whatever it has read.
+
+    On a GPU vLLM 0.32 has another one, beside another model runner.
+    """
+    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+    rng = random.Random(3)  # noqa: S311
+
+    def propose(_self: Any, _num: int, sampled: list[list[int]], *_rest: Any, **_more: Any) -> list[list[int]]:
+        return [rng.choices(range(FIRST_TOKEN, vocab), k=drafts) if tokens else [] for tokens in sampled]
+
+    NgramProposer.propose = propose
+    with suppress(ImportError):
+        from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
+
+        def propose_on_gpu(self: Any, input_batch: Any, *_rest: Any, **_more: Any) -> Any:
+            return self.drafts[: input_batch.num_reqs].random_(FIRST_TOKEN, vocab)
+
+        NgramGPUSpeculator.propose = propose_on_gpu
+
+
+def main() -> NoReturn:
+    """Measure the job named on the command line."""
+    end_with_parent()
+    fields = json.loads(Path(sys.argv[1]).read_text())
+    job = Job(**{**fields, "cases": [(batch, context) for batch, context in fields["cases"]]})
+    result = Result(Path(job.out))
+    from vllm import LLM
+
+    began = time.perf_counter()
+    llm = LLM(**job.engine)
+    if job.drafts:
+        draft_at_random(job.drafts, job.vocab)
+    config = llm.llm_engine.vllm_config
+    capacity = int(config.cache_config.kv_cache_size_tokens)
+    result.save(
+        versions=versions(),
+        start_s=time.perf_counter() - began,
+        kv_tokens=capacity,
+        num_gpu_blocks=config.cache_config.num_gpu_blocks,
+        block_size=config.cache_config.block_size,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+    )
+    say(f"started in {result.data['start_s']:.0f} s, {capacity:,} KV tokens")
+    driver = Driver(llm.llm_engine, config.model_config.max_model_len)
+    warm_up(driver, job)
+    batches = list(dict.fromkeys(batch for batch, _ in job.cases))
+    for batch, context in sorted(job.cases, key=lambda case: (batches.index(case[0]), -case[1])):
+        needed = batch * (context + job.steps + 2 * WARM_STEPS)
+        measure = partial(decode_case, driver, job, batch, context)
+        name = f"{batch}x{context}"
+        result.data["cases"][name] = attempt(name, capacity, needed, measure)
+        result.save()
+    if job.chunked:
+        needed = job.chunked + config.cache_config.block_size
+        result.save(chunked=attempt(f"chunked {job.chunked}", capacity, needed, partial(chunked_case, driver, job)))
+    if job.chunked and job.mixed:
+        step = config.scheduler_config.max_num_batched_tokens
+        needed = job.chunked + SHORTS * 2 * SHORT + config.cache_config.block_size
+        result.save(mixed=attempt(f"mixed {job.chunked}", capacity, needed, partial(mixed_case, driver, job, step)))
+    for new in job.beside:
+        found = attempt(f"{new} new beside", capacity, 0, partial(beside_case, driver, job.vocab, new))
+        result.save(beside=[*result.data.get("beside", []), found])
+    sys.stdout.flush()
+    # vLLM takes seconds to shut down in order; the parent ends its processes anyway, and the device's time is scarce.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

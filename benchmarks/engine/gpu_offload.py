@@ -1,0 +1,141 @@
+"""Offloading to host memory under a multi-turn load in real vLLM: `python -m benchmarks.engine.gpu_offload`.
+
+Conversations whose histories together are several times what the GPU's cache holds go on in random order, so many at
+a time. Each dtype has an engine of its own (dummy weights) with the tier and one without, all with the same load, the
+same tokens of GPU cache (`--equal bytes`: the same bytes) and the same host memory. `--check` runs each engine with a
+tier once more, briefly, and compares every block that comes back with what left, in all layers. `--disk-gib` runs each
+dtype with a file of that size below the host memory, too, whose blocks have a checksum.
+Writes OUT/offload-SHAPE.json and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine.gpu_engine_process import ChildFailedError, environment, run_child, say
+from benchmarks.engine.gpu_engine_shapes import SHAPES, write
+from benchmarks.engine.gpu_offload_run import Job
+from kvpilot_formats import formats
+from kvpilot_runtime.config import offload
+
+BLOCK = 64
+MOVED = {"loaded": "load", "stored": "store", "the disk gave": "disk_read", "it took": "disk_write"}
+"""What a table calls the bytes that moved, and how the child names them."""
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", default="auto,fp8,k4v4", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--gpu-tokens", type=int, default=65536, help="of the GPU's cache (default: %(default)s)")
+    parser.add_argument("--equal", choices=("tokens", "bytes"), default="tokens",
+                        help="what the caches of all dtypes have alike: tokens, or the bytes of auto's")  # fmt: skip
+    parser.add_argument("--host-gib", type=float, default=8.5, help="host memory of the tier (default: %(default)s)")
+    parser.add_argument("--working-set", type=float, default=4.0, help="times --gpu-tokens (default: %(default)s)")
+    parser.add_argument("--history", type=int, default=4096, help="tokens of a conversation (default: %(default)s)")
+    parser.add_argument("--turn", type=int, default=64, help="new tokens of a request (default: %(default)s)")
+    parser.add_argument("--answer", type=int, default=16, help="tokens of an answer (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=256, help="that are measured (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, default=8, help="requests in flight (default: %(default)s)")
+    parser.add_argument("--without", action=argparse.BooleanOptionalAction, default=True,
+                        help="run each dtype without the tier, too")  # fmt: skip
+    parser.add_argument("--check", action="store_true", help="compare the bytes of every block that comes back")
+    parser.add_argument("--disk-gib", type=float, default=0.0, help="size of a file below it (default: no such run)")
+    parser.add_argument("--disk", default="/var/tmp", help="the file's folder (default: %(default)s)")  # noqa: S108
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
+    parser.add_argument("--limit", type=float, default=240, help="seconds that one engine may take")
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    return parser.parse_args()
+
+
+def runs_of(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
+    """Dtype, the lowest tier that is not the GPU, and whether it is checked."""
+    found: list[tuple[str, str, bool]] = []
+    for dtype in args.dtypes.split(","):
+        found += [(dtype, "", False)] if args.without else []
+        found += [(dtype, "offload", False)]
+        found += [(dtype, "disk", False)] if args.disk_gib else []
+        found += [(dtype, "offload", True)] if args.check else []
+    return found
+
+
+def tiers(args: argparse.Namespace, tier: str) -> dict[str, Any]:
+    """What an engine is told of them."""
+    host = {"kv_offloading_size": args.host_gib} if tier else {}
+    if tier != "disk":
+        return host
+    return {**host, "kv_transfer_config": offload.below_host(args.disk, int(args.disk_gib * 2**30))}
+
+
+def main() -> int:
+    """Run all, print and write; returns 1 when a run failed or a block came back changed."""
+    args = arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    shape = SHAPES[args.shape]
+    rows: list[dict[str, Any]] = []
+    out_file = args.out / f"offload-{args.shape}.json"
+    with tempfile.TemporaryDirectory(prefix="kvpilot-offload-") as folder:
+        scratch = Path(folder)
+        longest = args.history + args.turn + args.answer + BLOCK
+        model = write(scratch / "model", shape, args.layers or shape.layers, longest)
+        for dtype, tier, check in runs_of(args):
+            name = "/".join(filter(None, (dtype, tier, "check" * check)))
+            tokens = args.gpu_tokens
+            if args.equal == "bytes":
+                tokens = int(tokens * 16 / formats.parse(dtype).bits_per_element(shape.head_dim))
+            engine = {
+                "model": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
+                "kv_cache_dtype": dtype, "block_size": BLOCK, "num_gpu_blocks_override": tokens // BLOCK + 1,
+                "max_model_len": longest, "max_num_seqs": args.at_once, "enable_prefix_caching": True,
+                **tiers(args, tier), **args.engine_args,
+            }  # fmt: skip
+            job = Job(
+                engine, shape.vocab, int(args.gpu_tokens * args.working_set) // args.history, args.history, args.turn,
+                args.answer, min(args.requests, 32) if check else args.requests, args.at_once, check,
+                str(scratch / "result.json"),
+            )  # fmt: skip
+            Path(job.out).unlink(missing_ok=True)
+            path, log = scratch / "job.json", args.out / f"offload-{name.replace('/', '-')}.log"
+            path.write_text(json.dumps(asdict(job)))
+            say(f"{name}: starting")
+            row: dict[str, Any] = {"run": name}
+            with environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}) as env:
+                try:
+                    run_child("benchmarks.engine.gpu_offload_run", path, log, args.limit, env)
+                    row |= json.loads(Path(job.out).read_text())
+                except ChildFailedError as error:
+                    row["error"] = str(error)
+            rows.append(row)
+            options = {key: str(value) for key, value in vars(args).items() if key != "out"}
+            facts = {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}", "options": options, "rows": rows}
+            out_file.write_text(json.dumps(facts, indent=1) + "\n")
+    table(rows)
+    return 1 if any("error" in row or row.get("changed") for row in rows) else 0
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    """Print what a reader compares, a line each."""
+    for row in rows:
+        if "error" in row:
+            say(f"{row['run']}: {row['error']}")
+            continue
+        hits = " ".join(f"{where} {row[f'{where}_hits'] / row['queried']:.1%}" for where in ("gpu", "host", "disk"))
+        check = f"; {row['compared']} blocks compared, {row['changed']} changed" if row["checked"] else ""
+        moved = ", ".join(
+            f"{what} {row[f'{key}_gib']:.2f} GiB in {row[f'{key}_s']:.2f} s" for what, key in MOVED.items()
+        )
+        say(f"{row['run']}: hits {hits}; TTFT median {row['ttft_ms'][0]:.0f} p95 {row['ttft_ms'][1]:.0f} ms; "
+            f"{row['requests_per_s']:.2f} requests/s; {moved}{check}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

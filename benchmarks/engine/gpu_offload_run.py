@@ -1,0 +1,185 @@
+"""The child of gpu_offload.py: one engine, conversations that go on in random order, and where their prefixes were."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from prometheus_client import REGISTRY
+
+from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine and its load.
+
+    Attributes:
+        engine: keyword arguments of `vllm.LLM`. vocab: token ids are drawn below this.
+        conversations: how many there are. history, turn, answer: tokens of each, of a request's own, and of its answer.
+        requests: measured, after each conversation was asked once. at_once: in flight.
+        check: whether to compare the bytes of what is loaded. out: where the result is written.
+    """
+
+    engine: dict[str, Any]
+    vocab: int
+    conversations: int
+    history: int
+    turn: int
+    answer: int
+    requests: int
+    at_once: int
+    check: bool
+    out: str
+
+
+class Checked:
+    """Sums of every stored block's bytes in every layer, held against what is loaded."""
+
+    def __init__(self, llm: Any) -> None:
+        import torch
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        from kvpilot_runtime.transfer.host_copies import rows
+
+        connector = get_kv_transfer_group().connector_worker
+        core = llm.llm_engine.engine_core.engine_core
+        config = core.scheduler.kv_cache_config
+        layers = core.model_executor.driver_worker.worker.vllm_config.compilation_config.static_forward_context
+        groups = [config.kv_cache_groups[group.group_id].layer_names for group in connector.spec.config.groups]
+        worker, per_chunk = connector.worker, connector.spec.blocks_per_chunk
+        store, load = worker.submit_store, worker.submit_load
+        self.compared = self.changed = 0
+        kept: dict[tuple[int, int], Any] = {}
+        weights: dict[int, Any] = {}
+
+        def sums(group: int, blocks: Any) -> Any:
+            """int64 [blocks, layers]: a block's 8-byte words, each times a number of its own; what overflows wraps."""
+            found = []
+            for name in groups[group]:
+                cache = layers[name].kv_cache
+                held = cache.unflatten(0, (config.num_blocks, -1))[blocks.to(cache.device)].contiguous()
+                pages = held.view(torch.uint8).flatten(1).view(torch.int64)
+                size = pages.shape[1]
+                if size not in weights:
+                    drawn = torch.randint(1, 2**62, (size,), generator=torch.Generator().manual_seed(0))
+                    weights[size] = drawn.to(cache.device) * 2 + 1
+                found.append((pages * weights[size]).sum(1))
+            return torch.stack(found, 1).cpu()
+
+        def submit_store(job: int, source: Any, target: Any) -> bool:
+            for group, (blocks, places) in enumerate(rows(source, target, per_chunk)):
+                kept.update({(group, p): s for p, s in zip(places.tolist(), sums(group, blocks), strict=True)})
+            return bool(store(job, source, target))
+
+        def submit_load(job: int, source: Any, target: Any, *more: Any) -> bool:
+            done = bool(load(job, source, target, *more))
+            worker.wait({job})
+            for group, (blocks, places) in enumerate(rows(target, source, per_chunk)):
+                for place, found in zip(places.tolist(), sums(group, blocks), strict=True):
+                    self.compared += 1
+                    self.changed += not torch.equal(kept[group, place], found)
+            return done
+
+        worker.submit_store, worker.submit_load = submit_store, submit_load
+
+
+def main() -> NoReturn:
+    """Run the job named on the command line."""
+    end_with_parent()
+    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+    from vllm import LLM
+
+    began = time.perf_counter()
+    llm = LLM(**job.engine, disable_log_stats=False)
+    start_s = time.perf_counter() - began
+    checked = Checked(llm) if job.check else None
+    rng = random.Random(1)  # noqa: S311  # a load, the same for all
+    histories = [[rng.randrange(3, job.vocab) for _ in range(job.history)] for _ in range(job.conversations)]
+    asked = list(range(job.conversations))
+    rng.shuffle(asked)
+    say(f"started in {start_s:.0f} s; {job.conversations} conversations of {job.history} tokens")
+    serve(llm, job, [turn(histories[i], job, rng) for i in asked])
+    before = counters()
+    prompts = [turn(histories[rng.randrange(job.conversations)], job, rng) for _ in range(job.requests)]
+    began = time.perf_counter()
+    firsts = serve(llm, job, prompts)
+    seconds = time.perf_counter() - began
+    after = counters()
+    grown = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in after}
+    result = {
+        "requests_per_s": job.requests / seconds, "seconds": seconds, "start_s": start_s,
+        "ttft_ms": [1e3 * x for x in (statistics.median(firsts), statistics.quantiles(firsts, n=20)[-1])],
+        "queried": sum(map(len, prompts)), "gpu_hits": grown.get("vllm:prefix_cache_hits", 0.0),
+        "host_hits": grown.get("vllm:external_prefix_cache_hits", 0.0) - (disk := grown.get("disk", 0.0)),
+        "disk_hits": disk,
+        "load_gib": grown.get("vllm:kv_offload_load_bytes", 0.0) / 2**30,
+        "load_s": grown.get("vllm:kv_offload_load_time", 0.0),
+        "store_gib": grown.get("vllm:kv_offload_store_bytes", 0.0) / 2**30,
+        "store_s": grown.get("vllm:kv_offload_store_time", 0.0),
+        "disk_read_gib": grown.get("vllm:kv_offload_tiering_read_bytes", 0.0) / 2**30,
+        "disk_read_s": grown.get("vllm:kv_offload_tiering_read_time", 0.0),
+        "disk_write_gib": grown.get("vllm:kv_offload_tiering_write_bytes", 0.0) / 2**30,
+        "disk_write_s": grown.get("vllm:kv_offload_tiering_write_time", 0.0),
+        "preemptions": grown.get("vllm:num_preemptions", 0.0),
+        "checked": job.check, "compared": checked.compared if checked else 0,
+        "changed": checked.changed if checked else 0, "versions": versions(),
+    }  # fmt: skip
+    Path(job.out).write_text(json.dumps(result))
+    say(f"{job.requests} requests in {seconds:.1f} s")
+    os._exit(0)
+
+
+def turn(history: list[int], job: Job, rng: random.Random) -> list[int]:
+    """A request: the history and new tokens, which are none of a later one."""
+    return history + [rng.randrange(3, job.vocab) for _ in range(job.turn)]
+
+
+def serve(llm: Any, job: Job, prompts: Sequence[list[int]]) -> list[float]:
+    """Answer them in order, `at_once` in flight; seconds from each one's arrival to its first token."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=job.answer, ignore_eos=True, detokenize=False)
+    engine, waiting = llm.llm_engine, list(enumerate(prompts))[::-1]
+    arrived: dict[str, float] = {}
+    first: dict[str, float] = {}
+    in_flight = 0
+    while waiting or in_flight:
+        while waiting and in_flight < job.at_once:
+            number, prompt = waiting.pop()
+            name = f"{len(prompts)}-{number}"
+            arrived[name] = time.perf_counter()
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+            in_flight += 1
+        for output in engine.step():
+            if output.outputs and output.outputs[0].token_ids:
+                first.setdefault(output.request_id, time.perf_counter())
+            in_flight -= output.finished
+    return [first[name] - arrived[name] for name in arrived]
+
+
+def counters() -> dict[str, float]:
+    """vLLM's counters by name, summed over their series; `LLM.get_metrics` would cut seconds to whole ones.
+
+    "disk" is what a disk had of the prompts' tokens.
+    """
+    found: dict[str, float] = {}
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            if sample.name == f"{family.name}_total":
+                found[family.name] = found.get(family.name, 0.0) + sample.value
+                if sample.labels.get("source") == "disk":
+                    found["disk"] = sample.value
+    return found
+
+
+if __name__ == "__main__":
+    main()

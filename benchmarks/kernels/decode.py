@@ -1,0 +1,229 @@
+"""Decode attention alone on a GPU, ours beside FlashAttention 3 and FlashInfer: `python -m benchmarks.kernels.decode`.
+
+One layer's decode over random pages of random block tables, in a CUDA graph of 32 launches that go round several
+layers' caches, so that no cache is in L2; the median of ten replays. `decode` is the split kernel alone, `merged` with
+the merge of its parts (what FlashAttention and FlashInfer do too), `layer` with the store of the step's token; in the
+raw file, without a window, `weigh` is what heavy hitters add in a step that is weighed, `weigh_idle` in others. The
+yardstick is a device-to-device copy in the same run. FlashAttention comes with vLLM, FlashInfer by itself; what is not
+installed is left out. Our formats are measured with each window of `--recent`, whose tokens all have their row in the
+ring. Writes OUT/decode.json, of which `decode_page.py` makes pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kernels import decode_rivals
+from benchmarks.kernels.timing import copy_rate, layers_for, microseconds
+from kvpilot_formats import formats
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.weigh import stretch, weigh
+from kvpilot_kernels.ring import ring_slots
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch of `batch` sequences of `context` tokens on an attention shape."""
+
+    shape: str
+    heads: int
+    kv_heads: int
+    dim: int
+    batch: int
+    context: int
+
+
+SHAPES = {
+    "Llama-3-8B": (32, 8, 128),
+    "Llama-3-70B": (64, 8, 128),
+    "Llama-3-70B, a share of 8": (8, 1, 128),
+    "Qwen3-30B-A3B": (32, 4, 128),
+    "StableLM 3B": (32, 32, 80),
+    "head_dim 192": (32, 8, 192),
+    "head_dim 256": (16, 8, 256),
+    "Gemma 4 26B": (16, 2, 512),
+}
+CASES = [
+    *(
+        Case("Llama-3-8B", *SHAPES["Llama-3-8B"], *size)
+        for size in ((32, 16384), (32, 2048), (8, 1024), (1, 65536), (256, 4096), (128, 4096))
+    ),
+    *(Case(name, *shape, 32, 16384) for name, shape in list(SHAPES.items())[1:]),
+    Case("Gemma 4 26B", *SHAPES["Gemma 4 26B"], 8, 1024),
+]
+
+
+def random_pages(fmt: formats.Format, case: Case, block: int, device: torch.device) -> torch.Tensor:
+    """Pages of random codes with scales between 0.01 and 0.03 and zero points around the middle."""
+    blocks = case.batch * -(-case.context // block) + 1
+    cache = torch.randint(
+        0, 256, (blocks, case.kv_heads, block, fmt.row_bytes(case.dim)), dtype=torch.uint8, device=device
+    )
+    layout = fmt.page_layout(case.dim, block)
+    groups = (layout.size - layout.key_meta.offset) // 2
+    scale = (torch.rand(blocks, case.kv_heads, groups, device=device) * 0.02 + 0.01).half().view(torch.int16).int()
+    zero = torch.randint(10, 20, scale.shape, device=device)
+    meta = (((scale >> 4) << 5) | zero).to(torch.int16).view(torch.uint8)
+    cache.flatten(2)[..., layout.key_meta.offset :] = meta
+    return cache
+
+
+def fill_ring(
+    pages: GpuPages, table: torch.Tensor, rings: torch.Tensor, context: int, of: torch.Tensor
+) -> torch.Tensor | None:
+    """Give every sequence's last tokens true rows in pages and ring; returns the last ones' slots in the ring."""
+    shape = pages.shape
+    if not shape.recent:
+        return None
+    plan, last, count = Plan(shape, 1), min(shape.recent, context), len(table)
+    at = torch.arange(context - last, context, device=table.device).repeat(count)
+    owner = torch.arange(count, device=table.device).repeat_interleave(last)
+    slots = table.long()[owner, at // shape.block_size] * shape.block_size + at % shape.block_size
+    places = ring_slots(at, torch.full_like(at, context), rings[owner], shape.recent, shape.ring_tokens)
+    key, value = torch.randn(2, len(at), *of.shape[1:], device=of.device, dtype=of.dtype)
+    query = torch.zeros(len(at), shape.kv_heads * shape.ratio, shape.head_dim, device=of.device, dtype=of.dtype)
+    pages.store(query, key, value, slots, plan, 0, 1.0, places)
+    return places.view(count, last)[:, -1].contiguous()
+
+
+def ours(
+    name: str, case: Case, device: torch.device, recent: int = 0, block: int = 64, overlap: bool | None = None
+) -> dict[str, Any]:
+    """Times of our kernels in one format; `overlap` None leaves to the plan whether decode overlaps with `store`."""
+    fmt = formats.parse(name)
+    recent = recent if fmt.has_ring else 0
+    shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, block, device, recent=recent)
+    size = case.batch * case.context * case.kv_heads * fmt.row_bytes(case.dim)
+    factors = Factors.identity(case.kv_heads, case.dim, device)
+    caches = [random_pages(fmt, case, block, device) for _ in range(layers_for(size))]
+    count = case.batch * shape.ring_blocks
+    own_ring = (max(1, count), case.kv_heads, block, fmt.row_bytes(case.dim))
+    rings = torch.randperm(count, device=device).view(case.batch, -1).int() if recent else None
+    pages = [
+        GpuPages(cache, shape, factors, torch.zeros(own_ring, dtype=torch.uint8, device=device) if recent else None)
+        for cache in caches
+    ]
+    plan, turn = Plan(shape, case.batch), iter(range(10**9))
+    per = -(-case.context // block)
+    table = (1 + torch.randperm(per * case.batch, device=device)).view(case.batch, per).int()
+    lens = torch.full((case.batch,), case.context, dtype=torch.int32, device=device)
+    query = torch.randn(case.batch, case.heads, case.dim, device=device, dtype=torch.bfloat16)
+    key, value = torch.randn(2, case.batch, case.kv_heads, case.dim, device=device, dtype=torch.bfloat16)
+    slots = table[:, -1].long() * block + (case.context - 1) % block
+    out = torch.empty_like(query)
+    ring = None
+    for at in pages:
+        ring = fill_ring(at, table, rings, case.context, key) if rings is not None else None
+    plan.update(lens, overlap=True)
+    if overlap is not None:
+        plan.overlap = overlap
+
+    def store() -> GpuPages:
+        at = pages[next(turn) % len(pages)]
+        at.store(query, key, value, slots, plan, case.batch, case.dim**-0.5, ring, lens)
+        return at
+
+    def layer() -> None:
+        store().decode(table, lens, plan, out, rings)
+
+    store()
+    taken = pages[0].attend(table, lens, plan, rings)
+    shape.settle(1, taken)
+    plan.update(lens, overlap=plan.overlap)
+    weighed = {} if recent else weighing(pages, table, lens, plan, turn)
+    return {
+        "registers": taken.registers if taken else None,
+        "splits": int((plan.splits[:, 0] >= 0).sum()),
+        "wave": plan.cut().wave,
+        "store": microseconds(store),
+        "decode": microseconds(lambda: pages[next(turn) % len(pages)].attend(table, lens, plan, rings)),
+        "merged": microseconds(lambda: pages[next(turn) % len(pages)].decode(table, lens, plan, out, rings)),
+        "layer": microseconds(layer),
+        "bytes": size,
+        "recent": recent,
+        **weighed,
+    }
+
+
+def weighing(
+    pages: list[GpuPages], table: torch.Tensor, lens: torch.Tensor, plan: Plan, turn: Iterator[int]
+) -> dict[str, float]:
+    """Times of what heavy hitters add to decode, in a step that is weighed and in one that is not."""
+    wanted = torch.ones(1, dtype=torch.int32, device=table.device)
+    size = stretch(plan.shape)
+    room = table.shape[1] * plan.shape.block_size // size
+    total = torch.zeros(plan.shape.kv_heads, len(lens), room, device=table.device)
+
+    def launch() -> None:
+        weigh(pages[next(turn) % len(pages)], table, lens, plan, wanted, total)
+
+    weighed = microseconds(launch)
+    wanted.zero_()
+    return {"weigh": weighed, "weigh_idle": microseconds(launch)}
+
+
+def measure(out: Path, windows: list[int], shapes: list[str], names: list[str], sizes: list[str]) -> None:
+    """Run everything that is installed and write the figures; `sizes`: of the batches, as 32x16384, all if empty."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    packages = {name: _version(name) for name in ("torch", "triton", "vllm", "flashinfer-python")}
+    facts: dict[str, Any] = {
+        "command": f"python -m benchmarks.kernels.decode --shapes {' '.join(shapes)} --formats {' '.join(names)} "
+        f"--recent {' '.join(map(str, windows))}{' --sizes ' if sizes else ''}{' '.join(sizes)}",
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "gpu": torch.cuda.get_device_name(device),
+        "versions": {name: number for name, number in packages.items() if number},
+        "copy_bytes_per_s": copy_rate(device),
+        "rows": [],
+    }
+    own = {
+        f"{f}, last {w} finer" if w else f: (lambda c, d, f=f, w=w: ours(f, c, d, w))
+        for f in names
+        for w in windows
+        if not w or formats.parse(f).has_ring
+    }
+    for case in (c for c in CASES if c.shape in shapes and (not sizes or f"{c.batch}x{c.context}" in sizes)):
+        for name, run in {**decode_rivals.installed(case.dim), **own}.items():
+            try:
+                row = run(case, device)
+            except Exception as error:  # a rival that does not take a shape is part of the result
+                row = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+            facts["rows"].append({"case": case.__dict__, "name": name, **row})
+            print(f"{case.shape} {case.batch}x{case.context} {name}: {row}", flush=True)
+            torch.cuda.empty_cache()
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "decode.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except ImportError:
+        return None
+
+
+def main() -> int:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--recent", type=int, nargs="+", default=[0, 64], help="windows of our formats")
+    parser.add_argument("--formats", nargs="+", default=list(formats.own_names()))
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="names of attention shapes")
+    parser.add_argument("--sizes", nargs="+", default=[], help="batches alone, as 32x16384 (default: all)")
+    options = parser.parse_args()
+    measure(options.out, options.recent, options.shapes, options.formats, options.sizes)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""Whether the GPU's kernels are right on this GPU: `python -m benchmarks.kernels.decode_check`.
+
+Ragged sequences are stored and decoded by the kernels in a captured CUDA graph of four layers that share their plan,
+each started while the one before may still run, over pages, rings and outputs that were poisoned before: every byte
+0xFF, every output NaN, every ring full of another sequence's rows at the same positions, and part of each prompt from
+pages that the ring knows nothing of. Some steps have one token of each sequence, some up to 8, of some sequences fewer
+than of others, and rows of padding; some are cut as if the GPU had one multiprocessor, so that there are more
+sequences than programs at once. Held against the CPU's code over the same bytes (which the tests hold against
+float64). Then one value of a token is NaN, of a stored one and of one of the step: each answer that attends to it must
+be NaN, and every other one as it was. Writes OUT/decode-check.json; exits 1 where a row is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from kvpilot_formats import formats
+from kvpilot_kernels.cpu import PackedPages
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.gpu import tuning
+from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
+from kvpilot_kernels.places import joined_slots
+from kvpilot_kernels.ring import ring_slots
+
+LIMIT, READ_LIMIT = 2e-3, 6e-3
+"""Of a head's norm: queries and probabilities are float16 on their way into the tensor cores, and what `gather` reads
+back is rounded to bfloat16."""
+LENGTHS, HIT, BLOCK, KV_HEADS = [1, 63, 64, 65, 300, 1000, 2500], 40, 64, 2
+
+
+PADDED = (80, 112, 160)
+"""Head dimensions that have no layout, and zeros behind."""
+
+
+class Case(NamedTuple):
+    """Format, head_dim, query heads to a KV head, recent window, tokens of a sequence in a step; cap, sinks and whether
+    as with one multiprocessor."""
+
+    name: str
+    dim: int
+    ratio: int
+    recent: int
+    tokens: int = 1
+    softcap: float = 0.0
+    sinks: bool = False
+    crowded: bool = False
+
+
+DIMS = (*formats.HEAD_DIMS, *PADDED)
+CASES = [
+    *(Case(name, dim, 4, recent) for name in formats.own_names() for dim in DIMS
+      for recent in dict.fromkeys((0, 64 if formats.parse(name).has_ring else 0, formats.parse(name).window))),
+    Case("k4v4", 128, 16, 64), Case("k4v2", 256, 7, 64), Case("k8v4", 96, 12, 300), Case("k2v2", 128, 5, 512),
+    Case("k4v4", 128, 1, 64),
+    *(Case(name, dim, 4, 64 if formats.parse(name).has_ring else 0, 4) for name in formats.own_names()
+      for dim in DIMS),
+    *(Case("k4v4", 128, 4, recent, tokens) for recent in (0, 64) for tokens in (2, 3, 5, 8)),
+    Case("k4v4", 64, 1, 64, 3), Case("k4v2", 128, 16, 64, 2), Case("k2v2", 128, 5, 512, 7), Case("k8v4", 96, 8, 300, 6),
+    *(Case(name, 64, 8, recent, tokens, sinks=True) for name, recent in (("k8v4", 64), ("k4v4", 0), ("k4v4", 64))
+      for tokens in (1, 4)),
+    *(Case("k4v4", 256, 2, recent, tokens, softcap=30.0) for recent in (0, 64) for tokens in (1, 4)),
+    Case("k4v2", 128, 8, 128, softcap=5.0, sinks=True),
+    *(Case("k4v4", dim, ratio, 64, tokens) for dim, ratio in ((64, 32), (64, 71), (128, 48), (256, 17))
+      for tokens in (1, 3)),
+    *(Case("k4v4", dim, ratio, 64, tokens) for dim in (80, 160, 192) for ratio in (1, 8) for tokens in (1, 3)),
+    Case("k8v4", 192, 2, 64, softcap=30.0, sinks=True), Case("k4v4", 80, 8, 64, softcap=30.0, sinks=True),
+    *(Case(name, 128, ratio, 64, tokens, crowded=True) for name, ratio in (("k4v4", 4), ("k4v2", 8))
+      for tokens in (1, 4)),
+    Case("k4v4", 512, 8, 0), Case("k4v4", 512, 8, 64), Case("k4v2", 512, 8, 128), Case("k4v4", 512, 7, 64, 3),
+    Case("k8v4", 512, 2, 64, softcap=30.0, sinks=True), Case("k4v4", 512, 16, 64),
+]  # fmt: skip
+LAYERS, PADDING = 4, 3
+
+
+def check(case: Case) -> dict[str, Any]:
+    """Errors of one case."""
+    name, dim, ratio, recent, most, softcap, sinking, crowded = case
+    if crowded:
+        tuning.multiprocessors = lambda _device: 1  # type: ignore[assignment]
+    torch.manual_seed(dim + ratio + recent + most)
+    torch.set_num_threads(2)
+    device, fmt, count, scale = torch.device("cuda"), formats.parse(name), len(LENGTHS), dim**-0.5
+    kept = recent + most - 1 if recent else 0
+    rings = fmt.ring_blocks(kept, dim, BLOCK)
+    news = [min(n, most - i % 3 % most) for i, n in enumerate(LENGTHS)]  # tokens of each in the step
+    owner = torch.arange(count).repeat_interleave(torch.tensor(news))
+    seen = torch.cat([torch.arange(n - new + 1, n + 1) for n, new in zip(LENGTHS, news, strict=True)]).int()
+    padding = PADDING if most > 1 else 0
+    tokens = fmt.ring_layout(dim, BLOCK).tokens if recent else 1
+    per = [-(-n // BLOCK) for n in LENGTHS]
+    total = 1 + sum(per) + count * rings
+    cache = torch.full((total, KV_HEADS, BLOCK, fmt.row_bytes(dim)), 255, dtype=torch.uint8, device=device)
+    blocks = (1 + torch.randperm(total - 1)).int()
+    table = torch.full((count, max(per)), -(2**30), dtype=torch.int32)
+    for i, part in enumerate(blocks[: sum(per)].split(per)):
+        table[i, : per[i]] = part
+    ring_table = blocks[sum(per) :].view(count, rings) if rings else None
+    factors = Factors(*(torch.rand(KV_HEADS, dim) + 0.5 for _ in range(4)), 2 * torch.randn(KV_HEADS, dim))
+    shape = Shape(fmt, dim, KV_HEADS, ratio, BLOCK, device, softcap=softcap, recent=recent)
+    sinks = 3 * torch.randn(KV_HEADS * ratio).bfloat16() if sinking else None
+    shape.ring_blocks = rings
+    ring = cache if recent else None
+    plan = Plan(shape, count, most, len(owner) + padding)
+    pages = GpuPages(cache, shape, factors.to(device), ring, None if sinks is None else sinks.to(device))
+    starts = torch.tensor([0, *torch.tensor(news).cumsum(0)], dtype=torch.int32, device=device)
+    owners = torch.cat([owner, torch.full((padding,), -1)]).int().to(device)
+    several = Several(starts, owners, most) if most > 1 else None
+    keys, values = ([torch.randn(n, KV_HEADS, dim).bfloat16() for n in LENGTHS] for _ in "kv")
+
+    def where(i: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        at = torch.arange(begin, end)
+        slots = table[i].long()[at // BLOCK] * BLOCK + at % BLOCK
+        if ring_table is None:
+            return slots.to(device), None
+        rows = ring_table[i].expand(len(at), -1)
+        return slots.to(device), ring_slots(at, torch.full_like(at, end), rows, kept, tokens).to(device)
+
+    def store(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, at: torch.Tensor | None,
+              begin: int = 1) -> None:  # fmt: skip
+        query = torch.zeros(len(key), KV_HEADS * ratio, dim, dtype=key.dtype)
+        ordinals = torch.arange(begin + 1, begin + 1 + len(key), dtype=torch.int32)
+        pages.store(query.to(device), key.to(device), value.to(device), slots, plan, 0, scale, at, ordinals.to(device))
+
+    for i, n in enumerate(LENGTHS):
+        if ring_table is not None:  # another sequence's rows in all of the ring, their pages in block 0
+            every, (key, value) = torch.arange(rings * tokens), torch.randn(2, rings * tokens, KV_HEADS, dim).bfloat16()
+            at = ring_slots(every, torch.full_like(every, len(every)), ring_table[i].expand(len(every), -1),
+                            len(every), tokens).to(device)  # fmt: skip
+            for begin in range(0, len(every), BLOCK):
+                new = slice(begin, begin + BLOCK)
+                store(key[new], value[new], torch.arange(len(key[new]), device=device), at[new])
+        stored = n - news[i]
+        hit = max(0, stored - HIT)
+        if hit:
+            slots, at = where(i, 0, hit)
+            store(keys[i][:hit], values[i][:hit], slots, None if at is None else torch.full_like(at, -1), 0)
+        if hit < stored:
+            store(keys[i][hit:stored], values[i][hit:stored], *where(i, hit, stored), hit)
+    rows = len(owner) + padding
+    query = torch.randn(LAYERS, rows, KV_HEADS * ratio, dim).bfloat16().to(device)
+    query[:, len(owner) :] = torch.nan
+    nothing = torch.full((padding, KV_HEADS, dim), torch.nan, dtype=query.dtype)
+    key, value = (
+        torch.cat([*(x[n - new :] for x, n, new in zip(side, LENGTHS, news, strict=True)), nothing]).to(device)
+        for side in (keys, values)
+    )
+    steps = [where(i, n - new, n) for i, (n, new) in enumerate(zip(LENGTHS, news, strict=True))]
+    none = torch.full((padding,), -1, device=device)
+    slots = torch.cat([*(s for s, _ in steps), none])
+    at = torch.cat([*(a for _, a in steps if a is not None), none]) if ring_table is not None else None
+    lens, on_gpu = torch.tensor(LENGTHS, dtype=torch.int32, device=device), table.to(device)
+    ordinals, ring_rows = seen.to(device), None if ring_table is None else ring_table.to(device)
+    out = torch.empty(LAYERS, rows, KV_HEADS * ratio, dim, device=device)
+
+    def step() -> None:
+        plan.update(lens, overlap=several is None, several=several)
+        for layer in range(LAYERS):
+            pages.store(query[layer], key, value, slots, plan, rows, scale, at, ordinals)
+            pages.decode(on_gpu, lens, plan, out[layer], ring_rows)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    worst = 0.0
+    for _ in range(2):
+        for scratch in (out, plan.partial, plan.lse, plan.apart, plan.level, plan.units):
+            scratch.fill_(torch.nan)
+        plan.sums.fill_(2**20)
+        plan.rotated.fill_(85)
+        graph.replay()
+        torch.cuda.synchronize()
+        stored = cache.cpu()
+        cpu = PackedPages(stored, fmt, dim, factors, stored if recent else None, recent, most - 1)
+        real, tables = query[:, : len(owner)].cpu(), (table[owner], None if ring_table is None else ring_table[owner])
+        wanted = torch.stack([cpu.decode(q, tables[0], seen, scale, softcap, tables[1], sinks) for q in real])
+        off = (out[:, : len(owner)].cpu() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        right = bool(off.isfinite().all()) and not out[:, len(owner) :].any()
+        worst = max(worst, float(off.max())) if right else float("inf")
+    plain = PackedPages(stored, fmt, dim, factors).decode(real[-1], tables[0], seen, scale, softcap, None, sinks)
+    theirs = torch.full_like(stored, 255)
+    cpu = PackedPages(theirs, fmt, dim, factors)
+    for i, n in enumerate(LENGTHS):
+        cpu.store(keys[i], values[i], where(i, 0, n)[0].cpu(), ordinals=torch.arange(1, n + 1))
+    begins = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
+    read = torch.full((2, int(begins[-1]), KV_HEADS, dim), torch.nan, dtype=torch.bfloat16, device=device)
+    # The step's own tokens are taken as they are, all before them is read back.
+    starts = torch.tensor([0, *torch.tensor(news).cumsum(0)], dtype=torch.int32, device=device)
+    places = joined_slots(on_gpu, begins.to(device), starts, int(begins[-1]), BLOCK)
+    pages.gather(*places, read[0], read[1], key, value)
+    back = PackedPages(stored, fmt, dim, factors)
+    off_read = 0.0
+    for i, (n, new) in enumerate(zip(LENGTHS, news, strict=True)):
+        given = zip(back.read(table[i], n), (keys[i], values[i]), strict=True)
+        wanted_rows = [torch.cat([his[: n - new], x[n - new :]]) for his, x in given]
+        for mine, his in zip(read[:, begins[i] : begins[i] + n].cpu(), wanted_rows, strict=True):
+            off_read = max(off_read, float(((mine - his).norm(dim=-1) / his.norm(dim=-1)).nan_to_num(9.0).max()))
+    used = blocks[: sum(per)].long()
+    unlike = 0
+    for i in (4, 6):
+        first, last, place = int(starts[i]), int(starts[i + 1]) - 1, LENGTHS[i] - news[i] - 1
+        spoilt = values[i][place : place + 1].clone()
+        spoilt[0, 1, 0] = torch.nan
+
+        def answers(stored: torch.Tensor, element: torch.Tensor, i: int = i, place: int = place,
+                    last: int = last) -> torch.Tensor:  # fmt: skip
+            slots, rings_at = where(i, place, place + 1)
+            nowhere = None if rings_at is None else torch.full_like(rings_at, -1)
+            store(keys[i][place : place + 1], stored, slots, nowhere, place)
+            value[last, 1, 0] = element
+            graph.replay()
+            torch.cuda.synchronize()
+            return out.clone()
+
+        element = value[last, 1, 0].clone()
+        clean = answers(values[i][place : place + 1], element)
+        # A token of an earlier step, which all rows see, and the last one of this step.
+        for begin, broken in (
+            (first, answers(spoilt, element)),
+            (last, answers(values[i][place : place + 1], spoilt[0, 1, 0].to(device))),
+        ):
+            readers = torch.zeros(out.shape[1:3], dtype=torch.bool, device=device)
+            readers[begin : last + 1, ratio:] = True
+            unlike += int((~broken[:, readers].isnan()).sum() + (broken[:, ~readers] != clean[:, ~readers]).sum())
+        answers(values[i][place : place + 1], element)
+    return {
+        **case._asdict(), "error": worst, "gather_error": off_read, "unlike_where_a_value_is_nan": unlike,
+        "bytes_unlike_the_cpus": float((stored[used] != theirs[used]).float().mean()),
+        "moved_by_the_ring": float(((plain - wanted[-1]).norm(dim=-1) / wanted[-1].norm(dim=-1)).max()),
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Check every case, a few processes at a time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--head-dims", type=int, nargs="+", default=list(DIMS))
+    options = parser.parse_args()
+    cases = [case for case in CASES if case.dim in options.head_dims]
+    # A process each: after a fault in a kernel nothing else runs in it.
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        futures = [(case, pool.submit(check, case)) for case in cases]
+        rows = []
+        for case, future in futures:
+            try:
+                rows.append(future.result())
+            except Exception as error:
+                message = f"{type(error).__name__}: {error}"[:500]
+                rows.append({**case._asdict(), "error": float("inf"), "message": message})
+            print(rows[-1], flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "decode-check.json").write_text(json.dumps(rows, indent=1) + "\n")
+    wrong = [
+        row for row in rows
+        if not (row["error"] <= LIMIT and row["gather_error"] <= READ_LIMIT)
+        or row["bytes_unlike_the_cpus"] > 2e-3 or row["unlike_where_a_value_is_nan"]
+        or (row["moved_by_the_ring"] > 0) != (row["recent"] > 0)
+    ]  # fmt: skip
+    print(f"{len(rows) - len(wrong)} of {len(rows)} right")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

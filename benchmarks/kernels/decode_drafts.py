@@ -1,0 +1,157 @@
+"""Decode with draft tokens on a GPU, a layer at a time: `python -m benchmarks.kernels.decode_drafts`.
+
+A sequence's 1 + k tokens are rows of one step, as `cuda_steps` of the runtime has it; its pages are read once for all
+of them. Measured as `decode.py` does, in one run, with 1 token a sequence as the baseline: `store`, `decode` (the split
+kernel), `merged` (with the merge of its parts), `layer` (all of it), and `plan`, which a step has once for all layers.
+`off` is how far the rows of a step are from the same rows, one of each sequence at a time, of a head's norm; more than
+2e-3 ends the run. Writes OUT/decode-drafts.json. `--choices` times other tiles, stages and programs a multiprocessor
+than `tuning` has for several tokens, as 32x3x8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from benchmarks.kernels.decode import SHAPES, Case, fill_ring, random_pages
+from benchmarks.kernels.timing import copy_rate, layers_for, microseconds
+from kvpilot_formats import formats
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.gpu import tuning
+from kvpilot_kernels.gpu.pages import Cut, GpuPages, Plan, Several, Shape
+
+BLOCK, LIMIT = 64, 2e-3
+
+
+def launch_as(shape: Shape, choice: str, tokens: int) -> None:
+    """Other launch choices than `tuning` has, for steps of several tokens of a sequence."""
+    tile, stages, programs = map(int, choice.split("x"))
+    found, own = shape.cut(tokens), tuning.Choice(tile, stages, programs, shape.cut(tokens).choice.registers)
+    wave = max(1, tuning.multiprocessors(shape.device) * programs // (shape.kv_heads * found.parts))
+    one, several = shape.cut(1), Cut(found.take, found.parts, own, wave)
+    shape.cut = lambda tokens=1: one if tokens == 1 else several  # type: ignore[method-assign]
+
+
+def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: int, choice: str) -> dict[str, Any]:
+    """Times of one format with so many `tokens` of each sequence in a step."""
+    fmt = formats.parse(name)
+    shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, BLOCK, device, recent=recent)
+    if recent:
+        shape.ring_blocks = fmt.ring_blocks(recent + tokens - 1, case.dim, BLOCK)
+    if choice and tokens > 1:
+        launch_as(shape, choice, tokens)
+    factors = Factors.identity(case.kv_heads, case.dim, device)
+    rings = torch.randperm(case.batch * shape.ring_blocks, device=device).view(case.batch, -1).int() if recent else None
+    size = case.batch * case.context * case.kv_heads * fmt.row_bytes(case.dim)
+    page = case.kv_heads, BLOCK, fmt.row_bytes(case.dim)
+    pages = [
+        GpuPages(
+            random_pages(fmt, case, BLOCK, device), shape, factors,
+            torch.zeros(rings.numel(), *page, dtype=torch.uint8, device=device) if rings is not None else None,
+        )
+        for _ in range(layers_for(size))
+    ]  # fmt: skip
+    per, rows = -(-case.context // BLOCK), case.batch * tokens
+    table = (1 + torch.randperm(per * case.batch, device=device)).view(case.batch, per).int()
+    make: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    for at in pages:
+        if rings is not None:
+            fill_ring(at, table, rings, case.context, torch.empty(0, case.kv_heads, case.dim, **make))
+    owner = torch.arange(case.batch, device=device).repeat_interleave(tokens)
+    ago = torch.arange(tokens - 1, -1, -1, device=device).repeat(case.batch)
+    seen, lens = (case.context - ago).int(), torch.full((case.batch,), case.context, dtype=torch.int32, device=device)
+    starts = torch.arange(0, rows + 1, tokens, dtype=torch.int32, device=device)
+    several = Several(starts, owner.int(), tokens) if tokens > 1 else None
+    query = torch.randn(rows, case.heads, case.dim, **make)
+    key, value = torch.randn(2, rows, case.kv_heads, case.dim, **make)
+    at = seen.long() - 1
+    slots = table.long()[owner, at // BLOCK] * BLOCK + at % BLOCK
+    ring_slots = None
+    if rings is not None:
+        place = at % (shape.ring_blocks * shape.ring_tokens)
+        block = rings.long()[owner, place // shape.ring_tokens]
+        ring_slots = block * shape.ring_tokens + place % shape.ring_tokens
+    plan, out, turn = Plan(shape, case.batch, tokens), torch.empty_like(query), iter(range(10**9))
+    plan.update(lens, tokens == 1, several)
+
+    def store() -> GpuPages:
+        found = pages[next(turn) % len(pages)]
+        found.store(query, key, value, slots, plan, rows, case.dim**-0.5, ring_slots, seen)
+        return found
+
+    found = {
+        "store": microseconds(store),
+        "decode": microseconds(lambda: pages[next(turn) % len(pages)].attend(table, lens, plan, rings)),
+        "merged": microseconds(lambda: pages[next(turn) % len(pages)].decode(table, lens, plan, out, rings)),
+        "layer": microseconds(lambda: store().decode(table, lens, plan, out, rings)),
+        "plan": microseconds(lambda: plan.update(lens, tokens == 1, several)),
+    }
+    plan.update(lens, several=several)
+    first = pages[0]
+    first.store(query, key, value, slots, plan, rows, case.dim**-0.5, ring_slots, seen)
+    exact = out.float()
+    first.decode(table, lens, plan, exact, rings)
+    off, one = 0.0, Plan(shape, case.batch)
+    for i in range(tokens):
+        mine = slice(i, None, tokens)
+        again = torch.empty_like(exact[mine])
+        # Nothing is stored anew: slots of padding.
+        nothing = torch.full((case.batch,), -1, dtype=torch.int64, device=device)
+        one.update(seen[mine].contiguous())
+        first.store(
+            query[mine].contiguous(), key[mine].contiguous(), value[mine].contiguous(), nothing, one, case.batch,
+            case.dim**-0.5, nothing if recent else None,
+        )  # fmt: skip
+        first.decode(table, seen[mine].contiguous(), one, again, rings)
+        off = max(off, float(((exact[mine] - again).norm(dim=-1) / again.norm(dim=-1)).max()))
+    return {**found, "off": off, "bytes": size}
+
+
+def main() -> int:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--formats", nargs="+", default=["k4v4"])
+    parser.add_argument("--recent", type=int, nargs="+", default=[0, 64], help="windows of our formats")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8], help="of a sequence in a step")
+    parser.add_argument("--choices", nargs="+", default=[""], help="tile x stages x programs of several tokens")
+    parser.add_argument("--sizes", nargs="+", default=["32x16384", "32x2048"], help="sequences x context")
+    options = parser.parse_args()
+    device = torch.device("cuda", torch.cuda.current_device())
+    facts: dict[str, Any] = {
+        "command": f"python -m benchmarks.kernels.decode_drafts {' '.join(sys.argv[1:])}".strip(),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}", "gpu": torch.cuda.get_device_name(device),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+        "copy_bytes_per_s": copy_rate(device), "rows": [],
+    }  # fmt: skip
+    for size in options.sizes:
+        batch, context = map(int, size.split("x"))
+        case = Case("Llama-3-8B", *SHAPES["Llama-3-8B"], batch, context)
+        for name in options.formats:
+            for recent in options.recent if formats.parse(name).has_ring else [0]:
+                base = 0.0
+                for tokens, choice in product(options.tokens, options.choices):
+                    if tokens == 1 and base:
+                        continue
+                    row = drafted(name, case, tokens, device, recent, choice)
+                    base = base or row["layer"]
+                    what = {"case": case.__dict__, "name": name, "recent": recent, "tokens": tokens, "choice": choice}
+                    facts["rows"].append(what | row)
+                    print(f"{size} {name}, last {recent} finer, {tokens} tokens {choice}: {row}", flush=True)
+                    print(f"    a layer takes {row['layer'] / base:.2f}x of one with a single token", flush=True)
+                    options.out.mkdir(parents=True, exist_ok=True)
+                    (options.out / "decode-drafts.json").write_text(json.dumps(facts, indent=1) + "\n")
+                    torch.cuda.empty_cache()
+    return int(any(row["off"] > LIMIT for row in facts["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Pages of the runs of `decode.py` that lie in docs/benchmarks: h200-decode.md, h200-decode-wide.md of heads of 512
+elements, and h100-decode-heads.md of heads of 80 and 192: `python -m benchmarks.kernels.decode_page`.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
+
+
+def page(source: Path, title: str) -> str:
+    """A run as Markdown, under this title."""
+    facts = json.loads(source.read_text())
+    copy = facts["copy_bytes_per_s"]
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    lines = [
+        title,
+        "",
+        f"`{facts['command']}`, {facts['date']}, {facts['gpu']}, {versions}. Microseconds of one layer. This run's",
+        f"copy rate is {copy / 1e12:.2f} TB/s; `of copy` is the cache's bytes over the time of the split kernel, or of",
+        f"`merged` for the others, over that rate. Raw: [{source.name}]({source.name}).",
+    ]
+    last = None
+    for row in facts["rows"]:
+        case = row["case"]
+        here = (
+            f"{case['shape']} ({case['heads']}/{case['kv_heads']}/{case['dim']}), {case['batch']} x {case['context']:,}"
+        )
+        if here != last:
+            last = here
+            rows = [r for r in facts["rows"] if r["case"] == case]
+            base = next((r["merged"] for r in rows if r["name"].endswith(" bf16") and "merged" in r), None)
+            lines += [
+                "",
+                f"### {here}",
+                "",
+                "| | decode | merged | layer | of copy | over bf16 |",
+                "|---|---|---|---|---|---|",
+            ]
+        if "error" in row:
+            lines.append(f"| {row['name']} | {row['error'].splitlines()[0][:90]} | | | | |")
+            continue
+        alone = row.get("decode", row["merged"])
+        cells = [f"{row[k]:.1f}" if k in row else "" for k in ("decode", "merged", "layer")]
+        share = row["bytes"] / alone * 1e6 / copy
+        ratio = f"{base / row['merged']:.2f}x" if base else ""
+        lines.append(f"| {row['name']} | {' | '.join(cells)} | {share:.2f} | {ratio} |")
+    return "\n".join(lines) + "\n"
+
+
+def write(name: str, title: str, runs: Iterable[tuple[str, str]]) -> None:
+    """Runs, by the names of their files and their titles, as a page."""
+    (DOCS / name).write_text("\n".join([f"{title}\n", *(page(DOCS / source, heading) for source, heading in runs)]))
+
+
+def main() -> None:
+    """Make the pages."""
+    matrices = "before [rows were rotated without matrices](h100-decode-short.md)"
+    write(
+        "h200-decode.md",
+        "# Decode attention on one NVIDIA H200",
+        (
+            ("h200-decode-two-bits.json", f"## Two bits of full length, with a window, {matrices}"),
+            ("h200-decode-integers.json", "## Keys as 8-bit integers (stopped before the last shapes)"),
+            ("h200-decode-integers-recent.json", "## Keys as 8-bit integers, with a window (stopped too)"),
+            ("h200-decode.json", "## Beside other backends, with keys in float16"),
+            ("h200-decode-recent.json", "## With a window, with keys in float16"),
+        ),
+    )
+    write(
+        "h200-decode-wide.md",
+        "# Decode of heads of 512 elements",
+        (
+            ("h100-decode-wide.json", f"## On an H100, {matrices}"),
+            ("h200-decode-wide.json", "## On an H200, the kernels before (decision 46)"),
+        ),
+    )
+    rounds = "## On an H100, before [work was cut for several rounds](h100-decode-rounds.md)"
+    write("h100-decode-heads.md", "# Decode of heads of 80 and of 192 elements", (("h100-decode-heads.json", rounds),))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""What every GPU kernel takes of a GPU, without one: `python -m benchmarks.kernels.kernel_resources`.
+
+Compiles with the installed Triton for each compute capability and reads what the assembler allotted from the machine
+code. A stack is registers that did not fit: no kernel has local arrays. Prints each program and exits 1 where one
+spills that is not in `known`, or asks for more shared memory than there is; `--page` writes
+docs/benchmarks/kernel-resources.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from benchmarks.kernels.kernel_variants import Variant, every_variant, few_variants
+from kvpilot_kernels.gpu import (
+    decode,
+    gather,
+    latent_decode,
+    latent_gather,
+    latent_reduce,
+    latent_store,
+    plan,
+    prefill,
+    reduce,
+    ring,
+    store,
+    tuning,
+    weigh,
+)
+
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "kernel-resources.md"
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""Shared memory that a block may ask for, by compute capability."""
+triton.knobs.compilation.disable_line_info = True  # a tenth of the time, and the same machine code
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+POINTERS = {
+    "query_ptr": "*bf16", "key_ptr": "*bf16", "value_ptr": "*bf16", "out_ptr": "*bf16", "key_out_ptr": "*bf16",
+    "value_out_ptr": "*bf16", "cache_ptr": "*u8", "ring_ptr": "*u8", "rotated_ptr": "*i8", "slots_ptr": "*i64",
+    "ring_slots_ptr": "*i64", "table_ptr": "*i32", "ring_table_ptr": "*i32", "splits_ptr": "*i32", "lens_ptr": "*i32",
+    "spans_ptr": "*i32", "bases_ptr": "*i32", "owners_ptr": "*i32",
+    "rows_ptr": "*i32", "starts_ptr": "*i32", "signs_ptr": "*bf16", "key_signs_ptr": "*bf16",
+    "value_signs_ptr": "*bf16", "ordinals_ptr": "*i32", "query_rope_ptr": "*bf16",
+    "latent_ptr": "*bf16", "rope_ptr": "*bf16", "sums_ptr": "*i32",
+    "wanted_ptr": "*i32",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one program takes: registers of a thread, bytes of shared memory, bytes of a thread's stack."""
+
+    registers: int
+    shared: int
+    stack: int
+
+    def misfit(self, capability: int) -> str:
+        """Why such a program must not be launched on such a GPU; empty if it may."""
+        if self.stack:
+            return f"spills {self.stack} bytes of registers"
+        if self.shared > SHARED_KIB[capability] * 1024:
+            return f"takes {self.shared} bytes of shared memory, of {SHARED_KIB[capability]} KiB"
+        return ""
+
+
+def kernels() -> dict[str, Any]:
+    """The kernels by name."""
+    found = (decode.decode_kernel, store.store_kernel, gather.gather_kernel, plan.plan_kernel, reduce.reduce_kernel,
+             ring.ring_slots_kernel, prefill.prefill_kernel, latent_decode.latent_decode_kernel,
+             latent_gather.latent_gather_kernel,
+             latent_reduce.latent_reduce_kernel, latent_store.latent_prepare_kernel,
+             latent_store.latent_store_kernel, weigh.weigh_kernel)  # fmt: skip
+    return {kernel.__name__: kernel for kernel in found}
+
+
+def known(variant: Variant, taken: Resources) -> bool:
+    """Whether it is known that such a program spills: some with a recent window, and decode of several tokens.
+
+    Decode with a window: of 4 queries up to 64 bytes where 168 registers let 12 programs fit (one fewer takes an H100
+    1.2 times as long at 32 x 16K), up to 128 from head_dim 192 on, and of k8v4 40 by Triton 3.9, not by 3.6, which was
+    measured. Of 8 queries up to 480: a tile of 16 tokens would fit, and takes an H200 1.5 to 1.9 times as long.
+    Without a window, by Triton 3.9 on 9.0: int8 48 and k8v4 16 bytes at 192, k2v2 8 at 512; nothing else was tried.
+    Decode of several tokens, which is 16 queries (8 at head_dim 256): up to 112 bytes without a window, 512 with one;
+    on 9.0 up to 256 by Triton 3.6, with which it was measured. Prefill of heads of 512 elements on 9.0, 8 bytes by
+    Triton 3.6 and 456 by 3.9: 32 queries spill none and take an H200 2.1 times as long. Reduce, 8 bytes by some Tritons
+    from 3.6 to 3.9, and 16 of rows of 96.
+    """
+    most = 0
+    if variant.kernel == "reduce_kernel":
+        most = 16
+    elif variant.kernel == "prefill_kernel":
+        most = 512 if variant.constants["M"] == 64 else 0
+    elif variant.kernel == "decode_kernel" and "tokens" in variant.shape:
+        most = 512 if "window" in variant.shape else 112
+    elif variant.kernel == "decode_kernel" and "window" in variant.shape:
+        narrow = 64 if variant.registers == 168 else 40 if variant.dtype == "k8v4" else 0
+        most = 480 if "8 queries" in variant.shape else 128 if variant.constants["D"] > 128 else narrow
+    elif variant.kernel == "decode_kernel":
+        most = 48 if variant.constants["D"] > 128 else 0
+    return 0 < taken.stack <= most
+
+
+def compile_for(variant: Variant, capability: int) -> Resources:
+    """Compile to machine code, and read what it takes; raises whatever Triton does."""
+    kernel, types = kernels()[variant.kernel], {}
+    constants = dict(variant.constants)
+    if "OVERLAP" in kernel.arg_names:
+        constants["OVERLAP"] = capability >= 90
+    if "WAIT" in kernel.arg_names:
+        constants["WAIT"] = capability >= 90
+    if constants.get("D") == constants.get("WIDE"):  # rows of a power of two have no signs
+        constants |= {name: None for name in kernel.arg_names if name.endswith("signs_ptr")}
+    for name in kernel.arg_names:
+        if name in constants:
+            types[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            types[name] = POINTERS.get(name, "*fp32")
+        else:
+            types[name] = "fp32" if name in ("scale", "softcap") else "i64" if name.endswith("page_stride") else "i32"
+    in_gluon = variant.kernel in ("decode_kernel", "latent_decode_kernel")
+    if in_gluon:
+        types |= {name: kind for name, kind in {"query_ptr": "*fp16", "out_ptr": "*fp32"}.items() if name in types}
+    if variant.kernel.startswith("latent"):  # whose prepared queries are floats
+        own = {"rotated_ptr": "*fp16", "sums_ptr": "*fp32"}
+        types |= {name: kind for name, kind in own.items() if name in types}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(types.items())
+        if kind.startswith("*") or name.endswith("_stride")
+    }
+    source = GluonASTSource if in_gluon else ASTSource
+    compiled = triton.compile(
+        source(kernel, types, constants, aligned), target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": variant.warps, "maxnreg": variant.registers, **tuning.FUSED}
+        | ({"num_stages": variant.stages} if variant.stages else {}),
+    )  # fmt: skip
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        usage = subprocess.run(
+            [TOOLS / "cuobjdump", "-res-usage", cubin.name], check=True, capture_output=True, text=True
+        ).stdout
+    registers, stack = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))  # type: ignore[index]
+    return Resources(registers, compiled.metadata.shared, stack)
+
+
+def page(found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]], capabilities: list[int]) -> str:
+    """The table: of each kernel, dtype and shape the warps and `Resources` by compute capability."""
+    names = [f"{capability // 10}.{capability % 10}" for capability in capabilities]
+    limits = ", ".join(f"{SHARED_KIB[c]} KiB on {n}" for c, n in zip(capabilities, names, strict=True))
+    tools = ", ".join(f"{tool} {version(tool)}" for tool in ("ptxas", "ptxas-blackwell"))
+    spills = sum(r.stack > 0 for cells in found.values() for _, r in cells.values())
+    lines = [
+        "# What the GPU kernels take",
+        "",
+        f"`python {' '.join(sys.argv)}`, {datetime.now(UTC).date()}, Triton {triton.__version__} with {tools}; no GPU.",
+        "By compute capability: warps of a program x registers of a thread, KiB of shared memory, and in bold bytes of",
+        f"registers that spill: in {spills or 'none'} of {sum(map(len, found.values()))} programs. A program may have",
+        f"{limits}; a thread has 255 registers.",
+        "`--few`: shapes of Llama-3-8B, head_dim 256 for int8, 16 heads of mla4, and on two GPUs some of 80, 192, 512.",
+        "With a recent window decode of 4 queries spills up to 64 bytes where it may have 168 registers, to 128 from",
+        "head_dim 192 on, of 8 (Llama-3-70B) up to 480; decode of several tokens up to 512, and up to 112 without one.",
+        "",
+        f"| kernel | dtype | shape | {' | '.join(names)} |",
+        f"|---|---|---|{'---|' * len(names)}",
+    ]
+    for (kernel, dtype, shape), cells in found.items():
+        told = [cell(*cells[capability]) if capability in cells else "-" for capability in capabilities]
+        lines.append(f"| {kernel.removesuffix('_kernel')} | {dtype} | {shape} | {' | '.join(told)} |")
+    return "\n".join(lines) + "\n"
+
+
+def cell(warps: int, taken: Resources) -> str:
+    """A cell of the table."""
+    return f"{warps} x {taken.registers}, {taken.shared / 1024:.1f}" + (f" **{taken.stack}**" if taken.stack else "")
+
+
+def version(tool: str) -> str:
+    """The version of one of Triton's assemblers."""
+    said = subprocess.run([TOOLS / tool, "--version"], check=True, capture_output=True, text=True).stdout
+    return re.search(r"V([\d.]+)", said)[1]  # type: ignore[index]
+
+
+def main() -> int:
+    """Compile, and write or print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--few", action="store_true", help="of each kernel and format one variant alone")
+    parser.add_argument("--page", action="store_true", help="write the page")
+    parser.add_argument("--capabilities", type=int, nargs="+", default=list(SHARED_KIB), choices=list(SHARED_KIB))
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    variants = few_variants if options.few else every_variant
+    jobs = [(variant, capability) for capability in options.capabilities for variant in variants(capability)]
+    found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]] = {}
+    misfits = 0
+    with ProcessPoolExecutor(options.processes) as pool:
+        for (variant, capability), taken in zip(jobs, pool.map(compile_for, *zip(*jobs, strict=True)), strict=True):
+            wrong = taken.misfit(capability)
+            expected = bool(wrong) and known(variant, taken)
+            misfits += bool(wrong) and not expected
+            row = found.setdefault((variant.kernel, variant.dtype, variant.shape), {})
+            row[capability] = variant.warps, taken
+            print(
+                capability,
+                variant.kernel,
+                variant.dtype,
+                variant.shape,
+                taken,
+                wrong or "fits",
+                "(known)" * expected,
+                flush=True,
+            )
+    if options.page:
+        PAGE.write_text(page(found, options.capabilities))
+    return 1 if misfits else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

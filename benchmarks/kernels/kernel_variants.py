@@ -1,0 +1,199 @@
+"""The programs of each GPU kernel that engines launch: kernel, constants, warps, by format, head_dim and capability."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvpilot_formats import formats
+from kvpilot_formats import latent as latent_formats
+from kvpilot_kernels.gpu import latent_tuning, plan, ring, tuning
+from kvpilot_kernels.gpu.codec import side_layouts
+from kvpilot_kernels.gpu.latent_pages import part_layouts
+from kvpilot_kernels.gpu.rotation import slots
+
+BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with its constants; `shape` and `dtype` say in a table which. `registers`: as in `tuning.Choice`;
+    `stages`: of loops that Triton pipelines, None where it has none to."""
+
+    kernel: str
+    dtype: str
+    shape: str
+    warps: int
+    constants: dict[str, Any] = field(hash=False)
+    registers: int | None = None
+    stages: int | None = None
+
+
+def row(dim: int) -> dict[str, int]:
+    """Elements of a head, of the row that it is stored as, and its slots."""
+    stored = formats.stored_dim(dim) or 0
+    return {"HEAD": dim, "D": stored, "WIDE": slots(stored)}
+
+
+def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int, page: int = BLOCK,
+                   softcap: bool = False, window: int = 0, tokens: int = 1) -> Variant:  # fmt: skip
+    """Decode as `GpuPages` launches it for a format, head_dim, query heads of a KV head, recent window, and so on."""
+    fmt, queries = formats.parse(name), tuning.program_queries(dim, ratio, tokens)
+    kept = recent + tokens - 1 if recent else 0
+    key, value = side_layouts(fmt, dim, page, recent)
+    choice = tuning.choose(dim, queries, fmt.key.bits + fmt.value.bits, page, recent, divmod(capability, 10))
+    ring = fmt.ring_layout(dim, page).tokens if recent else 0
+    parts = [f"head_dim {dim}", f"{ratio} queries", tokens > 1 and f"of {tokens} tokens", recent and f"window {recent}",
+             page != BLOCK and f"blocks of {page}", softcap and "soft cap", window and f"sliding {window}"]  # fmt: skip
+    return Variant(
+        "decode_kernel", name, ", ".join(part for part in parts if part), 1,
+        {"KEY": key, "VALUE": value, "D": dim, "GROUP": fmt.group_size(dim), "RATIO": ratio, "TAKE": queries,
+         "TILE": choice.tile, "PAGE": page, "STAGES": choice.stages, "SOFTCAP": softcap, "WINDOW": window,
+         "RECENT": recent, "RING": ring, "RING_BLOCKS": fmt.ring_blocks(kept, dim, page),
+         "SEVERAL": tokens > 1}, choice.registers,
+    )  # fmt: skip
+
+
+def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
+    """Store as `GpuPages` launches it for so many tokens."""
+    fmt = formats.parse(name)
+    block = tuning.store_block(row(dim)["D"], tokens)
+    key, value = side_layouts(fmt, dim, BLOCK, recent)
+    ring = fmt.ring_layout(dim, BLOCK).tokens if recent else 0
+    constants = {"KV_HEADS": 8, "RATIO": 4, "KEY": key, "VALUE": value, **row(dim), "PAGE": BLOCK, "RING": ring,
+                 "TOKENS": block.tokens}  # fmt: skip
+    parts = [f"head_dim {dim}", recent and f"window {recent}", f"{block.tokens} tokens in {block.warps} warps"]
+    return Variant("store_kernel", name, ", ".join(part for part in parts if part), block.warps, constants)
+
+
+STORED = (1, tuning.FEW_TOKENS + 1)
+"""So many tokens that each is stored by another program."""
+
+
+def gather_variant(name: str, dim: int) -> Variant:
+    """Gather as `GpuPages` launches it for a head_dim."""
+    block = tuning.gather_block(row(dim)["D"])
+    key, value = side_layouts(formats.parse(name), dim, BLOCK, 0)
+    constants = {"KV_HEADS": 8, "KEY": key, "VALUE": value, **row(dim), "PAGE": BLOCK, "TOKENS": block.tokens}
+    return Variant("gather_kernel", name, f"head_dim {dim}", block.warps, constants)
+
+
+def reduce_variant(dim: int, take: int, step: int, warps: int, several: bool = False) -> Variant:
+    """Reduce for so many of 8 query heads and splits in flight; it knows no format."""
+    shape = f"head_dim {dim}, {take} of 8 queries, {step} splits" + (", several tokens" if several else "")
+    constants = {"KV_HEADS": 8, "RATIO": 8, "TAKE": take, **row(dim), "ROWS": take, "STEP": step, "SEVERAL": several}
+    return Variant("reduce_kernel", "any", shape, warps, constants)
+
+
+def merge_variant(dim: int) -> Variant:
+    """Reduce for many sequences, of a head_dim."""
+    return reduce_variant(dim, *tuning.MERGES[row(dim)["D"]][-1][1])
+
+
+def weigh_variant(name: str, dim: int, ratio: int, capability: int) -> Variant:
+    """Weigh for so many query heads of a KV head."""
+    fmt = formats.parse(name)
+    queries, bits = tuning.program_queries(row(dim)["D"], ratio, 1), fmt.key.bits + fmt.value.bits
+    choice = tuning.choose(row(dim)["D"], queries, bits, BLOCK, 0, divmod(capability, 10))
+    tokens = choice.grain or choice.tile
+    constants = {"KV_HEADS": 8, "RATIO": ratio, "ROWS": 16, "KEY": side_layouts(fmt, dim, BLOCK, 0)[0], "PAGE": BLOCK,
+                 "D": row(dim)["D"], "WIDE": row(dim)["WIDE"], "TOKENS": tokens, "SOFTCAP": False,
+                 "SINKS": False}  # fmt: skip
+    return Variant("weigh_kernel", name, f"head_dim {dim}, {ratio} queries", tuning.weigh_warps(tokens), constants)
+
+
+def prefill_variant(causal: bool, capability: int) -> Variant:
+    """Prefill of heads of 512 elements, as the CUDA backend launches it."""
+    block = tuning.prefill_block(divmod(capability, 10))
+    constants = {"RATIO": 8, "D": 512, "WIDE": 512, "M": block.queries, "N": block.keys, "CAUSAL": causal,
+                 "SOFTCAP": False}  # fmt: skip
+    shape = f"head_dim 512, {'causal' if causal else 'context'}"
+    return Variant("prefill_kernel", "any", shape, block.warps, constants, stages=block.stages)
+
+
+def step_variants() -> list[Variant]:
+    """Plan and ring slots, which know no head."""
+    cut = {"TILE": 64, "WINDOW": 0, "CHUNK": plan.CHUNK, "OWN": plan.OWN, "PER": plan.PER, "ROUNDS": plan.ROUNDS}
+    slot_constants = {"RECENT": 64, "RING": 39, "RING_BLOCKS": 2, "ROUNDS": 8, "TOKENS": ring.TOKENS}
+    return [Variant("plan_kernel", "any", "a token of a sequence", 4, cut | {"SEVERAL": False}),
+            Variant("plan_kernel", "any", "several tokens", 4, cut | {"SEVERAL": True}),
+            Variant("ring_slots_kernel", "any", "window 64", 4, slot_constants)]  # fmt: skip
+
+
+def latent_variants(heads: int, capability: int, page: int = BLOCK) -> list[Variant]:
+    """The kernels of latent pages for a model's heads, as `GpuLatentPages` launches them."""
+    shape, found = f"{heads} heads" + (f", blocks of {page}" if page != BLOCK else ""), []
+    for name in latent_formats.names():
+        fmt = latent_formats.parse(name)
+        latent, position = part_layouts(fmt, page)
+        pages = {"LATENT": latent, "POSITION": position, "PAGE": page}
+        codec = pages | {"HEADS": heads}
+        choice = latent_tuning.choose(fmt, heads, page, divmod(capability, 10))
+        decode = {"TAKE": latent_tuning.program_heads(heads), "Q": choice.heads, "TILE": choice.tile,
+                  "STAGES": choice.stages, "WARPS": choice.warps}  # fmt: skip
+        found += [
+            Variant("latent_decode_kernel", name, shape, choice.warps, codec | decode, choice.registers),
+            Variant("latent_store_kernel", name, shape, latent_tuning.STORE_WARPS,
+                    pages | {"TOKENS": latent_tuning.STORE_TOKENS}),
+            Variant("latent_gather_kernel", name, shape, latent_tuning.GATHER_WARPS,
+                    pages | {"TOKENS": latent_tuning.GATHER_TOKENS}),
+        ]  # fmt: skip
+    merges = {latent_tuning.merging(splits) for splits in (8, 33, 264)}
+    return [
+        *found,
+        Variant("latent_prepare_kernel", "any", shape, latent_tuning.STORE_WARPS,
+                {"HEADS": heads, "ROWS": latent_tuning.STORE_TOKENS}),
+        *(Variant("latent_reduce_kernel", "any", f"{shape}, {one.splits} splits in {one.warps} warps", one.warps,
+                  {"HEADS": heads, "TAKE": one.heads, "STEP": one.splits})
+          for one in sorted(merges, key=lambda one: one.warps)),
+    ]  # fmt: skip
+
+
+def every_variant(capability: int) -> list[Variant]:
+    """Each kernel for each format and head_dim, with a recent window and without, decode for 4 and for 8 queries, and
+    of several tokens for 4."""
+    found = step_variants()
+    for dim in (80, 160):
+        found += [store_variant("k4v4", dim, 64, 1), merge_variant(dim)]
+        found.append(gather_variant("k4v4", dim))
+    for dim in formats.HEAD_DIMS:
+        for name in formats.own_names():
+            windows = (0, 64) if formats.parse(name).has_ring else (0,)
+            found += [decode_variant(name, dim, ratio, recent, capability) for ratio in (4, 8) for recent in windows]
+            found += [decode_variant(name, dim, 4, recent, capability, tokens=4) for recent in windows]
+            found += [store_variant(name, dim, recent, tokens) for recent in windows for tokens in STORED]
+            found += [gather_variant(name, dim), weigh_variant(name, dim, 4, capability)]
+        found.append(decode_variant("k4v4", dim, 8, 64, capability, page=16))
+        found.append(decode_variant("k4v4", dim, 8, 64, capability, softcap=True, window=4096))
+        found += [reduce_variant(dim, *way, several) for _, way in tuning.MERGES[dim] for several in (False, True)]
+    found += [prefill_variant(causal, capability) for causal in (True, False)]
+    for heads in (8, 16, 20, 64, 128):
+        found += latent_variants(heads, capability)
+    return found + latent_variants(16, capability, page=16)
+
+
+def few_variants(capability: int) -> list[Variant]:
+    """Every kernel: decode of each format as for Llama-3-8B, with a window of 64, int8's of head_dim 256, as Gemma's;
+    of the others one or two, since they take much the same in every format; latents for 16 heads in mla4.
+
+    Other head dims on two GPUs alone, one with little shared memory and one with much: 192, whose rows have slots in
+    two parts, 80, which has zeros behind, and Gemma 4's 512.
+    """
+    found = [*step_variants(), reduce_variant(128, 1, 32, 2), reduce_variant(128, 2, 8, 1, several=True)]
+    for name in formats.own_names():
+        recent, dim = 64 if formats.parse(name).has_ring else 0, 256 if name == "int8" else 128
+        found.append(decode_variant(name, dim, 4, recent, capability))
+        if name in ("int8", "k4v4", "k2v2"):
+            found.append(store_variant(name, dim, recent, 1))
+        if name in ("int8", "k4v4"):
+            found += [gather_variant(name, dim), weigh_variant(name, dim, 4, capability)]
+    found += [store_variant("k4v4", 128, 64, STORED[1]), decode_variant("k4v4", 128, 4, 64, capability, tokens=4),
+              prefill_variant(True, capability)]  # fmt: skip
+    *of_formats, prepare, merge = latent_variants(16, capability)[:-2]
+    found += [one for one in of_formats if one.dtype == "mla4"] + [prepare, merge]
+    if capability not in (86, 90):
+        return found
+    found += [decode_variant("k4v4", dim, ratio, 64, capability) for dim, ratio in ((512, 8), (192, 4))]
+    found += [merge_variant(dim) for dim in (512, 256, 192, 80)]
+    found += [store_variant("k4v4", dim, 64, tokens) for dim in (512, 192, 80) for tokens in STORED]
+    return found + [gather_variant("k4v4", dim) for dim in (80, 192)]

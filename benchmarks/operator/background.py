@@ -1,0 +1,44 @@
+"""A load that does nothing but take so much of the machine's processor time.
+
+python -m benchmarks.operator.background SHARE
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+SLICE_SECONDS = 0.02
+
+
+@contextlib.contextmanager
+def taking(cores: float) -> Iterator[None]:
+    """Have so many cores taken, by as few processes as that takes."""
+    number = max(1, -int(-cores // 1))
+    command = [sys.executable, __file__, str(cores / number)]
+    programs = [subprocess.Popen(command) for _ in range(number)] if cores > 0 else []
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+
+
+def take(share: float) -> None:
+    """Take this share of one core for ever, as far as others leave it."""
+    began = time.monotonic()
+    while True:
+        if time.process_time() < share * (time.monotonic() - began):
+            ends = time.process_time() + share * SLICE_SECONDS
+            while time.process_time() < ends:
+                pass
+        else:
+            time.sleep(SLICE_SECONDS / 4)
+
+
+if __name__ == "__main__":
+    take(float(sys.argv[1]))

@@ -1,0 +1,128 @@
+"""One process that answers /metrics of every engine of the fleet, at port 8000 of the address of each pod.
+
+    python -m benchmarks.operator.fleet_engines EARLY LATER PODS
+
+EARLY and LATER are two pages of one real vLLM. Every counter goes on as it went between them, at one of sixteen paces,
+and use and running requests go up and down. /stats tells how long ago each pod was asked before, as a histogram.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import resource
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from benchmarks.operator.fleet_kubelets import numbered
+
+PORT = 8000
+PACES = 16
+_SERIES = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*(?:\{.*\})?) (\S+)$")
+_COUNTED = re.compile(r"^[^{ ]+_(total|bucket|sum|count)(\{|$)")
+
+
+class Pages:
+    """The page of a pod now; there is a new one a second for each pace."""
+
+    def __init__(self, early: str, later: str) -> None:
+        before = dict(m.groups() for m in map(_SERIES.match, early.splitlines()) if m)
+        self._lines: list[tuple[str, str, float, float]] = []
+        for line in later.splitlines():
+            series = _SERIES.match(line)
+            name, value = series.groups() if series else (line, "")
+            name = name.replace('cache_dtype="k4v4"', 'cache_dtype="auto"')
+            grown = float(value) - float(before.get(series[1], value)) if series and _COUNTED.match(series[1]) else 0.0
+            self._lines.append((name, value, float(value) if value else 0.0, grown))
+        self._began = time.time()
+        self._made: dict[int, tuple[int, bytes]] = {}
+
+    def of(self, pace: int) -> bytes:
+        """The HTTP answer for a pod of this pace."""
+        second = int(time.time() - self._began)
+        known = self._made.get(pace)
+        if known is None or known[0] != second:
+            body = self._page(pace, second).encode()
+            head = f"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: {len(body)}\r\n\r\n"
+            known = self._made[pace] = (second, head.encode() + body)
+        return known[1]
+
+    def _page(self, pace: int, second: int) -> str:
+        often = second / 30 * (0.5 + pace / PACES)
+        usage = 0.3 + 0.12 * math.sin(second / 40 + pace)
+        told = []
+        for name, text, value, grown in self._lines:
+            if grown:
+                more = grown * often
+                text = str(value + (math.floor(more) if value.is_integer() else more))
+            elif name.startswith("vllm:kv_cache_usage_perc"):
+                text = f"{usage:.6f}"
+            elif name.startswith("vllm:num_requests_running"):
+                text = str(float(round(8 * usage / 0.3)))
+            told.append(f"{name} {text}" if text else name)
+        return "\n".join(told) + "\n"
+
+
+class Engines:
+    """Every pod's last scrape, and how long the ones before lay apart."""
+
+    def __init__(self, pages: Pages) -> None:
+        self.pages = pages
+        self._last: dict[str, float] = {}
+        self._gaps: Counter[int] = Counter()
+
+    def metrics(self, address: str) -> bytes:
+        """The answer of the pod with this address."""
+        now = time.monotonic()
+        last = self._last.get(address)
+        if last is not None:
+            self._gaps[int((now - last) * 10)] += 1
+        self._last[address] = now
+        _, _, a, b = address.split(".")
+        return self.pages.of((int(a) * 256 + int(b)) % PACES)
+
+    def stats(self) -> bytes:
+        """Gaps between two scrapes of one pod since the last call, in tenths of a second, and pods asked so far."""
+        body = json.dumps({"pods": len(self._last), "gaps": self._gaps}).encode()
+        self._gaps = Counter()
+        return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+class Connection(asyncio.Protocol):
+    """One connection; a request fits into one segment."""
+
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Remember the connection."""
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Answer."""
+        path = data.split(b" ", 2)[1]
+        if path == b"/metrics":
+            self._transport.write(self._engines.metrics(self._transport.get_extra_info("sockname")[0]))
+        elif path == b"/stats":
+            self._transport.write(self._engines.stats())
+        else:
+            self._transport.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+
+
+async def serve(early: str, later: str, pods: int) -> None:
+    """Answer for ever."""
+    engines = Engines(Pages(early, later))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # Number 0 is nobody's: it answers /stats.
+    addresses = [numbered(number) for number in range(pods + 1)]
+    server = await asyncio.get_running_loop().create_server(lambda: Connection(engines), addresses, PORT, backlog=64)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Path(sys.argv[1]).read_text(), Path(sys.argv[2]).read_text(), int(sys.argv[3])))

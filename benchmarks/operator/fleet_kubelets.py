@@ -1,0 +1,149 @@
+"""One process in the place of the Deployment controller, the scheduler and all kubelets.
+
+    python -m benchmarks.operator.fleet_kubelets KUBECONFIG
+
+It watches our Deployments and keeps as many pods for each: bound to a node, Running and Ready, each with an address of
+its own in 127.0.0.0/8. The pods are real objects of the real API server; nothing runs in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections import Counter
+
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient
+
+from kvpilot_operator.api.names import ADMITTED, DTYPE_LABEL, SERVICE_LABEL
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.errors import ClusterError
+
+NODES = 100
+AT_ONCE = 12
+
+
+KINDS = (
+    "good", "label", "quoted", "large", "lines", "hang", "drip",
+    "objects", "probe-hang", "maps", "yaml", "spec", "route",
+)  # fmt: skip
+"""What the engines of hostile.py's services do; of others all are good."""
+
+
+def kind_of(deployment: Object) -> int:
+    """The index of its engines' kind."""
+    return next((i for i, kind in enumerate(KINDS) if deployment["metadata"]["name"].startswith(f"{kind}-0")), 0)
+
+
+def address(number: int, deployment: Object) -> str:
+    """The pod's address: 127.(100 + kind).0.1 and up, or 127.(100 + kind).128.1 where it serves another dtype."""
+    half = 0 if deployment["metadata"]["labels"].get(DTYPE_LABEL, "auto") == "auto" else 128
+    return numbered(number, kind_of(deployment), half)
+
+
+def numbered(number: int, kind: int = 0, half: int = 0) -> str:
+    """The address of the pod with this number."""
+    return f"127.{100 + kind}.{half + number // 250}.{number % 250 + 1}"
+
+
+class Kubelets:
+    """Pods for every Deployment; of one kind, numbers are never used twice."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._made: dict[tuple[str, str], int] = {}
+        self._numbers: Counter[int] = Counter()
+        self._places = asyncio.Semaphore(AT_ONCE)
+
+    async def run(self) -> None:
+        """Work for ever."""
+        version = ""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                try:
+                    if not version:
+                        async for items, listed in self._cluster.pages("apps/v1", "Deployment", "", SERVICE_LABEL):
+                            version = listed
+                            for one in items:
+                                self._take(group, one)
+                    watch = self._cluster.watch("apps/v1", "Deployment", "", SERVICE_LABEL, version)
+                    async for kind, one in watch:
+                        version = one["metadata"]["resourceVersion"]
+                        if kind in ("ADDED", "MODIFIED"):
+                            self._take(group, one)
+                except ClusterError as error:
+                    version = "" if error.status else version
+                    await asyncio.sleep(0.5)
+
+    def _take(self, group: asyncio.TaskGroup, deployment: Object) -> None:
+        about = deployment["metadata"]
+        key = (about["namespace"], about["name"])
+        have = self._made.get(key, 0)
+        wanted = deployment["spec"].get("replicas", 1)
+        for i in range(have, wanted):
+            kind = kind_of(deployment)
+            self._numbers[kind] += 1
+            group.create_task(self._start(deployment, i, self._numbers[kind]))
+        self._made[key] = max(have, wanted)
+
+    async def _start(self, deployment: Object, i: int, number: int) -> None:
+        about, template = deployment["metadata"], deployment["spec"]["template"]
+        owner = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": f"{about['name']}-5d9c7", "uid": about["uid"]}
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "namespace": about["namespace"],
+                "name": f"{about['name']}-5d9c7-{i}",
+                "labels": template["metadata"]["labels"],
+                "ownerReferences": [{**owner, "controller": True}],
+            },
+            "spec": {**template["spec"], "nodeName": f"gpu-{number % NODES}"},
+        }
+        async with self._places:
+            with contextlib.suppress(ClusterError):
+                await self._cluster.create(pod)
+            await set_ready(
+                self._cluster, about["namespace"], pod["metadata"]["name"], True, address(number, deployment)
+            )
+
+
+async def set_ready(cluster: Cluster, namespace: str, name: str, ready: bool, ip: str | None = None) -> Object:
+    """What a kubelet reports of a pod."""
+    word = "True" if ready else "False"
+    status: Object = {
+        "phase": "Running",
+        # A merge patch replaces the list: what is not repeated here, a readiness gate that is open, would be closed.
+        "conditions": [
+            {"type": "PodScheduled", "status": "True"},
+            {"type": ADMITTED, "status": "True"},
+            {"type": "ContainersReady", "status": word},
+            {"type": "Ready", "status": word},
+        ],
+        "containerStatuses": [
+            {
+                "name": "engine",
+                "ready": ready,
+                "restartCount": 0,
+                "image": "runtime",
+                "imageID": "",
+                "state": {"running": {"startedAt": "2026-11-21T12:00:00Z"}},
+            }
+        ],
+    }
+    if ip is not None:
+        status |= {"podIP": ip, "podIPs": [{"ip": ip}], "hostIP": "127.0.0.1"}
+    patch = {"status": status}
+    return await cluster.merge("v1", "Pod", namespace, name, patch, subresource="status")
+
+
+async def main(kubeconfig: str) -> None:
+    """Connect and work."""
+    await config.load_kube_config(config_file=kubeconfig)
+    await Kubelets(Cluster(ApiClient())).run()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

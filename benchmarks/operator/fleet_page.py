@@ -1,0 +1,172 @@
+"""The page and the plot of a run of fleet.py.
+
+    python -m benchmarks.operator.fleet_page docs/benchmarks/fleet.json [--before OLDER.json]
+
+writes fleet.md and fleet.svg beside it. An older run, in the same folder, has its table below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+
+mpl.use("svg")
+mpl.rcParams["svg.hashsalt"] = "kvpilot"
+
+_HEAD = """# The operator with a fleet
+
+    python -m benchmarks.operator.fleet{options}
+    python -m benchmarks.operator.fleet_page docs/benchmarks/fleet.json{before}
+
+{date}. The real API server and etcd (Kubernetes 1.20, `localcluster/kvpilot_localcluster`), the real operator process, and two processes
+of the benchmark: one makes the Deployments' pods (real objects that are Running and Ready on 100 nodes; nothing runs in
+them), one answers `/metrics` of all of them on their own addresses, with a page of a real vLLM 0.32 (19 KiB) whose counters
+go on. **All of it shares {cores} cores**, so the operator waits for the API server's processor time as much as for its own.
+Services are in mode `Recommend`, with canary steps, three replicas each. At each size two specs are edited and one pod is
+made unready a second, and every 30 s the operator's own metrics are read.
+
+- *edit*: from the API server's answer to the edit, to the watch event of the status that has its generation.
+- *pod*: from the answer to a pod's change, to the watch event of the status that counts it.
+- *gap*: between two scrapes of one pod, as the pods saw it. The fleet is scraped every 5 s, or as seldom as it takes to
+  fetch at most {pages:.0f} pages a second.
+- *cores*: processor seconds of the operator's process in a second. *requests*: to the API server, watches included.
+- *own page*: KiB of the operator's own `/metrics`, and how long the slowest one took.
+- *up*: from the first new service's creation until all new ones have their three ready replicas.
+
+"""  # noqa: E501
+
+_COLUMNS = """| services | pods | up s | edit p50/p95/p99 ms | pod p50/p95/p99 ms | gap p50/p99 s | reconciles/s | requests/s | own page KiB, s | cores | RSS MiB |
+|---|---|---|---|---|---|---|---|---|---|---|
+"""  # noqa: E501
+
+
+def row(one: dict[str, Any]) -> str:
+    """One line of the table."""
+
+    def ms(shares: dict[str, float]) -> str:
+        return " / ".join(f"{1000 * shares[q]:.0f}" for q in ("p50", "p95", "p99"))
+
+    gap = one["scrape_gap"]
+    cells = (
+        f"{one['services']}",
+        f"{one['pods']}",
+        f"{one['up_seconds']:.0f}",
+        ms(one["edit_to_status"]),
+        ms(one["pod_to_status"]),
+        f"{gap['p50']:.1f} / {gap['p99']:.1f}",
+        f"{one['passes_per_second']:.0f}",
+        f"{one['api_requests_per_second']:.1f}",
+        f"{one['own_page_kib']:.0f}, {one['own_page_seconds']['max']:.1f}",
+        f"{one['cores']:.2f}",
+        f"{one['rss_mib'][-1][1]:.0f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def slope(memory: list[list[float]]) -> float:
+    """MiB an hour, least squares."""
+    n = len(memory)
+    t, m = sum(x for x, _ in memory) / n, sum(y for _, y in memory) / n
+    return 3600 * sum((x - t) * (y - m) for x, y in memory) / sum((x - t) ** 2 for x, _ in memory)
+
+
+def bars(result: dict[str, Any]) -> str:
+    """What was asked for, at the largest size and over the long run, and what was measured."""
+    every = [result["sizes"][-1], *([result["soak"]] if "soak" in result else [])]
+    edge = max(one[what]["p99"] for one in every for what in ("edit_to_status", "pod_to_status"))
+    cycle = max(one["scrape_cycle_seconds"] for one in every)
+    cores = max(one["cores"] for one in every)
+    memory = max(mib for one in every for _, mib in one["rss_mib"])
+    lines = [
+        ("from edge to written status, p99", "under 2 s", f"{edge:.2f} s", edge < 2),
+        ("scrape cycle", "under 15 s", f"{cycle:.1f} s", cycle < 15),
+        ("operator's cores", "under 1", f"{cores:.2f}", cores < 1),
+        ("operator's memory", "under 512 MiB", f"{memory:.0f} MiB", memory < 512),
+    ]
+    told = [f"| {what} | {bar} | {found} | {'pass' if passed else '**fail**'} |" for what, bar, found, passed in lines]
+    return "\n".join(["", "| what | bar | measured | |", "|---|---|---|---|", *told, ""])
+
+
+def soak(one: dict[str, Any]) -> str:
+    """What the long run says."""
+    memory, edit = one["rss_mib"], one["edit_to_status"]
+    half = memory[len(memory) // 2 :]
+    return (
+        f"\n**{one['seconds'] / 60:.0f} minutes more at the largest size**, with the same edits: edit p99 "
+        f"{1000 * edit['p99']:.0f} ms (at most {1000 * edit['max']:.0f} ms, {edit['count']} edits), {one['cores']:.2f} "
+        f"cores, {one['scrapes_failed']:.0f} failed scrapes, {one['passes_failed']:.0f} failed reconciles. RSS from "
+        f"{memory[0][1]:.0f} to {memory[-1][1]:.0f} MiB, {slope(half):+.0f} MiB an hour over its second half.\n"
+    )
+
+
+def plot(result: dict[str, Any], file: Path) -> None:
+    """Latency, scrape gap, cores and memory over the number of services."""
+    sizes = result["sizes"]
+    x = [one["services"] for one in sizes]
+    figure, axes = plt.subplots(2, 2, figsize=(9, 6))
+    for name, label in (("edit_to_status", "edit"), ("pod_to_status", "pod")):
+        axes[0][0].plot(x, [one[name]["p99"] for one in sizes], marker="o", label=f"{label}, p99")
+    axes[0][0].axhline(2.0, color="gray", linestyle=":", label="bar")
+    axes[0][0].set_title("from edge to written status, s")
+    axes[0][1].plot(x, [one["scrape_gap"]["p99"] for one in sizes], marker="o", label="between two scrapes, p99")
+    axes[0][1].axhline(15.0, color="gray", linestyle=":", label="bar")
+    axes[0][1].set_title("scrape cycle, s")
+    axes[1][0].plot(x, [one["cores"] for one in sizes], marker="o", label="operator")
+    axes[1][0].axhline(1.0, color="gray", linestyle=":", label="bar")
+    axes[1][0].set_title("cores")
+    axes[1][1].plot(x, [one["rss_mib"][-1][1] for one in sizes], marker="o", label="operator")
+    axes[1][1].axhline(512, color="gray", linestyle=":", label="bar")
+    axes[1][1].set_title("RSS, MiB")
+    for axis in (axis for line in axes for axis in line):
+        axis.set_xlabel("services (three pods each)")
+        axis.set_ylim(bottom=0)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+
+
+def table(result: dict[str, Any]) -> str:
+    """One line a size."""
+    return _COLUMNS + "\n".join(row(one) for one in result["sizes"]) + "\n"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("--before", type=Path)
+    asked = parser.parse_args()
+    source, older = asked.source, asked.before
+    result = json.loads(source.read_text())
+    options = f" --soak {result['soak']['seconds']:.0f}" if "soak" in result else ""
+    before = f" --before {older}" if older else ""
+    text = _HEAD.format(
+        date=result["date"], cores=result["cores"], pages=result["pages_per_second"], options=options, before=before
+    )
+    text += table(result) + bars(result)
+    if "soak" in result:
+        text += soak(result["soak"])
+    if "note" in result:
+        text += f"\n{result['note']}\n"
+    text += (
+        f"\n![growth from {result['sizes'][0]['services']} to {result['sizes'][-1]['services']} services](fleet.svg)\n"
+    )
+    raw = f"[{source.name}]({source.name})"
+    if older:
+        past = json.loads(older.read_text())
+        text += f"\n## Before, {past['date']}\n\n{past['note']}\n\n" + table(past) + bars(past)
+        if "soak" in past:
+            text += soak(past["soak"])
+        raw += f", [{older.name}]({older.name})"
+    text += f"\nRaw: {raw}.\n"
+    source.with_suffix(".md").write_text(text)
+    plot(result, source.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The hostile services of hostile.py: what their owners write, and what they do to them afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from typing import Any
+
+from benchmarks.operator.fleet_kubelets import KINDS
+from kvpilot_operator.api.names import API_VERSION, KIND
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.errors import ClusterError
+
+GOOD_REPLICAS, HOSTILE_REPLICAS = 2, 4
+HOSTILE = KINDS[1:]
+# As many teams as there are hostile ones: the operator's places and turns are shared out by namespace.
+GOOD = tuple(f"team-good-{i}" for i in range(len(HOSTILE)))
+MAPS = 16
+BOMB = "prompts:\n- &a {k: v}\n" + "".join(f"- &a{i} {{<<: [{', '.join(['*a'] * 20)}]}}\n" for i in range(12))
+CHARACTER = "\N{GRINNING FACE}"
+
+
+def service(namespace: str, name: str, replicas: int, **spec: Any) -> Object:
+    """A service of engines that answer probes, in mode Fixed."""
+    base = {
+        "replicas": replicas,
+        "model": {"source": "file:///models/tiny", "servedName": "m", "maxModelLen": 4096},
+        "engine": {"image": "ghcr.io/kvpilot/runtime:1"},
+        "kvCache": {"mode": "Fixed", "dtype": "auto"},
+        "scaling": {"mode": "External", "minReplicas": 0, "maxReplicas": 8},
+        "accuracy": {"probeSets": ["builtin/general"]},
+    }
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {"namespace": namespace, "name": name},
+        "spec": {**base, **spec},
+    }
+
+
+class HostileServices:
+    """Those of one cluster, each kind in a namespace of its own; what the API server refuses is counted by kind."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.refused: Counter[str] = Counter()
+        self._cluster = cluster
+        self._keys: list[tuple[str, str]] = []
+
+    async def create(self, number: int) -> list[tuple[str, str]]:
+        """Create services of each kind in turn: those that come to have replicas."""
+        self._keys = [
+            (f"team-{kind}", f"{kind}-{i:03d}") for i in range(number) for kind in [HOSTILE[i % len(HOSTILE)]]
+        ]
+        for key in self._keys:
+            kind = key[0].removeprefix("team-")
+            spec: dict[str, Any] = {}
+            if kind in ("maps", "yaml"):
+                names = [f"{key[1]}-{i}" for i in range(MAPS)]
+                spec["accuracy"] = {"probeSets": [f"configmap/{name}" for name in names]}
+                for name in names:
+                    await self._try(self._config_map(key[0], name, kind))
+            if kind == "route":
+                spec["canary"] = {"routeRef": {"name": "../" * 6 + "api/v1/configmaps"}}
+            if not await self._try(self._cluster.create(service(*key, HOSTILE_REPLICAS, **spec))):
+                self.refused[kind] += 1
+        # Those with a name that climbs are refused, by the API server or by the operator.
+        return [key for key in self._keys if key[0] != "team-route"]
+
+    async def _config_map(self, namespace: str, name: str, kind: str) -> None:
+        data = {"prompts.yaml": BOMB} if kind == "yaml" else {"prompts.yaml": "prompts: []", "more": "x" * 1_000_000}
+        about = {"namespace": namespace, "name": name}
+        await self._cluster.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data})
+
+    async def _try(self, doing: Any) -> bool:
+        try:
+            await doing
+        except ClusterError as error:
+            if error.status not in (400, 413, 422, 500):
+                raise
+            return False
+        return True
+
+    async def provoke(self) -> None:
+        """What their owners do, for ever: edits of a megabyte, and canaries of engines that hang or lie."""
+        canaries = [key for key in self._keys if key[0] in ("team-objects", "team-probe-hang")]
+        for key in canaries:
+            await self._try(self._cluster.merge(API_VERSION, KIND, *key, {"spec": {"kvCache": {"dtype": "k8v4"}}}))
+        specs = [key for key in self._keys if key[0] == "team-spec"]
+        for number in itertools.count():
+            # No faster: what is measured is the operator, and not an API server that has megabytes to judge.
+            await asyncio.sleep(1)
+            if specs:
+                env = [{"name": f"V{i}", "value": f"{number:04d}" + CHARACTER * 4000} for i in range(64)]
+                key = specs[number % len(specs)]
+                if not await self._try(
+                    self._cluster.merge(API_VERSION, KIND, *key, {"spec": {"engine": {"env": env}}})
+                ):
+                    self.refused["spec"] += 1

@@ -1,0 +1,174 @@
+"""What the parsers of every input cost, with sizes that double: a linear one costs the same for each byte.
+
+    python -m benchmarks.operator.parsers --out docs/benchmarks/operator-parsers.json
+
+Each parser reads texts of every hostile kind that is known here, and a sound one. The page beside the JSON is made from
+it. The limits on a page's size are lifted for the measurement, so that the slope shows beyond them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvpilot_localcluster.engines.hostile_texts import BASELINES, CONFIG_MAPS, PAGES, SPECS, TOKENS, YAML, Make
+from kvpilot_operator.api.schema import faults
+from kvpilot_operator.budget import METRICS_CHUNK_BYTES
+from kvpilot_operator.errors import KvpilotError
+from kvpilot_operator.observe import series
+from kvpilot_operator.observe.page import PageReader
+from kvpilot_operator.observe.probe_packs import texts_of
+from kvpilot_operator.probes import plain_yaml
+from kvpilot_operator.probes.answers import read_streamed, read_tokens
+from kvpilot_operator.probes.codec import decode
+from kvpilot_operator.probes.errors import ProbeError
+
+SIZES = [1024 * 2**i for i in range(11)]
+# A parser that is not linear is not asked for more once one text took so long.
+ENOUGH_SECONDS = 1.0
+
+
+def page(text: bytes) -> None:
+    """As scrapes read it: in chunks."""
+    reader = PageReader()
+    for start in range(0, len(text), METRICS_CHUNK_BYTES):
+        for _ in reader.steps(text[start : start + METRICS_CHUNK_BYTES]):
+            pass
+    reader.close()
+
+
+def prometheus_client(text: bytes) -> None:
+    """The whole page by prometheus_client's parser."""
+    for family in text_string_to_metric_families(text.decode()):
+        for _ in family.samples:
+            pass
+
+
+def yaml(text: bytes) -> None:
+    """A pack's text."""
+    plain_yaml.read(text.decode())
+
+
+def spec(text: bytes) -> None:
+    """An object's verdict."""
+    faults(json.loads(text))
+
+
+PARSERS: dict[str, tuple[Callable[[bytes], object], dict[str, Make], int]] = {
+    "a page of metrics": (page, PAGES, 2**20),
+    "the same by prometheus_client": (prometheus_client, PAGES, 2**20),
+    "a pack's YAML": (yaml, YAML, 2**18),
+    "an answer of /tokenize": (lambda text: read_tokens("here", text), TOKENS, 2**20),
+    "a line of /v1/completions": (lambda text: read_streamed("here", text), TOKENS, 2**18),
+    "a stored baseline": (decode, BASELINES, 2**20),
+    "a ConfigMap": (texts_of, CONFIG_MAPS, 2**20),
+    "a spec": (spec, SPECS, 2**18),
+}
+
+
+def measured(read: Callable[[bytes], object], make: Make, most: int) -> dict[str, Any]:
+    """Nanoseconds for each byte by size, and memory and outcome at the largest size."""
+    costs: dict[str, float] = {}
+    for size in (size for size in SIZES if size <= most):
+        best = float("inf")
+        for _ in range(5 if size <= 2**16 else 3):
+            text = make(size)
+            began = time.process_time()
+            outcome = _outcome(read, text)
+            best = min(best, time.process_time() - began)
+        costs[str(size)] = round(best * 1e9 / len(text), 1)
+        if best > ENOUGH_SECONDS:
+            break
+    text = make(size)
+    tracemalloc.start()
+    _outcome(read, text)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return {"ns_per_byte": costs, "peak_bytes_per_byte": round(peak / len(text), 2), "outcome": outcome}
+
+
+def _outcome(read: Callable[[bytes], object], text: bytes) -> str:
+    try:
+        read(text)
+    except (KvpilotError, ProbeError, plain_yaml.NotPlainYaml) as error:
+        return type(error).__name__
+    except ValueError as error:
+        # prometheus_client's own.
+        return type(error).__name__
+    return "read"
+
+
+def table(result: dict[str, Any]) -> str:
+    """The page: one table a parser."""
+    words = [
+        "# What each parser of tenants' input costs\n",
+        "    python -m benchmarks.operator.parsers --out docs/benchmarks/operator-parsers.json\n",
+        f"{result['date']}, {result['machine']}; {', '.join(f'{k} {v}' for k, v in result['versions'].items())}.\n",
+        "Nanoseconds of the processor for each byte of texts whose size doubles, the best of three or five runs:\n"
+        "what stays level from left to right is linear, and what is refused early gets cheaper with size. The limits\n"
+        "on a page's size are lifted, so that its slope shows beyond them. *memory* is the peak of Python's\n"
+        "allocations at the largest size, in bytes for each byte of the text. A stored baseline's bytes are those\n"
+        "before it is unpacked, to 2 MiB at most.\n",
+    ]
+    for which, kinds in result["parsers"].items():
+        sizes = max((list(one["ns_per_byte"]) for one in kinds.values()), key=len)[::2]
+        words.append(f"## {which[0].upper()}{which[1:]}\n")
+        words.append(f"| text | {' | '.join(_size(int(size)) for size in sizes)} | memory | outcome |")
+        words.append("|---|" + "---|" * (len(sizes) + 2))
+        for kind, one in kinds.items():
+            cells = [f"{one['ns_per_byte'][size]:.3g}" if size in one["ns_per_byte"] else "" for size in sizes]
+            words.append(f"| {kind} | {' | '.join(cells)} | {one['peak_bytes_per_byte']:.2g} | {one['outcome']} |")
+        words.append("")
+    words.append("Raw: [operator-parsers.json](operator-parsers.json).")
+    return "\n".join(words) + "\n"
+
+
+def _size(size: int) -> str:
+    return f"{size // 1024} KiB" if size < 2**20 else f"{size // 2**20} MiB"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON; its page is written beside it")
+    parser.add_argument("--page", type=Path, help="make the page of this JSON, and do nothing else")
+    options = parser.parse_args()
+    if options.page:
+        options.page.with_suffix(".md").write_text(table(json.loads(options.page.read_text())))
+        return
+    # The slope is to be seen beyond them.
+    series.METRICS_LINE_BYTES = series.METRICS_LINES = 2**40
+    series.METRICS = replace(series.METRICS, read_bytes=2**40)
+    result: dict[str, Any] = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "versions": {
+            "Python": platform.python_version(),
+            **{name: version(name) for name in ("prometheus-client", "pyyaml", "msgspec", "jsonschema")},
+        },
+        "parsers": {},
+    }
+    for which, (read, kinds, most) in PARSERS.items():
+        result["parsers"][which] = {}
+        for kind, make in kinds.items():
+            one = result["parsers"][which][kind] = measured(read, make, most)
+            print(f"{which:30} {kind:30} {one}", flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        options.out.with_suffix(".md").write_text(table(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""`kvpilot backtest`: loads through the pilot and its baselines, on the terminal, as Markdown and as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvpilot_cli import plots
+from kvpilot_cli.backtest import fleet_report, recorded, report
+from kvpilot_cli.backtest.compare import FLEET_POLICIES, POLICIES, Row, run
+from kvpilot_cli.backtest.costs import BacktestError, Profile, load_profile
+from kvpilot_cli.backtest.history import read_file, read_server
+from kvpilot_cli.backtest.loads import NAMES, Asked, synthetic
+from kvpilot_cli.backtest.pilot import load_spec
+from kvpilot_cli.backtest.policies import REQUESTS_TARGET
+from kvpilot_cli.backtest.service import Objective
+from kvpilot_cli.plan.facts import PlanError
+from kvpilot_operator.api.spec import Spec
+
+PROCESSES = 2
+
+_SYNTHETIC = ("days", "size")
+_ASKED = ("query-range", "selector")
+_SOURCES = ("history", "recorded", "prometheus")
+_OF_REQUESTS = ("trace", *_SOURCES, *_ASKED, "size", "requests-target", "journal", "report", "plot")
+
+_Job = tuple[Asked, str, Spec, Profile, Objective, float]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status, 2 for input that cannot be used."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return _backtest(arguments)
+    except (BacktestError, PlanError, plots.PlotError) as error:
+        print(f"kvpilot backtest: {error}", file=sys.stderr)
+        return 2
+
+
+def _backtest(a: argparse.Namespace) -> int:
+    _check(a)
+    _check_use(a)
+    spec, profile = load_spec(a.service), load_profile(a.profile)
+    objective = Objective(a.ttft, a.itl / 1000)
+    if a.services is not None:
+        policies = a.policies or list(FLEET_POLICIES)
+        if unknown := [name for name in policies if name not in FLEET_POLICIES]:
+            raise BacktestError(f"policies: {unknown[0]!r} is not for fleets; use {', '.join(FLEET_POLICIES)}")
+        return fleet_report.show(a.services, a.days, a.seed, spec, profile, objective, policies, a.json)
+    loads, note = _loads(a)
+    began = time.monotonic()
+    jobs = [
+        (load, name, spec, profile, objective, a.requests_target) for load in loads for name in a.policies or POLICIES
+    ]
+    rows = _run_all(jobs)
+    print(report.terminal(rows))
+    print(f"{len(rows)} runs in {time.monotonic() - began:.0f} s")
+    for row in rows if a.journal else ():
+        print("\n".join(row.journal))
+    if note:
+        print(note)
+    if a.json:
+        a.json.write_text(json.dumps(report.as_json(rows), indent=1) + "\n", encoding="utf-8")
+    if a.report:
+        a.report.write_text(report.markdown(rows, objective), encoding="utf-8")
+    if a.plot:
+        from kvpilot_cli.backtest.plot import draw  # matplotlib is only for those who ask for it
+
+        draw(rows, a.plot)
+    return 0
+
+
+def _check(a: argparse.Namespace) -> None:
+    """What could only be told when everything has run."""
+    for name, such in (("requests-target", 16), ("size", 1), ("ttft", 5), ("itl", 60)):
+        value = getattr(a, name.replace("-", "_"))
+        if not 0 < value < math.inf:
+            raise BacktestError(f"{name}: {value}; give a number above 0, such as {such}")
+    if a.seed < 0:
+        raise BacktestError(f"seed: {a.seed}; give a whole number from 0 on")
+    for name in ("json", "report"):
+        file = getattr(a, name)
+        if file is not None and not file.absolute().parent.is_dir():
+            raise BacktestError(f"{name}: {file}: its folder does not exist; make it first")
+    if a.plot is not None:
+        plots.check(a.plot)
+
+
+def _check_use(a: argparse.Namespace) -> None:
+    """An option that the others leave without an effect is a misunderstanding."""
+    mode = next((name for name in ("services", *_SOURCES) if getattr(a, name) is not None), None)
+    unused: dict[str, tuple[str, ...]] = {"services": _OF_REQUESTS, "history": _SYNTHETIC, "prometheus": _SYNTHETIC}
+    unused["recorded"] = ("days",) if a.size != 1 else ("days", "seed")
+    for name in unused.get(mode or "", ()):
+        _refuse_given(a, name, f"with --{mode}; leave out one of the two")
+    if mode != "prometheus":
+        for name in _ASKED:
+            _refuse_given(a, name, "without --prometheus; give both or none")
+    policies = a.policies or POLICIES
+    if not any(name.endswith("requests") for name in policies):
+        _refuse_given(a, "requests-target", "without a policy that scales on requests; add bf16-requests to --policies")
+    if not {"pilot", "objectives"} & set(policies):
+        _refuse_given(a, "journal", "without a policy that keeps one; add pilot to --policies")
+
+
+def _refuse_given(a: argparse.Namespace, option: str, why: str) -> None:
+    name = option.replace("-", "_")
+    value = getattr(a, name)
+    if value != _parser().get_default(name):
+        shown = str(value) if isinstance(value, Path) else value
+        raise BacktestError(f"{option}: {shown!r} is of no use {why}")
+
+
+def _loads(a: argparse.Namespace) -> tuple[Sequence[Asked], str]:
+    """What is asked, and a line about it where there is one to tell."""
+    if a.recorded is not None:
+        load = recorded.read(a.recorded).scaled(a.size, a.seed)
+        return [load], load.told()
+    if a.history is not None or a.prometheus is not None:
+        if a.history is not None:
+            history = read_file(a.history, a.seed)
+        else:
+            history = read_server(a.prometheus, *_range(a.query_range), a.selector, a.seed)
+        return [history.load], f"the history's own KV use: {report.mean_use(history.usage)}"
+    names = NAMES if a.trace == "all" else tuple(a.trace.split(","))
+    return [synthetic(name, a.days, a.seed, a.size) for name in names], ""
+
+
+def _range(text: str | None) -> tuple[float, float]:
+    try:
+        start, end = map(float, (text or "").split(","))
+    except ValueError as error:
+        raise BacktestError(
+            f"query-range: {text!r}; give START,END in Unix seconds, such as 1767225600,1767312000"
+        ) from error
+    return start, end
+
+
+def _run_all(jobs: Sequence[_Job]) -> list[Row]:
+    """Every load under every policy, in processes of their own; each is the same whatever runs beside it."""
+    if len(jobs) == 1:
+        return [_run(jobs[0])]
+    rows = []
+    with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
+        for row in pool.imap(_run, jobs):
+            print(f"done: {row.load}, {row.policy}", file=sys.stderr, flush=True)
+            rows.append(row)
+    return rows
+
+
+def _run(job: _Job) -> Row:
+    return run(*job[:5], requests_target=job[5])
+
+
+def _policies(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in POLICIES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not known; use one or more of {', '.join(POLICIES)}")
+    return names
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvpilot backtest", description="What would the pilot have done?")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--trace", default="all", help=f"synthetic load: {', '.join(NAMES)}, several with commas, or all")
+    what.add_argument(
+        "--history", type=Path, help="JSON of a Prometheus' /api/v1/query_range, or a list of such answers"
+    )
+    what.add_argument(
+        "--recorded", type=Path, metavar="FILE", help="requests one by one: CSV or JSON lines of arrival and lengths"
+    )
+    what.add_argument("--prometheus", metavar="URL", help="ask this Prometheus, with --query-range")
+    parser.add_argument("--query-range", metavar="START,END", help="in Unix seconds, for --prometheus")
+    parser.add_argument("--selector", default="", help='label matchers for --prometheus, such as namespace="chat"')
+    parser.add_argument("--service", type=Path, help="a QuantizedLLMService manifest whose rules apply")
+    parser.add_argument("--profile", type=Path, help="costs of your model and GPU; Llama-3-8B on an H200 if left out")
+    parser.add_argument("--policies", type=_policies, help=f"which to run, with commas: {', '.join(POLICIES)}")
+    parser.add_argument("--services", type=int, metavar="N", help="a fleet of N services, minute by minute")
+    parser.add_argument("--days", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--size", type=float, default=1.0, help="times the requests of a synthetic or recorded load")
+    parser.add_argument("--ttft", type=float, default=5.0, help="objective: seconds to the first token")
+    parser.add_argument("--itl", type=float, default=60.0, help="objective: mean milliseconds between two tokens")
+    parser.add_argument(
+        "--requests-target",
+        type=float,
+        default=REQUESTS_TARGET,
+        metavar="N",
+        help="requests a replica for HPA on requests",
+    )
+    parser.add_argument("--journal", action="store_true", help="print every step of the pilot with its reason")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--report", type=Path, help="write the table as Markdown to this file")
+    parser.add_argument("--plot", type=Path, help="draw GPU-hours against good requests into this file (.svg, .png)")
+    return parser

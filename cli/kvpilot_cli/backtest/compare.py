@@ -1,0 +1,140 @@
+"""One load, request by request, under every policy: the report's rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec.structs import replace
+
+from kvpilot_cli.backtest.costs import Profile
+from kvpilot_cli.backtest.hpa import Hpa
+from kvpilot_cli.backtest.loads import Asked
+from kvpilot_cli.backtest.pilot import Pilot, model_of, node_of
+from kvpilot_cli.backtest.policies import (
+    HPA_TARGET,
+    REQUESTS_TARGET,
+    SCRAPE,
+    Autoscaled,
+    Piloted,
+    Policy,
+    Static,
+    Varied,
+)
+from kvpilot_cli.backtest.service import Objective, Service
+from kvpilot_cli.backtest.wva import Wva
+from kvpilot_operator.api.spec import Objective as LatencyObjective
+from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.state.histogram import Histogram
+from kvpilot_operator.state.samples import Sample
+
+START_SECONDS = 240.0
+"""From asking for a replica until it answers: weights, compilation, graphs (2 to 7 minutes are usual)."""
+TIMEOUT = 120.0
+WARM_UP = 3600.0
+"""Of a load of more than four hours, the first one does not count: every policy begins with the same replicas."""
+FLEET_POLICIES = ("pilot", "bf16-hpa", "fp8-hpa", "max")
+POLICIES = ("pilot", "objectives", "bf16-hpa", "bf16-requests", "fp8-hpa", "fp8-requests", "wva", "fp8-wva", "max")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One policy on one load. Seconds; percentiles over all requests, of gaps over all tokens."""
+
+    load: str
+    policy: str
+    gpu_hours: float
+    finished: int
+    good: int
+    lost: int
+    ttft_p95: float
+    ttft_p99: float
+    itl_p95: float
+    itl_p99: float
+    latency_p95: float
+    preemptions: int
+    flips: int
+    scalings: int
+    journal: tuple[str, ...] = ()
+
+    @property
+    def good_percent(self) -> float:
+        """Share of all requests, lost ones included, that were answered within the objective."""
+        return 100 * self.good / max(self.finished + self.lost, 1)
+
+    @property
+    def price(self) -> float:
+        """GPU-hours for a million good requests."""
+        return self.gpu_hours * 1e6 / self.good if self.good else math.inf
+
+
+def policy(
+    name: str, spec: Spec, profile: Profile, objective: Objective, requests_target: float = REQUESTS_TARGET
+) -> tuple[Policy, str, int]:
+    """A policy by name, the dtype and the replicas it begins with; all but the last begin with spec.replicas."""
+    replicas = spec.scaling.clamp(spec.replicas)
+    lowest, highest = max(1, spec.scaling.min_replicas), spec.scaling.max_replicas
+    baseline = spec.kv_cache.baseline
+    if name == "objectives":
+        spec = with_objectives(spec, objective)
+    if name in ("pilot", "objectives"):
+        pilot = Pilot(spec, node_of(profile), model_of(profile), baseline)
+        return Piloted(name, pilot, replicas), baseline, replicas
+    if name == "max":
+        return Static(name), baseline, highest
+    dtype = "fp8" if name.startswith("fp8") else baseline
+    if name.endswith("wva"):
+        return Varied(name, dtype, Wva(minimum=lowest, maximum=highest, sync_seconds=SCRAPE)), dtype, replicas
+    target, figure = (requests_target, in_hand) if name.endswith("requests") else (HPA_TARGET, use)
+    hpa = Hpa(np.array([replicas]), target=target, minimum=lowest, maximum=highest, sync_seconds=SCRAPE)
+    return Autoscaled(name, dtype, hpa, figure), dtype, replicas
+
+
+def use(sample: Sample) -> float:
+    """Mean KV use."""
+    return sample.usage
+
+
+def in_hand(sample: Sample) -> float:
+    """Requests that run or wait, a replica."""
+    return (sample.running + sample.waiting) / sample.pods
+
+
+def with_objectives(spec: Spec, objective: Objective) -> Spec:
+    """The spec with what makes a request good as its latency objectives: TTFT at p99, ITL at p95."""
+    asked = (
+        LatencyObjective("TTFT", 99, round(objective.ttft * 1000)),
+        LatencyObjective("ITL", 95, round(objective.itl * 1000)),
+    )
+    return replace(spec, scaling=replace(spec.scaling, objectives=asked))
+
+
+def run(
+    load: Asked, name: str, spec: Spec, profile: Profile, objective: Objective,
+    progress: Callable[[float], None] = lambda _share: None, requests_target: float = REQUESTS_TARGET,
+) -> Row:  # fmt: skip
+    """Drive the load through a service under a policy."""
+    who, dtype, replicas = policy(name, spec, profile, objective, requests_target)
+    service = Service(profile, load, dtype, replicas, objective=objective, start_seconds=START_SECONDS, timeout=TIMEOUT)
+    warm = load.seconds <= 4 * WARM_UP
+    while service.now < load.seconds:
+        if not warm and service.now >= WARM_UP:
+            service.forget()
+            warm = True
+        service.advance(service.now + SCRAPE)
+        serving = who.pilot.dtype if isinstance(who, Piloted) else dtype
+        who.judge(service, service.scrape(serving))
+        progress(service.now / load.seconds)
+    o = service.outcome
+    ttft, itl, latency = o.ttft.take(), o.itl.take(), o.latency.take()
+
+    def at(histogram: Histogram, q: float) -> float:
+        return round(histogram.quantile(q), 4) if histogram.count else math.nan
+
+    return Row(
+        load.name, name, round(o.gpu_seconds / 3600, 2), o.finished, o.good, o.lost, at(ttft, 0.95), at(ttft, 0.99),
+        at(itl, 0.95), at(itl, 0.99), at(latency, 0.95), o.preemptions, o.flips, o.scalings,
+        tuple(who.journal) if isinstance(who, Piloted) else (),
+    )  # fmt: skip

@@ -1,0 +1,129 @@
+"""What a step of the engine costs in time, and what its cache holds: constants fitted to measurements, one set a dtype.
+
+A step that decodes n sequences over K cached tokens in all and prefills p tokens with c context tokens before them
+(summed over the p) takes
+
+    base + per_sequence * n + per_kv_token * K + per_prefill_token * p + per_prefill_pair * c      seconds.
+
+Decode reads every cached token once (memory-bound, linear in K); prefill is linear in its tokens plus the attention of
+each to what stands before it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from kvpilot_operator.decide.steps.capacity import gain
+
+
+class BacktestError(ValueError):
+    """Input that cannot be used; the message names the field, the value and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """One dtype on one GPU with one model. Seconds and tokens."""
+
+    base: float
+    per_sequence: float
+    per_kv_token: float
+    per_prefill_token: float
+    per_prefill_pair: float
+    kv_tokens: int
+    """Tokens that the KV cache of one replica holds."""
+    block_size: int
+
+    def decode_step(self, sequences: int, kv_tokens: float) -> float:
+        """Seconds of a step that only decodes."""
+        return self.base + self.per_sequence * sequences + self.per_kv_token * kv_tokens
+
+    def prefill(self, tokens: float, context: float) -> float:
+        """Seconds that `tokens` after `context` cached tokens add to a step."""
+        return self.per_prefill_token * tokens + self.per_prefill_pair * tokens * (context + tokens / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The costs of every dtype of one model on one GPU, and what one replica occupies."""
+
+    name: str
+    gpu: str
+    """As the node label nvidia.com/gpu.product says it."""
+    model: Mapping[str, int]
+    """head_dim, kv_heads, layers, window_layers: as the engine says them."""
+    gpus_per_replica: int
+    costs: Mapping[str, Costs]
+    max_num_seqs: int = 1024
+    """vLLM's default for a server on an H100 or H200."""
+    max_num_batched_tokens: int = 8192
+    """vLLM's default for a server on an H100 or H200."""
+
+    def of(self, dtype: str) -> Costs:
+        """The costs of a dtype; one that was not measured takes those of the nearest measured one with fewer bits.
+
+        Its capacity goes by bits. BacktestError where nothing comparable was measured.
+        """
+        if dtype in self.costs:
+            return self.costs[dtype]
+        if not self.costs:
+            raise BacktestError(f"profile {self.name}: no dtype was measured; give at least `auto`")
+        source = max(
+            (d for d in self.costs if gain(dtype, d) >= 1),
+            key=lambda d: -gain(dtype, d),
+            default=None,
+        )
+        if source is None:
+            known = ", ".join(self.costs)
+            raise BacktestError(
+                f"dtype: {dtype} has no costs in profile {self.name}; use one of {known}, or measure it"
+            )
+        costs = self.costs[source]
+        return replace(costs, kv_tokens=int(costs.kv_tokens * gain(source, dtype)))
+
+
+def load_profile(path: Path | None = None) -> Profile:
+    """Read a profile: the built-in one (Llama-3-8B on one H200), or a JSON file of the same form."""
+    source = path if path is not None else files(__package__).joinpath("h200-llama3-8b.json")
+    try:
+        raw = json.loads(source.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BacktestError(f"profile: {source} cannot be read ({error}); give a file as the built-in one") from error
+    return parse_profile(raw)
+
+
+def parse_profile(raw: Any) -> Profile:
+    """A profile from its JSON object; BacktestError names what is missing or impossible."""
+    wanted = {f.name for f in fields(Costs)}
+    try:
+        costs = {}
+        for dtype, values in raw["costs"].items():
+            if set(values) != wanted:
+                missing = sorted(wanted ^ set(values))
+                raise BacktestError(f"profile: costs of {dtype}: {missing} missing or unknown; give {sorted(wanted)}")
+            for name, value in values.items():
+                if (
+                    not isinstance(value, int | float)
+                    or value < 0
+                    or (name in ("kv_tokens", "block_size") and value < 1)
+                ):
+                    raise BacktestError(
+                        f"profile: costs.{dtype}.{name} is {value!r}; give a number that is not negative"
+                    )
+            costs[dtype] = Costs(**values)
+        model = {name: int(raw["model"][name]) for name in ("head_dim", "kv_heads", "layers", "window_layers")}
+        return Profile(
+            raw["name"], raw["gpu"], model, int(raw["gpus_per_replica"]), costs,
+            int(raw.get("max_num_seqs", 1024)), int(raw.get("max_num_batched_tokens", 8192)),
+        )  # fmt: skip
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BacktestError(f"profile: {error!r}; give name, gpu, model, gpus_per_replica, costs") from error
+
+
+def dump_profile(profile: Profile) -> dict[str, Any]:
+    """The JSON object that `parse_profile` reads."""
+    return asdict(profile)

@@ -1,0 +1,172 @@
+"""A fleet of services over weeks, a minute at a time, under one policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpilot_cli.backtest.buckets import FINE
+from kvpilot_cli.backtest.compare import START_SECONDS, TIMEOUT
+from kvpilot_cli.backtest.costs import Profile
+from kvpilot_cli.backtest.crew import Crew
+from kvpilot_cli.backtest.hpa import Hpa
+from kvpilot_cli.backtest.interval import SUBSTEP, Fleet, Minute
+from kvpilot_cli.backtest.loads import NAMES, STEP, Load, synthetic
+from kvpilot_cli.backtest.moments import Array, measure
+from kvpilot_cli.backtest.pilot import Pilot, model_of, node_of
+from kvpilot_cli.backtest.policies import HPA_TARGET, PROBE_SECONDS
+from kvpilot_cli.backtest.service import Objective
+from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.state.histogram import Histogram
+
+_START = round(START_SECONDS / STEP)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetRow:
+    """One policy over all services of one kind of load. Seconds; percentiles over all requests, of gaps over tokens."""
+
+    load: str
+    policy: str
+    services: int
+    gpu_hours: float
+    finished: float
+    good: float
+    lost: float
+    ttft: Histogram
+    itl: Histogram
+    preemptions: float
+    flips: int
+    scalings: int
+    asked: int = 0
+    """How often a pilot was asked."""
+
+
+def services(count: int, days: float, seed: int, first: int = 0) -> list[Load]:
+    """Services `first` to `first + count` of a fleet: the four kinds in turn, each of its own size and time zone."""
+    loads = []
+    for i in range(first, first + count):
+        chance = np.random.default_rng((seed, i))
+        name = NAMES[i % len(NAMES)]
+        loads.append(
+            synthetic(name, days, int(chance.integers(1 << 31)), chance.uniform(0.2, 1.2), chance.uniform(0, 24))
+        )
+    return loads
+
+
+class Pods:
+    """Replicas of all services: those that answer, and those that start, by the minute in which they will."""
+
+    def __init__(self, replicas: NDArray[np.int64]) -> None:
+        self.ready = replicas.copy()
+        self._starting = np.zeros((_START, len(replicas)), dtype=np.int64)
+
+    @property
+    def asked(self) -> NDArray[np.int64]:
+        """Replicas that are asked for."""
+        return np.asarray(self.ready + self._starting.sum(axis=0))
+
+    def pass_minute(self) -> None:
+        """Those whose time has come answer."""
+        self.ready = self.ready + self._starting[0]
+        self._starting = np.roll(self._starting, -1, axis=0)
+        self._starting[-1] = 0
+
+    def scale(self, wanted: NDArray[np.int64]) -> None:
+        """Start what is missing; drop the youngest of what is too many."""
+        more = wanted - self.asked
+        self._starting[-1] += np.maximum(more, 0)
+        fewer = np.maximum(-more, 0)
+        for row in self._starting[::-1]:
+            given = np.minimum(row, fewer)
+            row -= given
+            fewer = fewer - given
+        self.ready = self.ready - fewer
+
+
+def run_fleet(
+    loads: Sequence[Load], policy: str, spec: Spec, profile: Profile, objective: Objective, seed: int,
+    *, hpa_target: float = HPA_TARGET, ask_all: bool = False, trail: list[tuple[int, int, str, str, int]] | None = None,
+) -> list[FleetRow]:  # fmt: skip
+    """Drive all loads; `trail` takes every step of the pilots: minute, service, action, dtype, replicas."""
+    size = len(loads)
+    dtypes = tuple(dict.fromkeys((spec.kv_cache.baseline, "fp8", *spec.kv_cache.ladder)))
+    costs = profile.of(spec.kv_cache.baseline)
+    known = {load.shape: load for load in loads}
+    measured = {shape: measure(load, costs) for shape, load in known.items()}
+    moments = [measured[load.shape] for load in loads]
+    fleet = Fleet(profile, moments, dtypes, TIMEOUT, seed, objective.ttft, objective.itl, FINE)
+    begin = {"max": spec.scaling.max_replicas}.get(policy, spec.scaling.clamp(spec.replicas))
+    pods = Pods(np.full(size, begin, dtype=np.int64))
+    first = "fp8" if policy == "fp8-hpa" else spec.kv_cache.baseline
+    dtype = np.full(size, dtypes.index(first), dtype=np.int64)
+    pilots = [Pilot(spec, node_of(profile), model_of(profile), first) for _ in loads]
+    crew = Crew(pilots, moments, ask_all=ask_all)
+    hpa = Hpa(pods.ready, target=hpa_target, minimum=max(1, spec.scaling.min_replicas),
+              maximum=spec.scaling.max_replicas, sync_seconds=STEP)  # fmt: skip
+    rates = np.stack([load.rate for load in loads])
+    gpu, flips, scalings = np.zeros(size), np.zeros(size, dtype=int), np.zeros(size, dtype=int)
+    rolls: dict[int, tuple[int, str]] = {}
+    busy = np.zeros(size, dtype=bool)
+    for minute in range(rates.shape[1]):
+        pods.pass_minute()
+        seen = fleet.step(rates[:, minute], pods.ready.astype(float), dtype, round(STEP / SUBSTEP))
+        gpu += (pods.asked + busy) * profile.gpus_per_replica
+        if policy == "pilot":
+            _pilot(crew, seen, pods, minute, rolls, busy, dtype, dtypes, flips, scalings, trail)
+        elif policy != "max":
+            wanted = hpa.judge(seen.usage, pods.ready, pods.asked)
+            scalings += wanted != pods.asked
+            pods.scale(wanted)
+    return _rows(loads, policy, fleet, gpu, flips, scalings, crew.asked)
+
+
+def _pilot(
+    crew: Crew, seen: Minute, pods: Pods, minute: int, rolls: dict[int, tuple[int, str]], busy: NDArray[np.bool_],
+    dtype: NDArray[np.int64], dtypes: tuple[str, ...], flips: NDArray[np.int64], scalings: NDArray[np.int64],
+    trail: list[tuple[int, int, str, str, int]] | None,
+) -> None:  # fmt: skip
+    """One minute of every pilot. A canary costs a GPU more until all replicas are rolled; then the dtype changes."""
+    crew.take(seen, pods.ready.astype(float))
+    for i in [i for i, (end, _) in rolls.items() if minute >= end]:
+        _, new = rolls.pop(i)
+        dtype[i] = dtypes.index(new)
+        busy[i] = False
+        flips[i] += 1
+        crew.flipped(i, new)
+    wanted = pods.asked
+    for i, decision in crew.judge(pods.asked.astype(float), pods.ready.astype(float), busy):
+        step = decision.chosen
+        if trail is not None:
+            trail.append((minute, i, step.action, step.dtype, step.replicas))
+        if step.dtype != crew.pilots[i].dtype:
+            # The canary starts and is probed; then one replica after the other takes an old one's place.
+            rolls[i] = (minute + _START + round(PROBE_SECONDS / STEP) + _START * (step.replicas - 1), step.dtype)
+            busy[i] = True
+        else:
+            wanted[i] = step.replicas
+            scalings[i] += 1
+            crew.scaled(i)
+    pods.scale(wanted)
+
+
+def _rows(
+    loads: Sequence[Load], policy: str, fleet: Fleet, gpu: Array, flips: NDArray[np.int64],
+    scalings: NDArray[np.int64], asked: int,
+) -> list[FleetRow]:  # fmt: skip
+    rows = []
+    for name in dict.fromkeys(load.name for load in loads):
+        mine = np.array([load.name == name for load in loads])
+        total = {k: float(v[mine].sum()) for k, v in fleet.total.items()}
+        rows.append(
+            FleetRow(
+                name, policy, int(mine.sum()), float(gpu[mine].sum() * STEP / 3600), total["finished"], total["good"],
+                total["lost"], Histogram(FINE, tuple(map(float, fleet.ttft[mine].sum(axis=0)))),
+                Histogram(FINE, tuple(map(float, fleet.itl[mine].sum(axis=0)))), total["preemptions"],
+                int(flips[mine].sum()), int(scalings[mine].sum()), asked,
+            )
+        )  # fmt: skip
+    return rows

@@ -1,0 +1,154 @@
+"""A Prometheus history of one service as a load: what was asked of it, minute by minute.
+
+Read are the answers of `/api/v1/query_range` (result type matrix), from a file or from a server. The rate of requests
+comes from vllm:request_success_total, mean lengths from vllm:prompt_tokens_total and vllm:generation_tokens_total, and
+the cache's use, to be compared with the simulation's, from vllm:kv_cache_usage_perc (vllm:gpu_cache_usage_perc in older
+engines). Counters may have been reset; what a server did not scrape is filled with the value before.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from kvpilot_cli.backtest.costs import BacktestError
+from kvpilot_cli.backtest.loads import STEP, Array, Load, Shape
+
+REQUESTS, PROMPTS, GENERATED = "vllm:request_success_total", "vllm:prompt_tokens_total", "vllm:generation_tokens_total"
+USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+METRICS = (REQUESTS, PROMPTS, GENERATED, *USAGE)
+SIGMA = 0.6
+"""Spread of the lengths around each minute's mean: a history of counters does not tell it."""
+_LEAST_POINTS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A load, and the use that the engines showed under it (NaN where nobody scraped)."""
+
+    load: Load
+    usage: Array
+
+
+def read_file(path: Path, seed: int = 0) -> History:
+    """Read exported JSON: one answer of query_range, or a list of them."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BacktestError(
+            f"history: {path} cannot be read ({error}); give the JSON of /api/v1/query_range"
+        ) from error
+    return parse(raw if isinstance(raw, list) else [raw], path.stem, seed)
+
+
+def read_server(url: str, start: float, end: float, selector: str = "", seed: int = 0) -> History:
+    """Ask a Prometheus for all metrics from `start` to `end` (Unix seconds); `selector` is label matchers."""
+    if not end > start:
+        raise BacktestError(f"query range: end {end} is not after start {start}; give START,END in Unix seconds")
+    query = f'{{__name__=~"{"|".join(METRICS)}"{"," if selector else ""}{selector}}}'
+    params = {"query": query, "start": f"{start}", "end": f"{end}", "step": f"{STEP:.0f}"}
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/api/v1/query_range", params=params, timeout=60)
+        raw = answer.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise BacktestError(
+            f"prometheus: {url}: {type(error).__name__}: {error}; give a Prometheus' address"
+        ) from error
+    return parse([raw], "history", seed)
+
+
+def parse(answers: Sequence[Any], name: str, seed: int = 0) -> History:
+    """Turn answers of query_range into a load on a grid of minutes; BacktestError says what is missing."""
+    series = [s for answer in answers for s in _series(answer)]
+    found = sorted({s.name for s in series})
+    for metric in (REQUESTS, PROMPTS, GENERATED):
+        if metric not in found:
+            raise BacktestError(
+                f"history: no series of {metric}; export it too (found: {', '.join(found) or 'nothing'})"
+            )
+    first, last = min(s.times[0] for s in series), max(s.times[-1] for s in series)
+    steps = int((last - first) // STEP)
+    if steps < _LEAST_POINTS:
+        raise BacktestError(f"history: it spans {last - first:.0f} s; give at least {_LEAST_POINTS} minutes")
+    edges = first + STEP * np.arange(steps + 1)
+    counts = {
+        m: sum((_increase(s, edges) for s in series if s.name == m), np.zeros(steps)) for m in found if m not in USAGE
+    }
+    requests = counts[REQUESTS]
+    total = requests.sum()
+    if total <= 0:
+        raise BacktestError(f"history: {REQUESTS} never rises; give a range with traffic")
+    prompt, output = counts[PROMPTS].sum() / total, counts[GENERATED].sum() / total
+    if prompt < 1 or output < 1:
+        raise BacktestError(
+            f"history: {prompt:.2f} prompt and {output:.2f} generated tokens a request; export one service's series"
+        )
+    # A lognormal's mean is its median times exp(sigma^2 / 2).
+    median = math.exp(-(SIGMA**2) / 2)
+    shape = Shape(prompt * median, 0.0, output * median, SIGMA, turns=1.0, pause=0.0)
+    busy = np.maximum(requests, 1e-9)
+    scale = {
+        m: np.where(requests > 0, np.clip(counts[m] / busy / mean, 0.05, 20.0), 1.0)
+        for m, mean in ((PROMPTS, prompt), (GENERATED, output))
+    }
+    load = Load(name, shape, requests / STEP, scale[PROMPTS], scale[GENERATED], seed)
+    return History(load, _usage(series, edges))
+
+
+@dataclass(frozen=True, slots=True)
+class _Series:
+    name: str
+    times: Array
+    values: Array
+
+
+def _series(answer: Any) -> list[_Series]:
+    if not isinstance(answer, Mapping) or answer.get("status") != "success":
+        error = answer.get("error", "no status") if isinstance(answer, Mapping) else type(answer).__name__
+        raise BacktestError(
+            f"history: status is not success ({error}); give an answer of /api/v1/query_range as it came"
+        )
+    data = answer.get("data")
+    if not isinstance(data, Mapping) or data.get("resultType") != "matrix":
+        kind = data.get("resultType") if isinstance(data, Mapping) else None
+        raise BacktestError(
+            f"history: data.resultType is {kind!r}; a range query gives matrix: use /api/v1/query_range"
+        )
+    found = []
+    for item in data.get("result", ()):
+        try:
+            name = item["metric"]["__name__"]
+            points = sorted((float(t), float(v)) for t, v in item["values"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise BacktestError(
+                f"history: a series cannot be read ({error!r}); query plain metrics, without rate()"
+            ) from error
+        points = [(t, v) for t, v in points if math.isfinite(v)]
+        if name in METRICS and points:
+            table = np.array(points)
+            found.append(_Series(name, table[:, 0], table[:, 1]))
+    return found
+
+
+def _increase(series: _Series, edges: Array) -> Array:
+    """Increments of a counter between the edges; a fall is a restart, from which it counts anew."""
+    steps = np.diff(series.values)
+    grown = np.concatenate([[0.0], np.cumsum(np.where(steps >= 0, steps, series.values[1:]))])
+    return np.asarray(np.diff(np.interp(edges, series.times, grown)))
+
+
+def _usage(series: Sequence[_Series], edges: Array) -> Array:
+    """Mean use over the engines at the end of each minute."""
+    rows = [np.interp(edges[1:], s.times, s.values, left=np.nan, right=np.nan) for s in series if s.name in USAGE]
+    if not rows:
+        return np.full(len(edges) - 1, np.nan)
+    table = np.array(rows)
+    seen = np.isfinite(table)
+    return np.asarray(np.where(seen.any(axis=0), np.nansum(table, axis=0) / np.maximum(seen.sum(axis=0), 1), np.nan))

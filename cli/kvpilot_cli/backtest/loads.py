@@ -1,0 +1,161 @@
+"""What is asked of a service over time: synthetic traces by a seed, sessions of several turns, lengths in tokens.
+
+The time of every session's start, its turns, lengths and pauses are fixed by the seed, so that every policy is asked
+the same. A turn is asked when the one before has been answered and the pause is over: a slow service stretches a
+session, and one that lets a request time out has lost the rest of its session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpilot_cli.backtest.costs import BacktestError
+
+Array = NDArray[np.float64]
+STEP = 60.0
+"""Seconds for which the rate of a load is constant."""
+DAY = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The requests of one kind of service. Lengths are lognormal: a median and the sigma of the logarithm."""
+
+    first_prompt: float
+    """Median tokens of a session's first prompt."""
+    next_prompt: float
+    """Median tokens that each later turn adds to all that came before."""
+    output: float
+    sigma: float
+    turns: float
+    """Mean number of turns; geometric."""
+    pause: float
+    """Mean seconds between an answer and the next turn, exponential, on top of one second."""
+    max_length: int = 65536
+    """Prompt and answer together; a session ends where its next turn would not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One conversation: (prompt, output, pause before) of its turns; a prompt holds all that came before."""
+
+    number: int
+    start: float
+    turns: tuple[tuple[int, int, float], ...]
+
+
+class Asked(Protocol):
+    """What is asked of one service, session by session."""
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts."""
+
+    def sessions(self) -> Iterator[Session]:
+        """All sessions in order of start; the same at every call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A shape and how often sessions start: `rate[i]` a second during the i-th step, lengths scaled by `scale[i]`."""
+
+    name: str
+    shape: Shape
+    rate: Array
+    prompt_scale: Array
+    output_scale: Array
+    seed: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long the load lasts."""
+        return len(self.rate) * STEP
+
+    def sessions(self) -> Iterator[Session]:
+        """All sessions in order of start; the same at every call."""
+        number = 0
+        for i, rate in enumerate(self.rate):
+            chance = np.random.default_rng((self.seed, i))
+            count = int(chance.poisson(rate * STEP))
+            starts = np.sort(chance.uniform(i * STEP, (i + 1) * STEP, count))
+            for start, turns in zip(starts, self._turns(chance, count, i), strict=True):
+                yield Session(number, float(start), turns)
+                number += 1
+
+    def _turns(self, chance: np.random.Generator, count: int, i: int) -> list[tuple[tuple[int, int, float], ...]]:
+        shape = self.shape
+        lengths = chance.geometric(1 / shape.turns, count)
+        total = int(lengths.sum())
+        spread = np.exp(shape.sigma * chance.standard_normal((2, total)))
+        pauses = 1.0 + (chance.exponential(shape.pause, total) if shape.pause else np.zeros(total))
+        result, at = [], 0
+        for length in lengths:
+            turns: list[tuple[int, int, float]] = []
+            context = 0
+            for k in range(length):
+                median = shape.first_prompt if k == 0 else shape.next_prompt
+                prompt = context + max(1, int(median * self.prompt_scale[i] * spread[0, at + k]))
+                output = max(1, int(shape.output * self.output_scale[i] * spread[1, at + k]))
+                if k and prompt + output > shape.max_length:
+                    break
+                output = min(output, shape.max_length // 2)
+                prompt = min(prompt, shape.max_length - output)
+                turns.append((prompt, output, float(pauses[at + k]) if k else 0.0))
+                context = prompt + output
+            at += length
+            result.append(tuple(turns))
+        return result
+
+
+AGENTS = Shape(first_prompt=6000, next_prompt=900, output=220, sigma=0.7, turns=18, pause=5.0)
+CHAT = Shape(first_prompt=1800, next_prompt=250, output=260, sigma=0.8, turns=4, pause=45.0)
+RAG = Shape(first_prompt=6000, next_prompt=0, output=120, sigma=0.5, turns=1, pause=0.0)
+NAMES = ("agents", "chat", "rag", "bursts")
+
+
+def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float = 0.0) -> Load:
+    """One of NAMES. `size` scales the rate: 1 is a service that a handful of H200 serve in bf16 at its busiest.
+
+    agents: contexts that grow to tens of thousands of tokens over many turns with short pauses, busy at night, too.
+    chat: medium contexts, a day's curve with quiet nights. rag: long prompts, short answers, no reuse. bursts: chat at
+    half the rate with bursts of five times as many sessions for ten minutes, six a day on average. The day begins
+    `zone` hours later than the simulation's.
+    """
+    if name not in NAMES:
+        raise BacktestError(f"trace: {name!r} is not known; use one of {', '.join(NAMES)}, or all")
+    if not 0 < days <= 366:
+        raise BacktestError(f"days: {days}; give more than 0 and at most 366")
+    steps = max(1, round(days * DAY / STEP))
+    chance = np.random.default_rng((seed, NAMES.index(name), 7))
+    hours = (np.arange(steps) + 0.5) * STEP / 3600
+    shape, peak, depth = {
+        "agents": (AGENTS, 0.4, 0.25),
+        "chat": (CHAT, 6.5, 0.75),
+        "rag": (RAG, 7.5, 0.5),
+        "bursts": (CHAT, 2.2, 0.5),
+    }[name]
+    # Busiest at 14:00, quietest at 02:00.
+    curve = 1 - depth * (1 + np.cos((hours - zone - 2) * 2 * np.pi / 24)) / 2
+    # What a day's curve leaves out: a wander of a tenth or so, with a new value every half hour.
+    knots = np.arange(0.0, hours[-1] + 1.0, 0.5)
+    rate = peak * size * curve * np.exp(0.1 * np.interp(hours, knots, chance.standard_normal(len(knots))))
+    if name == "bursts":
+        for start in np.flatnonzero(chance.random(steps) < 6 * STEP / DAY):
+            rate[start : start + 10] = np.maximum(rate[start : start + 10], 5 * peak * size * curve[start])
+    ones = np.ones(steps)
+    return Load(name, shape, rate, ones, ones, seed)
+
+
+def cut(load: Load, start: float, seconds: float) -> Load:
+    """A part of a load, for a trial."""
+    a, b = int(start // STEP), int((start + seconds) // STEP)
+    return replace(load, rate=load.rate[a:b], prompt_scale=load.prompt_scale[a:b], output_scale=load.output_scale[a:b])

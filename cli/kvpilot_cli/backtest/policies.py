@@ -1,0 +1,161 @@
+"""Who drives a simulated service: the pilot, or one of the baselines. Each is asked after every scrape."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol
+
+import numpy as np
+
+from kvpilot_cli.backtest.engine import EPOCH
+from kvpilot_cli.backtest.hpa import Hpa
+from kvpilot_cli.backtest.pilot import Pilot
+from kvpilot_cli.backtest.service import Service
+from kvpilot_cli.backtest.wva import Wva
+from kvpilot_operator.decide.traffic_plan import Counts, rolling_step
+from kvpilot_operator.state.samples import Sample
+
+SCRAPE = 15.0
+"""Seconds between two scrapes, and between two judgements; the HorizontalPodAutoscaler's own period."""
+PROBE_SECONDS = 300.0
+"""What the accuracy probes of a canary take; the traffic it gets meanwhile is none."""
+_KEEP = timedelta(hours=1)
+HPA_TARGET = 0.5
+"""Of mean KV use. 0.8 is usual, and serves far fewer requests well here: the fairer baseline was taken."""
+
+
+REQUESTS_TARGET = 16.0
+"""Of requests in hand, running and waiting, a replica."""
+
+
+class Policy(Protocol):
+    """Judges one service."""
+
+    name: str
+
+    def judge(self, service: Service, sample: Sample | None) -> None:
+        """Change the service, or not."""
+
+
+@dataclass
+class Static:
+    """Leaves everything as it began."""
+
+    name: str
+
+    def judge(self, service: Service, sample: Sample | None) -> None:
+        """Nothing."""
+
+
+@dataclass
+class Autoscaled:
+    """A fixed dtype with a HorizontalPodAutoscaler on the mean of a figure over the pods that answer."""
+
+    name: str
+    dtype: str
+    hpa: Hpa
+    figure: Callable[[Sample], float]
+
+    def judge(self, service: Service, sample: Sample | None) -> None:
+        """Scale as the autoscaler says."""
+        have, ready = len(service.of(self.dtype)), len(service.ready(self.dtype))
+        use = np.array([self.figure(sample) if sample is not None else 0.0])
+        wanted = int(self.hpa.judge(use, np.array([ready]), np.array([have]))[0])
+        if wanted != have:
+            service.scale(self.dtype, wanted)
+            service.outcome.scalings += 1
+
+
+@dataclass
+class Varied:
+    """A fixed dtype under the rules of llm-d's Workload Variant Autoscaler."""
+
+    name: str
+    dtype: str
+    wva: Wva
+
+    def judge(self, service: Service, sample: Sample | None) -> None:
+        """Scale as the autoscaler says."""
+        have = len(service.of(self.dtype))
+        wanted = self.wva.judge(service.gauges(self.dtype), have)
+        if wanted != have:
+            service.scale(self.dtype, wanted)
+            service.outcome.scalings += 1
+
+
+@dataclass
+class Piloted:
+    """kvpilot in mode Auto, with scaling mode Operator: decisions by the operator's code, the roll as it does it."""
+
+    name: str
+    pilot: Pilot
+    replicas: int
+    canary: str | None = None
+    probed_at: float | None = None
+    samples: deque[Sample] = field(default_factory=deque)
+    journal: list[str] = field(default_factory=list)
+
+    def judge(self, service: Service, sample: Sample | None) -> None:
+        """One reconcile: take the sample in, move the roll, decide."""
+        now = EPOCH + timedelta(seconds=service.now)
+        if sample is not None:
+            self.samples.append(sample)
+            while self.samples[0].time < now - _KEEP:
+                self.samples.popleft()
+        if self.canary is not None:
+            self._roll(service)
+        ready = len(service.ready(self.pilot.dtype))
+        busy = "a canary is in flight" if self.canary is not None else None
+        # Once its probes have passed it is promoted at once here.
+        yields = self.canary is not None and self.canary not in service.serving
+        decision, _ = self.pilot.rule(tuple(self.samples), now, self.replicas, ready, busy, yields)
+        chosen = decision.chosen
+        if chosen.action == "Stay":
+            return
+        if self.canary is not None:
+            service.scale(self.canary, 0)
+            self.canary = None
+        self.journal.append(
+            f"{service.now / 3600:.2f} h {decision.reason}: {chosen.action} {chosen.dtype} "
+            f"{chosen.replicas} replicas: {decision.message}"
+        )
+        if chosen.dtype != self.pilot.dtype:
+            self.canary, self.probed_at = chosen.dtype, None
+            service.scale(chosen.dtype, 1)
+        else:
+            self.replicas = chosen.replicas
+            self.pilot.replicas_changed = now
+            service.scale(self.pilot.dtype, self.replicas)
+            service.outcome.scalings += 1
+
+    def _roll(self, service: Service) -> None:
+        """The canary answers, is probed, and then takes the place of the others one by one."""
+        new, old = self.canary, self.pilot.dtype
+        assert new is not None  # noqa: S101 - asked only while there is one
+        if not service.ready(new):
+            return
+        if self.probed_at is None:
+            self.probed_at = service.now + PROBE_SECONDS
+        if service.now < self.probed_at:
+            return
+        service.serve(new)
+        if len(service.ready(new)) >= self.replicas:
+            service.outcome.flips += 1
+            service.switch(new)
+            self.pilot.dtype, self.canary = new, None
+            self.pilot.dtype_changed = EPOCH + timedelta(seconds=service.now)
+            self.samples.clear()
+            return
+        grown, left = rolling_step(
+            Counts(len(service.of(new)), len(service.ready(new))),
+            self.replicas,
+            Counts(len(service.of(old)), len(service.ready(old))),
+            total=self.replicas + 1,
+            floor=self.replicas,
+            both_serve=True,
+        )
+        service.scale(new, grown)
+        service.scale(old, left)

@@ -1,0 +1,118 @@
+"""The comparison in words and figures: a verdict for each load, a table for people, JSON for machines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from kvpilot_cli.backtest.compare import Row
+from kvpilot_cli.backtest.loads import Array
+from kvpilot_cli.backtest.service import Objective
+
+NAMES = {
+    "pilot": "pilot",
+    "objectives": "pilot with objectives",
+    "bf16-hpa": "static bf16 + HPA",
+    "bf16-requests": "static bf16 + HPA on requests",
+    "fp8-hpa": "static fp8 + HPA",
+    "fp8-requests": "static fp8 + HPA on requests",
+    "wva": "static bf16 + llm-d WVA",
+    "fp8-wva": "static fp8 + llm-d WVA",
+    "max": "static bf16, max replicas",
+}
+EVEN_PERCENT = 2.0
+"""Differences below this are called equal."""
+MORE_PERCENT = 1.0
+SERVED_PERCENT = 99.0
+"""A policy that answers fewer of the requests within the objective does not serve the load."""
+
+
+def judge(pilot: Row, other: Row) -> str:
+    """`ahead`, `equal` or `behind`: first whether the load is served, then at how many GPU-hours a good request.
+
+    Of two that both serve it (SERVED_PERCENT within the objective) the one with fewer GPU-hours for a good request is
+    ahead. Of two that both do not, the one with more good requests is, by more than a percent of all; else the price
+    decides again.
+    """
+    served = pilot.good_percent >= SERVED_PERCENT, other.good_percent >= SERVED_PERCENT
+    if served[0] != served[1]:
+        return "ahead" if served[0] else "behind"
+    more = pilot.good_percent - other.good_percent
+    if not served[0] and abs(more) > MORE_PERCENT:
+        return "ahead" if more > 0 else "behind"
+    if math.isinf(pilot.price) and math.isinf(other.price):
+        return "equal"
+    if abs(pilot.price - other.price) <= EVEN_PERCENT / 100 * min(pilot.price, other.price):
+        return "equal"
+    return "ahead" if pilot.price < other.price else "behind"
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """How the pilot did on one load against each of the others."""
+    pilot = next((r for r in rows if r.policy == "pilot"), None)
+    if pilot is None or len(rows) == 1:
+        return ""
+    words = {"ahead": "ahead of", "equal": "equal to", "behind": "behind"}
+    told = [f"{words[judge(pilot, r)]} {NAMES[r.policy]}" for r in rows if r is not pilot]
+    return f"{pilot.load}: the pilot is " + ", ".join(told)
+
+
+HEADER = (
+    "load", "policy", "GPU-hours", "good %", "lost", "TTFT p95 s", "TTFT p99 s", "ITL p95 ms", "ITL p99 ms",
+    "whole p95 s", "preemptions", "flips", "scalings", "GPU-h / 1M good",
+)  # fmt: skip
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """One line of the table."""
+    price = "-" if math.isinf(row.price) else f"{row.price:.1f}"
+    return (
+        row.load, NAMES[row.policy], f"{row.gpu_hours:.1f}", f"{row.good_percent:.2f}", f"{row.lost}",
+        f"{row.ttft_p95:.2f}", f"{row.ttft_p99:.2f}", f"{row.itl_p95 * 1000:.0f}", f"{row.itl_p99 * 1000:.0f}",
+        f"{row.latency_p95:.1f}", f"{row.preemptions}", f"{row.flips}", f"{row.scalings}", price,
+    )  # fmt: skip
+
+
+def markdown(rows: Sequence[Row], objective: Objective) -> str:
+    """The table and the verdicts."""
+    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
+    lines += ["| " + " | ".join(cells(r)) + " |" for r in rows]
+    loads = dict.fromkeys(r.load for r in rows)
+    lines += ["", f"A good request has its first token within {objective.ttft:g} s and on average at most "
+              f"{objective.itl * 1000:g} ms between two tokens. Lost requests timed out, or would have followed "
+              "one that did.", ""]  # fmt: skip
+    lines += [f"- {text}" for load in loads if (text := verdict([r for r in rows if r.load == load]))]
+    return "\n".join(lines) + "\n"
+
+
+def terminal(rows: Sequence[Row]) -> str:
+    """The table in aligned columns, and the verdicts."""
+    table = [HEADER, *(cells(r) for r in rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(HEADER))]
+    lines = ["  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+             for line in table]  # fmt: skip
+    loads = dict.fromkeys(r.load for r in rows)
+    lines += [text for load in loads if (text := verdict([r for r in rows if r.load == load]))]
+    return "\n".join(lines)
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """All figures; what is infinite or unknown becomes null."""
+
+    def plain(value: Any) -> Any:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return [{k: plain(v) for k, v in (asdict(r) | {"good_percent": round(r.good_percent, 3),
+             "gpu_hours_per_million_good": round(r.price, 2)}).items()} for r in rows]  # fmt: skip
+
+
+def mean_use(usage: Array) -> str:
+    """Mean and 95th percentile of the KV use that a history holds, in percent; minutes without a scrape left out."""
+    seen = usage[np.isfinite(usage)]
+    if not len(seen):
+        return "not in the history"
+    return f"{100 * seen.mean():.0f}% on average, {100 * float(np.quantile(seen, 0.95)):.0f}% at the 95th percentile"

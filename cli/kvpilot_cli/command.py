@@ -1,0 +1,53 @@
+"""`kvpilot COMMAND ...`: each package brings its own commands, as entry points of the group `kvpilot.commands`.
+
+They are looked up by name, so that one of them can run where another's dependencies are not installed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+
+GROUP = "kvpilot.commands"
+EXTRAS = {"backtest": "cli", "calibrate": "runtime", "plan": "cli", "probe": "operator"}
+"""The optional dependencies (pyproject.toml) that a command needs."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the first argument names with the others, and return its exit status.
+
+    2 for a wrong name, and for a command whose dependencies are not installed.
+
+    130 where it was interrupted, and 141 where its reader has left: what a shell says of SIGINT and SIGPIPE.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = {entry.name: entry for entry in entry_points(group=GROUP)}
+    usage = f"usage: kvpilot {{{','.join(sorted(commands))}}} ...  (kvpilot COMMAND --help explains one)"
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(usage)
+        return 0
+    if not arguments or arguments[0] not in commands:
+        print(f"{usage}\nkvpilot: {arguments[0]!r} is no command" if arguments else usage, file=sys.stderr)
+        return 2
+    name = arguments[0]
+    try:
+        run = commands[name].load()
+    except ModuleNotFoundError as error:
+        # Ours are all installed together: one that is missing is a defect, and its traceback helps.
+        if name not in EXTRAS or (error.name or "").startswith("kvpilot_"):
+            raise
+        remedy = f"pip install 'kvpilot[{EXTRAS[name]}]', in a checkout pip install '.[{EXTRAS[name]}]'"
+        print(f"kvpilot {name}: the module {error.name} is not installed: {remedy}", file=sys.stderr)
+        return 2
+    try:
+        status = int(run(arguments[1:]))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Nothing more is written at the end of the process either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        return 130
+    return status

@@ -1,0 +1,1 @@
+"""`kvpilot plan`: the cost of a model on GPUs, and the tokens that fit."""

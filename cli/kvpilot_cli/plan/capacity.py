@@ -1,0 +1,186 @@
+"""How many tokens and sequences fit: weights, what vLLM keeps, and the KV cache's pages.
+
+All sizes are of one GPU under tensor parallelism: weights are cut evenly; KV heads too, and where there are more GPUs
+than KV heads, each GPU keeps a copy of one. A latent cache (MLA) is kept whole by every GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpilot_cli.plan.facts import Model, PlanError
+from kvpilot_formats import dtypes, formats
+from kvpilot_formats.latent import LatentFormat
+from kvpilot_operator.decide.steps.capacity import OWN_BLOCK
+from kvpilot_operator.gpus import Gpu
+
+MIB = 2**20
+
+ENGINE_BYTES = 3 * 2**30
+"""Kept on each GPU for activations, CUDA graphs and the allocator's slack; kvpilot-serve's preflight keeps as much."""
+
+WEIGHT_BITS = {"bfloat16": 16.0, "fp8": 8.0, "int4": 4.16, "mxfp4": 4.25}
+"""Bits of a quantized weight with its scales: int4 as AWQ and GPTQ store groups of 128 (a 16-bit scale and a 4-bit zero
+point), mxfp4 with a byte per 32. fp8's scales are few. Embeddings stay in 16 bits; mxfp4 is of experts only."""
+
+BLOCK = 16
+"""Tokens of a KV block of vLLM's formats on a GPU (docs/benchmarks/h200-engine.json, block_size)."""
+
+
+def weight_bytes(model: Model, dtype: str) -> int:
+    """Bytes of all weights stored as `dtype`, a key of WEIGHT_BITS.
+
+    Raises:
+        PlanError: the parameters are unknown.
+    """
+    if dtype == model.published and model.weight_bytes is not None:
+        return model.weight_bytes
+    if model.parameters is None:
+        why = model.uncounted or "parameters cannot be counted from its config.json"
+        raise PlanError(f"MODEL {model.name!r}: {why}; give --weights-gb")
+    small = model.expert_parameters if dtype == "mxfp4" else model.parameters - model.embedding_parameters
+    return int(small * WEIGHT_BITS[dtype] / 8) + 2 * (model.parameters - small)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one GPU: `usable` is what vLLM takes of it, `kv` what remains for the cache."""
+
+    usable: int
+    weights: int
+    engine: int
+    kv: int
+
+
+def memory(gpu: Gpu, gpus: int, utilization: float, weights: int) -> Memory:
+    """Where one GPU's memory goes; `weights` are of all GPUs together, and `kv` is 0 where they do not fit."""
+    usable = int(gpu.memory_mib * MIB * utilization)
+    share = -(-weights // gpus)
+    return Memory(usable, share, ENGINE_BYTES, max(0, usable - share - ENGINE_BYTES))
+
+
+def kv_heads_per_gpu(model: Model, gpus: int) -> int:
+    """KV heads that one GPU keeps.
+
+    Raises:
+        PlanError: vLLM cannot cut this model's heads into so many parts.
+    """
+    if model.heads % gpus or (model.kv_heads % gpus and gpus % model.kv_heads):
+        fits = [n for n in (1, 2, 4, 8, 16, 32) if not model.heads % n and not (model.kv_heads % n and n % model.kv_heads)]  # fmt: skip  # noqa: E501
+        raise PlanError(f"--gpus {gpus}: {model.heads} heads with {model.kv_heads} KV heads cannot be cut into {gpus} parts; use one of {', '.join(map(str, fits))}")  # fmt: skip  # noqa: E501
+    return max(1, model.kv_heads // gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """How vLLM lays the KV cache of one dtype out on one GPU.
+
+    All pages have one size. Layers are put into groups of equal size, full attention apart from windows, and a block
+    is a page of every layer of a group (vLLM 0.32, v1/core/kv_cache_utils.py).
+
+    Attributes:
+        block, window_block: tokens in a page of a full layer and of a layer with a window.
+        page_bytes: one layer's page.
+        group_layers: layers in a group, those that only pad counted.
+        full_groups, window_groups: groups of each kind.
+        window: tokens that a layer with a window attends to.
+        full_token_bytes, window_token_bytes: of one token in all full layers, and in all layers with a window.
+        ring_blocks: blocks of the recent window that a sequence holds at most, in each full group; 0 without one.
+        ring_tokens: of a ring's page.
+        most_pages: that a sequence holds at most in each full group; 0 where nothing bounds them.
+    """
+
+    block: int
+    window_block: int
+    page_bytes: int
+    group_layers: int
+    full_groups: int
+    window_groups: int
+    window: int
+    full_token_bytes: int
+    window_token_bytes: int
+    ring_blocks: int = 0
+    ring_tokens: int = 1
+    most_pages: int = 0
+
+    def blocks(self, kv_bytes: int) -> int:
+        """Blocks that fit into so many bytes of one GPU."""
+        return kv_bytes // (self.page_bytes * self.group_layers)
+
+    def held(self, context: int) -> int:
+        """Blocks that one sequence of `context` tokens holds; a window may begin and end inside a block.
+
+        The recent window's pages come one by one with the tokens that they are for.
+        """
+        ring = min(-(-context // self.ring_tokens), self.ring_blocks)
+        pages = -(-context // self.block)
+        if self.most_pages:
+            pages = min(pages, self.most_pages)
+        full = (pages + ring) * self.full_groups
+        if context <= self.window:
+            return full + -(-context // self.window_block) * self.window_groups
+        return full + (-(-self.window // self.window_block) + 1) * self.window_groups
+
+    def sequences(self, kv_bytes: int, context: int) -> int:
+        """Sequences of `context` tokens that fit at once."""
+        return self.blocks(kv_bytes) // self.held(context)
+
+    def tokens(self, kv_bytes: int, context: int) -> int:
+        """Tokens that fit when every sequence has `context` of them."""
+        return self.blocks(kv_bytes) * context // self.held(context)
+
+
+def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None) -> Cache:
+    """The layout of this dtype. Layers with a window stay in 16 bits, as the operator starts engines by default; those
+    that attend within chunks do not, and where a model has these, no layer has a recent window.
+
+    `recent_tokens` are those of the recent window (None for the dtype's default), where the dtype has one.
+
+    Raises:
+        PlanError: the heads cannot be cut into `gpus` parts.
+        FormatError: the dtype has no layout for the model's head_dim, or the window cannot be served.
+    """
+    stored = dtypes.parse(model.served(dtype))
+    recent = stored.recent_tokens(recent_tokens, model.max_positions)
+    heads = kv_heads_per_gpu(model, gpus)
+    block = OWN_BLOCK if stored.ours else BLOCK
+    window_heads = max(1, (model.window_kv_heads or model.kv_heads) // gpus)
+    beside = formats.parse(model.served("auto") if dtype == "auto" else dtype if model.chunked else "auto")
+    wide = beside.row_bytes(model.window_head_dim or model.head_dim) * window_heads
+    if isinstance(stored, LatentFormat):
+        row = stored.row_bytes
+    elif model.latent_dim:
+        row = int(model.latent_dim * (1 if stored.bits_per_element() < 16 else 2))
+    else:
+        sizes = (model.head_dim, model.value_dim or model.head_dim)
+        row = sum(stored.row_bytes(size) for size in sizes) * heads // 2
+    full, windows = model.full_layers, model.sliding_layers
+    window_block = block
+    if full and windows:
+        # A page of a full layer covers the smallest block of a layer with a window, which takes as many tokens as fit
+        # in steps of BLOCK and wastes the rest (docs/serving.md).
+        block *= -(-wide // row)
+        window_block = row * block // (wide * BLOCK) * BLOCK
+        few, many = sorted((full, windows))
+        group = many if many < 1.5 * few else few
+    else:
+        group = full or windows
+        row = row if full else wide
+    ring = (
+        stored.ring_layout(model.head_dim, block)
+        if isinstance(stored, formats.Format) and recent and full and not (model.state_layers or model.chunked)
+        else None
+    )
+    return Cache(
+        ring_blocks=0 if ring is None else -(-recent // ring.tokens),
+        ring_tokens=1 if ring is None else ring.tokens,
+        block=block,
+        window_block=window_block,
+        page_bytes=row * block,
+        group_layers=group,
+        full_groups=-(-full // group),
+        window_groups=-(-windows // group),
+        window=model.window,
+        full_token_bytes=row * full,
+        window_token_bytes=wide * windows,
+    )

@@ -1,0 +1,261 @@
+"""`kvpilot plan MODEL`: what fits on a GPU for every KV-cache dtype and context, and what a load costs in GPUs.
+
+MODEL is a folder with a config.json, or a name of the built-in table. See docs/planning.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import yaml
+
+from kvpilot_cli import plots
+from kvpilot_cli.plan import models
+from kvpilot_cli.plan import plot as plan_plot
+from kvpilot_cli.plan import text as plan_text
+from kvpilot_cli.plan import to_json as plan_json
+from kvpilot_cli.plan.facts import Model, PlanError
+from kvpilot_cli.plan.facts_config import read_folder
+from kvpilot_cli.plan.gpus import find_gpu
+from kvpilot_cli.plan.kept import Bound
+from kvpilot_cli.plan.load import Load
+from kvpilot_cli.plan.make import CONTEXTS, Request, make, usual_dtypes
+from kvpilot_cli.text_tables import render
+from kvpilot_formats.dtypes import parse
+from kvpilot_formats.formats import RECENT_CHOICES, FormatError, default_windows
+from kvpilot_operator.gpus import GPUS, Gpu, PriceError, prices
+
+WEIGHTS = ("bfloat16", "fp8", "int4")
+
+T = TypeVar("T")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise PlanError(message.removeprefix("argument "))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the plan; returns 0, or 2 for a wrong argument."""
+    try:
+        options = _parser().parse_args(argv)
+        if options.list:
+            print(_list())
+            return 0
+        plan = make(_request(options))
+        if options.plot is not None:
+            plan_plot.draw(plan, options.plot)
+    except (PlanError, plots.PlotError, FormatError) as error:
+        print(f"kvpilot plan: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(plan_json.document(plan), indent=2) if options.json else plan_text.text(plan))
+    return 0
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="kvpilot plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", metavar="MODEL", nargs="?", help="a folder with a config.json, or a name such as Llama-3.1-8B")
+    add("--list", action="store_true", help="show the models and the GPUs of the built-in tables")
+    add(
+        "--gpu",
+        default="H100-80GB",
+        metavar="NAME",
+        help="a name that --list shows, or a node's nvidia.com/gpu.product",
+    )
+    add("--gpus", type=_whole, default=1, metavar="N", help="GPUs of one engine, by tensor parallelism (default 1)")
+    add("--context", type=_list_of(_whole), default=(), metavar="N,N", help=f"tokens of a sequence (default {','.join(map(str, CONTEXTS))}, as far as the model goes)")  # fmt: skip  # noqa: E501
+    add(
+        "--dtype",
+        type=_list_of(str),
+        default=(),
+        metavar="D,D",
+        help=f"KV-cache dtypes (default {','.join(usual_dtypes(latent=False))}; with multi-head latent attention "
+        f"{','.join(usual_dtypes(latent=True))})",
+    )
+    add(
+        "--recent-tokens",
+        type=_window,
+        metavar="N",
+        help="of each sequence, read at 8 bits by our dtypes below: "
+        f"{', '.join(map(str, RECENT_CHOICES))} (default {default_windows()})",
+    )
+    add("--utilization", type=_share, default=0.9, metavar="X", help="share of the GPU that vLLM takes (default 0.9)")
+    add("--weights-dtype", choices=WEIGHTS, help="how the weights are stored (default: as they are published)")
+    add("--weights-gb", type=_positive, metavar="X", help="10^9 bytes of weights, instead of the estimate")
+    add("--kv-gb", type=_positive, metavar="X", help="10^9 bytes for the KV cache in all GPUs, instead of the estimate")
+    add("--retention-sink-tokens", type=_whole, metavar="N", help="kvCache.retention.sinkTokens; with --retention-window-tokens")  # fmt: skip  # noqa: E501
+    add("--retention-window-tokens", type=_whole, metavar="N", help="kvCache.retention.windowTokens: plan for a cache with a bound, too")  # fmt: skip  # noqa: E501
+    add("--retention-budget-tokens", type=_whole, metavar="N", help="kvCache.retention.budgetTokens, of HeavyHitters, instead of both or beside them")  # fmt: skip  # noqa: E501
+    add("--offload-gib", type=_whole, metavar="N", help="kvCache.offload.cpuMemoryGiB: what host memory holds, too")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--plot", type=Path, metavar="FILE", help="write a plot, too: .svg or .png")
+    load = parser.add_argument_group("the cost of a load, all replicas together; give the first three")
+    load.add_argument("--requests-per-second", type=_positive, metavar="R")
+    load.add_argument("--prompt-tokens", type=_whole, metavar="P", help="of a request, that no prefix cache holds")
+    load.add_argument("--generated-tokens", type=_whole, metavar="G")
+    load.add_argument("--price", action="append", default=[], metavar="KIND=PER_HOUR", help="of one GPU, or a file of them: the chart's prices or its ConfigMap")  # fmt: skip  # noqa: E501
+    load.add_argument("--max-ms-per-token", type=_positive, default=50.0, metavar="T", help="on average (default 50)")
+    return parser
+
+
+def _request(options: argparse.Namespace) -> Request:
+    if options.model is None:
+        raise PlanError("MODEL is missing; give a folder with a config.json, or a name that --list shows")
+    for dtype in options.dtype:
+        parse(dtype)
+    if options.plot is not None:
+        plots.check(options.plot)
+    gpu, load = find_gpu(options.gpu), _load(options)
+    return Request(
+        model=_model(options.model),
+        gpu=gpu,
+        gpus=options.gpus,
+        contexts=tuple(dict.fromkeys(options.context)),
+        dtypes=tuple(dict.fromkeys(options.dtype)),
+        utilization=options.utilization,
+        weights_dtype=options.weights_dtype,
+        weights=None if options.weights_gb is None else int(options.weights_gb * 1e9),
+        kv=None if options.kv_gb is None else int(options.kv_gb * 1e9),
+        load=load,
+        recent_tokens=options.recent_tokens,
+        bound=_bound(options.retention_sink_tokens, options.retention_window_tokens, options.retention_budget_tokens),
+        host=(options.offload_gib or 0) * 2**30,
+        gpu_hour=_price(options.price, gpu, load),
+    )
+
+
+def _model(name: str) -> Model:
+    path = Path(name)
+    if path.is_dir():
+        return read_folder(path)
+    if path.is_absolute() or name.startswith("."):
+        raise PlanError(f"MODEL {name!r}: there is no such folder; give the folder of a Hugging Face model, or a name that --list shows")  # fmt: skip  # noqa: E501
+    return models.find(name)
+
+
+def _bound(sinks: int | None, window: int | None, budget: int | None) -> Bound | None:
+    if budget is not None:
+        if (sinks or 4) + (window or budget // 2) >= budget:
+            raise PlanError(f"--retention-budget-tokens {budget}: not above sinks and window together; raise it, or lower these")  # fmt: skip  # noqa: E501
+        return Bound(sinks, window, budget)
+    if (sinks is None) != (window is None):
+        missing = "--retention-sink-tokens" if sinks is None else "--retention-window-tokens"
+        raise PlanError(f"{missing}: missing; a bound needs both, in tokens")
+    return None if sinks is None else Bound(sinks, window)
+
+
+def _load(options: argparse.Namespace) -> Load | None:
+    fields = ("requests_per_second", "prompt_tokens", "generated_tokens")
+    missing = [f"--{field.replace('_', '-')}" for field in fields if getattr(options, field) is None]
+    if len(missing) == len(fields):
+        return None
+    if missing:
+        raise PlanError(f"{' and '.join(missing)}: missing; a load needs all of --requests-per-second, --prompt-tokens and --generated-tokens")  # fmt: skip  # noqa: E501
+    return Load(
+        options.requests_per_second, options.prompt_tokens, options.generated_tokens, options.max_ms_per_token / 1000
+    )
+
+
+def _price(given: Sequence[str], gpu: Gpu, load: Load | None) -> float | None:
+    """What an hour of this GPU costs; None where no price was asked for."""
+    if not given:
+        return None
+    if load is None:
+        raise PlanError("--price: is the price of a load; give --requests-per-second, --prompt-tokens and --generated-tokens")  # fmt: skip  # noqa: E501
+    pairs: list[tuple[str, object]] = []
+    for one in given:
+        kind, is_pair, price = one.partition("=")
+        pairs += [(kind, _number(price))] if is_pair else _prices_of(Path(one))
+    try:
+        known = prices(pairs)
+    except PriceError as error:
+        raise PlanError(f"--price: {error}") from None
+    if gpu.name not in known:
+        raise PlanError(f"--price: {gpu.name} has none; give --price {gpu.name}=PER_HOUR")
+    return known[gpu.name] / 1e6
+
+
+def _number(text: str) -> object:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _prices_of(path: Path) -> list[tuple[str, object]]:
+    """The prices in a file: KIND: PER_HOUR lines, or the ConfigMap of the chart that has them."""
+    try:
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if isinstance(read, dict) and read.get("kind") == "ConfigMap":
+            read = yaml.safe_load(read["data"]["prices.yaml"])
+        return [(str(kind), price) for kind, price in read.items()]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, LookupError, TypeError, AttributeError) as error:
+        raise PlanError(f"--price {path}: holds no prices ({type(error).__name__}); give KIND=PER_HOUR, or a file of KIND: PER_HOUR lines") from None  # fmt: skip  # noqa: E501
+
+
+def _list() -> str:
+    known = [[m.name, f"{(m.parameters or 0) / 1e9:,.1f}", f"{m.max_positions or 0:,}"] for m in models.table()]
+    also = [f"  {m.name}: {', '.join(n.rpartition('/')[2] for n in m.also)}" for m in models.table() if m.also]
+    gpus = [
+        [g.name, f"{g.memory_mib:,}", f"{g.bandwidth_gb_s:,}", ".".join(map(str, g.compute_capability))] for g in GPUS
+    ]
+    return "\n".join(
+        [
+            render(["model", "10^9 parameters", "tokens"], known),
+            "",
+            "the same facts:",
+            *also,
+            "",
+            render(["GPU", "MiB", "GB/s", "compute capability"], gpus),
+        ]
+    )
+
+
+def _list_of(kind: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    def parse_all(text: str) -> tuple[T, ...]:
+        return tuple(kind(part.strip()) for part in text.split(","))
+
+    return parse_all
+
+
+def _whole(text: str) -> int:
+    try:
+        value = int(text.replace("_", ""))
+    except ValueError:
+        value = 0
+    if not 0 < value < 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number; give one such as 8192")
+    return value
+
+
+def _window(text: str) -> int:
+    if text not in map(str, RECENT_CHOICES):
+        choices = ", ".join(map(str, RECENT_CHOICES))
+        raise argparse.ArgumentTypeError(f"{text!r} is not a window that can be served; give one of {choices}")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (value > 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number; give one such as 2.5")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _positive(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than the whole GPU; give a share such as 0.9")
+    return value

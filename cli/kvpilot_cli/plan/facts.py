@@ -1,0 +1,116 @@
+"""What decides how much memory a model takes: the facts of its architecture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvpilot_formats.models import Architecture, Group, Kind
+
+Published = Literal["bfloat16", "fp8", "int4", "mxfp4"]
+
+
+class PlanError(ValueError):
+    """What was asked for cannot be planned; the message names the field, its value and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Architecture facts of one model; sizes in elements.
+
+    Attributes:
+        name: the model's name at its publisher, or the folder it was read from.
+        layers: decoder layers with a KV cache of their own.
+        parameters: all of them, embeddings included; None when the architecture cannot be counted from its config.
+        max_positions: longest context in tokens, or None when the model does not say.
+        sliding_layers: layers that attend to the last `window` tokens only, or with `chunked` to a chunk of so many.
+        window_kv_heads, window_head_dim: of these, where they differ from the other layers'; 0 where they do not.
+        state_layers, shared_layers: layers with a state of fixed size, and those that read another layer's cache.
+        experts: experts in a layer (0: dense), of which a token uses `experts_per_token`; each has a hidden size of
+            `expert_intermediate`. The first `dense_layers` layers have none.
+        latent_dim: elements of a token's compressed cache entry under multi-head latent attention (0: plain
+            attention).
+        alibi, other_layers: what kvpilot's kernels do not serve: biases by distance, layers with a cache that is not
+            known here.
+        value_dim: elements of a value, where it is shorter than a key; 0 where it is not.
+        auto: the KV-cache dtype that vLLM makes of `auto`, where the checkpoint says one; `auto` elsewhere.
+        published: how the publisher stores the weights.
+        weight_bytes: bytes of the weights found beside a config.json, or None.
+        uncounted: why `parameters` are None, where it is not the architecture.
+        source: where the facts come from.
+        doubt: what is not certain of these facts, for people.
+        also: other names of models with exactly these facts.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied_embeddings: bool
+    max_positions: int | None
+    parameters: int | None
+    source: str
+    sliding_layers: int = 0
+    window: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    dense_layers: int = 0
+    latent_dim: int = 0
+    alibi: bool = False
+    auto: str = "auto"
+    chunked: bool = False
+    window_kv_heads: int = 0
+    window_head_dim: int = 0
+    value_dim: int = 0
+    state_layers: int = 0
+    shared_layers: int = 0
+    other_layers: int = 0
+    published: Published = "bfloat16"
+    weight_bytes: int | None = None
+    doubt: str = ""
+    uncounted: str = ""
+    also: tuple[str, ...] = ()
+
+    @property
+    def full_layers(self) -> int:
+        """Layers that attend to the whole context."""
+        return self.layers - self.sliding_layers
+
+    def served(self, dtype: str) -> str:
+        """Return the dtype of the cache where `dtype` is asked for: `auto` may be one that the checkpoint says."""
+        return self.auto if dtype == "auto" else dtype
+
+    @property
+    def architecture(self) -> Architecture:
+        """What the KV cache depends on, as the package that serves has it."""
+        full = Group(Kind.FULL, self.full_layers, self.kv_heads, self.head_dim, self.value_dim or self.head_dim)
+        heads, dim = self.window_kv_heads or self.kv_heads, self.window_head_dim or self.head_dim
+        kind = Kind.CHUNKED if self.chunked else Kind.WINDOW
+        windows = Group(kind, self.sliding_layers, heads, dim, dim, self.window)
+        return Architecture(
+            model_type="",
+            architectures=(),
+            groups=tuple(group for group in (full, windows) if group.layers),
+            heads=self.heads,
+            state_layers=self.state_layers,
+            shared_layers=self.shared_layers,
+            other_layers=self.other_layers,
+            latent=self.latent_dim,
+            alibi=self.alibi,
+            auto=self.auto,
+        )
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Elements of the input embedding and, unless tied, of the output projection; quantizers leave both alone."""
+        return self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Elements of all experts, of three matrices each."""
+        return (self.layers - self.dense_layers) * self.experts * 3 * self.hidden * self.expert_intermediate

@@ -1,0 +1,60 @@
+"""GPUs as `kvpilot plan` needs them: the operator's table by name, and what multiplies prompts."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from kvpilot_cli.plan.facts import PlanError
+from kvpilot_operator.gpus import GPUS, Gpu, by_product
+from kvpilot_operator.observe.nodes import node_facts
+
+# Dense bfloat16 on tensor cores with float32 sums, in 10^12 operations a second, from NVIDIA's data sheets (the T4
+# has no bfloat16: float16).
+BF16_TFLOPS: dict[str, int] = {
+    "B200": 2_250,
+    "H200": 989,
+    "H200-NVL": 835,
+    "GH200-96GB": 989,
+    "H20": 148,
+    "H100-80GB": 989,
+    "H100-NVL": 835,
+    "H100-PCIe": 756,
+    "A100-80GB": 312,
+    "A100-80GB-PCIe": 312,
+    "A100-40GB": 312,
+    "A30": 165,
+    "A40": 150,
+    "A10": 125,
+    "A10G": 70,
+    "RTX-A6000": 155,
+    "RTX-3090": 71,
+    "L4": 121,
+    "L40": 181,
+    "L40S": 362,
+    "RTX-6000-Ada": 364,
+    "RTX-4090": 165,
+    "RTX-PRO-6000": 504,
+    "RTX-5090": 210,
+    "T4": 65,
+}
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of this name, or of this value of the node label nvidia.com/gpu.product.
+
+    Raises:
+        PlanError: the table has no such GPU; the message names the closest ones.
+    """
+    known = {gpu.name.lower(): gpu for gpu in GPUS}
+    gpu = known.get(name.lower()) or by_product(name)
+    if gpu is not None:
+        return gpu
+    close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
+    names = [known[key].name for key in close] or [gpu.name for gpu in GPUS]
+    raise PlanError(f"--gpu {name!r} is not in the table; use one of {', '.join(names)}, or a node's nvidia.com/gpu.product label")  # fmt: skip  # noqa: E501
+
+
+def gpu_of_labels(labels: Any, allocatable: Any = None) -> str:
+    """The GPU of a node by its labels and resources, as the operator names it; `cpu` where they show none."""
+    return node_facts({"metadata": {"labels": labels}, "status": {"allocatable": allocatable}}).gpu

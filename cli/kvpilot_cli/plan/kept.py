@@ -1,0 +1,57 @@
+"""What a bound (`kvCache.retention`) and host memory (`kvCache.offload`) add to a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvpilot_cli.plan.capacity import Cache
+from kvpilot_cli.plan.facts import Model, PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """So many of the first and of the last tokens of a sequence are kept, in whole pages (`SinksAndWindow`), or
+    `budget` tokens in all (`HeavyHitters`, whose other numbers do not change what it takes)."""
+
+    sinks: int | None = None
+    window: int | None = None
+    budget: int | None = None
+
+    def __str__(self) -> str:
+        """The policy, and what it keeps."""
+        if self.budget is not None:
+            return f"HeavyHitters, of which {self.budget:,} tokens are kept: first, last, and the heaviest between"
+        return f"SinksAndWindow, of which the first {self.sinks:,} and the last {self.window:,} tokens are kept"
+
+    def of(self, layout: Cache) -> Cache:
+        """The layout with this bound, beside which engines keep no recent window."""
+        if self.budget is not None:
+            pages = self.budget // layout.block + 1
+        else:
+            pages = -(-(self.sinks or 0) // layout.block) + -(-(self.window or 0) // layout.block) + 1
+        return replace(layout, ring_blocks=0, most_pages=pages)
+
+
+def check_bound(model: Model) -> None:
+    """Raise PlanError for a model that engines refuse to serve with a bound (docs/retention.md)."""
+    ways = {
+        "layers with a window of their own": model.sliding_layers,
+        "multi-head latent attention": model.latent_dim,
+        "layers that keep a state": model.state_layers,
+        "layers that share a cache": model.shared_layers,
+        "layers of an unknown kind": model.other_layers,
+        "ALiBi": model.alibi,
+    }
+    found = [way for way, there in ways.items() if there]
+    if found:
+        raise PlanError(f"--retention: no engine bounds the cache of a model with {' and '.join(found)}; leave the options of --retention out")  # fmt: skip  # noqa: E501
+
+
+def host_tokens(model: Model, layout: Cache, gpus: int, host_bytes: int) -> int | None:
+    """Tokens whose whole blocks so many bytes of host memory hold, those of all GPUs of an engine together.
+
+    None for layers with a window and for latents, which vLLM stores in ways of their own.
+    """
+    if model.sliding_layers or model.latent_dim:
+        return None
+    return host_bytes // (layout.page_bytes * layout.group_layers * gpus) * layout.block

@@ -1,0 +1,114 @@
+"""What a load costs in GPUs: Little's law over the model of a step.
+
+Requests arrive at a rate r on each replica, with P prompt and G generated tokens. Prompts take the share
+rho = r * prompt_seconds(P) of the time, so a token of every sequence takes step / (1 - rho) on average. By Little's
+law N = r * G * that time are decoding at once. A step grows with N, so N is where both agree: the least fixed point,
+found by iteration from 0. Sequences hold P + G/2 tokens on average while they decode, and P while their prompt runs.
+
+The fewest replicas are sought for which a token takes at most the time wanted, the KV cache is at most FILL full, and
+no more sequences run than vLLM allows. Averages only: bursts need room, which FILL leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpilot_cli.plan.speed import Speed
+from kvpilot_operator.gpus import Gpu
+
+FILL = 0.85
+"""How full the KV cache may be on average: `kvCache.pressure.highPercent`, above which the pilot acts."""
+
+MOST_REPLICAS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What all replicas together are to serve; `token_seconds` is the longest time for a token, on average."""
+
+    requests_per_second: float
+    prompt_tokens: int
+    generated_tokens: int
+    token_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Operating:
+    """How one replica runs under its share of a load.
+
+    Attributes:
+        sequences: running at once, on average.
+        token_seconds: between two tokens of a sequence.
+        fill: share of the KV cache in use.
+        prompt_share: share of the time that prompts take.
+        binds: what is exceeded, or None: "prompts" (they alone take all the time), "time per token", "sequences",
+            "KV memory".
+    """
+
+    sequences: float
+    token_seconds: float
+    fill: float
+    prompt_share: float
+    binds: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """`replicas` that carry a load, how each of them runs, and what one replica fewer would exceed (None: nothing is
+    fewer than one). `replicas` is None where no number is enough; `limit` then says why."""
+
+    replicas: int | None
+    operating: Operating
+    limit: str | None
+
+
+def most_sequences(gpu: Gpu) -> int:
+    """What `vllm serve` allows at once by default (0.32, engine/arg_utils.py): by the GPU's memory."""
+    return 1024 if gpu.memory_mib >= 70 * 1024 and "A100" not in gpu.name else 256
+
+
+def operate(speed: Speed, kv_bytes: int, load: Load, rate: float) -> Operating:
+    """One replica that gets `rate` requests a second."""
+    blocks = max(1, speed.cache.blocks(kv_bytes))
+    context = load.prompt_tokens + load.generated_tokens / 2
+    share = rate * speed.prompt_seconds(load.prompt_tokens)
+    if share >= 1:
+        return Operating(0.0, float("inf"), 1.0, share, "prompts")
+    most = most_sequences(speed.gpu)
+    decoding, token = 0.0, 0.0
+    while True:
+        token = speed.step_seconds(max(1.0, decoding), context) / (1 - share)
+        wanted = rate * load.generated_tokens * token
+        if wanted - decoding < 1e-6 * max(1.0, wanted) or token > load.token_seconds or wanted > 2 * most:
+            decoding = max(decoding, wanted)
+            break
+        decoding = wanted
+    held = decoding * speed.cache.held(round(context)) + share * speed.cache.held(load.prompt_tokens)
+    fill = held / blocks
+    binds = None
+    if token > load.token_seconds:
+        binds = "time per token"
+    elif decoding + share > most:
+        binds = "sequences"
+    elif fill > FILL:
+        binds = "KV memory"
+    return Operating(decoding + share, token, fill, share, binds)
+
+
+def cost(speed: Speed, kv_bytes: int, load: Load) -> Cost:
+    """The fewest replicas that carry the load."""
+    longest = load.prompt_tokens + load.generated_tokens
+    alone = operate(speed, kv_bytes, load, load.requests_per_second / MOST_REPLICAS)
+    if alone.binds is not None or speed.cache.sequences(kv_bytes, longest) < 1:
+        return Cost(None, alone, alone.binds or "KV memory")
+    low, high = 0, 1
+    while operate(speed, kv_bytes, load, load.requests_per_second / high).binds is not None:
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        if operate(speed, kv_bytes, load, load.requests_per_second / middle).binds is None:
+            high = middle
+        else:
+            low = middle
+    limit = operate(speed, kv_bytes, load, load.requests_per_second / low).binds if low else None
+    return Cost(high, operate(speed, kv_bytes, load, load.requests_per_second / high), limit)

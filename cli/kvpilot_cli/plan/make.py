@@ -1,0 +1,242 @@
+"""A plan: what fits for every KV dtype and context, and what a load costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpilot_cli.plan import feasibility as plan_feasibility
+from kvpilot_cli.plan.capacity import Cache, Memory, cache, kv_heads_per_gpu, memory, weight_bytes
+from kvpilot_cli.plan.facts import Model, PlanError
+from kvpilot_cli.plan.kept import Bound, check_bound, host_tokens
+from kvpilot_cli.plan.load import Cost, Load, cost
+from kvpilot_cli.plan.speed import Speed, attention_efficiency
+from kvpilot_formats import dtypes
+from kvpilot_operator.gpus import Gpu
+
+
+def usual_dtypes(latent: bool) -> tuple[str, ...]:
+    """What is shown unless asked otherwise: 16 bits, vLLM's own half of it, and ours for such a model.
+
+    `latent`: it has multi-head latent attention.
+    """
+    return ("auto", "fp8", *dtypes.own_names(latent))
+
+
+CONTEXTS = (2_048, 8_192, 32_768, 131_072)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to plan. `weights` and `kv` are bytes of all GPUs together that replace the estimates.
+
+    `dtypes` are the usual ones for the model where none is named.
+    `recent_tokens` are those of the recent window, None for each dtype's default. `bound` is planned beside the whole
+    cache. `host` are bytes of host memory of one engine for offloaded blocks, 0 for none.
+    """
+
+    model: Model
+    gpu: Gpu
+    gpus: int = 1
+    contexts: tuple[int, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    utilization: float = 0.9
+    weights_dtype: str | None = None
+    weights: int | None = None
+    kv: int | None = None
+    load: Load | None = None
+    recent_tokens: int | None = None
+    bound: Bound | None = None
+    host: int = 0
+    gpu_hour: float | None = None
+    """What a GPU costs an hour, in a currency of the user's."""
+
+    def hourly(self, cost: Cost) -> float | None:
+        """What the replicas of a load cost an hour."""
+        if self.gpu_hour is None or cost.replicas is None:
+            return None
+        return self.gpu_hour * cost.replicas * self.gpus
+
+    def per_million(self, cost: Cost) -> float | None:
+        """What a million generated tokens of it cost."""
+        hourly, load = self.hourly(cost), self.load
+        if hourly is None or load is None:
+            return None
+        return hourly * 1e6 / (3600 * load.requests_per_second * load.generated_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What fits when every sequence has `context` tokens."""
+
+    context: int
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One dtype. Where `infeasible` says why it cannot be used, the rest is empty.
+
+    Attributes:
+        bits: of a cache element with its metadata.
+        token_bytes: of one token in the full-attention layers of all GPUs, copies of KV heads included; where all
+            layers have a window, in these, as long as a token is within it.
+        window_bytes: of one sequence's full windows, in all GPUs.
+        recent_tokens, recent_bytes: of one sequence's recent window, in all GPUs; 0 where dtype or model have none.
+        bounded: what fits with the bound; empty where none was asked for.
+        bounded_bytes: what a sequence takes with it at most, in all GPUs.
+        host_tokens: that host memory holds; None where none was asked for, or none is told.
+        cost: of the load, or None where none was asked for or no speed is known.
+    """
+
+    dtype: str
+    infeasible: str | None = None
+    bits: float = 0.0
+    token_bytes: int = 0
+    window_bytes: int = 0
+    recent_tokens: int = 0
+    recent_bytes: int = 0
+    fits: tuple[Fit, ...] = ()
+    bounded: tuple[Fit, ...] = ()
+    bounded_bytes: int = 0
+    host_tokens: int | None = None
+    notes: tuple[str, ...] = ()
+    cost: Cost | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The request, where one GPU's memory goes (None: the cache's size was given), and a row for each dtype."""
+
+    request: Request
+    weights_dtype: str
+    memory: Memory | None
+    kv_bytes: int
+    contexts: tuple[int, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+
+def make(request: Request) -> Plan:
+    """Plan it.
+
+    Raises:
+        PlanError: the heads cannot be cut, or the weights do not fit; with what would.
+        UnknownFormatError: no dtype has this name.
+    """
+    model = request.model
+    kv_heads_per_gpu(model, request.gpus)
+    if request.bound is not None:
+        check_bound(model)
+    dtype = request.weights_dtype or model.published
+    weights = request.weights
+    if weights is None and (request.kv is None or request.load is not None):
+        weights = weight_bytes(model, dtype)
+    split = None
+    if request.kv is not None:
+        kv = request.kv // request.gpus
+    else:
+        split = memory(request.gpu, request.gpus, request.utilization, weights or 0)
+        kv = split.kv
+        if not kv:
+            raise PlanError(_too_large(request, weights or 0, split))
+    contexts = request.contexts or _contexts(model)
+    named = request.dtypes or _usual(model)
+    rows = tuple(_row(request, dtype, kv, weights or 0, contexts) for dtype in named)
+    return Plan(request, dtype, split, kv, contexts, rows, _notes(request, contexts))
+
+
+def _usual(model: Model) -> tuple[str, ...]:
+    """The usual dtypes, and 16 bits by name where `auto` is something else."""
+    auto, *others = usual_dtypes(bool(model.latent_dim))
+    return (auto, *(() if model.auto == "auto" else ("bfloat16",)), *others)
+
+
+def _contexts(model: Model) -> tuple[int, ...]:
+    """The usual ones that the model can take, and its longest."""
+    longest = model.max_positions or CONTEXTS[-1]
+    return (*(c for c in CONTEXTS[:-1] if c < longest), min(longest, CONTEXTS[-1]))
+
+
+def _too_large(request: Request, weights: int, split: Memory) -> str:
+    need = f"{split.weights / 1e9:,.1f} GB of weights and {split.engine / 1e9:,.1f} GB for the engine do not leave room for a KV cache in {split.usable / 1e9:,.1f} GB"  # noqa: E501
+    for gpus in (2, 4, 8, 16, 32):
+        try:
+            kv_heads_per_gpu(request.model, gpus)
+        except PlanError:
+            continue
+        if gpus > request.gpus and memory(request.gpu, gpus, request.utilization, weights).kv:
+            return f"--gpus {request.gpus}: {need} of each {request.gpu.name}; use --gpus {gpus}, or a smaller --weights-dtype"  # noqa: E501
+    return f"--gpu {request.gpu.name}: {need}, however many are used; use a larger GPU, or a smaller --weights-dtype"
+
+
+def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[int, ...]) -> Row:
+    model, gpus, served = request.model, request.gpus, request.model.served(dtype)
+    refusal = plan_feasibility.infeasible(model, served, request.gpu)
+    if refusal is not None:
+        return Row(dtype, infeasible=refusal)
+    layout = cache(model, dtype, gpus, request.recent_tokens)
+    bounded = None if request.bound is None else request.bound.of(layout)
+    recent = dtypes.parse(served).recent_tokens(request.recent_tokens, model.max_positions)
+    return Row(
+        dtype,
+        bits=dtypes.parse(served).bits_per_element(model.head_dim),
+        token_bytes=(layout.full_token_bytes or layout.window_token_bytes) * gpus,
+        window_bytes=layout.window_token_bytes * layout.window * gpus,
+        recent_tokens=recent if layout.ring_blocks else 0,
+        recent_bytes=layout.ring_blocks * layout.full_token_bytes * layout.block * gpus,
+        fits=_fits(layout, kv, contexts),
+        bounded=() if bounded is None else _fits(bounded, kv, contexts),
+        bounded_bytes=0 if bounded is None else bounded.most_pages * bounded.page_bytes * bounded.group_layers * gpus,
+        host_tokens=host_tokens(model, layout, gpus, request.host) if request.host else None,
+        notes=plan_feasibility.notes(model, served),
+        cost=_cost(request, dtype, layout, kv, weights),
+    )
+
+
+def _fits(layout: Cache, kv: int, contexts: tuple[int, ...]) -> tuple[Fit, ...]:
+    return tuple(Fit(c, layout.tokens(kv, c), layout.sequences(kv, c)) for c in contexts)
+
+
+def _cost(request: Request, dtype: str, layout: Cache, kv: int, weights: int) -> Cost | None:
+    served = request.model.served(dtype)
+    efficiency, wide = (
+        attention_efficiency(request.model, found)
+        for found in (served, served if request.model.chunked or dtype == "auto" else "auto")
+    )
+    if request.load is None or efficiency is None or wide is None:
+        return None
+    speed = Speed(request.model, request.gpu, request.gpus, layout, weights, efficiency, wide)
+    return cost(speed, kv, request.load)
+
+
+def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:
+    model, found = request.model, [request.model.doubt] if request.model.doubt else []
+    if model.auto != "auto":
+        found.append(f"auto is {model.auto} for this checkpoint, whose quantization_config says so; bfloat16 is 16 bits by name")  # fmt: skip  # noqa: E501
+    if model.max_positions is not None and (beyond := [c for c in contexts if c > model.max_positions]):
+        found.append(f"contexts of {', '.join(f'{c:,}' for c in beyond)} are longer than the model's {model.max_positions:,}")  # fmt: skip  # noqa: E501
+    if request.gpus > model.kv_heads and not model.latent_dim:
+        found.append(f"{request.gpus} GPUs share {model.kv_heads} KV heads: each head is kept {request.gpus // model.kv_heads} times")  # fmt: skip  # noqa: E501
+    if model.latent_dim:
+        found.append("multi-head latent attention: every GPU keeps the whole cache, and no speed was measured")
+    if model.sliding_layers:
+        bits = "" if model.chunked else ", in 16 bits"
+        found.append(f"{model.sliding_layers} of {model.layers} layers keep at most {model.window:,} tokens of a sequence{bits}")  # fmt: skip  # noqa: E501
+    if model.state_layers:
+        found.append(f"{model.state_layers} layers keep a state of fixed size for each sequence, which is not counted")
+    if model.shared_layers:
+        found.append(f"{model.shared_layers} layers read another layer's cache and keep none")
+    if request.bound is not None:
+        if request.bound.budget is not None:
+            found.append("kvCache.retention: HeavyHitters is served on a GPU with our dtypes alone (docs/retention.md)")  # fmt: skip  # noqa: E501
+        if request.load is not None:
+            found.append("the cost of the load is that of the whole cache, without kvCache.retention")
+    if request.host and (model.sliding_layers or model.latent_dim):
+        kind = "layers with a window, beside which our dtypes are not offloaded" if model.sliding_layers else "latents"
+        found.append(f"what host memory holds is not planned for {kind} (docs/offloading.md)")
+    if request.bound is not None and request.host:
+        found.append("kvCache.retention and kvCache.offload do not go together: a service has one or the other")
+    if model.source == "config.json" and model.weight_bytes is None and request.weights is None and request.kv is None:
+        found.append("no weights beside config.json: their size is counted from the shapes of the text model")
+    return tuple(found)

@@ -1,0 +1,138 @@
+"""A plan for people: tables of at most 120 columns, and why a dtype is not in them."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+
+from kvpilot_cli.plan.load import FILL
+from kvpilot_cli.plan.make import Plan, Row
+from kvpilot_cli.text_tables import render
+
+WIDTH = 120
+
+
+def text(plan: Plan) -> str:
+    """The whole answer."""
+    parts = [_head(plan), _capacities(plan)]
+    if plan.request.bound is not None:
+        parts.append(_bounded(plan))
+    if any(row.host_tokens is not None for row in plan.rows):
+        parts.append(_hosted(plan))
+    if plan.request.load is not None:
+        parts.append(_costs(plan))
+    if notes := _notes(plan):
+        parts.append("\n".join(notes))
+    return "\n\n".join(parts)
+
+
+def _head(plan: Plan) -> str:
+    request = plan.request
+    gpus = f"{request.gpus} x {request.gpu.name}" if request.gpus > 1 else request.gpu.name
+    lines = [f"{request.model.name} on {gpus}"]
+    kv = f"KV cache {plan.kv_bytes / 1e9:,.1f} GB"
+    if plan.memory is None:
+        lines.append(f"each GPU: {kv}, as given")
+    else:
+        split = plan.memory
+        lines.append(
+            f"each GPU: {request.gpu.memory_mib:,} MiB x {request.utilization:g} = {split.usable / 1e9:,.1f} GB, less "
+            f"weights ({plan.weights_dtype}) {split.weights / 1e9:,.1f} and engine {split.engine / 1e9:,.1f}: {kv}"
+        )
+    return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in lines)
+
+
+def _capacities(plan: Plan) -> str:
+    base = next((row.fits[-1].tokens for row in plan.rows if row.dtype == "auto" and row.fits), 0)
+    head = [
+        "dtype",
+        "bits",
+        "bytes a token",
+        "MB a window",
+        "KV tokens",
+        "x auto",
+        *(f"at {c:,}" for c in plan.contexts),
+    ]
+    rows = []
+    for row in plan.rows:
+        if row.infeasible is not None:
+            rows.append([row.dtype, *["-"] * (len(head) - 1)])
+            continue
+        tokens = row.fits[-1].tokens
+        ratio = f"{tokens / base:.2f}" if base else "-"
+        window = f"{row.recent_bytes / 1e6:,.1f}" if row.recent_bytes else "-"
+        rows.append([row.dtype, f"{row.bits:g}", f"{row.token_bytes:,}", window, f"{tokens:,}", ratio, *(f"{fit.sequences:,}" for fit in row.fits)])  # fmt: skip  # noqa: E501
+    return "Sequences that fit at once, by their tokens\n" + render(head, rows)
+
+
+def _bounded(plan: Plan) -> str:
+    bound = plan.request.bound
+    if bound is None:
+        raise LookupError("a plan without a bound has no such table")
+    head = ["dtype", "MB a sequence", "KV tokens", "x All", *(f"at {c:,}" for c in plan.contexts)]
+    rows = []
+    for row in plan.rows:
+        if row.infeasible is not None:
+            rows.append([row.dtype, *["-"] * (len(head) - 1)])
+            continue
+        whole, tokens = row.fits[-1].tokens, row.bounded[-1].tokens
+        ratio = f"{tokens / whole:.2f}" if whole else "-"
+        rows.append([row.dtype, f"{row.bounded_bytes / 1e6:,.1f}", f"{tokens:,}", ratio, *(f"{f.sequences:,}" for f in row.bounded)])  # fmt: skip  # noqa: E501
+    return f"The same with {bound}\n{render(head, rows)}"
+
+
+def _hosted(plan: Plan) -> str:
+    longest, kv = plan.contexts[-1], plan.kv_bytes * plan.request.gpus
+    head = ["dtype", "tokens", "x the GPU's" if plan.request.gpus == 1 else "x the GPUs'", f"prefixes of {longest:,}"]
+    rows = []
+    for row in plan.rows:
+        tokens = row.host_tokens
+        if tokens is None:
+            rows.append([row.dtype, "-", "-", "-"])
+            continue
+        own = kv // row.token_bytes
+        rows.append([row.dtype, f"{tokens:,}", f"{tokens / own:.2f}" if own else "-", f"{tokens // longest:,}"])
+    return f"Host memory of each replica, {plan.request.host / 2**30:g} GiB\n{render(head, rows)}"
+
+
+def _costs(plan: Plan) -> str:
+    load = plan.request.load
+    if load is None:
+        raise LookupError("a plan without a load has no costs")
+    title = (
+        f"Cost of {load.requests_per_second:g} requests/s, {load.prompt_tokens:,} prompt and {load.generated_tokens:,} "
+        f"generated tokens, at most {load.token_seconds * 1000:g} ms a token, KV at most {FILL:.0%} full"
+    )
+    head = ["dtype", "replicas", "GPUs", "ms a token", "sequences", "KV full", "prompts' time", "one less exceeds"]
+    if plan.request.gpu_hour is not None:
+        head[3:3] = ["an hour", "10^6 tokens"]
+        title += f"; {plan.request.gpu_hour:g} an hour for a GPU, by generated tokens"
+    title = textwrap.fill(title, WIDTH, subsequent_indent="  ")
+    return f"{title}\n{render(head, [_cost(plan, row) for row in plan.rows if row.infeasible is None])}"
+
+
+def _cost(plan: Plan, row: Row) -> list[str]:
+    unpriced = ["-", "-"] if plan.request.gpu_hour is not None else []
+    if row.cost is None:
+        return [row.dtype, "-", "-", *unpriced, "-", "-", "-", "-", "speed not measured"]
+    if row.cost.replicas is None:
+        return [row.dtype, "none", "-", *unpriced, "-", "-", "-", "-", f"{row.cost.limit}, alone already"]
+    at, hourly, tokens = row.cost.operating, plan.request.hourly(row.cost), plan.request.per_million(row.cost)
+    return [
+        row.dtype,
+        f"{row.cost.replicas:,}",
+        f"{row.cost.replicas * plan.request.gpus:,}",
+        *([] if hourly is None or tokens is None else [f"{hourly:,.2f}", f"{tokens:,.3f}"]),
+        f"{at.token_seconds * 1000:.1f}",
+        f"{math.ceil(at.sequences):,}",
+        f"{at.fill:.0%}",
+        f"{at.prompt_share:.0%}",
+        row.cost.limit or "",
+    ]
+
+
+def _notes(plan: Plan) -> list[str]:
+    found = list(plan.notes)
+    for row in plan.rows:
+        found += [row.infeasible] if row.infeasible is not None else row.notes
+    return [textwrap.fill(note, WIDTH, initial_indent="- ", subsequent_indent="  ") for note in found]

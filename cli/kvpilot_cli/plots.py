@@ -1,0 +1,58 @@
+"""Plots as files, for the commands that have --plot. matplotlib is of the extra `cli`; the image has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvpilot_operator.errors import KvpilotError
+
+SUFFIXES = (".svg", ".png")
+# White behind everything, so that a dark viewer shows it as a light one does; no random ids, so that the same data
+# give the same file.
+_STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "kvpilot",
+    "savefig.facecolor": "white",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+class PlotError(KvpilotError):
+    """No plot can be written there; the message names the option, its value and the remedy."""
+
+
+def check(file: Path) -> None:
+    """Raise PlotError unless a plot can be written there."""
+    if file.suffix.lower() not in SUFFIXES:
+        raise PlotError(f"--plot {str(file)!r}: the suffix is no {' or '.join(SUFFIXES)}; name the file so")
+    if not file.absolute().parent.is_dir():
+        raise PlotError(f"--plot {str(file)!r}: its folder does not exist; make it first")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise PlotError("--plot needs matplotlib, which is not installed; pip install 'kvpilot[cli]'") from None
+
+
+@contextmanager
+def drawing(file: Path, width: float, height: float) -> Iterator[Any]:
+    """Axes of this size in inches, whose figure is written when the block ends; `check` must have passed.
+
+    Raises PlotError where the file cannot be written.
+    """
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    with mpl.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(width, height))
+        try:
+            yield axes
+            figure.savefig(file, bbox_inches="tight", metadata={"Date": None} if file.suffix.lower() == ".svg" else {})
+        except OSError as error:
+            raise PlotError(f"--plot {str(file)!r} cannot be written ({error}); choose another place") from error
+        finally:
+            plt.close(figure)

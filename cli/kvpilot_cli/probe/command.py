@@ -1,0 +1,204 @@
+"""`kvpilot probe --baseline URL --candidate URL`: is one engine as accurate as another?
+
+Both serve the same model through vLLM's OpenAI-compatible API. The candidate is judged as the operator judges a canary:
+its answers are compared with the baseline's token by token, and what the baseline differs from itself is not held
+against it. See docs/accuracy-gate.md.
+
+Exit codes: 0 passed, 1 regressed, 2 no measurement or a wrong argument, 3 inconclusive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvpilot_cli import plots
+from kvpilot_cli.probe import plot, report
+from kvpilot_cli.probe.compare import Endpoint, compare
+from kvpilot_operator.api.schema import apply_defaults
+from kvpilot_operator.api.spec import Accuracy, parse
+from kvpilot_operator.errors import KvpilotError
+from kvpilot_operator.numbers import whole
+from kvpilot_operator.probes import packs, session
+from kvpilot_operator.probes.client import Progress
+from kvpilot_operator.probes.errors import ProbeError
+
+PASSED, REGRESSED, NO_MEASUREMENT, INCONCLUSIVE = 0, 1, 2, 3
+_CODES = {"Passed": PASSED, "Failed": REGRESSED, "Error": NO_MEASUREMENT, "Inconclusive": INCONCLUSIVE}
+_SHOW_EVERY = 16
+
+
+class GateError(KvpilotError):
+    """A wrong argument: option, value and remedy."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise GateError(message.removeprefix("argument "))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare the two endpoints, print what was found, and return the exit code."""
+    try:
+        return _judged(_parser().parse_args(argv))
+    except (GateError, ProbeError, plots.PlotError) as error:
+        print(f"kvpilot probe: {_in_options(str(error))}", file=sys.stderr)
+    except BrokenPipeError:
+        raise  # The reader has left: `kvpilot` ends as every command of its does.
+    except Exception:
+        # Python's own exit code for it is 1, which says that the candidate regressed.
+        traceback.print_exc()
+    return NO_MEASUREMENT
+
+
+def _judged(options: argparse.Namespace) -> int:
+    if options.plot is not None:
+        plots.check(options.plot)
+    baseline, candidate = (_endpoint(options, side) for side in ("baseline", "candidate"))
+    prompts = _prompts(options)
+    limits = msgspec.structs.replace(
+        _default_limits(),
+        max_excess_kl_millinats=options.max_excess_kl_millinats,
+        min_top1_agreement_percent=options.min_top1_agreement_percent,
+    )
+    settings = session.Settings(
+        tokens=options.tokens, concurrency=options.concurrency, deadline_seconds=options.deadline_seconds
+    )
+    try:
+        found = asyncio.run(compare(baseline, candidate, prompts, limits, settings, _told))
+    finally:
+        if sys.stderr.isatty():
+            print("\r", end="\033[K", file=sys.stderr, flush=True)
+    urls = baseline.url, candidate.url
+    print(json.dumps(report.document(found, limits, urls), indent=2) if options.json else report.text(found, urls))
+    if options.plot is not None:
+        try:
+            plot.draw(found, options.plot)
+        except plots.PlotError as error:
+            # The verdict has cost minutes, and stands.
+            print(f"kvpilot probe: {error}", file=sys.stderr)
+    return _CODES[found.judgement.verdict]
+
+
+def _parser() -> _Parser:
+    accuracy = _default_limits()
+    parser = _Parser(
+        prog="kvpilot probe",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    for side, what in (("baseline", "the 16-bit engine"), ("candidate", "the engine that is judged")):
+        add(f"--{side}", required=True, metavar="URL", help=f"{what}, such as http://host:8000")
+        add(f"--{side}-model", metavar="NAME", help="its served name (default: the only one that it lists)")
+        key = "environment variable that holds the key to send as a bearer token"
+        add(f"--{side}-key-variable", metavar="NAME", help=key)
+    sets = f"builtin/NAME, may be repeated (default {' '.join(accuracy.probe_sets)})"
+    add("--probe-set", action="append", metavar="SET", help=sets)
+    add("--prompts", action="append", default=[], type=Path, metavar="FILE", help="a probe pack of your own, in YAML")
+    answer = _between(session.MIN_TOKENS, session.MAX_TOKENS)
+    for option, kind, default, what in (
+        ("context-tokens", _WHOLE, packs.DEFAULT_CONTEXT_TOKENS, "context that long prompts are filled for"),
+        (
+            "max-excess-kl-millinats",
+            _WHOLE,
+            accuracy.max_excess_kl_millinats,
+            "most damage beyond the noise",
+        ),
+        ("min-top1-agreement-percent", _PERCENT, accuracy.min_top1_agreement_percent, "least share of equal choices"),
+        ("tokens", answer, session.DEFAULT_TOKENS, "of each answer"),
+        ("concurrency", _between(1, 64), 2, "requests in flight"),
+    ):
+        add(f"--{option}", type=kind, default=default, metavar="N", help=f"{what} (default {default})")
+    passes = "of each of the three passes (default: by the number of their tokens)"
+    add("--deadline-seconds", type=_WHOLE, metavar="N", help=passes)
+    add("--plot", type=Path, metavar="FILE", help="draw KL by position, too: .svg or .png")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    return parser
+
+
+def _endpoint(options: argparse.Namespace, side: str) -> Endpoint:
+    option, url = f"--{side}", str(getattr(options, side))
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise GateError(f"{option} {url!r}: {error}; give an address such as http://host:8000") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise GateError(f"{option} {url!r} is not the address of an engine; give one such as http://host:8000")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        # Not shown: it may hold a key.
+        raise GateError(f"{option}: credentials or a query in the address; give the key by {option}-key-variable")
+    variable = getattr(options, f"{side}_key_variable")
+    key = os.environ.get(variable) if variable is not None else None
+    if variable is not None and not key:
+        raise GateError(f"{option}-key-variable {variable!r}: the environment has no such variable; set it to the key")
+    base = url.rstrip("/").removesuffix("/v1")
+    return Endpoint(option, base, getattr(options, f"{side}_model"), key)
+
+
+def _prompts(options: argparse.Namespace) -> tuple[packs.ProbePrompt, ...]:
+    sets = options.probe_set or ([] if options.prompts else _default_limits().probe_sets)
+    given: dict[str, dict[str, str]] = {}
+    for path in options.prompts:
+        try:
+            given[str(path)] = {packs.CONFIG_MAP_KEY: path.read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise GateError(f"--prompts {str(path)!r} cannot be read ({error}); give a YAML file") from error
+    names = [name for name in sets if not name.startswith("configmap/")]
+    if len(names) < len(sets):
+        raise GateError("--probe-set configmap/...: there is no cluster here; give the pack's file with --prompts")
+    return packs.load([*names, *(f"configmap/{name}" for name in given)], given, options.context_tokens)
+
+
+def _default_limits() -> Accuracy:
+    """What the API has where a service says nothing."""
+    least = {"metadata": {"name": "probe"}, "spec": {"model": {"source": "file:///m"}, "engine": {"image": "i"}}}
+    return parse(apply_defaults(least)).accuracy
+
+
+def _told(stage: str) -> Progress:
+    """Progress on a terminal; nothing anywhere else."""
+    if not sys.stderr.isatty():
+        return lambda: None
+    count = 0
+
+    def answered() -> None:
+        nonlocal count
+        count += 1
+        if count % _SHOW_EVERY == 0:
+            print(f"\r{stage}: {count} answers and tokens", end="\033[K", file=sys.stderr, flush=True)
+
+    print(f"\r{stage}: starts", end="\033[K", file=sys.stderr, flush=True)
+    return answered
+
+
+def _in_options(message: str) -> str:
+    """A message of the operator's in the command's words."""
+    return message.replace("spec.accuracy.probeSets", "--probe-set").replace("configmap/", "")
+
+
+def _between(low: int, high: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = whole(text, high)
+        if value is None or value < low:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r}: give a whole number from {low} to {high}")
+        return value
+
+    return number
+
+
+_WHOLE, _PERCENT = _between(1, 2**31 - 1), _between(0, 100)

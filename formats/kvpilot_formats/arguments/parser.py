@@ -1,0 +1,287 @@
+"""The parser of vLLM's arguments, in pure Python.
+
+vLLM takes an underscore for a dash, any beginning of a name that no other option shares, `-n2`, `-O3`, values after `=`
+or in the next items, and `--option.key value` for one key of a JSON value. A reader that misses one of these spellings
+misses the option. So this module follows vLLM's parser and argparse step by step, and a property test compares both.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, NamedTuple
+
+from kvpilot_formats.arguments.numbers import whole_number
+
+KVPILOT = (
+    "--calibration", "--recent-tokens", "--retention", "--retention-sink-tokens", "--retention-window-tokens",
+    "--retention-budget-tokens", "--kv-offloading-disk-path", "--kv-offloading-disk-size",
+)  # fmt: skip
+"""Options of kvpilot-serve alone. Each takes one value, and no beginning of a name stands for it."""
+
+_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
+_LEVEL = "--optimization-level"
+
+
+class Option(NamedTuple):
+    """One spelling of an option: its main name, its number of values ("0", "1", "?", "+"), and whether it negates."""
+
+    name: str
+    takes: str
+    off: bool = False
+
+
+class Given(NamedTuple):
+    """An option that the arguments set.
+
+    Attributes:
+        name: its main name. values: none for a flag. off: it was turned off (`--no-...`).
+        places: the items of the arguments that say it.
+    """
+
+    name: str
+    values: tuple[str, ...]
+    off: bool
+    places: tuple[int, ...]
+
+
+class Fault(NamedTuple):
+    """An argument that vLLM's parser refuses: its place among the arguments, and the reason with a remedy."""
+
+    place: int
+    message: str
+
+
+class _Word(NamedTuple):
+    text: str
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A list of arguments that was read. Of an option that is given twice, the last one counts.
+
+    Attributes:
+        given: the options, in the order in which vLLM takes them.
+        faults: arguments that vLLM would refuse. Options that vLLM 0.32 does not have are no faults.
+    """
+
+    items: tuple[str, ...]
+    given: tuple[Given, ...]
+    faults: tuple[Fault, ...]
+
+    def get(self, name: str) -> Given | None:
+        """The setting of an option that counts; None where it is not set."""
+        return next((one for one in reversed(self.given) if one.name == name), None)
+
+    def value(self, name: str) -> str | None:
+        """The option's last value; None where it is not set, or set without a value."""
+        found = self.get(name)
+        return found.values[-1] if found is not None and found.values else None
+
+    def on(self, name: str) -> bool:
+        """Return True if the option is set and not turned off."""
+        found = self.get(name)
+        return found is not None and not found.off
+
+    def count(self, name: str) -> int:
+        """The number that an option has; 1 where it is not set, or has no number above 0."""
+        try:
+            return max(1, whole_number(self.value(name) or ""))
+        except ValueError:
+            return 1
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """The JSON object that an option has; empty where there is none, or none that can be read."""
+        try:
+            found = json.loads(self.value(name) or "")
+        except (ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def without(self, *options: str) -> list[str]:
+        """The arguments but for those that set one of these options."""
+        left_out = {place for one in self.given if one.name in options for place in one.places}
+        return [item for place, item in enumerate(self.items) if place not in left_out]
+
+
+@functools.cache
+def _options() -> Mapping[str, Option]:
+    """vLLM's options by each of their full names."""
+    text = (resources.files("kvpilot_formats.arguments") / "vllm.json").read_text()
+    found: dict[str, Option] = {}
+    for name, row in json.loads(text)["options"].items():
+        for spelled in (name, *row.get("also", ())):
+            found[spelled] = Option(name, row["takes"])
+        if "off" in row:
+            found[row["off"]] = Option(name, row["takes"], off=True)
+    return found
+
+
+def names(option: str) -> tuple[str, ...]:
+    """Every full name of an option that does not turn it off, its main name first."""
+    if option in KVPILOT:
+        return (option,)
+    return tuple(spelled for spelled, row in _options().items() if row.name == option and not row.off)
+
+
+def read(arguments: Iterable[str]) -> Arguments:
+    """Read arguments. Never raises: see `Arguments.faults`."""
+    return _read(tuple(arguments))
+
+
+@functools.lru_cache(maxsize=256)
+def _read(items: tuple[str, ...]) -> Arguments:
+    faults: list[Fault] = []
+    words = _merged(list(_spelled(items)), faults)
+    given = tuple(_consumed(words, faults))
+    return Arguments(items, given, tuple(faults))
+
+
+def _spelled(items: Sequence[str]) -> Iterator[_Word]:
+    """The items with dashes for underscores in names, and with `-O` in full."""
+    for place, item in enumerate(items):
+        here = (place,)
+        if item.startswith("--help="):
+            yield _Word("--help", here)
+        elif item.startswith("--"):
+            name, equals, value = item.partition("=")
+            first, dot, keys = name.partition(".")
+            yield _Word(first.replace("_", "-") + dot + keys + equals + value, here)
+        elif item.startswith("-O") and item != "-O":
+            yield _Word(_LEVEL, here)
+            yield _Word(item[3:] if item[2] == "=" else item[2:], here)
+        elif item == "-O" and items[place + 1 : place + 2] and items[place + 1] in ("0", "1", "2", "3"):
+            yield _Word(_LEVEL, here)
+        else:
+            yield _Word(item, here)
+
+
+def _merged(words: list[_Word], faults: list[Fault]) -> list[_Word]:
+    """The words with all `--option.key value` of one option as one JSON value at the end, as vLLM puts them."""
+    kept: list[_Word] = []
+    found: dict[str, tuple[dict[str, Any], list[int]]] = {}
+    rest = iter(words)
+    for word in rest:
+        name, equals, value = word.text.partition("=")
+        if not word.text.startswith("-") or "." not in name:
+            kept.append(word)
+            continue
+        places = list(word.places)
+        if not equals:
+            after = next(rest, None)
+            if after is None:
+                faults.append(Fault(word.places[0], f"{name} needs a value: add it after ="))
+                continue
+            value, places = after.text, [*places, *after.places]
+        option, *keys = name.removesuffix("+").split(".")
+        part: Any = value.split(",") if name.endswith("+") else _json(value)
+        for key in reversed(keys):
+            part = {key: part}
+        whole, since = found.setdefault(option, ({}, []))
+        _update(whole, part)
+        since += places
+    for option, (whole, since) in found.items():
+        kept += [_Word(option, tuple(since)), _Word(json.dumps(whole), tuple(since))]
+    return kept
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return whole_number(text)
+    except ValueError:
+        return text
+
+
+def _update(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
+    for key, value in part.items():
+        if isinstance(value, dict) and isinstance(whole.get(key), dict):
+            _update(whole[key], value)
+        elif isinstance(value, list) and isinstance(whole.get(key), list):
+            whole[key] = whole[key] + value
+        else:
+            whole[key] = value
+
+
+def _consumed(words: Sequence[_Word], faults: list[Fault]) -> Iterator[Given]:
+    """The options with their values, in argparse's way."""
+    dashes = next((index for index, word in enumerate(words) if word.text == "--"), len(words))
+    # All words after two dashes alone are values of no option.
+    kinds = [_option(word, faults) if index < dashes else None for index, word in enumerate(words)]
+    at, unknown = 0, False
+    while at < len(words):
+        word, kind = words[at], kinds[at]
+        at += 1
+        if kind is None:
+            if not unknown and at - 1 != dashes:
+                faults.append(Fault(word.places[0], _stray(word.text)))
+            continue
+        option, value = kind
+        unknown = option is None
+        if option is None:
+            continue
+        end = at
+        if value is None:
+            most = {"0": 0, "1": 1, "?": 1, "+": len(words)}[option.takes]
+            while end < dashes and end - at < most and kinds[end] is None:
+                end += 1
+        values = (value,) if value is not None else tuple(one.text for one in words[at:end])
+        places = sorted({place for one in words[at - 1 : end] for place in one.places})
+        at = end
+        if option.takes == "0" and values:
+            faults.append(Fault(word.places[0], f"{option.name} takes no value: remove it, from = on"))
+        elif option.takes in "1+" and not values:
+            faults.append(Fault(word.places[0], f"{option.name} needs a value: add it after ="))
+        else:
+            yield Given(option.name, values, option.off, tuple(places))
+
+
+def _stray(text: str) -> str:
+    name = re.match(r"\s*(--?[A-Za-z][\w.-]*)\s", text)
+    if name is not None:
+        return f"{name[1]} and its value stand in one item, with a space between them: write OPTION=VALUE, or two items"
+    return "an argument belongs to no option: write OPTION=VALUE in one item, or remove it"
+
+
+def _option(word: _Word, faults: list[Fault]) -> tuple[Option | None, str | None] | None:
+    """The option of a word, and its value after `=`; (None, None) for an unknown option, None for a value."""
+    text, table = word.text, _options()
+    if not text.startswith("-"):
+        return None
+    name, equals, value = text.partition("=")
+    given = value if equals else None
+    if name in KVPILOT:
+        return Option(name, "1"), given
+    if text in table:
+        return table[text], None
+    if len(text) == 1:
+        return None
+    if equals and name in table:
+        return table[name], value
+    meant = list(_beginning(text))
+    if len(meant) > 1:
+        some = " or ".join(spelled for spelled, _ in meant[:3])
+        faults.append(Fault(word.places[0], f"{name} may be {some}: write the option in full"))
+        return None, None
+    if meant:
+        return table[meant[0][0]], meant[0][1]
+    return None if _NUMBER.fullmatch(text) or " " in text else (None, None)
+
+
+def _beginning(text: str) -> Iterator[tuple[str, str | None]]:
+    """Each name that begins like this word, with the value that then stands in the word."""
+    name, equals, value = text.partition("=")
+    given = value if equals else None
+    for spelled in _options():
+        if not text.startswith("--") and spelled == text[:2]:
+            yield spelled, text[2:]
+        elif spelled.startswith(name):
+            yield spelled, given

@@ -1,0 +1,199 @@
+"""Options and variables of vLLM that kvpilot reserves, or that do not go together with something of kvpilot's.
+
+Each rule stands here alone. Arguments are judged by `first_on`, and the configuration of an engine that kvpilot-serve
+did not start by `first_set`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from kvpilot_formats.arguments.drafts import DRAFT_MODELS, speculation, unsupported_drafts
+from kvpilot_formats.arguments.parser import Arguments
+
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+SIMPLE_OFFLOAD = "VLLM_USE_SIMPLE_KV_OFFLOAD"
+OFFLOAD = "--kv-offloading-size"
+TRANSFER = "--kv-transfer-config"
+DATA_PARALLEL = "--data-parallel-size"
+PIPELINE_PARALLEL = "--pipeline-parallel-size"
+SPECULATION = ("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens")
+RETENTION = ("--retention", "--retention-sink-tokens", "--retention-window-tokens", "--retention-budget-tokens")
+
+CARRIERS = ("NixlConnector", "LMCacheMPConnector")
+"""Connectors of vLLM that carry pages of our dtypes between engines."""
+
+
+class Switch(NamedTuple):
+    """Something that vLLM's options switch on.
+
+    Attributes:
+        what: its name in messages. options: the main names of its options. off: the values that leave it off.
+        setting: its place in vLLM's VllmConfig, where an engine can look, too.
+    """
+
+    what: str
+    options: tuple[str, ...]
+    off: tuple[str, ...] = ()
+    setting: str = ""
+
+
+_PIPELINE = Switch(
+    "pipeline parallelism", (PIPELINE_PARALLEL,), ("1",), "parallel_config.pipeline_parallel_size"
+)  # fmt: skip
+_DATA = Switch("data parallelism", (DATA_PARALLEL,), ("1",), "parallel_config.data_parallel_size")
+_TENSOR = Switch("tensor parallelism", ("--tensor-parallel-size",), ("1",), "parallel_config.tensor_parallel_size")
+_ADAPTERS = Switch("adapters", ("--enable-lora",), (), "lora_config")
+_OFFLOADING = Switch("offloading", (OFFLOAD,), (), "kv_transfer_config")
+_SPECULATIVE = Switch("speculative decoding", SPECULATION, (), "speculative_config")
+
+BESIDE_ANY = (
+    Switch("decode context parallelism", ("--decode-context-parallel-size",), ("1",),
+           "parallel_config.decode_context_parallel_size"),
+    Switch("prefill context parallelism", ("--prefill-context-parallel-size",), ("1",),
+           "parallel_config.prefill_context_parallel_size"),
+    Switch("fast prefill of layers that share a cache", ("--kv-sharing-fast-prefill",), (),
+           "cache_config.kv_sharing_fast_prefill"),
+    Switch("dual batch overlap", ("--enable-dbo",), (), "parallel_config.enable_dbo"),
+    Switch("dual batch overlap", ("--ubatch-size",), ("0", "1"), "parallel_config.ubatch_size"),
+)  # fmt: skip
+"""Goes neither with our dtypes nor with a bounded cache."""
+
+BESIDE_OURS = (
+    Switch("offloading by another backend than vLLM's own", ("--kv-offloading-backend",), ("native",)),
+    *BESIDE_ANY,
+    Switch("pooling", ("--runner",), ("auto", "generate", "draft")),
+    Switch("pooling", ("--convert",), ("auto", "none")),
+    Switch("pooling", ("--pooler-config",)),
+)
+"""Does not go with our dtypes."""
+
+BESIDE_BOUNDED = (
+    _SPECULATIVE,
+    Switch("offloading to host memory", (OFFLOAD,), (), "kv_transfer_config"),
+    Switch("KV transfer", (TRANSFER,), (), "kv_transfer_config"),
+    *BESIDE_ANY,
+)
+"""Was never tried beside a bounded cache, or would look for pages that were freed."""
+
+BESIDE_LATENT = (
+    _SPECULATIVE,
+    Switch("offloading to host memory", (OFFLOAD,)),
+    Switch("KV transfer", (TRANSFER,)),
+)
+"""Does not go with our dtypes of latents."""
+
+BESIDE_HEAVY_HITTERS = (_TENSOR, _PIPELINE)
+"""Was never tried beside pages that are weighed."""
+
+BESIDE_DRAFT_MODELS = (_TENSOR, _PIPELINE, _ADAPTERS, _OFFLOADING)
+"""Was never seen right beside drafts of a model."""
+
+BESIDE_CARRIERS = (_PIPELINE, _DATA, _SPECULATIVE, _ADAPTERS, _OFFLOADING._replace(setting=""))
+"""Was never seen right beside a connector of `CARRIERS`."""
+
+SEVERAL_ENGINES = (
+    DATA_PARALLEL, "--data-parallel-size-local", "--data-parallel-address", "--data-parallel-rpc-port",
+    "--data-parallel-backend", "--data-parallel-supervisor-port",
+)  # fmt: skip
+"""Starts several engines in a pod."""
+
+VARIABLES_BESIDE_OURS = {BATCH_INVARIANT: "batch invariance", SIMPLE_OFFLOAD: "vLLM's simple offloading"}
+
+
+def first_on(arguments: Arguments, switches: Iterable[Switch]) -> tuple[str, str] | None:
+    """The first option that switches one of these on, and its name in words; None for none."""
+    for switch in switches:
+        for option in switch.options:
+            if arguments.on(option) and arguments.value(option) not in switch.off:
+                return option, switch.what
+    return None
+
+
+def first_set(config: Any, switches: Iterable[Switch]) -> tuple[str, str] | None:
+    """The first of these that vLLM's `VllmConfig` has switched on, as `first_on`."""
+    for switch in switches:
+        value = config if switch.setting else None
+        for part in switch.setting.split("."):
+            value = getattr(value, part, None)
+        if value not in (None, False) and str(value) not in switch.off:
+            return switch.options[0], switch.what
+    return None
+
+
+def beside_ours(arguments: Arguments, variables: Mapping[str, str]) -> tuple[str, str] | None:
+    """The first option, or variable, that does not go with a dtype of ours, and its name in words; None for none."""
+    asked = speculation(arguments)
+    if (what := unsupported_drafts(asked.get("method"), asked)) is not None:
+        return next(option for option in SPECULATION if arguments.on(option)), what
+    if (found := first_on(arguments, BESIDE_OURS)) is not None:
+        return found
+    if asked.get("method") in DRAFT_MODELS and (found := first_on(arguments, BESIDE_DRAFT_MODELS)) is not None:
+        return found[0], f"a model that drafts, beside {found[1]},"
+    if arguments.on(TRANSFER):
+        connector = transfer(arguments).get("kv_connector")
+        if connector not in CARRIERS:
+            return TRANSFER, f"KV transfer other than by {', '.join((OFFLOAD, *CARRIERS))}"
+        if (found := first_on(arguments, BESIDE_CARRIERS)) is not None:
+            return found[0], f"{connector} beside {found[1]}"
+    on = (name for name in VARIABLES_BESIDE_OURS if variables.get(name, "0").strip() not in ("", "0"))
+    return next(((name, VARIABLES_BESIDE_OURS[name]) for name in on), None)
+
+
+def transfer(arguments: Arguments) -> dict[str, Any]:
+    """The fields of vLLM's KVTransferConfig; empty where there is none, or none that can be read."""
+    return arguments.mapping(TRANSFER)
+
+
+class Reserved(NamedTuple):
+    """Options that spec.engine.extraArgs may not have, and the reason with a remedy."""
+
+    options: Collection[str]
+    message: str
+
+
+RESERVED = (
+    Reserved(
+        ("--model", "--revision", "--served-model-name", "--host", "--port", "--uds", "--kv-cache-dtype",
+         "--kv-cache-dtype-skip-layers", "--max-model-len", "--tensor-parallel-size", "--gpu-memory-utilization",
+         "--shutdown-timeout", "--recent-tokens", *RETENTION),
+        "kvpilot sets it itself: remove it and use the field of spec.model, spec.engine, spec.kvCache or spec.drain "
+        "that stands for it",
+    ),
+    Reserved(
+        ("--api-key", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers",
+         "--root-path", "--middleware", "--grpc", "--grpc-port", "--headless", "--disable-log-stats"),
+        "it would hide the engine from kvpilot, which reads /metrics and asks probe questions over plain HTTP, without "
+        "a key: remove it, and put keys and TLS into the gateway in front",
+    ),
+    Reserved(
+        ("--nnodes", "--node-rank", "--data-parallel-rank", "--data-parallel-start-rank", "--data-parallel-external-lb",
+         "--data-parallel-hybrid-lb", "--data-parallel-multi-port-external-lb"),
+        "it makes a pod one part of an engine, and kvpilot takes every pod for an engine of its own: remove it",
+    ),
+    Reserved(
+        ("--logprobs-mode",),
+        "accuracy is measured on the logprobs of the model itself, which vLLM returns without it: remove it",
+    ),
+    Reserved(
+        ("--hf-token",), "arguments are no place for a secret: remove it and use model.tokenSecretRef"
+    ),
+    Reserved(
+        ("--config",),
+        "its file may set anything, and kvpilot cannot read it: remove it and list its options one by one",
+    ),
+)  # fmt: skip
+"""The CRD's rule on spec.engine.extraArgs refuses the full names; the operator refuses every spelling."""
+
+
+def reserved(arguments: Arguments) -> list[tuple[int, str]]:
+    """The place of each reserved option among the arguments, and a message with the remedy."""
+    found = []
+    for given in arguments.given:
+        message = next((one.message for one in RESERVED if given.name in one.options and not given.off), None)
+        if given.name == "--api-server-count" and not (given.values[0].isdecimal() and int(given.values[0])):
+            message = "without an API server the engine answers nobody: use at least 1, or remove it"
+        if message is not None:
+            found.append((given.places[0], f"{given.name}: {message}"))
+    return found

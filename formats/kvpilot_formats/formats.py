@@ -1,0 +1,339 @@
+"""KV-cache formats: names, bits and groups. Pure Python, so that the operator can import it.
+
+A format says how the keys and the values of one token and one KV head become bytes: codes of a fixed width, plus
+metadata per group of elements. kvpilot's own formats are `int8`, `k8v4`, `k4v4`, `k4v2` and `k2v2`; the others are
+vLLM's, listed so that capacities can be compared. Where the bytes of ours lie is in `layouts`.
+
+How to add a dtype of 2, 4 or 8 bits a side: a row of `FORMATS`. Kernels and backends follow; what is measured or drawn
+for each dtype elsewhere is held to the table by tests/unit/test_dtype_table.py, which names what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, TypeVar
+
+from kvpilot_formats import layouts
+from kvpilot_formats.layouts import PageLayout, RingLayout
+
+_Dtype = TypeVar("_Dtype")
+
+HEAD_DIMS = (64, 96, 128, 192, 256, 512)
+"""Head dimensions with a layout in kvpilot's own formats; heads of others are stored as the next of them."""
+
+SERVED = "multiples of 8 from 48 to 256 and from 344 to 512"
+"""The head dimensions that have a `stored_dim`, for people."""
+
+RECENT_CHOICES = (0, 64, 128, 256, 512)
+"""Tokens that a recent window may have; 0 is none."""
+
+
+class FormatError(ValueError):
+    """A format was asked for something that it does not have; the message names field, value and remedy."""
+
+
+class UnknownFormatError(FormatError):
+    """No KV-cache dtype has this name.
+
+    Attributes: `name` (what was asked for), `known` (the names that exist).
+    """
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        self.known = tuple(known)
+        super().__init__(f"kv-cache dtype {name[:80]!r} is not known; use one of: {', '.join(self.known)}")
+
+
+class UnsupportedHeadDimError(FormatError):
+    """This format does not store heads of this dimension. Attributes: `format`, `head_dim`."""
+
+    def __init__(self, format_name: str, head_dim: int) -> None:
+        self.format = format_name
+        self.head_dim = head_dim
+        super().__init__(f"head_dim {head_dim} is not supported by kv-cache dtype {format_name!r}, which takes "
+                         f"{SERVED}; use 'auto' or 'fp8' for this model")  # fmt: skip
+
+
+def stored_dim(head_dim: int) -> int | None:
+    """The elements that a head of `head_dim` takes in kvpilot's own formats: those of the next of `HEAD_DIMS`.
+
+    A row of fewer has zeros behind. None where a third of the row would be zeros or more, which is worth no dtype of
+    ours, or where the kernels' loads would not be of whole 16 bytes.
+    """
+    wide = next((dim for dim in HEAD_DIMS if dim >= head_dim), 0)
+    return wide if head_dim % 8 == 0 and 3 * head_dim > 2 * wide > 0 else None
+
+
+class Origin(Enum):
+    """Whose code stores and reads the format."""
+
+    KVPILOT = "kvpilot"
+    VLLM = "vllm"
+
+
+@dataclass(frozen=True)
+class Side:
+    """How one vector (a key or a value of one token and KV head) is stored.
+
+    Attributes:
+        bits: width of an element's code, in bits.
+        metadata_bytes: bytes of scale and zero point per group.
+        group: elements that share metadata; None means the whole vector.
+    """
+
+    bits: int
+    metadata_bytes: int = 0
+    group: int | None = None
+
+    @property
+    def qmax(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - 1
+
+    @property
+    def digits(self) -> int:
+        """Digits of `bits` bits that a code lacks of 8 bits (of ours: 2, 4 or 8 bits)."""
+        return 8 // self.bits - 1
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Bytes of one vector with its metadata."""
+        groups = 1 if self.group is None else -(-head_dim // self.group)
+        return -(-head_dim * self.bits // 8) + groups * self.metadata_bytes
+
+
+@dataclass(frozen=True)
+class Format:
+    """A KV-cache dtype.
+
+    Attributes:
+        name: the value of `--kv-cache-dtype`.
+        key, value: how a key and a value are stored (at a head dimension that is a multiple of 64, for ours).
+        origin: who implements it.
+        window: tokens of the recent window where nobody says otherwise, one of `RECENT_CHOICES`; 0 for none.
+        calibrated_only: not to be served without factors, of a file or of the engine itself: the accuracy is not there
+            otherwise.
+        latent: False: of keys and values. Those of multi-head latent attention are in `latent.formats`.
+        summary: one line for people. colour: of its line in every plot, grey for the dtypes that none is about.
+    """
+
+    name: str
+    key: Side
+    value: Side
+    origin: Origin
+    summary: str
+    colour: str = "#9a9a9a"
+    window: int = 0
+    calibrated_only: bool = False
+    latent: ClassVar[bool] = False
+
+    @property
+    def ours(self) -> bool:
+        """Whether kvpilot's own backend serves it."""
+        return self.origin is Origin.KVPILOT
+
+    def row_dim(self, head_dim: int) -> int:
+        """Elements of a row in kvpilot's formats: `stored_dim`.
+
+        Raises:
+            UnsupportedHeadDimError: the format is not ours, or heads of this dimension are not stored.
+        """
+        wide = stored_dim(head_dim) if self.ours else None
+        if wide is None:
+            raise UnsupportedHeadDimError(self.name, head_dim)
+        return wide
+
+    def group_size(self, head_dim: int) -> int:
+        """Elements of a row per scale in kvpilot's formats: 64, or 48 in rows of 96 and 192.
+
+        Raises:
+            UnsupportedHeadDimError: as `row_dim`.
+        """
+        return 64 if self.row_dim(head_dim) % 3 else 48
+
+    def groups(self, head_dim: int) -> int:
+        """Scales of a row in kvpilot's formats.
+
+        Raises:
+            UnsupportedHeadDimError: as `row_dim`.
+        """
+        return self.row_dim(head_dim) // self.group_size(head_dim)
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Bytes of one token and KV head, key and value together, with all metadata.
+
+        Raises:
+            UnsupportedHeadDimError: the format is ours and does not store heads of this dimension.
+            FormatError: head_dim is not positive.
+        """
+        if head_dim <= 0:
+            raise FormatError(f"head_dim {head_dim} is not a dimension; give the model's head_dim, such as 128")
+        if self.ours:
+            return self.row_dim(head_dim) * (self.key.bits + self.value.bits) // 8 + 2 * 2 * self.groups(head_dim)
+        return self.key.row_bytes(head_dim) + self.value.row_bytes(head_dim)
+
+    def bits_per_element(self, head_dim: int = 128) -> float:
+        """Bits per element of the model with everything counted (codes, scales, zero points, zeros behind)."""
+        return self.row_bytes(head_dim) * 8 / (2 * head_dim)
+
+    def bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int) -> int:
+        """Bytes that one token takes in all `layers` of a model with `kv_heads` KV heads."""
+        return layers * kv_heads * self.row_bytes(head_dim)
+
+    def page_layout(self, head_dim: int, block_size: int) -> PageLayout:
+        """Offsets of a page of `block_size` tokens; the table of `layouts`.
+
+        Raises:
+            UnsupportedHeadDimError: as `row_dim`.
+            FormatError: block_size is not a positive multiple of 16.
+        """
+        groups = self.groups(head_dim)
+        if block_size <= 0 or block_size % 16:
+            raise FormatError(f"block_size {block_size} is not a multiple of 16 tokens; use 16, 32, 64 or 128")
+        return layouts.page(self.key.bits, self.value.bits, self.row_dim(head_dim), groups, block_size)
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether a recent window makes this format more accurate: it is ours, and a side has less than 8 bits."""
+        return self.ours and min(self.key.bits, self.value.bits) < 8
+
+    def recent_tokens(self, asked: int | None = None, context: int | None = None) -> int:
+        """Tokens of the recent window that is served where `asked` is wanted; 0 without a ring.
+
+        `asked` is None for the default: `window`, or the largest choice that is not longer than `context`, the tokens
+        that are served at most, where these are known.
+
+        Raises:
+            FormatError: not one of `RECENT_CHOICES`.
+        """
+        if asked is not None and asked not in RECENT_CHOICES:
+            choices = ", ".join(map(str, RECENT_CHOICES))
+            raise FormatError(f"recentTokens {asked} is not a window that can be served; use one of {choices}")
+        if not self.has_ring:
+            return 0
+        if asked is not None:
+            return asked
+        most = self.window if context is None else min(self.window, context)
+        return max(choice for choice in RECENT_CHOICES if choice <= most)
+
+    def ring_layout(self, head_dim: int, block_size: int) -> RingLayout:
+        """Offsets of a ring's page, which has the bytes of a page of `block_size` tokens; `layouts` has the table.
+
+        Raises:
+            UnsupportedHeadDimError, FormatError: as `page_layout`; FormatError too where the format has no ring.
+        """
+        page = self.page_layout(head_dim, block_size)
+        if not self.has_ring:
+            raise FormatError(f"kv-cache dtype {self.name!r} has 8 bits everywhere: set recentTokens to 0")
+        return layouts.ring(self.key.bits, self.value.bits, self.row_dim(head_dim), self.groups(head_dim), page.size)
+
+    def ring_blocks(self, recent: int, head_dim: int, block_size: int) -> int:
+        """Pages of a sequence's ring that hold the last `recent` tokens; 0 for no window or a format of 8 bits.
+
+        Raises:
+            UnsupportedHeadDimError, FormatError: as `ring_layout`; FormatError too where `recent` is negative.
+        """
+        if recent < 0:
+            raise FormatError(f"recentTokens {recent} is not a number of tokens; use 0 for none, or 64")
+        if not recent or not self.has_ring:
+            return 0
+        return -(-recent // self.ring_layout(head_dim, block_size).tokens)
+
+
+def own(
+    name: str, key_bits: int, value_bits: int, summary: str, colour: str = "#9a9a9a", *, window: int = 0,
+    calibrated_only: bool = False,
+) -> Format:  # fmt: skip
+    """A format of ours: keys and values of 2, 4 or 8 bits in groups with a scale each."""
+    key, value = Side(key_bits, 2, 64), Side(value_bits, 2, 64)
+    return Format(name, key, value, Origin.KVPILOT, summary, colour, window, calibrated_only)
+
+
+def _vllm(name: str, key: Side, value: Side | None = None, *, summary: str, colour: str = "#9a9a9a") -> Format:
+    return Format(name, key, value or key, Origin.VLLM, summary, colour)
+
+
+# Sizes of vLLM's formats as its 0.32.0 backends allocate them on a GPU: per-token-head formats carry a float32 scale
+# per vector (v1/attention/backends/triton_attn.py, customize_spec), TurboQuant a float16 norm per key and float16 scale
+# and zero per value (model_executor/layers/quantization/turboquant/config.py), nvfp4 an fp8 scale per 16 elements
+# (utils/torch_utils.py, nvfp4_kv_cache_full_dim).
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        _vllm("auto", Side(16), summary="the model's own 16-bit dtype", colour="#333333"),
+        _vllm("bfloat16", Side(16), summary="bfloat16, whatever the model's dtype"),
+        _vllm("float16", Side(16), summary="float16, whatever the model's dtype"),
+        _vllm("fp8", Side(8), summary="8-bit float (e4m3), one scale per tensor", colour="#3b6fb6"),
+        _vllm("fp8_e4m3", Side(8), summary="8-bit float, 4 exponent bits"),
+        _vllm("fp8_e5m2", Side(8), summary="8-bit float, 5 exponent bits"),
+        _vllm("fp8_per_token_head", Side(8, 4), summary="8-bit float, a scale per token and head"),
+        _vllm("int8_per_token_head", Side(8, 4), summary="8-bit integer, a scale per token and head"),
+        _vllm("int4_per_token_head", Side(4, 4), summary="4-bit integer, a scale per token and head"),
+        _vllm("nvfp4", Side(4, 1, 16), summary="4-bit float, an fp8 scale per 16 elements"),
+        _vllm("turboquant_k8v4", Side(8), Side(4, 4), summary="TurboQuant, fp8 keys and 4-bit values"),
+        _vllm("turboquant_4bit_nc", Side(4, 2), Side(4, 4), summary="TurboQuant, 4-bit keys and values"),
+        _vllm("turboquant_k3v4_nc", Side(3, 2), Side(4, 4), summary="TurboQuant, 3-bit keys and 4-bit values"),
+        _vllm("turboquant_3bit_nc", Side(3, 2), Side(3, 4), summary="TurboQuant, 3-bit keys and values"),
+        own("int8", 8, 8, "8-bit keys and values in groups of 64, for GPUs without fp8", "#7a9e3a"),
+        own("k8v4", 8, 4, "8-bit keys, 4-bit values", "#e2a21b", window=64),
+        own("k4v4", 4, 4, "4-bit keys and values: the workhorse", "#d1491f", window=64),
+        own("k4v2", 4, 2, "4-bit keys, 2-bit values: for long contexts", "#8f2d8c", window=128),
+        own("k2v2", 2, 2, "2-bit keys and values", "#c87fb4", window=512, calibrated_only=True),
+    )
+}
+"""Every dtype by name, vLLM's first: the one list of them."""
+
+VLLM_DTYPES_LEFT_OUT: dict[str, str] = {
+    "fp8_inc": "Intel Gaudi only",
+    "fp8_ds_mla": "multi-head latent attention only",
+    "nvfp4_ds_mla": "multi-head latent attention only",
+    "nvfp4_4over6": "an encoder variant of nvfp4, same layout",
+    "ultraquant_4bit": "AMD GPUs only",
+}
+"""Names in vLLM 0.32.0's CacheDType that kvpilot does not offer, and why."""
+
+
+def named(table: Mapping[str, _Dtype], name: str) -> _Dtype:
+    """The entry of a table of dtypes that is called `name`.
+
+    Raises:
+        UnknownFormatError: no entry has this name; the message lists those that exist.
+    """
+    try:
+        return table[name]
+    except (KeyError, TypeError):
+        raise UnknownFormatError(str(name), table) from None
+
+
+def parse(name: str) -> Format:
+    """The format called `name`.
+
+    Raises:
+        UnknownFormatError: no format has this name; the message lists those that exist.
+    """
+    return named(FORMATS, name)
+
+
+def names() -> tuple[str, ...]:
+    """Every known dtype, vLLM's first."""
+    return tuple(FORMATS)
+
+
+def own_names() -> tuple[str, ...]:
+    """The dtypes that kvpilot's own backend serves."""
+    return tuple(f.name for f in FORMATS.values() if f.ours)
+
+
+def default_windows() -> str:
+    """The default recent window of every dtype that has one, for help and messages."""
+    return ", ".join(f"{f.window} for {f.name}" for f in FORMATS.values() if f.window)
+
+
+def capacity_ratio(dtype: str, over: str = "auto", head_dim: int = 128) -> float:
+    """How many times more tokens `dtype` keeps than `over` in the same bytes.
+
+    Raises:
+        UnknownFormatError, UnsupportedHeadDimError: as `parse` and `Format.row_bytes`.
+    """
+    return parse(over).row_bytes(head_dim) / parse(dtype).row_bytes(head_dim)

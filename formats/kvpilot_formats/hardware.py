@@ -1,0 +1,73 @@
+"""Which GPUs can serve a KV-cache dtype: the one list of such vetoes, for preflight, operator and planner.
+
+Only what vLLM 0.32 is known to refuse is in it; tests/runtime/test_vetoes.py holds each against vLLM's own backends.
+"""
+
+from __future__ import annotations
+
+from kvpilot_formats import dtypes, formats
+from kvpilot_formats.dtypes import Dtype
+
+Capability = tuple[int, int]
+
+OLDEST_GPU: Capability = (8, 0)
+"""Compute capability from which there is bfloat16, in which the kernels of our formats multiply."""
+
+BLOCK_STEPS = {"cpu": 16, "cuda": 64}
+"""A block of the KV cache has a multiple of so many tokens in our formats, by platform: on a GPU a tile of the decode
+kernel lies in one page."""
+
+_FP8_EVERYWHERE: Capability = (8, 9)
+"""From here every backend of vLLM reads fp8 caches."""
+
+_FP8_BY_FLASHINFER: Capability = (8, 0)
+"""From here FlashInfer alone does, with heads of these sizes and without multi-head latent attention."""
+_FLASHINFER_HEADS = (64, 128, 256, 512)
+_FLASHINFER_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
+
+_LATENT = ("fp8", "fp8_e4m3")
+"""vLLM's dtypes below 16 bits that its backends of multi-head latent attention take."""
+
+
+def gpu_fault(
+    dtype: str, capability: Capability, head_dim: int | None = None, latent: bool | None = None
+) -> str | None:
+    """Return why an NVIDIA GPU of this compute capability cannot serve the dtype, or None.
+
+    The reason continues a sentence that begins with the dtype. A `head_dim` or `latent` that is not known (None) rules
+    nothing out.
+    """
+    oldest = _oldest(dtype, head_dim, latent)
+    if capability >= oldest:
+        return None
+    beside = ""
+    if oldest == _FP8_EVERYWHERE and dtype in _FLASHINFER_DTYPES:
+        beside = " with multi-head latent attention" if latent else f" with head_dim {head_dim}"
+    return f"needs compute capability {shown(oldest)} or newer{beside}"
+
+
+def latent_fault(dtype: str) -> str | None:
+    """Return why vLLM cannot serve multi-head latent attention in this dtype of its own, or None."""
+    stored = _stored(dtype)
+    if stored is None or stored.ours or dtype in _LATENT or stored.bits_per_element() >= 16:
+        return None
+    return f"does not serve multi-head latent attention in vLLM; use one of {', '.join(_LATENT)}"
+
+
+def shown(capability: Capability) -> str:
+    """Return a compute capability as people write it."""
+    return ".".join(map(str, capability))
+
+
+def _oldest(dtype: str, head_dim: int | None, latent: bool | None) -> Capability:
+    stored = _stored(dtype)
+    if (stored is not None and stored.ours) or dtype == "bfloat16":
+        return OLDEST_GPU
+    if not dtype.startswith("fp8"):
+        return (0, 0)
+    known_to_fit = (head_dim is None or head_dim in _FLASHINFER_HEADS) and not latent
+    return _FP8_BY_FLASHINFER if dtype in _FLASHINFER_DTYPES and known_to_fit else _FP8_EVERYWHERE
+
+
+def _stored(dtype: str) -> Dtype | None:
+    return None if dtype in formats.VLLM_DTYPES_LEFT_OUT else dtypes.parse(dtype)

@@ -1,0 +1,135 @@
+"""KV-cache formats of multi-head latent attention (MLA): bits and the page layout. Pure Python.
+
+Under MLA (DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash) a token has one entry for all heads of a layer: a latent of
+512 elements, which is what keys and values are made of, and 64 elements with RoPE, which are part of the key alone::
+
+    score of head h = q_h . latent + q_rope_h . rope        output of head h = sum_t p_t latent_t        (absorbed form)
+
+The latent is rotated by a Hadamard matrix and stored in codes of 8 or 4 bits, the RoPE part likewise in 8 bits. Each
+of both has one scale and zero point for a token, in the 16 bits of `kvpilot_formats.layouts`; a byte of codes holds
+what it holds there. One scale for 512 elements, because the same codes are keys and values: scores and probabilities
+are then scaled by token, and no product has to stop at a group (docs/decisions/0025).
+
+Page layout (one flat region per block; T = tokens in a block, b = code bits)
+----------------------------------------------------------------------------
+============  =====================  ====================  =====================
+region        offset in bytes        shape, row-major      element
+============  =====================  ====================  =====================
+`codes`       0                      [T, 512 * b / 8]      packed codes, u8
+`rope_codes`  T * 64 * b             [T, 64]               codes, u8
+`meta`        T * 64 * (b + 1)       [2, T]                u16: latent's, RoPE's
+(end)         T * `row_bytes`
+============  =====================  ====================  =====================
+
+T is a multiple of 16, so every region starts at a multiple of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
+
+from kvpilot_formats.formats import FormatError, named
+from kvpilot_formats.layouts import Region
+
+RANK = 512
+"""Elements of a token's latent (`kv_lora_rank`)."""
+
+ROPE = 64
+"""Elements of a token's key with RoPE (`qk_rope_head_dim`)."""
+
+ENTRY = RANK + ROPE
+"""Elements of a token's entry, the latent first."""
+
+ROPE_BITS = 8
+"""Width of a code of the RoPE part in every format."""
+
+
+@dataclass(frozen=True)
+class LatentLayout:
+    """Where everything is in the page of one block; see the module's table. All sizes in bytes."""
+
+    codes: Region
+    rope_codes: Region
+    meta: Region
+    size: int
+
+
+@dataclass(frozen=True)
+class LatentFormat:
+    """A KV-cache format of MLA; what it has in common with `formats.Format` is asked of it in the same words.
+
+    Attributes: `name`, `bits` of a latent's code, `summary` for people, `colour` of its line in every plot.
+    """
+
+    name: str
+    bits: int
+    summary: str
+    colour: str
+    ours: ClassVar[bool] = True
+    latent: ClassVar[bool] = True
+    calibrated_only: ClassVar[bool] = False
+    has_ring: ClassVar[bool] = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token's entry with all metadata."""
+        return RANK * self.bits // 8 + ROPE * ROPE_BITS // 8 + 2 * 2
+
+    def bits_per_element(self, head_dim: int = ENTRY) -> float:
+        """Bits per stored element with everything counted, whatever the heads have."""
+        return self.row_bytes * 8 / ENTRY
+
+    def recent_tokens(self, asked: int | None = None, context: int | None = None) -> int:
+        """0: there is no recent window."""
+        return 0
+
+    def ring_blocks(self, recent: int, head_dim: int, block_size: int) -> int:
+        """0: there is no recent window."""
+        return 0
+
+    def page_layout(self, block_size: int) -> LatentLayout:
+        """Offsets of a page of `block_size` tokens.
+
+        Raises:
+            FormatError: block_size is not a positive multiple of 16.
+        """
+        if block_size <= 0 or block_size % 16:
+            raise FormatError(f"block_size {block_size} is not a multiple of 16 tokens; use 16, 32, 64 or 128")
+        row, rope_row = RANK * self.bits // 8, ROPE * ROPE_BITS // 8
+        rope_codes = block_size * row
+        meta = rope_codes + block_size * rope_row
+        return LatentLayout(
+            codes=Region(0, block_size, row),
+            rope_codes=Region(rope_codes, block_size, rope_row),
+            meta=Region(meta, 2, 2 * block_size),
+            size=meta + 4 * block_size,
+        )
+
+
+LATENT_FORMATS: Mapping[str, LatentFormat] = MappingProxyType(
+    {
+        f.name: f
+        for f in (
+            LatentFormat("mla8", 8, "8-bit latent and RoPE key", "#7a9e3a"),
+            LatentFormat("mla4", 4, "4-bit latent, 8-bit RoPE key", "#d1491f"),
+        )
+    }
+)
+"""Every format of MLA by name, the widest first."""
+
+
+def parse(name: str) -> LatentFormat:
+    """The format called `name`.
+
+    Raises:
+        UnknownFormatError: no format has this name; the message lists those that exist.
+    """
+    return named(LATENT_FORMATS, name)
+
+
+def names() -> tuple[str, ...]:
+    """Every format of MLA."""
+    return tuple(LATENT_FORMATS)

@@ -1,0 +1,192 @@
+"""Reading config.json, and single fields of it with the defaults of transformers' classes behind them."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+LARGEST_FILE = 16 * 2**20
+"""Bytes; the largest config.json that is published has some 0.4 MB."""
+
+LARGEST_SIZE = 2**40
+MOST_LAYERS = 10_000
+
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+# As classes without a map of their own spell them.
+_SPELLINGS = {
+    "hidden_size": ("n_embd", "d_model"),
+    "intermediate_size": ("n_inner", "ffn_hidden_size"),
+    "max_position_embeddings": ("n_positions", "max_sequence_length", "seq_length"),
+    "num_attention_heads": ("n_head",),
+    "num_hidden_layers": ("n_layer", "num_layers"),
+    "num_key_value_heads": ("n_head_kv", "num_kv_heads", "num_attention_groups"),
+    "vocab_size": ("padded_vocab_size",),
+}
+
+
+class ConfigError(ValueError):
+    """config.json cannot be had or understood; the message names the field, its value and the remedy.
+
+    Attributes: `missing`, whether there is no such file.
+    """
+
+    def __init__(self, message: str, missing: bool = False) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+def load(file: Path) -> dict[str, Any]:
+    """The object in a config.json; where it has no quantization_config, that of an hf_quant_config.json beside it.
+
+    Raises:
+        ConfigError: there is no such file, it is too large to be a config, or it holds no JSON object.
+    """
+    raw, beside = _object(file), file.with_name("hf_quant_config.json")
+    if raw.get("quantization_config") is None and beside.is_file():
+        raw["quantization_config"] = _object(beside)
+    return raw
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        size = file.stat().st_size
+        if size > LARGEST_FILE:
+            raise ConfigError(f"{file.name} has {size:,} bytes, and no model's has more than {LARGEST_FILE:,}; download it again")  # fmt: skip  # noqa: E501
+        raw = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"the folder has no {file.name}", missing=True) from None
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{file.name} cannot be read ({error}); download it again") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file.name} holds no object; download it again")
+    return raw
+
+
+@functools.cache
+def defaults() -> Mapping[str, Any]:
+    """By model_type: the defaults of its class, how it spells fields, its text part, and the kinds of its layers."""
+    text = (resources.files("kvpilot_formats.models") / "defaults.json").read_text()
+    table: dict[str, Any] = json.loads(text)["models"]
+    return table
+
+
+def known(model_type: str) -> bool:
+    """Whether transformers has a config class of its own for it."""
+    return model_type in defaults()
+
+
+_TYPES = {
+    "IQuestLoopCoderForCausalLM": "iquestloopcoder",
+    "LongcatFlashForCausalLM": "longcat_flash",
+    "LongcatFlashNgramForCausalLM": "longcat_flash",
+}
+"""model_type by architecture, of models whose published configs name none, or that of another model: vLLM builds what
+the architecture says."""
+
+
+class Fields:
+    """The fields of a config's text part.
+
+    A field that is not there has the default of the class; one that is null has not.
+    """
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.raw = raw
+        self.text: Mapping[str, Any] = raw
+        self.model_type = _word(raw.get("model_type")) or _type_of(raw)
+        for _ in range(3):
+            row = defaults().get(self.model_type, {})
+            part, kind = row.get("text", (None, ""))
+            names = (part, *_TEXT_PARTS) if part else _TEXT_PARTS
+            inner = next((self.text[n] for n in names if isinstance(self.text.get(n), Mapping)), None)
+            if inner is None:
+                # Older configs of such models are flat.
+                self.model_type = kind or self.model_type
+                break
+            self.text, self.model_type = inner, _word(inner.get("model_type")) or kind or self.model_type
+        row = defaults().get(self.model_type, {})
+        self.built_as = _type_of(raw) or self.model_type
+        self.known = bool(row)
+        self.kinds: Mapping[str, Any] = row.get("kinds", {})
+        self._defaults: Mapping[str, Any] = row.get("defaults", {})
+        self._names: Mapping[str, str] = row.get("names", {})
+
+    def get(self, field: str) -> Any:
+        """Its value, its class's default, or None."""
+        for name in (field, self._names.get(field), *_SPELLINGS.get(field, ())):
+            if name is not None and name in self.text:
+                return self.text[name]
+        return self._defaults.get(field)
+
+    def anywhere(self, field: str) -> Any:
+        """As `get`, and if the text part has none, the whole model's."""
+        value = self.text.get(field)
+        return value if value is not None else self.raw.get(field, self._defaults.get(field))
+
+    def size(self, *fields: str, most: int = LARGEST_SIZE) -> int:
+        """The first of these that is there and not null, or 0.
+
+        Raises:
+            ConfigError: it is no size.
+        """
+        for field in fields:
+            value = self.get(field)
+            if value is not None:
+                return self.checked(field, value, most)
+        return 0
+
+    def needed(self, field: str, most: int = LARGEST_SIZE) -> int:
+        """As `size`, and it must be there and positive.
+
+        Raises:
+            ConfigError: it is no size, or is missing.
+        """
+        value = self.size(field, most=most)
+        if not value:
+            raise ConfigError(f"config.json has no {field}; download it again, or give the config.json of a decoder")
+        return value
+
+    @staticmethod
+    def checked(field: str, value: Any, most: int = LARGEST_SIZE) -> int:
+        """`value`, which must be a size; of a list with one value a layer, the largest.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        values = value if isinstance(value, list) and value else [value]
+        for one in values:
+            if not isinstance(one, int) or isinstance(one, bool) or not 0 <= one <= most:
+                raise ConfigError(f"{field} in config.json is {shown(value)}, which is no size; correct it or download the file again")  # fmt: skip  # noqa: E501
+        return int(max(values))
+
+    def listed(self, field: str) -> list[Any] | None:
+        """A list, or None where it is missing, null or empty.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        value = self.get(field)
+        if value is not None and not isinstance(value, list):
+            raise ConfigError(f"{field} in config.json is {shown(value)} and no list; correct it or download the file again")  # fmt: skip  # noqa: E501
+        return value or None
+
+
+def shown(value: Any) -> str:
+    """A value for a message, however large it is."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _type_of(raw: Mapping[str, Any]) -> str:
+    named = raw.get("architectures")
+    return _TYPES.get(_word(named[0]), "") if isinstance(named, list) and named else ""
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else ""

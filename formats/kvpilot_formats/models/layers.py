@@ -1,0 +1,167 @@
+"""Which layer of a model keeps what: from the lists that configs write out, or from the rule of their class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvpilot_formats.models.architecture import Kind
+from kvpilot_formats.models.config import MOST_LAYERS, ConfigError, Fields, shown
+
+WORDS: dict[str, Kind] = {
+    **dict.fromkeys(("full_attention", "attention", "global_attention"), Kind.FULL),
+    **dict.fromkeys(("indexed_attention", "deepseek_sparse_attention"), Kind.FULL),
+    **dict.fromkeys(("sliding_attention", "sliding_window", "local_attention"), Kind.WINDOW),
+    "chunked_attention": Kind.CHUNKED,
+    **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent"), Kind.STATE),
+    **dict.fromkeys(("mlp", "moe"), Kind.NONE),
+}  # fmt: skip
+"""What a layer keeps, by the word that transformers and published configs have for it. One that attends and has a state
+is `hybrid`, and another word means a cache that is not known here."""
+
+HYBRID = "hybrid"
+REPEATED = frozenset({"longcat_flash", "iquestloopcoder"})
+_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # hybrid_override_pattern of Nemotron-H
+
+
+def kinds(fields: Fields) -> list[str]:
+    """The word of WORDS, or another one, for each layer.
+
+    Raises:
+        ConfigError: a list of the config has wrong types, or fewer layers than num_hidden_layers says.
+    """
+    if fields.built_as in REPEATED:
+        return _repeated(fields)
+    if fields.listed("compress_ratios") is not None:  # DeepSeek V4: caches of windows and of several tokens at once
+        return ["compressed_attention"] * fields.needed("num_hidden_layers", MOST_LAYERS)
+    pattern = fields.get("hybrid_override_pattern")
+    if isinstance(pattern, str) and pattern:
+        return [_PATTERN.get(letter, letter) for letter in pattern[:MOST_LAYERS]]
+    # Two lists of the same thing; classes without num_hidden_layers take the number of layers from it.
+    for field in ("layer_types", "layers_block_type"):
+        found = fields.listed(field)
+        if found is not None:
+            layers = fields.size("num_hidden_layers", most=MOST_LAYERS) or len(found)
+            # A few configs list the layers of multi-token prediction, too.
+            return [_word(field, value) for value in _as_long(field, found, layers)]
+    layers = fields.needed("num_hidden_layers", MOST_LAYERS)
+    for listed in (_by_sparsity, _by_index, _by_flag, _by_block, _by_period):
+        named = listed(fields, layers)
+        if named is not None:
+            return named
+    return _by_class(fields, layers)
+
+
+def _repeated(fields: Fields) -> list[str]:
+    """Models whose layers attend more than once, each time with a cache of its own."""
+    if fields.built_as == "longcat_flash":  # num_hidden_layers counts its attentions, two a layer
+        twice = 2 * fields.size("num_layers", most=MOST_LAYERS)
+        return ["attention"] * (twice or fields.needed("num_hidden_layers", MOST_LAYERS))
+    layers = fields.needed("num_hidden_layers", MOST_LAYERS)
+    loops = fields.size("loop_num", most=MOST_LAYERS // layers) or 2
+    return ["attention"] * layers + ["sliding_attention"] * layers * (loops - 1)
+
+
+def _by_sparsity(fields: Fields, layers: int) -> list[str] | None:
+    """MiniMax M3, some of whose layers choose blocks of tokens by an index that they keep beside keys and values."""
+    sparse = fields.get("sparse_attention_config")
+    if not isinstance(sparse, Mapping) or not sparse.get("use_sparse_attention"):
+        return None
+    chosen = sparse.get("sparse_attention_freq")
+    flags = _as_long("sparse_attention_freq", chosen, layers) if isinstance(chosen, list) else [1] * layers
+    return ["sparse_attention" if flag else "attention" for flag in flags]
+
+
+def _by_index(fields: Fields, layers: int) -> list[str] | None:
+    """Configs that number the layers which attend."""
+    for field, other in (("attn_layer_indices", "mamba"), ("full_attn_idxs", "conv")):
+        found = fields.listed(field)
+        if found is not None:
+            return _where(_indices(field, found), "attention", other, layers)
+    linear = fields.get("linear_attn_config")
+    if isinstance(linear, Mapping) and isinstance(linear.get("full_attn_layers"), list):
+        numbers = _indices("linear_attn_config.full_attn_layers", linear["full_attn_layers"])
+        return _where({n - 1 for n in numbers}, "attention", "linear_attention", layers)
+    return None
+
+
+def _by_flag(fields: Fields, layers: int) -> list[str] | None:
+    """Configs with a number for each layer that says which of two kinds it is."""
+    for field, one, zero in (
+        ("attn_type_list", "attention", "linear_attention"),
+        ("hybrid_layer_pattern", "sliding_attention", "attention"),
+        ("no_rope_layers", "chunked_attention", "attention"),
+    ):
+        if field == "no_rope_layers" and not fields.get("attention_chunk_size"):
+            continue
+        found = fields.listed(field)
+        if found is not None:
+            return [one if value else zero for value in _as_long(field, found, layers)]
+    return None
+
+
+def _by_block(fields: Fields, layers: int) -> list[str] | None:
+    """Blocks that repeat (RecurrentGemma), and blocks of which some have no attention (Nemotron-NAS)."""
+    repeated = fields.listed("block_types")
+    if repeated is not None:
+        return [_word("block_types", repeated[i % len(repeated)]) for i in range(layers)]
+    blocks = fields.listed("block_configs")
+    if blocks is None:
+        return None
+    found = [block.get("attention") if isinstance(block, Mapping) else None for block in blocks]
+    off = [isinstance(a, Mapping) and bool(a.get("no_op") or a.get("replace_with_linear")) for a in found]
+    return ["mlp" if skipped else "attention" for skipped in _as_long("block_configs", off, layers)]
+
+
+def _by_period(fields: Fields, layers: int) -> list[str] | None:
+    """Jamba: one layer in so many, and which one of them."""
+    period, offset = fields.size("attn_layer_period"), fields.size("attn_layer_offset")
+    if not period:
+        return None
+    return ["attention" if i % period == offset else "mamba" for i in range(layers)]
+
+
+def _by_class(fields: Fields, layers: int) -> list[str]:
+    """What the class does with configs that name no kinds."""
+    rule = fields.kinds
+    if "period" in rule:
+        period: Sequence[str] = rule["period"]
+        written = fields.get(rule["by"]) if "by" in rule else None
+        if isinstance(written, str) and written and set(written) <= set("LG"):  # EXAONE: LLLG
+            period = ["sliding_attention" if letter == "L" else "attention" for letter in written]
+            written = None
+        length = 0 if written is None else Fields.checked(rule["by"], written, MOST_LAYERS)
+        if length:
+            # As the class has it, but so long: one layer is odd, the first or the last.
+            odd, others = (0, 1) if rule["odd"] == 0 else (-1, 0)
+            one, many = [period[odd]], [period[others]] * (length - 1)
+            period = one + many if odd == 0 else many + one
+        return [period[i % len(period)] for i in range(layers)]
+    if "after" in rule:
+        first = fields.size(rule["after"])
+        return ["attention" if i < first else "sliding_attention" for i in range(layers)]
+    length = fields.size("sliding_window_pattern", most=MOST_LAYERS)
+    if length:
+        return ["sliding_attention" if (i + 1) % length else "attention" for i in range(layers)]
+    windowed = fields.size("sliding_window") and "none" not in rule
+    return ["sliding_attention" if windowed else "attention"] * layers
+
+
+def _word(field: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{field} in config.json holds {shown(value)}, which names no kind of layer; correct it or download the file again")  # fmt: skip  # noqa: E501
+    return value
+
+
+def _as_long(field: str, found: list[Any], layers: int) -> list[Any]:
+    if len(found) < layers:
+        raise ConfigError(f"{field} in config.json has {len(found)} entries and num_hidden_layers is {layers}; correct one of them or download the file again")  # fmt: skip  # noqa: E501
+    return found[:layers]
+
+
+def _indices(field: str, found: list[Any]) -> set[int]:
+    return {Fields.checked(field, value) for value in found}
+
+
+def _where(chosen: set[int], one: str, other: str, layers: int) -> list[str]:
+    return [one if i in chosen else other for i in range(layers)]

@@ -1,0 +1,158 @@
+"""Which 16-bit answers is accuracy measured against? Kept ones if there are any, else captured from a 16-bit replica.
+
+A baseline belongs to a model, its revision, the baseline dtype and the probe sets' content, never to an image. It is
+captured from a revision that the present spec renders with that dtype: any other may hold another model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvpilot_operator.api.names import baseline_name, engine_url
+from kvpilot_operator.api.words import Action, ConditionType, Reason, Stage, Verdict
+from kvpilot_operator.decide.accuracy.control import control_fault
+from kvpilot_operator.decide.accuracy.reported import as_asked, mismatch
+from kvpilot_operator.decide.context import Context
+from kvpilot_operator.probes import codec
+from kvpilot_operator.state.accuracy import Baseline
+from kvpilot_operator.state.decision import Capture, Captured, Cause, Find, Measure, NothingKept, ProbeFailed
+from kvpilot_operator.state.objects import PodView
+from kvpilot_operator.times import utc
+
+
+def known(c: Context) -> Baseline | None:
+    """The baseline of the present model and probe sets, if the status names one that can be measured against."""
+    baseline = c.status.accuracy.baseline
+    if baseline is None or baseline.identity != c.snapshot.probes.identity:
+        return None
+    return baseline if _unfit(c, baseline) is None else None
+
+
+def misreported(c: Context) -> Cause | None:
+    """Say that the engines which give the 16-bit answers report another dtype; None where they do not."""
+    found = mismatch(c.snapshot, c.reference, c.spec.kv_cache.baseline)
+    return None if found is None else Cause(Reason.BASELINE_UNFIT, found)
+
+
+def fault(c: Context) -> Cause | None:
+    """Say why the 16-bit engine is no reference for the present model and probe sets; None where nothing is known."""
+    named, result = c.status.accuracy.baseline, c.snapshot.probe_result
+    if known(c) is not None:
+        return None
+    other = misreported(c)
+    if other is not None:
+        return other
+    outcome = result.outcome if result is not None and isinstance(result.request, Capture) else None
+    if isinstance(outcome, ProbeFailed) and outcome.reason == Reason.BASELINE_UNFIT:
+        return Cause(outcome.reason, outcome.message)
+    told = c.before.condition(ConditionType.ACCURACY_VERIFIED)
+    if outcome is None and told is not None and told.reason == Reason.BASELINE_UNFIT and isinstance(wanted(c), Capture):
+        return Cause(told.reason, told.message)  # The next capture has not ended yet.
+    if named is not None and named.identity == c.snapshot.probes.identity:
+        return control_fault(named, c.spec.accuracy)
+    return None
+
+
+def on_trial(c: Context) -> bool:
+    """Whether there is a canary whose accuracy is still to be judged."""
+    canary = c.canary
+    if canary is None or canary.stage not in (Stage.STARTING, Stage.PROBING):
+        return False
+    return canary.verdict == Verdict.PENDING
+
+
+def wanted(c: Context) -> Find | Capture | None:
+    """The request that leads to a baseline, or None where one is known or nobody needs one.
+
+    Auto captures it ahead of need, while 16-bit replicas serve; otherwise the first canary makes it worth having. A
+    dtype that serves without one, after a lost status, can only be watched if one is found.
+    """
+    s, canary, stable = c.snapshot, c.canary, c.stable
+    if known(c) is not None:
+        return None
+    pods = s.answering_pods(c.reference) if as_asked(s, c.reference, c.spec.kv_cache.baseline) else ()
+    config_map = baseline_name(s.key.name, s.probes.identity)
+    if pods and (on_trial(c) or c.spec.kv_cache.mode == "Auto"):
+        pod = s.pod_to_ask(pods)
+        return Capture(
+            identity=f"capture/{_sought(c)}/{canary.errors if canary is not None else 0}/{pod.name}",
+            pod=pod.name,
+            url=engine_url(pod.ip, pod.mesh),
+            model=c.spec.model.served_name,
+            baseline=s.probes.identity,
+            config_map=config_map,
+            serving=s.traffic == c.reference,
+        )
+    if on_trial(c) or (stable is not None and stable.dtype != c.spec.kv_cache.baseline):
+        return Find(f"find/{_sought(c)}", s.probes.identity, config_map)
+    return None
+
+
+def measure(c: Context, kept: Baseline, pod: PodView, dtype: str, identity: str, *, serving: bool = False) -> Measure:
+    """The request to compare a pod that runs this KV-cache dtype with a kept baseline."""
+    model = c.spec.model.served_name
+    return Measure(identity, pod.name, engine_url(pod.ip, pod.mesh), model, dtype, kept.config_map, serving)
+
+
+def borrowed(c: Context) -> str | None:
+    """The revision of a 16-bit replica that is borrowed to capture the baseline, where none is kept and none serves."""
+    s = c.snapshot
+    if s.probes.fault is not None or not on_trial(c) or known(c) is not None:
+        return None
+    if c.reference in c.sides:
+        return None
+    # What is borrowed already stays until the baseline is there: the search's answer is not repeated.
+    return c.reference if c.reference in s.deployments or _nothing_kept(c) else None
+
+
+def take(c: Context, found: Captured) -> Context:
+    """Name the baseline in the status; it is written first, where it was not found kept."""
+    probes, control = c.snapshot.probes, found.baseline.control
+    if control is None or found.baseline.identity != probes.identity or known(c) is not None:
+        return c
+    baseline = described(found.baseline, baseline_name(c.snapshot.key.name, probes.identity))
+    if _unfit(c, baseline) is not None:
+        return c
+    when = f", captured at {utc(control.captured)}" if found.adopted else ""
+    c = c.set_accuracy(baseline=baseline).record(
+        Action.KEEP_BASELINE,
+        "BaselineAdopted" if found.adopted else "BaselineCaptured",
+        f"{control.positions} positions of {control.prompts} prompts in {found.baseline.dtype}{when}; the control: "
+        f"mean KL {control.mean_kl_micronats / 1000:.2f} millinats, top-1 agreement "
+        f"{control.top1_agreement_permille / 10:.1f}%",
+    )
+    return c if found.adopted else replace(c, captured=found.baseline)
+
+
+def described(kept: codec.Baseline, config_map: str) -> Baseline:
+    """What the status says of a baseline with its control."""
+    control = kept.control
+    assert control is not None  # noqa: S101 - whoever has none has nothing to compare with
+    return Baseline(
+        config_map=config_map,
+        identity=kept.identity,
+        dtype=kept.dtype,
+        captured_time=control.captured,
+        prompts=control.prompts,
+        positions=control.positions,
+        control_mean_kl_micronats=control.mean_kl_micronats,
+        control_p99_kl_micronats=control.p99_kl_micronats,
+        control_top1_agreement_permille=control.top1_agreement_permille,
+    )
+
+
+def _unfit(c: Context, baseline: Baseline) -> Cause | None:
+    return misreported(c) or control_fault(baseline, c.spec.accuracy)
+
+
+def _sought(c: Context) -> str:
+    """The baseline, and the limits that its control has to keep: other limits are another question."""
+    limits = c.spec.accuracy
+    return f"{c.snapshot.probes.identity}/{limits.max_excess_kl_millinats}/{limits.min_top1_agreement_percent}"
+
+
+def _nothing_kept(c: Context) -> bool:
+    result = c.snapshot.probe_result
+    if result is None or result.request.identity != f"find/{_sought(c)}":
+        return False
+    return isinstance(result.outcome, NothingKept)

@@ -1,0 +1,46 @@
+"""Do engines serve the dtype that they were asked for? `cache_dtype` on their own pages of metrics says it.
+
+An image, an argument or a checkpoint may choose another one, and the engine looks healthy. What is measured of such an
+engine is not the dtype's.
+"""
+
+from __future__ import annotations
+
+from kvpilot_formats import dtypes
+from kvpilot_operator.state.snapshot import Snapshot
+
+# vLLM's other names of one cache.
+_SPELLINGS = {"fp8_e4m3": "fp8", "fp8_ds_mla": "fp8"}
+_WHOLE = frozenset(name for name in dtypes.names() if dtypes.parse(name).bits_per_element() >= 16)
+
+
+def same(asked: str, reported: str) -> bool:
+    """Return True if two names are of one dtype: `auto` is the model's own 16 bits, whatever their name."""
+    if "auto" in (asked, reported):
+        return asked in _WHOLE and reported in _WHOLE
+    return _SPELLINGS.get(asked, asked) == _SPELLINGS.get(reported, reported)
+
+
+def as_asked(s: Snapshot, revision: str, asked: str) -> bool:
+    """Return True if the revision's engines have reported their dtype, and it is the one that they were asked for."""
+    return s.reported_dtype(revision) is not None and mismatch(s, revision, asked) is None
+
+
+def mismatch(s: Snapshot, revision: str, asked: str) -> str | None:
+    """Name the other dtype that engines of a revision report, with the remedy; None where they report none."""
+    sample = s.reported_dtype(revision)
+    if sample is None:
+        return None
+    there = {pod.name for pod in s.pods_of(revision)}
+    others = [f"{pod} reports {dtype}" for pod, dtype in sample.other_dtypes if pod in there and not same(asked, dtype)]
+    if not same(asked, sample.observed_dtype):
+        others = [f"they report {sample.observed_dtype}"]
+    if not others:
+        return None
+    found = f"the engines of revision {revision} were asked for the KV-cache dtype {asked}: {', '.join(others)}"
+    if asked in _WHOLE:
+        return (
+            f"{found}. Where the model's files choose it, name the dtype: for 16 bits kvCache.baseline bfloat16 (or "
+            "float16) and --dtype with the same name in engine.extraArgs, for what the files choose kvCache.dtype"
+        )
+    return f"{found}. Look for what overrides --kv-cache-dtype: the image's entrypoint, engine.extraArgs, engine.env"

@@ -1,0 +1,1 @@
+"""The conditions of a service, for people and for tools."""

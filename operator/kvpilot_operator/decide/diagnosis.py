@@ -1,0 +1,145 @@
+"""What is wrong with engines? Why one does not start (kvpilot-serve's refusal, or the end of its log), and which of
+them quantize otherwise than the rest: those with other calibration factors give other answers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from kvpilot_operator.api.words import Reason
+from kvpilot_operator.state.decision import Cause
+from kvpilot_operator.state.objects import ON_ITS_WAY, PodView
+from kvpilot_operator.state.snapshot import Snapshot
+from kvpilot_operator.state.status import clip
+
+# An engine may be killed once or twice by a busy node; the third time is no accident.
+MAX_RESTARTS = 3
+# What a condition's reason may be; the words come from a container, which may say anything.
+_REASON = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+# What the scheduler says of a pod whose claim has no volume, at once, or after it has waited for one to be made. Where
+# some nodes lack room and others a volume, room may help.
+_UNBOUND = re.compile(
+    r'unbound immediate PersistentVolumeClaims|persistentvolumeclaim "[^"]*" not found|VolumeBinding'
+    r"|^(?!.*Insufficient).*(?:didn't find available persistent volumes to bind|did not have enough free storage)"
+)
+_IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
+# The kubelet's words for an object, or a key of it, that a container's variables are taken from and that is not there.
+_NOT_THERE = re.compile(
+    r'(?P<kind>secret|configmap) "(?P<name>[^"]*)" not found'
+    r"|couldn't find key (?P<key>\S+) in (?P<kind_of_key>Secret|ConfigMap) [^/\s]*/(?P<holder>\S+)",
+    re.IGNORECASE,
+)
+_MISSING = {"secret": ("Secret", Reason.SECRET_MISSING), "configmap": ("ConfigMap", Reason.CONFIG_MAP_MISSING)}
+
+
+def refusal(exit_message: str | None) -> Cause | None:
+    """Find the JSON line that kvpilot-serve leaves when it refuses to start."""
+    for line in reversed((exit_message or "").splitlines()):
+        if '"kvpilot"' not in line:
+            continue
+        try:
+            record = json.loads(line[line.index("{") :])
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and record.get("kvpilot") == "refused":
+            return Cause(_reason(record.get("reason"), Reason.ENGINE_REFUSED), clip(_text(record.get("message"))))
+    return None
+
+
+def _reason(said: object, otherwise: str) -> str:
+    return said if isinstance(said, str) and _REASON.fullmatch(said) else otherwise
+
+
+def _text(said: object) -> str:
+    """JSON can escape half a surrogate pair, which no status can hold."""
+    return said.encode("utf-8", "replace").decode() if isinstance(said, str) else ""
+
+
+def engine_failure(pods: Sequence[PodView]) -> Cause | None:
+    """What makes it pointless to wait for these pods, or None."""
+    for pod in (one for leader in pods if not (leader.ready or leader.containers_ready) for one in leader.group):
+        refused = refusal(pod.exit_message)
+        if refused is not None:
+            return refused
+        if pod.restarts >= MAX_RESTARTS:
+            tail = (pod.exit_message or "no message").strip().splitlines()[-3:]
+            return Cause(Reason.ENGINE_CRASHED, clip(f"{pod.restarts} restarts; last words: {' | '.join(tail)}"))
+    return None
+
+
+def made_anew(s: Snapshot, revision: str) -> list[PodView]:
+    """Leaders on their way out whose words count: a group that fails is deleted whole, and made anew."""
+    view = s.deployments.get(revision)
+    groups = view is not None and view.nodes > 1
+    return [pod for pod in s.pods if groups and pod.terminating and pod.revision == revision]
+
+
+def pending_reason(pods: Sequence[PodView]) -> Cause | None:
+    """Why pods that may still come up have not: no node, no image, back-off."""
+    for pod in (one for leader in pods for one in leader.group):
+        if pod.unschedulable:
+            known = Reason.CLAIM_NOT_BOUND if waits_for_volume(pod) else Reason.UNSCHEDULABLE
+            return Cause(known, clip(pod.unschedulable))
+        # The engine itself waits as long as an init container does.
+        reason, message = pod.held_up or (pod.waiting_reason, pod.exit_message)
+        if reason in _IMAGE_REASONS:
+            return Cause(Reason.IMAGE_UNAVAILABLE, clip(f"{reason}: {message or ''}"))
+        missing = _missing(message or "") if reason == "CreateContainerConfigError" else None
+        if missing is not None:
+            return missing
+        if reason in ON_ITS_WAY and pod.needs is not None:
+            return Cause(reason, clip(not_started(pod)))
+        if reason:
+            return Cause(_reason(reason, Reason.WAITING), clip((message or "").strip()[-600:]))
+    return None
+
+
+def _missing(message: str) -> Cause | None:
+    """Name the object that a container's variables are taken from, where the kubelet says that it is not there."""
+    found = _NOT_THERE.search(message)
+    if found is None:
+        return None
+    kind, reason = _MISSING[(found["kind"] or found["kind_of_key"]).lower()]
+    name, key = found["name"] or found["holder"], found["key"]
+    text = (
+        f"{kind} {name} has no key {key}: add it, or name another one in spec.engine.env"
+        if key
+        else f"{kind} {name} is not there: create it in the namespace of the service, or name another one in the spec"
+    )
+    return Cause(reason, clip(f"{text} ({message.strip()})"))
+
+
+def waits_for_volume(pod: PodView) -> bool:
+    """Whether a claim without a volume keeps this pod from every node: no room that is made helps it."""
+    return pod.unschedulable is not None and _UNBOUND.search(pod.unschedulable) is not None
+
+
+def not_started(pod: PodView) -> str:
+    """The kubelet's reason stands in the pod's Events alone, which the operator may not read: where to look for it."""
+    volumes = f" It needs {', '.join(pod.needs)}." if pod.needs else ""
+    return (
+        f"pod {pod.name} has a node, and nothing of it has started yet.{volumes} Where it stays so, `kubectl kvpilot "
+        "status` of the service, or `kubectl describe pod`, shows what its kubelet waits for (an image, a volume)"
+    )
+
+
+def mixed_factors(s: Snapshot, revision: str) -> str | None:
+    """Which of a revision's pods have other factors than most of them, with the remedy; None where none has.
+
+    Within a revision, model, text, context and tensor parallelism are the same, and so are the factors on one kind of
+    GPU (docs/calibration.md). Accuracy is measured on one pod, and holds for those with its factors.
+    """
+    sample = s.last_sample(revision)
+    if sample is None:
+        return None
+    there = {pod.name for pod in s.pods_of(revision)}
+    others = [f"{pod} has {factors}" for pod, factors in sample.mixed if pod in there]
+    if not others:
+        return None
+    return (
+        f"the calibration factors of revision {revision} differ: {', '.join(others)}, where others have "
+        f"{sample.factors}. Delete these pods if the model's files have changed meanwhile, keep all engines on one "
+        "kind of GPU (spec.engine.nodeSelector), or give them one file (KVPILOT_CALIBRATION in spec.engine.env)"
+    )

@@ -1,0 +1,82 @@
+"""Name what binds from the sums of a window of scrapes, with the evidence in words and numbers. Pure."""
+
+from __future__ import annotations
+
+from kvpilot_operator.api.spec import Pressure
+from kvpilot_operator.api.words import WorkloadKind
+from kvpilot_operator.decide.load.window import SPAN, Sums
+from kvpilot_operator.state.samples import Spread
+
+# One scrape in ten may miss the threshold (a long request that ends frees its blocks at once).
+SHARE = 0.9
+# Fewer running requests a replica than this, and none that wait: next to nothing runs.
+_IDLE_RUNNING = 0.1
+# Prompts that fill this share of a full cache's steps take over 80% of their time (H200, Llama-3-8B: a step of 8,192
+# prompt tokens takes 240 ms, one that only reads a full cache 32 ms), so no capacity would bring more than 1.2x.
+_FULL_STEP = 0.6
+STALLED = (
+    "the engines have work, and no token is made and no request ends: nothing is changed for their sake, and their "
+    "liveness probes decide"
+)
+
+
+def judge(
+    seen: Sums, pressure: Pressure, was_bound: bool, step_tokens: int, thrown_out: str | None, spread: Spread | None
+) -> tuple[WorkloadKind, str]:
+    """Judge what a window adds up to, and give the evidence in words; `spread` is of its newest scrape."""
+    memory = (
+        f"KV use {seen.usage * 100:.0f}% of {seen.capacity} tokens (limit {pressure.high_percent}%), "
+        f"{seen.waiting:.1f} waiting, {seen.preemptions:.1f} preemptions a minute, over {seen.covered:.0f} s"
+    )
+    sustained = seen.covered >= SPAN * pressure.sustained_seconds
+    queue = seen.waiting >= pressure.waiting_per_replica * seen.pods
+    starved = queue or seen.preemptions >= pressure.preemptions_per_minute
+    full = seen.high >= SHARE * seen.count
+    still = was_bound and seen.usage * 100 >= pressure.low_percent
+    if sustained and seen.stands_still:
+        return WorkloadKind.ENGINES_STALLED, f"{memory}; {STALLED}"
+    if spread is not None and seen.uneven >= SHARE * seen.count:
+        uneven = f"{memory}; {_uneven(spread)}"
+        if not sustained:
+            return WorkloadKind.WARMING, f"{uneven}: not sustained for {pressure.sustained_seconds} s yet"
+        return WorkloadKind.IMBALANCED, f"{uneven}: requests are spread unevenly, which no cache and no replica mends"
+    if starved and (full or still):
+        if not sustained:
+            return WorkloadKind.WARMING, f"{memory}: not sustained for {pressure.sustained_seconds} s yet"
+        if thrown_out is not None:
+            return WorkloadKind.MEMORY_BOUND, f"{memory}; {thrown_out}: memory binds"
+        if seen.mostly_prompts or (seen.prompt_tokens_per_step or 0.0) >= _FULL_STEP * step_tokens:
+            return (
+                WorkloadKind.PREFILL_BOUND,
+                f"{memory}; {_prompts(seen)}: more KV memory would not compute them sooner",
+            )
+        return WorkloadKind.MEMORY_BOUND, f"{memory}: memory {'binds' if full else 'still binds'}"
+    if full:
+        return WorkloadKind.RELAXED, f"{memory}: the cache is full, but no request waits for it"
+    if starved and seen.usage * 100 >= pressure.high_percent:
+        return WorkloadKind.WARMING, f"{memory}: full on average, and not in nine of ten scrapes"
+    if queue and seen.queued >= SHARE * seen.count:
+        if not sustained:
+            return WorkloadKind.WARMING, f"{memory}: a queue beside a cache with room, not sustained yet"
+        if seen.mostly_prompts or seen.always_prompts:
+            return WorkloadKind.PREFILL_BOUND, f"{memory}; {_prompts(seen)}: prompts bind, not memory"
+        batch = f"{seen.running / seen.pods:.1f} requests run on a replica"
+        return WorkloadKind.COMPUTE_BOUND, f"{memory}; {batch}: its batch binds, not memory"
+    if max(seen.running, seen.waiting) < _IDLE_RUNNING * seen.pods:
+        return WorkloadKind.IDLE, f"{memory}: next to nothing runs"
+    return WorkloadKind.RELAXED, f"{memory}: memory does not bind"
+
+
+def _uneven(one: Spread) -> str:
+    return (
+        f"{one.name} is {one.usage * 100:.0f}% full and {one.waiting:.0f} requests wait for it, while "
+        f"{one.roomy * 100:.0f}% of the engines are at most half as full and use is {one.mean * 100:.0f}% on average"
+    )
+
+
+def _prompts(seen: Sums) -> str:
+    mean = f" of {seen.prompted / seen.finished:.0f} tokens" if seen.finished else ""
+    return (
+        f"a replica has {seen.prefill / seen.seconds if seen.seconds else 0.0:.1f} prompts{mean} in hand and computes "
+        f"{seen.prompt_tokens_per_step or 0.0:.0f} prompt tokens a step"
+    )

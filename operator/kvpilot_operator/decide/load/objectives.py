@@ -1,0 +1,59 @@
+"""Are the latencies that spec.scaling.objectives asks for held? From vLLM's histograms, over the workload's window.
+
+A percentile is what PromQL's histogram_quantile gives. An objective is missed where each half of the window misses it,
+so that a burst, which lies in one of them, calls for nothing; held where the whole window holds it; else unsettled. A
+percentile of too few samples says nothing, and nothing is decided by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvpilot_operator.api.spec import Objective
+from kvpilot_operator.api.words import ObjectiveState
+from kvpilot_operator.decide.load.window import plausible
+from kvpilot_operator.state.histogram import Histogram
+from kvpilot_operator.state.samples import Flows, Sample
+
+# Samples of each half of the window, and at least one beyond the percentile: 100 for p99.
+LEAST = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """An objective, whether it is held, and the percentile over the whole window; None of too few samples."""
+
+    objective: Objective
+    state: ObjectiveState
+    seconds: float | None = None
+
+    @property
+    def limit(self) -> float:
+        """Seconds."""
+        return self.objective.milliseconds / 1000
+
+    def __str__(self) -> str:
+        seen = "too few samples" if self.seconds is None else f"{self.seconds * 1000:.0f} ms"
+        return f"{self.objective} {seen} (objective {self.objective.milliseconds} ms)"
+
+
+def judge(objectives: Sequence[Objective], window: Sequence[Sample], *, sustained: bool) -> tuple[Measured, ...]:
+    """What `window` (oldest first) says of each; `sustained` where it covers its whole time."""
+    flows = [s.flows for s in window if plausible(s)] if objectives and sustained else []
+    half = len(flows) // 2
+    return tuple(_measured(one, flows[:half], flows[half:]) for one in objectives)
+
+
+def _measured(objective: Objective, first: Sequence[Flows], second: Sequence[Flows]) -> Measured:
+    halves = [
+        Histogram.together([f.ttft if objective.metric == "TTFT" else f.itl for f in half]) for half in (first, second)
+    ]
+    q, limit = objective.percentile / 100, objective.milliseconds / 1000
+    seconds = Histogram.together(halves).quantile(q)
+    if min(h.count for h in halves) < max(LEAST, 100 / (100 - objective.percentile)) or math.isnan(seconds):
+        return Measured(objective, ObjectiveState.NO_SAMPLES)
+    if min(h.quantile(q) for h in halves) > limit:
+        return Measured(objective, ObjectiveState.MISSED, seconds)
+    return Measured(objective, ObjectiveState.HELD if seconds <= limit else ObjectiveState.UNSETTLED, seconds)

@@ -1,0 +1,121 @@
+"""What keeps a step back from being undone: the load at which requests queued, and a backoff after a scale-in.
+
+Use of the cache says little about how near a replica is to its limit: requests that are served faster hold their blocks
+for a shorter time, so a second replica can take far more than half of the first one's use away. The rate of requests is
+what stays the same whatever serves them. So whenever requests queue and a step is taken against it, the best rate that
+a replica has finished lately is kept for its dtype, and a step back to that dtype, or to fewer replicas, waits for a
+lower load.
+
+Nor does use of the cache tell whether a replica was given back too early: what the prefix cache holds beyond running
+requests does not count as use, and a service that loses its prefixes computes every prompt anew. So a number of
+replicas that was soon too few is not tried again for a day.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+import msgspec
+
+from kvpilot_operator.api.words import Action
+from kvpilot_operator.decide.load.workload import Workload
+from kvpilot_operator.state.status import MAX_SATURATIONS, Saturation, ScaleInBackoff
+from kvpilot_operator.times import utc
+
+# A replica is loaded up to this share of the rate at which its requests queued.
+SHARE = 0.7
+# The figure counts for requests whose mean lengths are within this factor of those it was seen with.
+_SIMILAR = 2.0
+# Relief that is called for so soon after a replica was given back is taken as its consequence.
+SOON = timedelta(hours=1)
+# As long as the rhythm that most loads have.
+HOLD = timedelta(days=1)
+
+
+def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Saturation, ...]:
+    """What is known once `w` has been seen with its queue; unchanged where too little was seen.
+
+    A load that runs away is seen before its requests queue: it lowers no rate that is known of requests like these.
+    What else gives replicas back is learnt only beside objectives: they tell in time that it was too much, and a queue
+    tells it late.
+    """
+    now, best = (
+        (w.requests_per_second or 0.0, w.computed_prompt),
+        (w.best_requests_per_second or 0.0, w.best_computed_prompt),
+    )
+    rate, computed = max(now, best, key=lambda pair: pair[0])
+    if not rate or not w.pods:
+        return tuple(known)
+    seen = Saturation(
+        dtype=dtype,
+        requests_per_hour=round(rate * 3600),
+        mean_prompt=round(w.mean_prompt or 0),
+        mean_generation=round(w.mean_generation or 0),
+        computed_prompt=round(computed) if w.objectives and computed is not None else None,
+        memory=(w.memory or None) if w.objectives else None,
+    )
+    before = next((k for k in known if k.dtype == dtype), None)
+    if w.surge and before and _alike(before, seen):
+        more = max(before, seen, key=lambda k: k.requests_per_hour)
+        seen = msgspec.structs.replace(more, memory=seen.memory or before.memory)
+    return (seen, *(k for k in known if k.dtype != dtype))[:MAX_SATURATIONS]
+
+
+def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, replicas: int) -> str | None:
+    """Why so many replicas of this dtype would have too much to do again, or None.
+
+    A calm replica that clearly does more than that shows that something else was in the way then.
+    """
+    limit = queued_at(known, w, dtype)
+    if limit is None or w.requests_per_second is None:
+        return None
+    each = w.requests_per_second * 3600 * w.pods / max(1, replicas)
+    refuted = dtype == serving and SHARE * w.requests_per_second * 3600 > limit.requests_per_hour
+    if refuted or each <= SHARE * limit.requests_per_hour:
+        return None
+    return (
+        f"{each:.0f} requests an hour for each of {max(1, replicas)} replicas, and they queued at "
+        f"{limit.requests_per_hour} with {dtype} ({SHARE * 100:.0f}% of that is the limit)"
+    )
+
+
+def queued_at(known: Sequence[Saturation], w: Workload, dtype: str) -> Saturation | None:
+    """What is known of requests like those of now that queued with this dtype."""
+    return next((k for k in known if k.dtype == dtype and _alike(k, w)), None)
+
+
+def able(known: Sequence[Saturation], w: Workload, dtype: str) -> float | None:
+    """Requests a second that a replica can do at least: what it did when requests queued that were no lighter.
+
+    None where it is not known how much of them was computed.
+    """
+    lighter = (k for k in known if k.dtype == dtype and k.computed_prompt is not None and _alike(k, w, lighter=True))
+    return next((k.requests_per_hour / 3600 for k in lighter), None)
+
+
+def backoff(
+    action: Action, dtype: str, replicas: int, now: datetime, scaled_in: datetime | None, known: ScaleInBackoff | None
+) -> tuple[datetime | None, ScaleInBackoff | None]:
+    """When a replica was last given back, and which number was last too few, once `action` is taken."""
+    if action == Action.SCALE_IN:
+        return now, known
+    if action in (Action.SCALE_OUT, Action.DTYPE_DOWN) and scaled_in is not None and now - scaled_in <= SOON:
+        return None, ScaleInBackoff(dtype=dtype, replicas=replicas, time=now)
+    return scaled_in, known
+
+
+def backing_off(now: datetime, dtype: str, replicas: int, known: ScaleInBackoff | None) -> str | None:
+    """Why this few replicas of this dtype are not tried now, without figures that move; None where they may be."""
+    if known is None or known.dtype != dtype or replicas > known.replicas or now >= known.time + HOLD:
+        return None
+    return f"{known.replicas} replicas of {dtype} were too few at {utc(known.time)}: they are not tried again for a day"
+
+
+def _alike(limit: Saturation, w: Workload | Saturation, *, lighter: bool = False) -> bool:
+    """Whether requests have similar lengths, and similar parts of them to be computed; or less, where `lighter` is."""
+    pairs = [(limit.mean_prompt, w.mean_prompt), (limit.mean_generation, w.mean_generation)]
+    if limit.computed_prompt is not None:
+        less = min(limit.computed_prompt, w.computed_prompt or 0.0) if lighter else limit.computed_prompt
+        pairs.append((round(less), w.computed_prompt))
+    return all(_SIMILAR * min(a, b) >= max(a, b) for a, b in ((float(a), b or 0.0) for a, b in pairs))

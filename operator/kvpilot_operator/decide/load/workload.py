@@ -1,0 +1,246 @@
+"""What binds the service? Answered from a window of the engine's own metrics: memory, prompts, the batch, or nothing.
+
+A smaller dtype buys memory and nothing else, so this is about telling lack of memory from lack of anything else.
+Metrics that are old, full of gaps, or from too few of the pods say nothing at all.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from itertools import pairwise
+from operator import attrgetter
+
+from kvpilot_operator.api.spec import Objective, Pressure
+from kvpilot_operator.api.words import ObjectiveState, WorkloadKind
+from kvpilot_operator.decide.load import objectives as latency_objectives
+from kvpilot_operator.decide.load.best import best_rate, computed, thrown_out
+from kvpilot_operator.decide.load.binding import SHARE, STALLED, judge
+from kvpilot_operator.decide.load.surge import DRAIN_SECONDS, Surge, find
+from kvpilot_operator.decide.load.window import GAP, SPAN, Sums, add_up, plausible, since_it_grew
+from kvpilot_operator.state.samples import Sample, names
+
+# Less than a request in a thousand scrapes: none ran, whatever a page says (5e-324 is a number, too).
+_LEAST_RUNNING = 1e-3
+# A usage that moved by less than this many points is not worth a write to the API server.
+USAGE_STEP_PERCENT = 5
+_UNREACHED = "in the last minute no scrape reached enough of the engines"
+_TIME = attrgetter("time")
+_BOUND = (WorkloadKind.MEMORY_BOUND, WorkloadKind.PREFILL_BOUND, WorkloadKind.COMPUTE_BOUND)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What the window says. Requests and tokens are of all replicas together, also of those that gave no page."""
+
+    kind: WorkloadKind
+    message: str = ""
+    """The evidence, in words and numbers."""
+    usage_percent: int = 0
+    """KV blocks in use, on average."""
+    waiting: float = 0.0
+    """Requests that wait, on average."""
+    running: float = 0.0
+    """Requests that run, on average."""
+    preemptions_per_minute: float = 0.0
+    """Preemptions of one replica."""
+    pods: int = 0
+    """Ready replicas at the newest scrape."""
+    capacity_tokens: int = 0
+    demand_tokens: int = 0
+    """Tokens that running requests hold, and those would hold that must run for the queue to drain in two minutes.
+
+    Twice the capacity at least where prefixes are thrown out: how many is not known, and what does not double the cache
+    is not worth a restart.
+    """
+    prompts_in_hand: float | None = None
+    """Prompts that one replica is computing, on average."""
+    prompt_tokens_per_step: float | None = None
+    """Prompt tokens that are computed, cached ones left out, for each step of one replica."""
+    gpu_hits: float | None = None
+    """Share of the prompts' tokens that the prefix cache of a GPU held, 0 to 1; None where none was looked up."""
+    host_hits: float | None = None
+    """The same of those that were loaded from host memory, and from a disk below it."""
+    disk_hits: float | None = None
+    """Of these the ones that came from the disk."""
+    thrown_out: bool = False
+    """Whether memory binds because prefixes are thrown out."""
+    mean_prompt: float | None = None
+    """Tokens."""
+    mean_generation: float | None = None
+    """Tokens."""
+    requests_per_second: float | None = None
+    """That one replica finishes."""
+    best_requests_per_second: float | None = None
+    """The most that one replica finished over any such window of the samples; only where requests wait."""
+    best_computed_prompt: float | None = None
+    """Tokens of a prompt that no cache held then."""
+    itl_seconds: float | None = None
+    """Mean time between two tokens of one request."""
+    calm: bool = False
+    """The last `calm_seconds` were seen whole, and next to nobody waited."""
+    peak_load: float = 0.0
+    """The most KV cache in use in that time, in replicas: 1.5 is one and a half replicas' whole cache."""
+    surge: Surge | None = None
+    """A load that runs away from the replicas."""
+    computed_prompt: float | None = None
+    """Tokens of a prompt that no cache held, on average."""
+    memory: bool = False
+    """Whether memory is known to bind, even if not for a whole window: prefixes are thrown out, or blocks ran out."""
+    implausible: tuple[str, ...] = ()
+    """Pods whose pages are implausible, and why."""
+    stalled: tuple[str, ...] = ()
+    """Pods whose engines have work and do none of it, and why."""
+    objectives: tuple[latency_objectives.Measured, ...] = ()
+
+    @property
+    def bound(self) -> bool:
+        """Whether requests wait for something."""
+        return self.kind in _BOUND
+
+    @property
+    def missed(self) -> str:
+        """The objectives that are missed, in words and numbers; empty where none is."""
+        return "; ".join(str(one) for one in self.objectives if one.state == ObjectiveState.MISSED)
+
+    @property
+    def in_time(self) -> bool:
+        """Whether every objective is held, and one of them says how long a request may wait."""
+        held = all(one.state == ObjectiveState.HELD for one in self.objectives)
+        return self.surge is None and held and any(one.objective.metric == "TTFT" for one in self.objectives)
+
+    @property
+    def capacity_per_pod(self) -> float:
+        """Tokens that one replica holds."""
+        return self.capacity_tokens / self.pods if self.pods else 0.0
+
+
+def classify(
+    samples: Sequence[Sample],
+    pressure: Pressure,
+    now: datetime,
+    *,
+    was_bound: bool = False,
+    calm_seconds: int = 600,
+    step_tokens: int = 8192,
+    objectives: Sequence[Objective] = (),
+) -> Workload:
+    """Judge the samples (oldest first) of the last `sustainedSeconds`.
+
+    `calm` looks back over `calm_seconds`; `step_tokens` is the engine's max_num_batched_tokens.
+
+    Memory-bound means all of: nearly every sample at or above `highPercent`; requests that wait (on average at least
+    `waitingPerReplica` a replica) or are preempted (at least `preemptionsPerMinute` a replica); and prompts that do
+    not fill the engine's steps, or fill them only since a full cache throws out prefixes that it used to hold. A full
+    cache that nobody waits for is a cache put to good use. Requests that wait beside a cache with room wait for
+    prompts or for the batch, which no dtype changes. A service that `was_bound` stays so until its average use falls
+    below `lowPercent` or nobody waits: one quiet moment does not end a pressure.
+    A new replica starts the window anew: what was before it says nothing of now.
+    """
+    end = bisect_right(samples, now, key=_TIME)
+    while end and not plausible(samples[end - 1]):
+        end -= 1
+    if not end or now - samples[end - 1].time > GAP:
+        unknown = _unknown(samples[-1] if samples else None)
+        return replace(unknown, objectives=latency_objectives.judge(objectives, (), sustained=False))
+    start = bisect_left(samples, now - timedelta(seconds=pressure.sustained_seconds), hi=end, key=_TIME)
+    start = since_it_grew(samples, min(start, max(end - 2, 0)), end)
+    window = samples[start:end]
+    seen = add_up(window, pressure)
+    lost = thrown_out(seen, samples[:end], pressure.sustained_seconds)
+    kind, message = judge(seen, pressure, was_bound, step_tokens, lost, window[-1].spread)
+    calm = None
+    if kind in (WorkloadKind.IDLE, WorkloadKind.RELAXED) and seen.usage * 100 < pressure.low_percent:
+        start = bisect_left(samples, now - timedelta(seconds=calm_seconds), hi=end, key=_TIME)
+        calm = _calm(samples[start:end], calm_seconds, pressure)
+    sustained = seen.covered >= SPAN * pressure.sustained_seconds
+    measured = latency_objectives.judge(objectives, window, sustained=sustained)
+    surge = None if kind == WorkloadKind.ENGINES_STALLED else find(window, pressure, objectives)
+    waits = kind in _BOUND or surge is not None or any(one.state == ObjectiveState.MISSED for one in measured)
+    best = best_rate(samples[:end], pressure.sustained_seconds) if waits else (None, None)
+    workload = _workload(kind, message, seen, window[-1], calm, best, lost)
+    return replace(workload, objectives=measured, surge=surge)
+
+
+def _unknown(newest: Sample | None) -> Workload:
+    """Say why nothing is known of the load: every engine that answered stands still, or too few answered."""
+    if newest is None:
+        return Workload(WorkloadKind.NO_METRICS, _UNREACHED)
+    groups = (("implausible", newest.implausible), ("stalled", newest.stalled))
+    doubts = "".join(f"; {word}: {names(pods)}" for word, pods in groups if pods)
+    # They stand for the revision where as many pods that work would.
+    stalled = bool(newest.stalled) and plausible(replace(newest, pods=len(newest.stalled)))
+    kind, message = (WorkloadKind.ENGINES_STALLED, STALLED) if stalled else (WorkloadKind.NO_METRICS, _UNREACHED)
+    return Workload(kind, f"{message}{doubts}", implausible=newest.implausible, stalled=newest.stalled)
+
+
+def _calm(window: Sequence[Sample], calm_seconds: int, pressure: Pressure) -> float | None:
+    """The most cache in use, in replicas; None where requests waited or replicas went unseen."""
+    whole = [s for s in window if s.pods and not s.implausible and not s.unanswered and not s.stalled]
+    if len(whole) < SHARE * len(window) or not whole:
+        return None
+    times = [s.time for s in whole]
+    covered = times[-1] - times[0] - sum((b - a for a, b in pairwise(times) if b - a > GAP), timedelta())
+    if covered.total_seconds() < SPAN * calm_seconds:
+        return None
+    if sum(s.waiting / s.pods for s in whole) > 0.5 * pressure.waiting_per_replica * len(whole):
+        return None
+    return max(s.usage * s.pods for s in whole)
+
+
+def _workload(
+    kind: WorkloadKind,
+    message: str,
+    seen: Sums,
+    newest: Sample,
+    calm: float | None,
+    best: tuple[float | None, float | None],
+    lost: str | None,
+) -> Workload:
+    seconds, finished = seen.seconds, seen.finished
+    return Workload(
+        kind=kind,
+        message=message,
+        usage_percent=round(seen.usage * 100),
+        waiting=round(seen.waiting, 2),
+        running=round(seen.running, 2),
+        preemptions_per_minute=round(seen.preemptions, 2),
+        pods=seen.pods,
+        capacity_tokens=seen.capacity,
+        demand_tokens=_demand(seen) if lost is None else max(_demand(seen), 2 * seen.capacity),
+        prompts_in_hand=seen.prefill / seconds if seconds else None,
+        prompt_tokens_per_step=seen.prompt_tokens_per_step,
+        gpu_hits=seen.gpu_hits / seen.queried if seen.queried else None,
+        host_hits=seen.host_hits / seen.queried if seen.queried else None,
+        disk_hits=min(seen.disk_hits, seen.host_hits) / seen.queried if seen.queried else None,
+        thrown_out=kind == WorkloadKind.MEMORY_BOUND and lost is not None,
+        memory=lost is not None or kind == WorkloadKind.MEMORY_BOUND,
+        computed_prompt=computed(seen) / finished if finished else None,
+        mean_prompt=seen.prompted / finished if finished else None,
+        mean_generation=seen.generated / finished if finished else None,
+        requests_per_second=finished / seconds if seconds else None,
+        best_requests_per_second=best[0],
+        best_computed_prompt=best[1],
+        itl_seconds=seen.decode / seen.generated if seen.generated else None,
+        calm=calm is not None,
+        peak_load=calm if calm is not None else 0.0,
+        implausible=newest.implausible,
+        stalled=newest.stalled,
+    )
+
+
+def _demand(seen: Sums) -> int:
+    """Tokens that running requests hold, and as many again for each that must run beside them for the queue to drain.
+
+    By Little's law a queue that grows by g a second and is to lose W requests in a time T needs (g + W / T) times the
+    time of one request more of them at once; at most all that wait. Without that time they all count.
+    """
+    if seen.running < _LEAST_RUNNING:
+        return round(seen.held)
+    more = seen.waiting
+    if seen.finished and seen.covered:
+        each = (seen.prefill + seen.decode) / seen.finished
+        more = min(more, (max(0.0, seen.growth) / seen.covered + more / DRAIN_SECONDS) * each)
+    return round(seen.held * (1 + more / seen.running))

@@ -1,0 +1,1 @@
+"""The objects of a service: Deployments, Services, routes, pools and claims."""

@@ -1,0 +1,255 @@
+"""Which objects must exist? Workloads by revision, Services, the disruption budget, the route.
+
+A trial never asks for more than one pod beyond the service's replicas (none, where the canary replaces one), counted
+over all workloads at every moment: room is taken only when it is observed to be free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+
+from kvpilot_operator.api.names import HTTP_ROUTE_API, canary_service
+from kvpilot_operator.api.words import Stage, TrafficMode
+from kvpilot_operator.decide.accuracy import baseline
+from kvpilot_operator.decide.context import Context, Placed, in_flight
+from kvpilot_operator.decide.objects import pools, traffic
+from kvpilot_operator.decide.rejections import of_workload
+from kvpilot_operator.decide.traffic_plan import counts, floor, rolling_step, total
+from kvpilot_operator.render.objects import (
+    disruption_budget,
+    http_route,
+    named_by_pods,
+    route_rules,
+    service,
+    workload,
+)
+from kvpilot_operator.render.route import kinds, own_rules, weighted
+from kvpilot_operator.render.startup import startup_budget_seconds
+from kvpilot_operator.state.decision import Manifest, Objects
+from kvpilot_operator.state.questions import Question
+from kvpilot_operator.state.snapshot import Snapshot
+from kvpilot_operator.state.status import Stable
+
+
+def objects(c: Context) -> Objects | None:
+    """The objects of the decided status, in the order in which they go out; None leaves every one as it is.
+
+    First what serves (its claim, engines, Service, budget), then what is on trial with its share of the traffic:
+    nothing that befalls a trial's writes keeps the others from being mended. Last the engines that give way. Where
+    Deployments cannot be rendered, those that are there are still scaled.
+    """
+    named = named_by_pods(c.snapshot.key.name, c.spec)
+    if c.stable is None:
+        # Without a revision there is nothing to place but what it waits for, and nothing is deleted for want of one.
+        there = frozenset(c.snapshot.deployments)
+        return Objects(c.storage.apply, {}, there, c.storage.absent, named) if any(c.storage) else None
+    serving = {*traffic.serving(c), c.stable.revision}
+    fewer = {name for name, count in c.wanted.items() if count < counts(c.snapshot, name).replicas}
+    shrinking = [manifest for name, manifest in c.engines.items() if name in fewer]
+    kept = [manifest for name, manifest in c.engines.items() if name in serving - fewer]
+    tried = [manifest for name, manifest in c.engines.items() if name not in serving | fewer]
+    scale = {name: count for name, count in c.wanted.items() if name not in c.engines}
+    return Objects(
+        apply=(*c.storage.apply, *kept, *c.own.apply, *tried, *c.shared.apply, *shrinking),
+        scale=scale,
+        keep=frozenset(c.wanted),
+        absent=(*c.storage.absent, *c.own.absent, *c.shared.absent),
+        named=named,
+    )
+
+
+def replicas(c: Context) -> Context:
+    """Replicas of each revision."""
+    if c.stable is None:
+        return c
+    wanted = {c.stable.revision: c.replicas} if c.canary is None else _replicas_on_trial(c, c.stable)
+    return replace(c, wanted=wanted)
+
+
+def as_they_are(c: Context) -> Context:
+    """What stands there now; without a trial the stable revision still gets what it is asked for."""
+    there = {name: view.replicas for name, view in c.snapshot.deployments.items()}
+    if c.stable is not None:
+        kept = there.get(c.stable.revision, c.replicas) if c.canary is not None else c.replicas
+        there[c.stable.revision] = kept
+    return replace(c, wanted=there)
+
+
+def deployments(c: Context) -> Context:
+    """Workloads of the wanted revisions that the current spec still renders; older ones can only be scaled."""
+    if c.stable is None:
+        return c
+    s, seconds, nodes = c.snapshot, startup_budget_seconds(c.spec), c.spec.engine.nodes
+    dtypes = {c.target.dtype, c.stable.dtype}
+    if c.canary is not None:
+        dtypes.add(c.canary.dtype)
+    rendered = dict([*(c.render(dtype) for dtype in sorted(dtypes)), c.render_reference()])
+    return replace(
+        c,
+        engines={
+            name: workload(s.key, s.uid, rendered[name], count, seconds, nodes=nodes, gated=_gated(s, name))
+            for name, count in c.wanted.items()
+            if name in rendered
+        },
+    )
+
+
+def own_service(c: Context) -> Context:
+    """The Service, the pool that selects as it does, and the disruption budget."""
+    if c.stable is None:
+        return c
+    s, selected, kept = c.snapshot, traffic.selected(c), c.spec.disruption.min_available
+    own: list[Manifest] = [service(s.key, s.uid, s.key.name, selected)]
+    pool = pools.own(c, selected)
+    if pool is not None:
+        own.append(pool)
+    if not s.server.pod_disruption_budgets:
+        return replace(c, own=Placed(tuple(own)))
+    covered = sum(count for name, count in c.wanted.items() if selected in (traffic.EVERY_REVISION, name))
+    if not _lets_go(c, covered):
+        return replace(c, own=Placed(tuple(own), (("policy/v1", "PodDisruptionBudget", s.key.name),)))
+    evict, workers = s.server.unhealthy_pod_eviction, covered * (_nodes(c, selected) - 1)
+    budget = disruption_budget(s.key, s.uid, selected, kept, evict_unready=evict, workers=workers)
+    return replace(c, own=Placed((*own, budget)))
+
+
+def share(c: Context) -> Context:
+    """The canary's Service and pool, and the route with its share: ours, or the user's."""
+    if c.stable is None:
+        return c
+    s, canary, lent = c.snapshot, c.canary, canary_service(c.snapshot.key.name)
+    selected, percent = traffic.selected(c), traffic.share(c)
+    apply: list[Manifest] = []
+    absent: tuple[tuple[str, str, str], ...] = ()
+    shifting = canary is not None and canary.stage == Stage.SHIFTING
+    if canary is not None and shifting and canary.traffic_mode == TrafficMode.HTTP_ROUTE:
+        selected = canary.revision
+        apply.append(service(s.key, s.uid, lent, selected))
+    elif _lingers(c):
+        # Whoever still sends to it gets what everybody gets.
+        apply.append(service(s.key, s.uid, lent, selected))
+    elif c.spec.route_of(s.key.name) is not None and s.unread(Question.ROUTE) is None:
+        absent = (("v1", "Service", lent),)
+    lent_pool = pools.canarys(c, selected)
+    if lent_pool is not None:
+        apply.append(lent_pool)
+    absent += pools.left_over(c)
+    route = _route(c, percent)
+    if route is not None:
+        apply.append(route)
+    left = s.objects.get(("HTTPRoute", s.key.name))
+    if c.spec.route is None and left is not None and left.owned:
+        absent += ((HTTP_ROUTE_API, "HTTPRoute", s.key.name),)
+    return replace(c, shared=Placed(tuple(apply), absent))
+
+
+def _route(c: Context, percent: int) -> Manifest | None:
+    """The route with this share in it: ours always, a user's where it has to change."""
+    s, asked = c.snapshot, c.spec.route
+    there = s.route.rules if s.route is not None else None
+    # Where it is not known what ours should send to, it stays at what it does.
+    rules = there if asked is None else own_rules(s) or there
+    if rules is None or (asked is not None and not s.server.http_routes):
+        return None
+    shared = weighted(rules, s.key.namespace, s.key.name, canary_service(s.key.name), percent, kinds(s))
+    if asked is not None:
+        return http_route(s.key, s.uid, asked, shared)
+    return route_rules(s.key, s.route, shared) if s.route is not None and shared != tuple(rules) else None
+
+
+def _nodes(c: Context, selected: str) -> int:
+    """Pods of each replica that is selected; 1, as if there were no workers, while it is not the same for all."""
+    spread, there = c.spec.engine.nodes, c.snapshot.deployments
+    names = [name for name in c.wanted if selected in (traffic.EVERY_REVISION, name)]
+    found = {spread if name in c.engines or name not in there else there[name].nodes for name in names}
+    return found.pop() if len(found) == 1 else 1
+
+
+def _gated(s: Snapshot, revision: str) -> bool:
+    """Whether a revision's pods have our readiness gate: adding it to those that are there would restart them."""
+    there = s.deployments.get(revision)
+    return there is None or there.gated
+
+
+def _lets_go(c: Context, covered: int) -> bool:
+    """Whether a budget over so many pods lets one leave at some time: one that never does keeps a node for ever.
+
+    A replica that a canary has replaced comes back when the trial ends. Only a paused trial may never end.
+    """
+    waits = min(c.replicas, covered) if c.spec.rollout.paused else c.replicas
+    return waits > c.spec.disruption.min_available
+
+
+def _lingers(c: Context) -> bool:
+    """Whether a gateway may still send to the canary's Service: for preStopSeconds after it has left the route."""
+    s, canary, last = c.snapshot, c.canary, c.status.last_canary
+    if s.unread(Question.ROUTE) is None and traffic.routed(s):
+        return True
+    if canary is not None and canary.traffic_mode == TrafficMode.HTTP_ROUTE:
+        return True
+    if last is None or last.traffic_mode != TrafficMode.HTTP_ROUTE:
+        return False
+    # A route that is not named any more cannot be read: it may name the canary's Service for ever.
+    left = last.stage_time + timedelta(seconds=c.spec.drain.pre_stop_seconds)
+    return c.spec.route_of(s.key.name) is None or c.now < left
+
+
+def _replicas_on_trial(c: Context, stable: Stable) -> Mapping[str, int]:
+    s, canary = c.snapshot, in_flight(c)
+    if canary.stage == Stage.ROLLING_BACK:
+        return _back(c, stable)
+    most, least = total(c.spec, canary.replaces_one, c.replicas), floor(c.spec, c.replicas)
+    ours, theirs = counts(s, canary.revision), counts(s, stable.revision)
+    sides = (stable.revision, canary.revision)
+    others = sum(view.replicas for name, view in s.deployments.items() if name not in sides)
+    reference = baseline.borrowed(c) if s.traffic == stable.revision else None
+    waits = [name for name in (reference, canary.revision) if name is not None and _is_refused(s, name)]
+    if waits:
+        # No place is given up for engines that the API server will not have; it is asked for them again and again.
+        kept = {canary.revision: ours.replicas, stable.revision: min(c.replicas, most - others)}
+        return {**dict.fromkeys(waits, 0), **kept}
+    if reference is not None:
+        # One place, taken in turns: first by the 16-bit replica whose answers the canary is measured against.
+        one, left = rolling_step(
+            counts(s, reference), 1, theirs, total=most, floor=least, both_serve=False, others=ours.replicas
+        )
+        return {reference: one, canary.revision: 0, stable.revision: left}
+    if stable.revision == c.reference and baseline.on_trial(c) and baseline.known(c) is None:
+        least = max(least, 1)  # The stable revision must not leave whole before its answers are kept.
+    goal, both = _goal(c), canary.stage in (Stage.SHIFTING, Stage.PROMOTING)
+    if c.spec.rollout.paused:
+        goal = min(goal, ours.replicas)
+    grown, left = rolling_step(ours, goal, theirs, total=most, floor=least, both_serve=both, others=others)
+    return {canary.revision: grown, stable.revision: min(left, c.replicas)}
+
+
+def _is_refused(s: Snapshot, revision: str) -> bool:
+    """Whether nothing runs a revision because the API server will not have it."""
+    return revision not in s.deployments and bool(of_workload(s, revision, s.rejections or ()))
+
+
+def _goal(c: Context) -> int:
+    canary = in_flight(c)
+    if canary.stage == Stage.PROMOTING:
+        return c.replicas
+    if canary.stage == Stage.SHIFTING:
+        reached = [p.replicas for p in c.plan.steps if p.index <= (canary.step or 0)]
+        return reached[-1] if reached else max(1, counts(c.snapshot, canary.revision).replicas)
+    return 1
+
+
+def _back(c: Context, stable: Stable) -> Mapping[str, int]:
+    """Traffic first: the canary keeps its pods until nothing is sent to them, or gives them back one by one."""
+    s, canary, replicas = c.snapshot, in_flight(c), c.replicas
+    most, least = total(c.spec, canary.replaces_one, replicas), floor(c.spec, replicas)
+    ours, theirs = counts(s, canary.revision), counts(s, stable.revision)
+    if s.traffic == stable.revision and not traffic.routed(s):
+        # The room of pods that go now is taken in the next reconcile.
+        return {stable.revision: min(replicas, max(theirs.replicas, most - ours.replicas))}
+    if traffic.selected(c) == stable.revision:
+        grown = min(replicas, max(theirs.replicas, most - ours.replicas))
+        return {canary.revision: ours.replicas, stable.revision: grown}
+    grown, left = rolling_step(theirs, replicas, ours, total=most, floor=least, both_serve=True)
+    return {canary.revision: min(left, ours.replicas), stable.revision: grown}

@@ -1,0 +1,63 @@
+"""Which InferencePools must exist, and with which endpoint pickers? See docs/decisions/0031-inference-pools.md."""
+
+from __future__ import annotations
+
+from kvpilot_operator.api.names import INFERENCE_POOL_API, canary_service
+from kvpilot_operator.api.words import Reason
+from kvpilot_operator.decide.context import Context
+from kvpilot_operator.decide.objects import traffic
+from kvpilot_operator.render.objects import inference_pool
+from kvpilot_operator.render.route import POOLS, carries
+from kvpilot_operator.state.decision import Cause, Manifest
+
+
+def own(c: Context, selected: str) -> Manifest | None:
+    """The pool that selects what the Service does; None where none is asked for, or can be there."""
+    s, asked = c.snapshot, c.spec.inference_pool
+    if asked is None or not s.server.inference_pools:
+        return None
+    return inference_pool(s.key, s.uid, s.key.name, selected, asked.endpoint_picker_ref)
+
+
+def canarys(c: Context, selected: str) -> Manifest | None:
+    """The pool that a canary's share goes to. It is there before any trial: a gateway takes a while to know a pool."""
+    s, asked, name = c.snapshot, c.spec.inference_pool, canary_service(c.snapshot.key.name)
+    if asked is None or not s.server.inference_pools:
+        return None
+    routed, there = c.spec.route_of(s.key.name) is not None, s.objects.get(("InferencePool", name))
+    if not routed and there is None:
+        return None
+    made = inference_pool(s.key, s.uid, name, selected, asked.canary_endpoint_picker_ref)
+    unnamed = asked.endpoint_picker_ref is not None and asked.canary_endpoint_picker_ref is None
+    if routed or there is None or there.picker is None or not unnamed:
+        return made
+    # Nobody names its picker any more, and a route that is not named may still send to it: it keeps what it has.
+    return {**made, "spec": {**made["spec"], "endpointPickerRef": dict(there.picker)}}
+
+
+def left_over(c: Context) -> tuple[tuple[str, str, str], ...]:
+    """Pools of a service that asks for none any more; what the route still names stays until it does not."""
+    s = c.snapshot
+    if c.spec.inference_pool is not None:
+        return ()
+    pools = [name for kind, name in s.objects if kind == "InferencePool" and s.objects[kind, name].owned]
+    named = {canary_service(s.key.name)} if traffic.routed(s) else set()
+    if c.spec.route is not None and carries(s.route, s.key.namespace, s.key.name, POOLS):
+        named.add(s.key.name)
+    return tuple((INFERENCE_POOL_API, "InferencePool", name) for name in pools if name not in named)
+
+
+def fault(c: Context) -> Cause | None:
+    """Why no trial could end: the pool that is there cannot be switched. Where none was made, none has to be."""
+    s, name = c.snapshot, c.snapshot.key.name
+    there = s.objects.get(("InferencePool", name))
+    if there is None or not there.owned or s.rejection("InferencePool", name) is None:
+        return None
+    return Cause(
+        Reason.POOL_REFUSED, f"no canary is started while InferencePool {name} is refused: ObjectsAccepted says why"
+    )
+
+
+def unwritten(c: Context) -> bool:
+    """Whether it is not known yet in this life of the operator what of the pools is refused: the next reconcile is."""
+    return c.spec.inference_pool is not None and c.snapshot.rejections is None

@@ -1,0 +1,196 @@
+"""What keeps the weights? The claim that the spec asks for, and the Job that fills it before engines are started.
+
+    none --spec.cache.prefetch--> Pending --its pod says how much--> Prefetching --the Job is complete--> Ready
+
+`status.cache` is its state. What has to be on the claim has an identity; another one (a revision of the model, say)
+begins anew, and until it is Ready no engine is started for it: what serves goes on. A Job cannot be changed, so one of
+an older spec is deleted, and made anew once it is seen to be gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import NamedTuple
+
+from kvpilot_operator.api.names import prefetch_job
+from kvpilot_operator.api.words import CachePhase, Reason
+from kvpilot_operator.decide.context import Context, Placed
+from kvpilot_operator.decide.diagnosis import pending_reason, refusal
+from kvpilot_operator.render.objects import claim
+from kvpilot_operator.render.prefetch import claim_name, identity, job
+from kvpilot_operator.state.decision import Cause
+from kvpilot_operator.state.objects import PodView, PrefetchView
+from kvpilot_operator.state.questions import Question
+from kvpilot_operator.state.status import WeightsCache, clip
+from kvpilot_operator.times import utc
+
+_KIND = ("batch/v1", "Job")
+_UNHEARD = timedelta(seconds=60)
+
+
+class Wait(NamedTuple):
+    """Why no engine is started for the present spec yet."""
+
+    cause: Cause
+    stuck: bool
+    """Whether it goes on only once somebody has changed something."""
+
+
+def keep(c: Context) -> Context:
+    """The claim and the Job. A claim that is asked for no more stays: pods may use it, and it goes with the service."""
+    s, asked = c.snapshot, c.spec.cache.weights
+    if asked is not None:
+        c = replace(c, storage=Placed((claim(s.key, s.uid, asked),)))
+    return _fill(c) if c.spec.cache.prefetch else _leave(c)
+
+
+def ready(c: Context) -> bool:
+    """Whether engines of the present spec find their weights on the claim, or are to download them themselves."""
+    if not c.spec.cache.prefetch:
+        return True
+    kept = c.status.cache
+    return kept is not None and (kept.phase, kept.identity) == (
+        CachePhase.READY,
+        identity(c.snapshot.key.name, c.spec),
+    )
+
+
+def wait(c: Context) -> Wait | None:
+    """What the weights are waited for with; None where they are not."""
+    if ready(c):
+        return None
+    view, kept, name = c.snapshot.prefetch, c.status.cache, prefetch_job(c.snapshot.key.name)
+    if view is None:
+        return Wait(
+            Cause(Reason.PREFETCH_PENDING, f"Job {name} is to fill {_claim(c)} before an engine is started"), False
+        )
+    if view.failure is not None:
+        text = f"Job {name} has failed: {view.failure}. Delete it, and it is made anew"
+        return Wait(Cause(Reason.PREFETCH_FAILED, clip(text)), True)
+    known = kept is not None and kept.total_bytes is not None
+    stopped = _stopped(view) if view.downloaded_bytes is None else None
+    if stopped is not None:
+        way = "or set spec.cache.prefetch to false, and engines download for themselves"
+        return Wait(stopped._replace(message=clip(f"Job {name}: {stopped.message} ({way})")), True)
+    if known and kept is not None:
+        return Wait(Cause(Reason.PREFETCHING_WEIGHTS, f"Job {name} fills {_claim(c)}: {_amount(kept)}"), False)
+    pending = held_up(c, view.pods)
+    if pending is not None:
+        return Wait(pending._replace(message=clip(f"Job {name}: {pending.message}")), False)
+    if not view.pods:
+        text = f"Job {name} has no pod yet; where it stays so, `kubectl describe job {name}` says why"
+        return Wait(Cause(Reason.PREFETCH_PENDING, text), False)
+    return Wait(Cause(Reason.PREFETCHING_WEIGHTS, f"Job {name} fills {_claim(c)}"), False)
+
+
+def held_up(c: Context, pods: Sequence[PodView]) -> Cause | None:
+    """Why pods that may still come up have not; of a claim without a volume with what helps."""
+    found = pending_reason(pods) or _unheard(c, pods)
+    if found is None or found.reason != Reason.CLAIM_NOT_BOUND:
+        return found
+    return found._replace(message=clip(f"{_unbound(c)} The scheduler says: {found.message}"))
+
+
+def _unheard(c: Context, pods: Sequence[PodView]) -> Cause | None:
+    """What of a pod that no scheduler has said anything of: it has seconds to, unless it waits for a volume."""
+    for pod in (one for leader in pods for one in leader.group):
+        if pod.unheard_since is not None and c.now - pod.unheard_since >= _UNHEARD:
+            text = f"nothing of pod {pod.name}, which is there since {utc(pod.unheard_since)}"
+            if any(one.startswith("PersistentVolumeClaim ") for one in pod.needs or ()):
+                return Cause(Reason.CLAIM_NOT_BOUND, f"{text}: it waits for a volume to be made, or does not run.")
+            return Cause(Reason.UNSCHEDULABLE, f"the scheduler says {text}: see whether one of its schedulerName runs")
+    return None
+
+
+def told(c: Context) -> str:
+    """What is on the claim, once it is filled."""
+    kept = c.status.cache
+    return f"{_claim(c)} is filled{f': {_amount(kept)}' if kept is not None and kept.total_bytes else ''}"
+
+
+def _fill(c: Context) -> Context:
+    s, kept = c.snapshot, c.status.cache
+    wanted = identity(s.key.name, c.spec)
+    if ready(c):
+        return c
+    if kept is None or kept.identity != wanted:
+        kept = WeightsCache(identity=wanted, phase=CachePhase.PENDING, claim_name=claim_name(s.key.name, c.spec))
+        c = c.set(cache=kept)
+    if s.unread(Question.PREFETCH) is not None:
+        return c
+    manifest = job(s.key, s.uid, c.spec, assigned_user=s.server.assigns_users)
+    view, content = s.prefetch, next(iter(manifest["metadata"]["annotations"].values()))
+    if view is not None and view.done and view.content.startswith(f"{wanted}-"):
+        total = view.total_bytes if view.total_bytes is not None else kept.total_bytes
+        filled = _with(kept, phase=CachePhase.READY, downloaded_bytes=total, total_bytes=total)
+        c = c.set(cache=filled)
+        return c.event("WeightsPrefetched", told(c))
+    if view is not None and view.content != content:
+        return replace(c, storage=c.storage._replace(absent=((*_KIND, prefetch_job(s.key.name)),)))
+    c = replace(c, storage=c.storage._replace(apply=(*c.storage.apply, manifest)))
+    return c if view is None or view.total_bytes is None else c.set(cache=_moved(kept, view))
+
+
+def _leave(c: Context) -> Context:
+    """Nothing is to be filled any more: a Job that is left goes, and what is known of it once it has gone."""
+    s = c.snapshot
+    if c.status.cache is None or s.unread(Question.PREFETCH) is not None:
+        return c
+    if s.prefetch is None:
+        return c.set(cache=None)
+    return replace(c, storage=c.storage._replace(absent=((*_KIND, prefetch_job(s.key.name)),)))
+
+
+def _moved(kept: WeightsCache, view: PrefetchView) -> WeightsCache:
+    """With the bytes that its page has told, unless they are hardly more: a status is not written for each of them."""
+    there, total = view.downloaded_bytes or 0, view.total_bytes or 0
+    same = kept.phase == CachePhase.PREFETCHING and kept.total_bytes == total
+    if same and 100 * abs(there - (kept.downloaded_bytes or 0)) < total:
+        return kept
+    return _with(kept, phase=CachePhase.PREFETCHING, downloaded_bytes=there, total_bytes=total)
+
+
+def _with(
+    kept: WeightsCache, *, phase: CachePhase, downloaded_bytes: int | None, total_bytes: int | None
+) -> WeightsCache:
+    return WeightsCache(
+        identity=kept.identity,
+        phase=phase,
+        claim_name=kept.claim_name,
+        downloaded_bytes=downloaded_bytes,
+        total_bytes=total_bytes,
+    )
+
+
+def _stopped(view: PrefetchView) -> Cause | None:
+    """Why the container gave up, and waits for another attempt."""
+    return next((cause for pod in view.pods if (cause := refusal(pod.exit_message)) is not None), None)
+
+
+def _claim(c: Context) -> str:
+    return f"PersistentVolumeClaim {claim_name(c.snapshot.key.name, c.spec)}"
+
+
+def _amount(kept: WeightsCache) -> str:
+    there, total = kept.downloaded_bytes or 0, kept.total_bytes or 0
+    return f"{there / 1e9:.1f} of {total / 1e9:.1f} GB ({100 * there // max(total, 1)}%)"
+
+
+def _unbound(c: Context) -> str:
+    """The scheduler does not say which claim it is, nor Kubernetes which access modes a class has."""
+    text = "a claim of its pods has no volume: `kubectl get pvc` shows which, and `kubectl describe pvc` why."
+    asked = c.spec.cache.weights
+    if asked is None:
+        return f"{text} Mend that claim, or name one that is Bound."
+    named = asked.storage_class_name
+    of = f"StorageClass {named}" if named is not None else "the cluster's default StorageClass"
+    field, many = "spec.cache.weights", asked.access_mode == "ReadWriteMany"
+    wrong = "its volumes cannot be shared (disks cannot)" if many else "it can make none where the pods may run"
+    or_else = ", or with accessMode ReadWriteOnce, which keeps all pods on one node" if many else ""
+    return (
+        f"{text} {_claim(c)} asks for {asked.size} as {asked.access_mode} of {of}: there is no such class, or {wrong}. "
+        f"A claim keeps both: take {field} out of the spec, delete the claim, and put {field} back with the "
+        f"storageClassName of {'a shared file system' if many else 'another class'}{or_else}."
+    )

@@ -1,0 +1,1 @@
+"""A rollout: the stages of a trial, its probes, its comparison and its end."""

@@ -1,0 +1,99 @@
+"""How does a trial end? Rolled back or promoted, with its denial and what is remembered of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvpilot_operator.api.words import Action, Reason, Stage, Verdict
+from kvpilot_operator.decide.changes import spec_changes
+from kvpilot_operator.decide.context import Context, in_flight
+from kvpilot_operator.decide.denial import deny
+from kvpilot_operator.decide.objects.traffic import routed
+from kvpilot_operator.decide.steps.ladder import RETRY_SECONDS, about, subject
+from kvpilot_operator.state.status import CHANGES, MAX_HISTORY, Canary, Experience, Stable
+
+# Faults of engines: the revision waits before it is tried again (`target`), and no dtype is denied.
+NOT_OF_THE_DTYPE = (Reason.BASELINE_UNFIT, Reason.DTYPE_MISMATCH)
+
+
+def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Context:
+    """End the trial: traffic goes back (if it ever left), the canary drains and goes, the dtype is denied.
+
+    A fault that is not the dtype's denies nothing. While the rollout is paused the finding is only noted, and acted on
+    once it goes on.
+    """
+    canary = in_flight(c)
+    if c.spec.rollout.paused:
+        return c.set_canary(verdict=verdict, reason=reason, message=message)
+    c = c.set_canary(stage=Stage.ROLLING_BACK, verdict=verdict, reason=reason, message=message, weight_percent=None)
+    c = c.record(
+        Action.ROLL_BACK,
+        reason,
+        f"{message}; {_before(canary)} keeps serving",
+        from_dtype=canary.dtype,
+        to_dtype=canary.from_dtype,
+        warning=reason != Reason.SUPERSEDED,
+    )
+    if reason == Reason.SUPERSEDED:
+        return c
+    c = _remember(c)
+    if canary.dtype == canary.from_dtype or reason in NOT_OF_THE_DTYPE:
+        return c
+    longest = c.spec.rollout.deny_seconds
+    return deny(c, canary.dtype, reason, message, longest if verdict == Verdict.FAILED else min(RETRY_SECONDS, longest))
+
+
+def _before(canary: Canary) -> str:
+    return "the revision before it" if canary.dtype == canary.from_dtype else canary.from_dtype
+
+
+def finish_rollback(c: Context) -> Context:
+    """Close the trial once the canary has neither traffic nor pods to come."""
+    s, canary = c.snapshot, in_flight(c)
+    if s.traffic == canary.revision or canary.revision in s.deployments or routed(s):
+        return c
+    c = c.set_canary(stage=Stage.ROLLED_BACK)
+    return c.set(last_canary=c.canary, canary=None)
+
+
+def finish_promotion(c: Context) -> Context:
+    """Close the trial once all traffic is the canary's."""
+    canary, news = in_flight(c), spec_changes(c, c.stable) if c.stable is not None else ""
+    c = _remember(c.set_canary(stage=Stage.PROMOTED, weight_percent=None))
+    stable = Stable(revision=canary.revision, dtype=canary.dtype, since=c.now, ever_ready=True)
+    if c.stable is not None and c.stable.revision != c.render(canary.from_dtype).name:
+        # More than the dtype has changed: what replicas could do, and how many were too few, is another engine's.
+        c = c.set(scaling=msgspec.structs.replace(c.status.scaling, saturations=(), scale_in_backoff=None))
+    c = c.set(last_canary=c.canary, canary=None, stable=stable)
+    if canary.dtype != canary.from_dtype:
+        # It was tried although it is denied (denySeconds was 0), and has passed: the denial is out of date.
+        passed = subject(canary.dtype, c.spec, c.snapshot.node.gpu)
+        denied = tuple(one for one in c.status.kv_cache.denied if about(one) != passed)
+        c = c.set_kv(changed_time=c.now, denied=denied)
+    gained = ""
+    if canary.capacity_ratio is not None:
+        tokens = f"{canary.stable_capacity_tokens} -> {canary.capacity_tokens} tokens"
+        gained = f"; a replica holds {tokens} ({canary.capacity_ratio:.2f}x)"
+    text = f"{canary.dtype} serves{gained}{f'; the spec has changed: {news}' if news else ''}"
+    return c.record(Action.PROMOTED, "TrafficSwitched", text, from_dtype=canary.from_dtype, to_dtype=canary.dtype)
+
+
+def _remember(c: Context) -> Context:
+    canary, last = in_flight(c), c.status.accuracy.last
+    capacity = round(100 * canary.capacity_ratio) if canary.capacity_ratio is not None else None
+    probed = last is not None and last.revision == canary.revision and last.probe_time >= canary.started_time
+    experience = Experience(
+        dtype=canary.dtype,
+        from_dtype=canary.from_dtype,
+        model=c.spec.model.source,
+        image=c.spec.engine.image,
+        gpu=c.snapshot.node.gpu,
+        recent_tokens=c.spec.kv_cache.recent_tokens,
+        time=c.now,
+        verdict=canary.verdict,
+        reason=canary.reason,
+        capacity_percent=capacity,
+        excess_kl_micronats=last.excess_kl_micronats if probed and last is not None else None,
+        **{name: getattr(canary, name) for name in CHANGES},
+    )
+    return c.set(history=(experience, *c.status.history)[:MAX_HISTORY])

@@ -1,0 +1,231 @@
+"""Which step of the rollout? A canary starts, is probed, takes traffic, is promoted; `status.canary` is its state.
+
+    none --target differs--> Starting --ready--> Probing --Passed--> Shifting --every step Passed--> Promoting --> none
+                                |                   |                   |                               |
+                                +-------------------+-------------------+-------------------------------+
+                                                    +--> RollingBack --traffic back, pods gone--> none
+
+Each step is written to the status before its objects change, and each is derived from what is observed, so a reconcile
+that is cut off anywhere is simply done again. `starting` says when a canary may start, `waiting` what
+keeps its pods from coming, `shifting` how a step is judged, and `placement` which objects follow.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import msgspec
+
+from kvpilot_operator.api.words import Action, ConditionType, Reason, Stage, TrafficMode, Verdict
+from kvpilot_operator.decide.accuracy import baseline
+from kvpilot_operator.decide.accuracy.reported import mismatch
+from kvpilot_operator.decide.context import Context, in_flight
+from kvpilot_operator.decide.diagnosis import engine_failure, made_anew, mixed_factors
+from kvpilot_operator.decide.objects import pools, storage, traffic
+from kvpilot_operator.decide.rollout import shifting, starting
+from kvpilot_operator.decide.rollout.ending import finish_promotion, finish_rollback, roll_back
+from kvpilot_operator.decide.rollout.waiting import SURGE_SECONDS, pods_on_trial, unschedulable, why_waiting
+from kvpilot_operator.decide.traffic_plan import counts, one_can_leave
+from kvpilot_operator.state.status import Stable
+
+# A stable side of which nothing answers for this long is down.
+DOWN_SECONDS = 60
+
+
+def advance(c: Context) -> Context:
+    """Move the rollout by at most one stage."""
+    lost = c.stable is None
+    c = _mark_ready(_take_back(c))
+    if lost and c.stable is not None:
+        return c  # The target was chosen for a service that starts: it is chosen anew.
+    stable, target = c.stable, c.target
+    if c.canary is not None:
+        return _advance_canary(c)
+    if not target.startable or ((stable is None or target.revision != stable.revision) and not storage.ready(c)):
+        return c
+    if stable is None:
+        return _serve(c, "Started", f"first revision with {target.dtype}: {target.message}")
+    if target.revision == stable.revision:
+        return c
+    if not stable.ever_ready:
+        return _serve(c, "Replaced", f"{stable.revision} never became ready; {target.revision} takes its place")
+    if stable.revision not in c.snapshot.deployments:
+        gone = f"the engines of {stable.revision} are gone; {target.revision} takes its place"
+        return _serve(c, "Replaced", gone)
+    if c.spec.rollout.paused or pools.unwritten(c):
+        return c
+    fault = starting.start_fault(c, target)
+    return starting.start(c, stable) if fault is None else starting.hold(c, fault)
+
+
+def _mark_ready(c: Context) -> Context:
+    stable = c.stable
+    if stable is None or stable.ever_ready or not c.snapshot.answering_pods(stable.revision):
+        return c
+    answers = f"revision {stable.revision} ({stable.dtype}) answers"
+    return c.set(stable=msgspec.structs.replace(stable, ever_ready=True)).event("EngineReady", answers)
+
+
+def _take_back(c: Context) -> Context:
+    """A revision that was replaced before it answered, and answers after all while requests still go to it, is stable.
+
+    Its successor then comes as a canary, as every other change does: switching to it now would leave nobody to answer.
+    Where the status was lost, what answers is stable, with its replicas.
+    """
+    s, stable, asked = c.snapshot, c.stable, c.spec.scaling
+    if c.canary is not None or (stable is not None and stable.ever_ready):
+        return c
+    every = stable is None and s.traffic == traffic.EVERY_REVISION
+    selected = [view for name, view in s.deployments.items() if every or name == s.traffic]
+    there = max(selected, key=lambda view: len(s.answering_pods(view.revision)), default=None)
+    if there is None or not s.answering_pods(there.revision):
+        return c
+    text = f"{there.revision} ({there.dtype}) answers, and the status did not name it"
+    if stable is not None:
+        if there.revision == stable.revision or s.ready_pods(stable.revision):
+            return c
+        text = f"{there.revision} ({there.dtype}) answers after all, before {stable.revision} does"
+    elif asked.mode == "Operator":
+        c = c.set(scaling=msgspec.structs.replace(c.status.scaling, desired_replicas=asked.clamp(there.replicas)))
+    before = stable.dtype if stable is not None else None
+    c = c.set(stable=Stable(revision=there.revision, dtype=there.dtype, since=c.now))
+    return c.record(Action.SERVE, "TakenBack", text, from_dtype=before, to_dtype=there.dtype)
+
+
+def _serve(c: Context, reason: str, message: str) -> Context:
+    c = c.set(stable=Stable(revision=c.target.revision, dtype=c.target.dtype, since=c.now))
+    return c.record(Action.SERVE, reason, message, to_dtype=c.target.dtype)
+
+
+def _advance_canary(c: Context) -> Context:
+    s, canary = c.snapshot, in_flight(c)
+    if canary.stage == Stage.ROLLING_BACK:
+        return finish_rollback(c)
+    if canary.stage == Stage.PROMOTING and s.traffic == canary.revision:
+        return c if traffic.routed(s) else finish_promotion(c)
+    overdue = c.now > shifting.deadline(c.spec, canary)
+    if c.spec.rollout.paused:
+        if overdue:
+            # A pause stops the clock: it starts again where it ran out.
+            return c.set_canary(stage_time=c.now, step_time=None if canary.step_time is None else c.now)
+        return c
+    if c.target.revision != canary.revision:
+        return roll_back(c, Verdict.ERROR, Reason.SUPERSEDED, "the spec changed while the canary was on trial")
+    if c.replicas == 0 and canary.stage != Stage.PROMOTING:
+        zero = "the service was scaled to 0 while the canary was on trial"
+        return roll_back(c, Verdict.ERROR, Reason.SUPERSEDED, zero)
+    if c.policy.chosen.action == Action.SCALE_OUT and c.spec.kv_cache.mode == "Auto":
+        # The policy takes replicas beside a trial only in a surge, and where the trial gives way to it.
+        surge = f"the load runs away: {c.replicas} replicas come first"
+        return roll_back(c, Verdict.ERROR, Reason.SUPERSEDED, surge)
+    judged = canary.verdict not in (Verdict.PENDING, Verdict.PASSED)
+    if canary.stage in (Stage.STARTING, Stage.PROBING) and judged:
+        return roll_back(c, canary.verdict, canary.reason, canary.message)
+    failure = engine_failure([*pods_on_trial(c), *made_anew(s, canary.revision)])
+    if failure is not None:
+        return roll_back(c, Verdict.ERROR, *failure)
+    # What its probes say of one pod would not hold for others.
+    differ = mixed_factors(s, canary.revision)
+    if differ is not None:
+        return roll_back(c, Verdict.ERROR, Reason.MIXED_FACTORS, differ)
+    other = mismatch(s, canary.revision, canary.dtype)
+    if other is not None:
+        return roll_back(c, Verdict.ERROR, Reason.DTYPE_MISMATCH, other)
+    unfit = baseline.misreported(c) if baseline.on_trial(c) and baseline.known(c) is None else None
+    if unfit is not None:
+        return roll_back(c, Verdict.INCONCLUSIVE, *unfit)
+    c = _note_capacity(c)
+    if overdue:
+        return _give_up(c)
+    no_node = unschedulable(c)
+    return _advance_stage(c) if no_node is None else _replace_one(c, no_node)
+
+
+def _advance_stage(c: Context) -> Context:
+    canary = in_flight(c)
+    if canary.stage == Stage.STARTING:
+        return _begin_probing(c)
+    if canary.stage == Stage.PROBING and canary.verdict == Verdict.PASSED:
+        return _share_traffic(c)
+    if canary.stage == Stage.SHIFTING:
+        c = shifting.advance(c) if c.spec.canary.steps else c
+        return _promote(c) if shifting.over(c) else c
+    return _note_shares(c) if canary.stage == Stage.PROMOTING else c
+
+
+def _begin_probing(c: Context) -> Context:
+    canary, answering = in_flight(c), [pod for pod in pods_on_trial(c) if pod.answers]
+    if not answering:
+        return c
+    who = f"canary {canary.revision} ({canary.dtype})"
+    if answering[0].revision != canary.revision:
+        who = f"the {c.spec.kv_cache.baseline} replica that {who} is measured against"
+    return c.set_canary(stage=Stage.PROBING).event("CanaryReady", f"{who} answers; it is probed before any traffic")
+
+
+def _share_traffic(c: Context) -> Context:
+    """The probes have passed: on to the steps, if there are any that can be set, or else to the promotion."""
+    if c.plan.held is not None:
+        return shifting.noted(c, c.plan.held, reason=Reason.ROUTE_UNUSABLE)
+    if c.plan.mode == TrafficMode.PROBE_ONLY:
+        return _promote(c.set_canary(traffic_mode=TrafficMode.PROBE_ONLY))
+    if _stable_is_down(c):
+        # It is no measure of anything, and the canary may be its cure.
+        down = "no stable replica answers: the canary's probes decide"
+        c = c.set_canary(traffic_mode=TrafficMode.PROBE_ONLY).event("NothingToCompare", down, warning=True)
+        return _promote(c)
+    return shifting.begin(c) if c.stable is not None and c.snapshot.ready_pods(c.stable.revision) else c
+
+
+def _stable_is_down(c: Context) -> bool:
+    """Whether nothing has answered for so long that it is no hiccup."""
+    serving = c.before.condition(ConditionType.SERVING)
+    if serving is None or serving.status != "False":
+        return False
+    return c.now >= serving.last_transition_time + timedelta(seconds=DOWN_SECONDS)
+
+
+def _promote(c: Context) -> Context:
+    text = f"scaling to {c.replicas} and switching traffic: {in_flight(c).message}"
+    c = c.set_canary(stage=Stage.PROMOTING, step_time=None, verdict=Verdict.PASSED)
+    return c.record_trial(Action.PROMOTE, "Promoting", text)
+
+
+def _note_shares(c: Context) -> Context:
+    """Every replica that changes places has the progress deadline for itself."""
+    canary = in_flight(c)
+    here = counts(c.snapshot, canary.revision)
+    reached = min(100, 100 * here.ready // max(c.replicas, 1))
+    if here.ready >= here.replicas > 0 and canary.weight_percent != reached:
+        return c.set_canary(weight_percent=reached, stage_time=c.now)
+    return c
+
+
+def _replace_one(c: Context, no_node: str) -> Context:
+    """Give up on spare capacity, where a replica can give way."""
+    if not one_can_leave(c.spec, c.replicas):
+        text = (
+            f"no node has room for it ({no_node}), and none of {c.replicas} replicas can give way: "
+            f"spec.disruption.minAvailable is {c.spec.disruption.min_available}; it waits for spare capacity"
+        )
+        return _advance_stage(shifting.noted(c, text))
+    room = f"no node had room for the canary in {SURGE_SECONDS} s ({no_node})"
+    text = f"{room}: one of {c.replicas} replicas gives way to it"
+    return c.set_canary(replaces_one=True, stage_time=c.now).record_trial(Action.REPLACE_ONE, "NoSpareCapacity", text)
+
+
+def _give_up(c: Context) -> Context:
+    canary, seconds = in_flight(c), c.spec.canary.progress_deadline_seconds
+    if canary.stage == Stage.SHIFTING and canary.verdict == Verdict.INCONCLUSIVE:
+        text = f"no verdict within {seconds} s after its time: {canary.message}"
+        return roll_back(c, Verdict.INCONCLUSIVE, canary.reason, text)
+    text = f"still {canary.stage} after {seconds} s{why_waiting(c)}"
+    if canary.stage == Stage.SHIFTING or canary.reason == Reason.ROUTE_UNUSABLE:
+        text = f"{text}: {canary.message}"
+    return roll_back(c, Verdict.ERROR, Reason.PROGRESS_DEADLINE_EXCEEDED, text)
+
+
+def _note_capacity(c: Context) -> Context:
+    canary = in_flight(c)
+    sample = c.snapshot.last_sample(canary.revision)
+    return c.set_canary(capacity_tokens=sample.capacity_tokens // sample.pods) if sample is not None else c

@@ -1,0 +1,179 @@
+"""Stage Shifting: the canary goes through the steps of live traffic, and each is judged before the next.
+
+    not in effect --pods ready, traffic as wanted--> warm-up --> measured --Passed--> next step, or promotion
+                                                                     |--Failed--> rolled back
+                                                                     |--Inconclusive--> stays, until the deadline
+
+A step is looked at when its holdSeconds are over, and again each time the measured span has doubled; look k may err
+with ALPHA / 2^(k+1), so that all looks together err with less than ALPHA. In between only a clear failure counts, at
+EARLY_ALPHA, which makes looking at every scrape cost little (Haybittle 1971, British Journal of Radiology 44:793).
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime, timedelta
+
+from kvpilot_operator.api.names import canary_service
+from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.api.words import Action, Reason, Stage, TrafficMode, Verdict
+from kvpilot_operator.decide.context import Context, in_flight
+from kvpilot_operator.decide.objects import traffic
+from kvpilot_operator.decide.rollout.comparison import Finding, compare
+from kvpilot_operator.decide.rollout.ending import roll_back
+from kvpilot_operator.decide.traffic_plan import TrafficPlan, TrafficStep, counts
+from kvpilot_operator.render.route import kinds, weighted
+from kvpilot_operator.state.status import CHANGES, Canary
+
+ALPHA = 0.05
+EARLY_ALPHA = 0.001
+# Less than this many seconds of figures, some six scrapes, are never judged, however short holdSeconds is.
+MIN_SECONDS = 30
+
+
+def begin(c: Context) -> Context:
+    """Enter the stage at its first step."""
+    plan = c.plan
+    c = c.set_canary(traffic_mode=plan.mode, errors=0, failures=0, verdict=Verdict.PENDING)
+    return _enter(c, plan, 0)
+
+
+def advance(c: Context) -> Context:
+    """Go on by at most one step."""
+    plan, canary = c.plan, in_flight(c)
+    if plan.held is not None or not plan.steps:
+        # What a step has not passed is not promoted for want of a step: the deadline ends it.
+        reason, text = (
+            (Reason.ROUTE_UNUSABLE, plan.held) if plan.held is not None else (Reason.NO_STEP_LEFT, plan.message)
+        )
+        return noted(c, text, verdict=Verdict.PENDING, reason=reason)
+    place = max((i for i, p in enumerate(plan.steps) if p.index <= (canary.step or 0)), default=0)
+    step = plan.steps[place]
+    if canary.weight_percent != step.weight_percent:
+        c = c.set_canary(weight_percent=step.weight_percent)
+    if canary.step_time is None:
+        return _wait(c, plan, step)
+    found = look(c, step)
+    return c if found is None else _conclude(c, plan, place, found)
+
+
+def over(c: Context) -> bool:
+    """Whether the last step has passed, or the user has taken all of them away."""
+    canary = in_flight(c)
+    return not c.spec.canary.steps or canary.verdict == Verdict.PASSED
+
+
+def noted(c: Context, message: str, **changes: object) -> Context:
+    """Say on the canary what it waits for, where that is new."""
+    return c if in_flight(c).message == message else c.set_canary(message=message, **changes)
+
+
+def deadline(spec: Spec, canary: Canary) -> datetime:
+    """When a canary has been at this stage, or this step, for too long. Warm-up and holdSeconds do not count."""
+    grace = timedelta(seconds=spec.canary.progress_deadline_seconds)
+    if canary.stage != Stage.SHIFTING or canary.step_time is None or canary.step is None:
+        return canary.stage_time + grace
+    held = spec.canary.steps[canary.step].hold_seconds if canary.step < len(spec.canary.steps) else 0
+    return canary.step_time + timedelta(seconds=spec.canary.warm_up_seconds + _first(spec, held)) + grace
+
+
+def look(c: Context, step: TrafficStep) -> Finding | None:
+    """What the figures say of the step now; None while there is nothing to say."""
+    canary, limits = in_flight(c), c.spec.canary
+    if canary.step_time is None or c.stable is None:
+        return None
+    start = canary.step_time + timedelta(seconds=limits.warm_up_seconds)
+    stable, ours = (c.snapshot.samples.get(name, ()) for name in (c.stable.revision, canary.revision))
+    measured, first = (c.now - start).total_seconds(), _first(c.spec, step.hold_seconds)
+    found = None
+    if measured >= first:
+        nth = int(math.log2(measured / first))
+        end = start + timedelta(seconds=first * 2**nth)
+        found = compare(stable, ours, limits, start, end, ALPHA / 2 ** (nth + 1))
+        if found.outcome != Verdict.INCONCLUSIVE:
+            return found
+    if measured >= MIN_SECONDS:
+        early = compare(stable, ours, limits, start, c.now, EARLY_ALPHA)
+        if early.outcome == Verdict.FAILED:
+            return early
+    return found
+
+
+def _first(spec: Spec, hold_seconds: int) -> int:
+    """Seconds of figures at the first look."""
+    return max(hold_seconds - spec.canary.warm_up_seconds, MIN_SECONDS)
+
+
+def _enter(c: Context, plan: TrafficPlan, place: int) -> Context:
+    step = plan.steps[place]
+    c = c.set_canary(
+        stage=Stage.SHIFTING,
+        stage_time=c.now,
+        step=step.index,
+        step_time=None,
+        weight_percent=step.weight_percent,
+        verdict=Verdict.PENDING,
+        reason=Stage.SHIFTING,
+        message=f"{_named(plan, step)}: {_first_answer(step)}",
+    )
+    return c.event("CanaryStep", f"{_named(plan, step)}, {plan.message}")
+
+
+def _named(plan: TrafficPlan, step: TrafficStep) -> str:
+    return f"step {plan.steps.index(step) + 1} of {len(plan.steps)}, {step.weight_percent}% of the traffic"
+
+
+def _first_answer(step: TrafficStep) -> str:
+    return f"{step.replicas} {'replica' if step.replicas == 1 else 'replicas'} of the canary must answer first"
+
+
+def _wait(c: Context, plan: TrafficPlan, step: TrafficStep) -> Context:
+    """The step counts from when its pods answer and traffic is seen to be shared as it says."""
+    missing = _missing(c, step)
+    if missing is not None:
+        return noted(c, f"{_named(plan, step)}: {missing}")
+    start = c.now + timedelta(seconds=c.spec.canary.warm_up_seconds)
+    judged = start + timedelta(seconds=_first(c.spec, step.hold_seconds))
+    return c.set_canary(
+        step_time=c.now, message=f"{_named(plan, step)}: measured from {start:%H:%M:%SZ}, judged at {judged:%H:%M:%SZ}"
+    )
+
+
+def _missing(c: Context, step: TrafficStep) -> str | None:
+    s, canary = c.snapshot, in_flight(c)
+    ours = counts(s, canary.revision)
+    if ours.ready < step.replicas or ours.replicas != step.replicas:
+        return _first_answer(step)
+    if canary.traffic_mode == TrafficMode.HTTP_ROUTE:
+        if s.route is None:
+            return "the HTTPRoute is gone"
+        name = s.key.name
+        lent, percent = canary_service(name), step.weight_percent
+        wanted = weighted(s.route.rules, s.key.namespace, name, lent, percent, kinds(s))
+        return None if wanted == tuple(s.route.rules) else "its weight is to appear in the HTTPRoute"
+    if s.traffic:
+        others = traffic.orphans(c)
+        blocked = f" ({', '.join(others)} must go first)" if others else ""
+        return f"the Service is to select both revisions{blocked}"
+    return None
+
+
+def _conclude(c: Context, plan: TrafficPlan, place: int, found: Finding) -> Context:
+    """Act on a look."""
+    canary, text = in_flight(c), f"{_named(plan, plan.steps[place])}: {found.message}"
+    known = {name: getattr(found, name) for name in CHANGES}
+    c = c.set_canary(**{name: change for name, change in known.items() if change is not None})
+    if found.outcome == Verdict.INCONCLUSIVE:
+        return c.set_canary(verdict=Verdict.INCONCLUSIVE, reason=found.reason, message=text)
+    if found.outcome == Verdict.PASSED:
+        c = c.set_canary(verdict=Verdict.PASSED, reason=Reason.STEP_PASSED, message=text)
+        c = c.record_trial(Action.JUDGE, Reason.STEP_PASSED, text)
+        return c if place + 1 == len(plan.steps) else _enter(c, plan, place + 1)
+    failed = found.outcome == Verdict.FAILED
+    failures, errors = canary.failures + failed, canary.errors + (not failed)
+    c = c.set_canary(failures=failures, errors=errors, reason=found.reason, message=text)
+    if failures >= c.spec.accuracy.failure_limit or errors >= c.spec.accuracy.consecutive_error_limit:
+        return roll_back(c, found.outcome, found.reason, text)
+    # Measured anew: what was seen so far is not counted twice.
+    c = c.set_canary(step_time=c.now)
+    return c.event("StepRepeated", f"{text} ({failures} failures, {errors} errors so far)", warning=True)

@@ -1,0 +1,75 @@
+"""What would a dtype buy? Tokens of KV cache in the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from kvpilot_formats import dtypes, formats
+from kvpilot_operator.numbers import whole
+from kvpilot_operator.state.snapshot import ModelFacts
+
+OWN_BLOCK = 64
+"""Tokens of a KV block of our formats on a GPU (docs/benchmarks/h200-engine.json, block_size)."""
+
+_KEPT_BITS = 16.0
+
+
+def smaller(dtype: str, than: str) -> bool:
+    """True where `dtype` needs fewer bits an element."""
+    return dtypes.parse(dtype).bits_per_element() < dtypes.parse(than).bits_per_element()
+
+
+@lru_cache(maxsize=4096)
+def gain(
+    from_dtype: str,
+    to_dtype: str,
+    model: ModelFacts | None = None,
+    skip_layers: Sequence[str] = (),
+    rings: tuple[float, float] = (0.0, 0.0),
+) -> float:
+    """How many times more tokens the same memory holds, by the bits of an element averaged over the layers.
+
+    Layers that `skip_layers` (spec.kvCache.skipLayers) keeps in 16 bits do not shrink. That is the gain of contexts
+    shorter than the window; longer ones leave the window layers behind, and gain more. Without `model`, every layer is
+    taken to shrink. `rings` are what recent windows take more, before and after, as `ring_share` says.
+    """
+    before = bits_per_element(from_dtype, model, skip_layers, rings[0])
+    return before / bits_per_element(to_dtype, model, skip_layers, rings[1])
+
+
+def ring_share(dtype: str, model: ModelFacts | None, recent_tokens: int, held: int | None) -> float:
+    """Pages of a sequence's recent window for each page of its `held` tokens; 0 where these are not known.
+
+    A sequence that is shorter than the window holds as many of its pages as its tokens take.
+    """
+    stored = dtypes.parse(dtype)
+    head_dim = 128 if model is None else model.head_dim
+    if held is None or not stored.has_ring or formats.stored_dim(head_dim) is None:
+        return 0.0
+    pages = stored.ring_blocks(max(0, min(recent_tokens, held)), head_dim, OWN_BLOCK)
+    return pages * OWN_BLOCK / max(held, OWN_BLOCK)
+
+
+def bits_per_element(
+    dtype: str, model: ModelFacts | None = None, skip_layers: Sequence[str] = (), ring: float = 0.0
+) -> float:
+    """Bits that one stored element takes on average over the layers, scales and zero points included.
+
+    `ring` is what layers with a recent window take more, as a share (`ring_share`).
+    """
+    stored = dtypes.parse(dtype)
+    supported = model is not None and (not stored.ours or formats.stored_dim(model.head_dim)) and model.head_dim > 0
+    bits = stored.bits_per_element(model.head_dim) if model is not None and supported else stored.bits_per_element()
+    bits *= 1 + ring
+    if model is None or stored.bits_per_element() >= _KEPT_BITS or model.layers <= 0:
+        return bits
+    share = kept_layers(model, skip_layers) / model.layers
+    return share * _KEPT_BITS + (1 - share) * bits
+
+
+def kept_layers(model: ModelFacts, skip_layers: Sequence[str]) -> int:
+    """How many layers stay in 16 bits: those with a sliding window where it is skipped, and those named by number."""
+    numbers = [whole(layer, model.layers - 1) for layer in skip_layers]
+    named = sum(number is not None for number in numbers)
+    return min(model.layers, named + (model.window_layers if "sliding_window" in skip_layers else 0))

@@ -1,0 +1,172 @@
+"""Which dtypes are there to choose from, and which of them are ruled out for this service now?
+
+By the hardware, the model's architecture or a calibration that is not there, whatever the load, or by a denial. Facts
+that are not known rule nothing out: the engine's own preflight still refuses what it cannot serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from kvpilot_formats import dtypes, formats, hardware
+from kvpilot_formats.arguments import read, rules
+from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.api.words import Outcome, Reason
+from kvpilot_operator.decide.steps.capacity import gain, kept_layers
+from kvpilot_operator.state.decision import Cause
+from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
+from kvpilot_operator.state.status import Denied
+from kvpilot_operator.times import utc
+
+# vLLM's CPU backend accepts these names and computes something else: perplexity 40,000 and more where bf16 has 27
+# (SmolLM2-135M, vLLM 0.32.0).
+_NOT_ON_CPU = ("int4_per_token_head", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "turboquant")
+# Less capacity than this is not worth a restart of every replica.
+MIN_GAIN = 1.2
+# At this head dimension FP8 attention is slower than 16 bits: 0.82x in decode (docs/benchmarks/h200-decode.md).
+_FP8_SLOW_HEAD_DIM = 256
+
+
+def uncalibrated(spec: Spec) -> bool:
+    """Whether the engine is told to do without calibration, by KVPILOT_CALIBRATION or, before that, --calibration."""
+    named = [v.value for v in spec.engine.env if v.name == "KVPILOT_CALIBRATION"]
+    return (spec.engine.arguments.value("--calibration") or next(iter(named), None)) == "off"
+
+
+def _unfit_option(dtype: str, spec: Spec) -> str | None:
+    """The option or variable of the engine that does not go with a dtype of ours; None for none."""
+    stored, engine = dtypes.parse(dtype), spec.engine
+    if not stored.ours:
+        return None
+    fields = [f"--tensor-parallel-size={engine.tensor_parallel_size}", f"{rules.PIPELINE_PARALLEL}={engine.nodes}"]
+    if (offload := spec.kv_cache.offload) is not None:
+        fields.append(f"{rules.OFFLOAD}={offload.cpu_memory_gib}")
+    arguments = read((*engine.extra_args, *fields))
+    variables = {v.name: v.value for v in engine.env if v.value is not None}
+    found = rules.beside_ours(arguments, variables)
+    if found is None and stored.latent:
+        found = rules.first_on(arguments, rules.BESIDE_LATENT)
+    return None if found is None else f"{dtype} does not go together with {found[0]} ({found[1]})"
+
+
+def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None) -> Cause | None:
+    """Why this dtype cannot, or should not, serve this model on this hardware; None where nothing speaks against it."""
+    if (fault := hardware_fault(dtype, node, model)) is not None:
+        return Cause("HardwareUnsupported", fault)
+    stored = dtypes.parse(dtype)
+    if stored.calibrated_only and uncalibrated(spec):
+        return Cause(
+            "NotCalibrated",
+            f"{dtype} is not accurate without calibration: leave --calibration and KVPILOT_CALIBRATION out",
+        )
+    if stored.latent and (spec.offloads or spec.kv_cache.bounded):
+        option = "kvCache.offload" if spec.offloads else "kvCache.retention"
+        return Cause("OptionUnsupported", f"{dtype} does not go together with {option}")
+    if (unfit := _unfit_option(dtype, spec)) is not None:
+        return Cause("OptionUnsupported", unfit)
+    if model is None or stored.bits_per_element() >= 16:
+        return None
+    if model.mla and (unserved := hardware.latent_fault(dtype)) is not None:
+        return Cause("ModelUnsupported", f"{dtype} {unserved}")
+    if stored.ours and stored.latent != model.mla:
+        others = " or ".join(dtypes.own_names(latent=True))
+        instead = f"which has dtypes of its own ({others})" if model.mla else "which is all that it is for"
+        lacks = "does not support" if model.mla else "needs a model with"
+        return Cause("ModelUnsupported", f"{dtype} {lacks} multi-head latent attention, {instead}")
+    if stored.ours and not stored.latent and formats.stored_dim(model.head_dim) is None:
+        return Cause("ModelUnsupported", f"{dtype} supports head_dim {formats.SERVED}; the model has {model.head_dim}")
+    return _little_gain(dtype, spec, model)
+
+
+def _little_gain(dtype: str, spec: Spec, model: ModelFacts) -> Cause | None:
+    skip = spec.kv_cache.skip_layers
+    effective = gain(spec.kv_cache.baseline, dtype, model, skip)
+    if effective >= MIN_GAIN:
+        return None
+    return Cause(
+        "LittleGain",
+        f"{dtype} would hold {effective:.2f}x the tokens of {spec.kv_cache.baseline}: {kept_layers(model, skip)} of "
+        f"{model.layers} layers stay in 16 bits (spec.kvCache.skipLayers); {MIN_GAIN}x is the least worth a restart",
+    )
+
+
+def slow_fp8(dtype: str, model: ModelFacts | None) -> str | None:
+    """Why an FP8 dtype should not come before one of ours, or None."""
+    if not dtype.startswith("fp8") or model is None or model.head_dim < _FP8_SLOW_HEAD_DIM:
+        return None
+    return f"{dtype} attention is slower than 16 bits at head_dim {model.head_dim}: our formats come first"
+
+
+def hardware_fault(dtype: str, node: NodeFacts, model: ModelFacts | None = None) -> str | None:
+    """Return why this hardware cannot serve the dtype, or None; `model` is None where it is not known."""
+    if node.gpu == "cpu":
+        if dtype.startswith(_NOT_ON_CPU):
+            return f"{dtype}: vLLM's CPU backend accepts it but does not compute it, answers are garbage"
+        return None
+    if not node.cuda:
+        # Which of its own dtypes vLLM serves there is for vLLM to say.
+        return f"{dtype} needs an NVIDIA GPU; the node has {node.gpu}" if dtypes.parse(dtype).ours else None
+    if node.compute_capability is None:
+        return None
+    head_dim, latent = (None, None) if model is None else (model.head_dim, model.mla)
+    fault = hardware.gpu_fault(dtype, node.compute_capability, head_dim, latent)
+    return None if fault is None else f"{dtype} {fault}; {node.gpu} has {hardware.shown(node.compute_capability)}"
+
+
+# Denials for these reasons say that answers are wrong: a dtype that serves all the same is left.
+ACCURACY_REASONS = (Reason.ACCURACY_REGRESSED, Reason.ACCURACY_DRIFTED)
+# A revision that failed for want of capacity, or for errors, may be tried again after this long.
+RETRY_SECONDS = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A dtype of the ladder; `outcome` is Vetoed or Denied where it is ruled out, and `message` says why."""
+
+    dtype: str
+    outcome: Outcome | None = None
+    message: str = ""
+
+
+def rungs(
+    spec: Spec, node: NodeFacts, model: ModelFacts | None, denied: Sequence[Denied], now: datetime
+) -> tuple[Rung, ...]:
+    """The baseline and the ladder, from the safest to the smallest."""
+    found = [_rung(dtype, spec, node, model, denied, now) for dtype in (spec.kv_cache.baseline, *spec.kv_cache.ladder)]
+    ours_open = any(rung.outcome is None and not rung.dtype.startswith("fp8") for rung in found[1:])
+    for i, rung in enumerate(found):
+        slow = slow_fp8(rung.dtype, model)
+        if rung.outcome is None and slow is not None and ours_open:
+            found[i] = Rung(rung.dtype, Outcome.VETOED, slow)
+    return tuple(found)
+
+
+def denial(dtype: str, spec: Spec, gpu: str | None, denied: Sequence[Denied], now: datetime) -> Denied | None:
+    """The standing denial of this dtype for this model, image, GPU (None: any) and recent window, if there is one."""
+    if spec.rollout.deny_seconds == 0:
+        return None
+    return next((d for d in denied if about(d) == subject(dtype, spec, gpu or d.gpu) and d.until > now), None)
+
+
+def subject(dtype: str, spec: Spec, gpu: str) -> tuple[str, str, str, str, int | None]:
+    """What a denial of this dtype would be of now."""
+    return dtype, spec.model.source, spec.engine.image, gpu, spec.kv_cache.recent_tokens_of(dtype)
+
+
+def about(d: Denied) -> tuple[str, str, str, str, int | None]:
+    """What a denial is of."""
+    return d.dtype, d.model, d.image, d.gpu, d.recent_tokens
+
+
+def _rung(
+    dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None, denied: Sequence[Denied], now: datetime
+) -> Rung:
+    ruled_out = infeasible(dtype, spec, node, model)
+    if ruled_out is not None:
+        return Rung(dtype, Outcome.VETOED, ruled_out.message)
+    standing = denial(dtype, spec, node.gpu, denied, now)
+    if standing is not None:
+        return Rung(dtype, Outcome.DENIED, f"{dtype} is denied until {utc(standing.until)} ({standing.reason})")
+    return Rung(dtype)

@@ -1,0 +1,127 @@
+"""What would a step do to latencies? The canary history first, else the bytes that attention reads, and the prompts.
+
+A decode step reads every token of the running requests from the cache once, which is limited by memory bandwidth:
+attention = cached bytes of one GPU / (peak bandwidth * efficiency). The rest of the step (weights, launches) does not
+depend on the cache. So with t = the observed time between two tokens and a = attention's part of it, a step to another
+dtype or another number of replicas changes t by a' - a.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import timedelta
+
+from kvpilot_operator.api.words import Action, Verdict
+from kvpilot_operator.decide.load.workload import Workload
+from kvpilot_operator.decide.steps.capacity import bits_per_element
+from kvpilot_operator.decide.steps.policy_input import PolicyInput
+from kvpilot_operator.gpus import by_product
+from kvpilot_operator.state.status import Experience
+
+# Share of an H200's peak bandwidth (4.8 TB/s) that decode attention reaches on the bytes of its cache, 32 sequences of
+# 16K tokens of a Llama-3-8B, vLLM 0.32.0: auto, fp8, k4v4 and k4v2 from the attention column of
+# docs/benchmarks/h200-engine.md, the others of ours from the layer column of h200-decode.md. vLLM's own integer and
+# TurboQuant caches: from step times of 67.6, 78.5 (32 x 16K) and 10.3 ms (32 x 2K) of the same model, vLLM 0.25.1.
+# Another GPU is taken to reach the same share of its own peak.
+EFFICIENCY = {
+    "auto": 0.92, "bfloat16": 0.92, "float16": 0.92, "fp8": 0.63, "fp8_e4m3": 0.63,
+    "int8": 0.77, "k8v4": 0.80, "k4v4": 0.77, "k4v2": 0.63, "k2v2": 0.40,
+    "int8_per_token_head": 0.12, "int4_per_token_head": 0.052, "turboquant_4bit_nc": 0.094,
+}  # fmt: skip
+# FP8 at head_dim 256, from the same table: 0.82 times the speed of 16 bits on half the bytes.
+_FP8_HEAD_DIM_256 = 0.35
+# Attention is never taken for more than this share of the observed time: prefixes that requests share are read once
+# and counted for each.
+_MOST = 0.9
+# What gives something back leaves so much of an objective unused: predictions are no better than that.
+_MARGIN = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Percent by which the time between two tokens would change, None where nothing is known, and from what."""
+
+    percent: int | None
+    message: str
+
+
+def expected_itl_change(s: PolicyInput, to_dtype: str, load: float = 1.0) -> Expected:
+    """What a step to a dtype, or to the same one, would bring with `load` times the tokens in each replica's cache."""
+    if s.dtype != to_dtype:
+        measured = (e.itl_p95_change_percent for e in s.experience(to_dtype) if _stands(s, e))
+        known = next((percent for percent in measured if percent is not None), None)
+        if known is not None:
+            return Expected(known, f"a canary measured {known:+d}% between two tokens")
+    now, after = _attention_seconds(s, s.dtype), _attention_seconds(s, to_dtype)
+    if isinstance(now, str) or isinstance(after, str):
+        unknown = now if isinstance(now, str) else after
+        return Expected(None, f"nothing is known of the time between two tokens: {unknown}")
+    observed = s.workload.itl_seconds
+    if not observed:
+        return Expected(None, "nothing is known of the time between two tokens: no token was seen")
+    part = min(now, _MOST * observed)
+    percent = round(100 * (part * (after / now) * load - part) / observed) if now > 0 else 0
+    return Expected(
+        percent,
+        f"{percent:+d}% between two tokens, from {observed * 1000:.1f} ms of which attention reads the cache for "
+        f"{part * 1000:.1f} ms (efficiencies as measured on an H200)",
+    )
+
+
+def _stands(s: PolicyInput, e: Experience) -> bool:
+    """Whether a trial's figures count: without a verdict they may be chance, and a failure is forgiven in its time."""
+    forgiven = e.time + timedelta(seconds=s.spec.rollout.deny_seconds)
+    return e.verdict == Verdict.PASSED or (e.verdict == Verdict.FAILED and s.now < forgiven)
+
+
+def would_miss(s: PolicyInput, action: Action, itl: Expected, load: float = 1.0) -> str | None:
+    """Which objective a step would leave missed, with `load` times the requests on each replica; None where none.
+
+    What gives something back (ScaleIn, DtypeUp) leaves a margin. Percentiles are taken to change as means do: the time
+    between two tokens by `itl`, and not at all where that is not known. A smaller dtype in which the demand fits takes
+    away the wait for memory, and leaves the prompts' own time. Fewer replicas make a first token wait longer as a queue
+    does, by the share of time in which prompts are in hand.
+    """
+    w, share = s.workload, 1.0 if action == Action.DTYPE_DOWN else _MARGIN
+    for one in w.objectives:
+        if one.seconds is None:
+            continue
+        if one.objective.metric == "ITL":
+            after = one.seconds * (1 + (itl.percent or 0) / 100)
+        elif action == Action.DTYPE_DOWN:
+            after = min(one.seconds, _prompt_seconds(w))
+        else:
+            busy = w.prompts_in_hand or 0.0
+            after = one.seconds * (1 - busy) / (1 - busy * load) if busy * load < 1 else math.inf
+        if after > share * one.limit:
+            margin = "" if share == 1 else f" ({share * 100:.0f}% of that is the limit)"
+            return f"{one.objective} would be {after * 1000:.0f} ms, objective {one.objective.milliseconds} ms{margin}"
+    return None
+
+
+def _prompt_seconds(w: Workload) -> float:
+    """What the prompt of a request takes on average, by Little's law; 0 where it is not known."""
+    return w.prompts_in_hand / w.requests_per_second if w.prompts_in_hand and w.requests_per_second else 0.0
+
+
+def _attention_seconds(s: PolicyInput, dtype: str) -> float | str:
+    """Seconds of a step in which one GPU reads the tokens that are cached now, or what is not known."""
+    node, model = s.node, s.model
+    gpu = by_product(node.gpu)
+    if gpu is None:
+        return f"the bandwidth of {node.gpu} is not in the table"
+    if model is None or model.head_dim <= 0:
+        return "the engine has not told the model's architecture"
+    if model.mla:
+        return "the model has multi-head latent attention"
+    efficiency = EFFICIENCY.get(dtype)
+    if dtype.startswith("fp8") and model.head_dim >= 256 and efficiency is not None:
+        efficiency = _FP8_HEAD_DIM_256
+    if efficiency is None:
+        return f"{dtype} was never measured"
+    tokens = s.workload.usage_percent / 100 * s.workload.capacity_per_pod
+    heads = -(-model.kv_heads // s.spec.engine.tensor_parallel_size)
+    bits = bits_per_element(dtype, model, s.spec.kv_cache.skip_layers)
+    cached = tokens * model.layers * heads * 2 * model.head_dim * bits / 8
+    return cached / (gpu.bandwidth_gb_s * 1e9 * efficiency)

@@ -1,0 +1,281 @@
+"""What would each step buy, and what would it cost? Capacity, use after it, GPUs, and the time between two tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+
+import msgspec
+
+from kvpilot_formats import dtypes
+from kvpilot_formats.arguments import rules
+from kvpilot_operator.api.words import Action, Outcome, WorkloadKind
+from kvpilot_operator.decide.load.saturation import SHARE, able, backing_off, beyond
+from kvpilot_operator.decide.load.surge import DRAIN_SECONDS
+from kvpilot_operator.decide.steps.capacity import bits_per_element, gain, ring_share, smaller
+from kvpilot_operator.decide.steps.ladder import Rung, rungs
+from kvpilot_operator.decide.steps.latency import Expected, expected_itl_change, would_miss
+from kvpilot_operator.decide.steps.policy_input import PolicyInput
+from kvpilot_operator.decide.steps.weighing import Closed, Weighed, option_of, percent, weighed
+from kvpilot_operator.state.status import MAX_OPTIONS, Option
+
+# One step out at most doubles the replicas: the demand of a moment is an estimate.
+_MOST_GROWTH = 2
+# Or so many more where the load runs away, as an autoscaler may: what comes too late in a burst helps nobody.
+_QUICK = 4
+# Prompts that a replica may have in hand on average after one has left. They grow faster than the load, and one at all
+# moments is the most that an engine can serve (Little's law; docs/pilot.md).
+_MOST_PROMPTS = 0.6
+
+
+ALONE = "less than one request runs on each replica: another would make none of them faster"
+_EXTERNAL = (Outcome.NOT_OWNER, "scaling.mode is External: an autoscaler or a person writes /scale")
+
+
+def stay(s: PolicyInput, outcome: Outcome, message: str) -> Option:
+    """Leave everything as it is."""
+    tokens = int(s.workload.capacity_per_pod * s.counted)
+    use = percent(s.workload.demand_tokens, tokens)
+    return option_of(s, Action.STAY, (s.dtype, s.replicas), outcome, message, tokens, use)
+
+
+def down(s: PolicyInput) -> list[Weighed]:
+    """Every smaller dtype of the ladder; none in mode Fixed, where the dtype is the user's."""
+    return [_down(s, rung) for rung in _rungs(s) if smaller(rung.dtype, s.dtype)]
+
+
+def instead_of_replicas(s: PolicyInput) -> list[Weighed]:
+    """Smaller dtypes, the safest first, of a calm service whose replicas are there because memory ran out with fewer.
+
+    Open are those that could do with at least one replica fewer: memory is what a replica is kept for.
+    """
+    w, scaling = s.workload, s.spec.scaling
+    known = next((k for k in s.saturations if k.dtype == s.dtype), None)
+    if known is None or not known.memory or not known.requests_per_hour or scaling.mode == "External":
+        return []
+    if not w.requests_per_second or _too_many_prompts(s, s.replicas - 1) is not None:
+        return []
+    total = w.requests_per_second * 3600 * w.pods / SHARE
+    return [_instead(s, rung, total / known.requests_per_hour) for rung in _rungs(s) if smaller(rung.dtype, s.dtype)]
+
+
+def _instead(s: PolicyInput, rung: Rung, enough: float) -> Weighed:
+    """`enough` replicas of the serving dtype would do."""
+    times, itl = _gain(s, rung.dtype), expected_itl_change(s, rung.dtype)
+    replicas = max(1, s.spec.scaling.min_replicas, math.ceil(enough / times))
+    tokens, limit = int(s.workload.capacity_per_pod * s.counted * times), s.spec.kv_cache.pressure.high_percent
+    use = percent(s.workload.peak_load, s.counted * times)
+    closed = _dtype_closed(s, rung, itl, climb=False)
+    if closed is None and replicas >= s.replicas:
+        closed = Outcome.INSUFFICIENT, "it would save no replica"
+    late = would_miss(s, Action.DTYPE_DOWN, itl)
+    return weighed(s, Action.DTYPE_DOWN, (rung.dtype, s.replicas), closed, tokens, use, limit, itl, times, late)
+
+
+def up(s: PolicyInput) -> list[Weighed]:
+    """Every larger dtype of the ladder, the largest first; none in mode Fixed."""
+    return [_up(s, rung) for rung in _rungs(s) if smaller(s.dtype, rung.dtype)]
+
+
+def out(s: PolicyInput) -> Weighed:
+    """As many replicas more as the demand needs, at most twice as many as now, or in a surge four more."""
+    most = max(s.replicas * _MOST_GROWTH, s.replicas + (_QUICK if s.workload.surge else 1))
+    wanted = min(max(s.replicas + 1, needed(s)), most)
+    replicas = max(s.replicas + 1, min(s.spec.scaling.max_replicas, wanted))
+    tokens = int(s.workload.capacity_per_pod * replicas)
+    use, limit = percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent
+    itl = expected_itl_change(s, s.dtype, s.counted / replicas)
+    return weighed(s, Action.SCALE_OUT, (s.dtype, replicas), _out_closed(s), tokens, use, limit, itl)
+
+
+def offload(s: PolicyInput) -> list[Weighed]:
+    """Host memory for as many tokens as the GPUs hold, where prefixes are thrown out. Never open: it is the user's."""
+    if not s.workload.thrown_out:
+        return []
+    tokens = int(2 * s.workload.capacity_per_pod * s.counted)
+    use, limit = percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent
+    outcome, why = _offload_closed(s)
+    text = f"{why}; with {_host_memory(s)} GPUs and hosts would hold {tokens} tokens of prefixes"
+    option = option_of(s, Action.OFFLOAD, (s.dtype, s.replicas), outcome, text, tokens, use)
+    # What a host's memory costs is not known.
+    return [Weighed(msgspec.structs.replace(option, cost_per_hour_micros=None), open=False, fits=use <= limit)]
+
+
+def scale_in(s: PolicyInput) -> Weighed:
+    """A replica fewer; where it is known what one can do, as few as half of them, if that is enough for the load."""
+    least = s.replicas - 1
+    if able(s.saturations, s.workload, s.dtype) is not None:
+        least = min(least, max(math.ceil(s.replicas / _MOST_GROWTH), s.spec.scaling.min_replicas))
+    fewer = [_scale_in(s, max(0, replicas)) for replicas in range(least, s.replicas)]
+    return next((step for step in fewer if step.open), fewer[-1])
+
+
+def _scale_in(s: PolicyInput, replicas: int) -> Weighed:
+    pressure = s.spec.kv_cache.pressure
+    left = max(1, min(replicas, s.ready))
+    tokens, use = int(s.workload.capacity_per_pod * left), percent(s.workload.peak_load, left)
+    margin = (pressure.low_percent + pressure.high_percent) // 2
+    itl = expected_itl_change(s, s.dtype, s.counted / left)
+    closed = _in_closed(s, replicas, left, use, margin, would_miss(s, Action.SCALE_IN, itl, s.counted / left))
+    return weighed(s, Action.SCALE_IN, (s.dtype, replicas), closed, tokens, use, margin, itl)
+
+
+def costs(steps: Sequence[Option]) -> str:
+    """What each would cost an hour, in words; empty where no price is known."""
+    told = [
+        f"{one.dtype} at {one.replicas} {one.cost_per_hour_micros / 1e6:.2f}"
+        for one in steps
+        if one.cost_per_hour_micros is not None
+    ]
+    return f"; an hour costs: {', '.join(told)}" if told else ""
+
+
+def listed(chosen: Option, steps: list[Weighed]) -> tuple[Option, ...]:
+    """The chosen option first, then the others, as many as the journal holds."""
+    others = [step.option for step in steps if step.option is not chosen]
+    return (chosen, *others)[:MAX_OPTIONS]
+
+
+def _rungs(s: PolicyInput) -> tuple[Rung, ...]:
+    if s.spec.kv_cache.mode == "Fixed":
+        return ()
+    return rungs(s.spec, s.node, s.model, s.denied, s.now)
+
+
+def _down(s: PolicyInput, rung: Rung) -> Weighed:
+    times, itl = _gain(s, rung.dtype), expected_itl_change(s, rung.dtype)
+    tokens = int(s.workload.capacity_per_pod * s.counted * times)
+    use, limit = percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent
+    closed = _dtype_closed(s, rung, itl, climb=False)
+    if closed is None and s.workload.kind != WorkloadKind.MEMORY_BOUND:
+        closed = Outcome.NOT_MEMORY, "memory is not what binds"
+    late = would_miss(s, Action.DTYPE_DOWN, itl)
+    return weighed(s, Action.DTYPE_DOWN, (rung.dtype, s.replicas), closed, tokens, use, limit, itl, times, late)
+
+
+def _up(s: PolicyInput, rung: Rung) -> Weighed:
+    times, itl = _gain(s, rung.dtype), expected_itl_change(s, rung.dtype)
+    tokens = int(s.workload.capacity_per_pod * s.counted * times)
+    use, limit = percent(s.workload.peak_load, s.counted * times), s.spec.kv_cache.pressure.low_percent
+    closed = _dtype_closed(s, rung, itl, climb=True)
+    crowded = beyond(s.saturations, s.workload, s.dtype, rung.dtype, s.counted) or would_miss(s, Action.DTYPE_UP, itl)
+    if closed is None and s.spec.scaling.mode == "Operator" and s.replicas > max(1, s.spec.scaling.min_replicas):
+        closed = Outcome.REPLICAS_FIRST, "a replica is given back before the dtype grows"
+    if closed is None and use > limit:
+        closed = Outcome.TOO_TIGHT, f"the peak would fill {use}%, above lowPercent {limit}%"
+    if closed is None and crowded is not None:
+        closed = Outcome.TOO_TIGHT, crowded
+    return weighed(s, Action.DTYPE_UP, (rung.dtype, s.replicas), closed, tokens, use, limit, itl, times)
+
+
+def _dtype_closed(s: PolicyInput, rung: Rung, itl: Expected, *, climb: bool) -> Closed | None:
+    if rung.outcome is not None:
+        return rung.outcome, rung.message
+    limit = s.spec.canary.max_itl_p95_regression_percent
+    if itl.percent is not None and itl.percent > limit:
+        why = f"the canary would fail: {itl.percent:+d}% between two tokens, maxITLP95RegressionPercent {limit}"
+        return Outcome.SLOWER, why
+    return s.canary_closed(climb=climb)
+
+
+def _out_closed(s: PolicyInput) -> Closed | None:
+    scaling = s.spec.scaling
+    if scaling.mode == "External":
+        return _EXTERNAL
+    if s.replicas >= scaling.max_replicas:
+        return Outcome.AT_LIMIT, f"scaling.maxReplicas is {scaling.max_replicas}"
+    if s.ready < s.replicas and not s.loading:
+        more = "more of them would not come up either"
+        return Outcome.REPLICAS_MISSING, f"{s.ready} of {s.replicas} replicas answer; {more}"
+    if s.workload.in_time:
+        return Outcome.OBJECTIVES_HELD, "every objective is held without one"
+    w = s.workload
+    if (w.missed or w.surge) and w.running + w.waiting < w.pods and not w.bound:
+        return Outcome.INSUFFICIENT, ALONE
+    return None
+
+
+def _offload_closed(s: PolicyInput) -> Closed:
+    asked, engine, kept = s.spec.kv_cache.offload, s.spec.engine, s.spec.kv_cache.retention
+    if kept is not None and s.spec.kv_cache.bounded:
+        return Outcome.VETOED, f"kvCache.retention {kept.policy} frees pages that offloading would look for"
+    if s.spec.offloads:
+        size = f" {asked.cpu_memory_gib} GiB of" if asked is not None else ""
+        share = 100 * (s.workload.host_hits or 0.0)
+        brought = f"{share:.0f}% of the prompts' tokens come from{size} host memory"
+        return Outcome.INSUFFICIENT, f"{brought}, and prefixes are thrown out all the same"
+    if any(engine.arguments.on(option) for option in rules.SEVERAL_ENGINES):
+        return Outcome.VETOED, "kvCache.offload is for one engine in a pod, and engine.extraArgs starts several"
+    if dtypes.parse(s.dtype).ours and s.model is not None and s.model.window_layers:
+        return Outcome.VETOED, f"{s.dtype} is not offloaded beside layers with a sliding window"
+    return Outcome.NOT_ASKED, "kvCache.offload is not set, and the memory of your hosts is yours to give"
+
+
+def _host_memory(s: PolicyInput) -> str:
+    """What holds the tokens of one replica once more."""
+    model = s.model
+    if model is None or model.mla or model.head_dim <= 0:
+        return "as much host memory as the caches of its GPUs take"
+    bits = bits_per_element(s.dtype, model, s.spec.kv_cache.skip_layers)
+    taken = s.workload.capacity_per_pod * model.layers * model.kv_heads * 2 * model.head_dim * bits / 8
+    return f"cpuMemoryGiB {math.ceil(taken / 2**30)}"
+
+
+def _in_closed(s: PolicyInput, replicas: int, left: int, use: int, margin: int, late: str | None) -> Closed | None:
+    scaling = s.spec.scaling
+    if s.replicas <= scaling.min_replicas or s.replicas <= 1:
+        return Outcome.AT_LIMIT, f"scaling.minReplicas is {scaling.min_replicas}"
+    # The calm has to be seen anew with as many replicas as there are now.
+    seconds = max(s.spec.kv_cache.pressure.sustained_seconds, scaling.scale_down_stabilization_seconds)
+    if s.replicas_changed is not None and s.now < s.replicas_changed + timedelta(seconds=seconds):
+        return Outcome.SETTLING, "the number of replicas has just changed"
+    if use > margin:
+        return Outcome.TOO_TIGHT, f"the peak would fill {use}%, above the {margin}% between lowPercent and highPercent"
+    crowded = beyond(s.saturations, s.workload, s.dtype, s.dtype, left) or _too_many_prompts(s, left) or late
+    if crowded is not None:
+        return Outcome.TOO_TIGHT, crowded
+    early = backing_off(s.now, s.dtype, replicas, s.scale_in_backoff)
+    if early is not None:
+        return Outcome.REGRETTED, early
+    return _EXTERNAL if scaling.mode == "External" else None
+
+
+def needed(s: PolicyInput) -> int:
+    """Replicas that hold the demand below `highPercent`; where memory does not bind, those that serve the queue too.
+
+    Of a load that runs away, as many as what comes and what waits needs at the best that a replica is known to do.
+    """
+    w = s.workload
+    if w.surge is not None:
+        each = max(w.best_requests_per_second or 0.0, able(s.saturations, w, s.dtype) or 0.0)
+        enough = (w.surge.arrivals + w.surge.waiting / DRAIN_SECONDS) / each if each else 0
+        wanted = math.ceil(min(enough, s.spec.scaling.max_replicas))
+        # Where prefixes are thrown out, whoever comes is computed anew: what does not double the cache changes little.
+        return max(wanted, 2 * w.pods) if w.memory else wanted
+    if w.kind == WorkloadKind.MEMORY_BOUND:
+        usable = w.capacity_per_pod * s.spec.kv_cache.pressure.high_percent / 100
+        return math.ceil(w.demand_tokens / usable) if usable > 0 else 0
+    held = w.usage_percent / 100 * w.capacity_tokens
+    return math.ceil(s.replicas * w.demand_tokens / held) if held > 0 else 0
+
+
+def _too_many_prompts(s: PolicyInput, replicas: int) -> str | None:
+    """Why the prompts would be too much for so few replicas, whatever the cache holds; None where they are not."""
+    w = s.workload
+    each = (w.prompts_in_hand or 0.0) * w.pods / max(1, replicas)
+    if each <= _MOST_PROMPTS:
+        return None
+    return f"each of {max(1, replicas)} replicas would have {each:.2f} prompts in hand ({_MOST_PROMPTS} is the limit)"
+
+
+def _gain(s: PolicyInput, dtype: str) -> float:
+    """Times the tokens: as a canary measured it, else by bits."""
+    measured = next((e.capacity_percent for e in s.experience(dtype) if e.capacity_percent), None)
+    if measured:
+        return measured / 100
+    kv_cache, w = s.spec.kv_cache, s.workload
+    tokens = None if w.mean_prompt is None or w.mean_generation is None else int(w.mean_prompt + w.mean_generation / 2)
+    asked = dtypes.parse(dtype).recent_tokens(kv_cache.recent_tokens, s.spec.model.max_model_len)
+    rings = ring_share(s.dtype, s.model, s.recent_tokens, tokens), ring_share(dtype, s.model, asked, tokens)
+    return gain(s.dtype, dtype, s.model, kv_cache.skip_layers, rings)

@@ -1,0 +1,178 @@
+"""Which step, of all that are possible? A smaller dtype is cheaper than a GPU, and a GPU is safer than a dtype.
+
+Under pressure: the safest dtype under which the demand fits; else as many replicas as it needs; else the smallest
+dtype, which is better than nothing. Where prefixes are thrown out host memory is weighed, too, and left to the user.
+Where something other than memory binds: a replica, never a dtype. The same where a latency objective is missed; where
+all are held, and one is of the first token, a queue alone calls for no replica. Where the load runs away: replicas at
+once, whatever binds.
+When pressure leaves: replicas fewer first; where memory is what keeps one, a smaller dtype in its place; back up the
+ladder once no replica can be given back. One step at a time, and none on metrics that say too little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from kvpilot_operator.api.words import Action, Outcome, Reason, WorkloadKind
+from kvpilot_operator.decide.load.saturation import learned
+from kvpilot_operator.decide.steps import options
+from kvpilot_operator.decide.steps.policy_input import PolicyInput
+from kvpilot_operator.decide.steps.weighing import Weighed
+from kvpilot_operator.state.status import Option, Saturation
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyDecision:
+    """The step to take (`chosen`, which may be Stay) and what else was weighed."""
+
+    options: tuple[Option, ...]
+    """The chosen one first; the others only where a step was called for."""
+    reason: str
+    """One CamelCase word."""
+    message: str
+    hold: str | None = None
+    """Why nothing is done although a step is called for, without figures that move."""
+    wanted: Option | None = None
+    """The step that would be taken if nothing stood in its way."""
+    saturations: tuple[Saturation, ...] = ()
+    """To be given to the next decision."""
+
+    @property
+    def chosen(self) -> Option:
+        """The step to take."""
+        return self.options[0]
+
+
+def choose_step(s: PolicyInput) -> PolicyDecision:
+    """Weigh every step of one service at one moment; total."""
+    kind, surge = s.workload.kind, s.workload.surge is not None
+    more = surge and options.needed(s) > s.replicas and options.out(s).open
+    if s.busy is not None and not (s.yields and more):
+        return _stay(s, Reason.BUSY, s.busy)
+    if more:
+        return _relieve(s)
+    if s.loading and (surge or s.workload.missed or kind not in (WorkloadKind.NO_METRICS, WorkloadKind.WARMING)):
+        return _stay(s, Reason.REPLICAS_LOADING, _answering(s))
+    if s.workload.bound or s.workload.missed or surge:
+        return _relieve(s)
+    if kind in (WorkloadKind.RELAXED, WorkloadKind.IDLE) and s.workload.calm:
+        return _release(s)
+    return _stay(s, kind, s.workload.message)
+
+
+def nothing_weighed(dtype: str, replicas: int, saturations: tuple[Saturation, ...]) -> PolicyDecision:
+    """Stay, where no step could be weighed."""
+    message = "no step could be weighed"
+    option = Option(action=Action.STAY, dtype=dtype, replicas=replicas, gpus=0, outcome=Outcome.CHOSEN, message=message)
+    return PolicyDecision((option,), Reason.NOT_WEIGHED, message, saturations=saturations)
+
+
+def _stay(s: PolicyInput, reason: str, message: str, wanted: Option | None = None) -> PolicyDecision:
+    return PolicyDecision(
+        (options.stay(s, Outcome.CHOSEN, message),), reason, message, wanted=wanted, saturations=s.saturations
+    )
+
+
+def _relieve(s: PolicyInput) -> PolicyDecision:
+    """Requests wait, or are late: for memory, or for something that only a replica brings."""
+    w = s.workload
+    downs, more = options.down(s), options.out(s)
+    steps = [*downs, *options.offload(s), more]
+    picked = _if_open(more) if w.surge or w.kind != WorkloadKind.MEMORY_BOUND else None
+    if picked is None and w.kind == WorkloadKind.MEMORY_BOUND:
+        picked = _for_memory(downs, more)
+    if picked is not None:
+        reason = Reason.MEMORY_PRESSURED if picked is not more else Reason.SURGE if w.surge else w.kind
+        return _take(s, picked, steps, Reason.OBJECTIVE_MISSED if w.missed else reason, _evidence(s))
+    if w.in_time:
+        return _stay(s, Outcome.OBJECTIVES_HELD, f"{w.message}; {'; '.join(map(str, w.objectives))}")
+    return _held(s, downs, more, steps)
+
+
+def _for_memory(downs: list[Weighed], more: Weighed) -> Weighed | None:
+    """The safest rung that is enough; else replicas; else the smallest rung, unless every objective is held anyway."""
+    enough = next((step for step in downs if step.open and step.fits), None)
+    if enough is not None or more.option.outcome == Outcome.OBJECTIVES_HELD:
+        return enough
+    return _if_open(more) or next((step for step in reversed(downs) if step.open), None)
+
+
+def _if_open(step: Weighed) -> Weighed | None:
+    return step if step.open else None
+
+
+def _held(s: PolicyInput, downs: list[Weighed], more: Weighed, steps: list[Weighed]) -> PolicyDecision:
+    """Nothing is open: say what would be done, and what stands in its way."""
+    waiting = [
+        step for step in downs if step.option.outcome in (Outcome.DWELLING, Outcome.COOLING_DOWN, Outcome.NO_CANARY)
+    ]
+    closed = s.canary_closed()
+    if s.workload.kind == WorkloadKind.MEMORY_BOUND and waiting and closed is not None:
+        wanted = next((step for step in waiting if step.fits), waiting[-1])
+        return _hold(s, steps, wanted, closed[0], f"{closed[1]}; {_no_replica(s, more)}")
+    if s.workload.kind == WorkloadKind.MEMORY_BOUND and s.spec.kv_cache.mode != "Fixed":
+        left = "; ".join(f"{step.option.dtype}: {step.option.outcome}" for step in downs) or "none is smaller"
+        return _hold(s, steps, more, Reason.END_OF_LADDER, f"no smaller dtype is left ({left}); {_no_replica(s, more)}")
+    if not s.workload.bound and not s.workload.missed:
+        return _stay(s, Reason.SURGE, f"{_evidence(s)}; {_no_replica(s, more)}", more.option)
+    what = "an objective is missed" if s.workload.missed else s.workload.kind
+    return _hold(s, steps, more, more.option.outcome, f"{what}, but {_no_replica(s, more)}")
+
+
+def _evidence(s: PolicyInput) -> str:
+    w = s.workload
+    return "; ".join(part for part in (w.surge.message if w.surge else "", w.missed, w.message) if part)
+
+
+def _no_replica(s: PolicyInput, more: Weighed) -> str:
+    return {
+        Outcome.NOT_OWNER: "replicas are written by another (scaling.mode External)",
+        Outcome.AT_LIMIT: f"{s.replicas} replicas are the most (scaling.maxReplicas {s.spec.scaling.max_replicas})",
+        Outcome.INSUFFICIENT: options.ALONE,
+    }.get(more.option.outcome, _answering(s))
+
+
+def _answering(s: PolicyInput) -> str:
+    return f"{s.ready} of {s.replicas} replicas answer"
+
+
+def _release(s: PolicyInput) -> PolicyDecision:
+    """Next to nobody waits: what can be given back?"""
+    low = s.spec.kv_cache.pressure.low_percent
+    text = f"{s.workload.message}; below lowPercent {low}% for {s.spec.scaling.scale_down_stabilization_seconds} s"
+    fewer = options.scale_in(s)
+    if fewer.open:
+        return _take(s, fewer, [fewer, *options.up(s)], Reason.LOAD_LEFT, text)
+    if fewer.option.outcome in (Outcome.REGRETTED, Outcome.TOO_TIGHT):
+        downs = options.instead_of_replicas(s)
+        smaller = next((step for step in downs if step.open and step.fits), None)
+        if smaller is not None:
+            return _take(s, smaller, [*downs, fewer], Reason.MEMORY_KEEPS_REPLICAS, text)
+    if s.canary_closed(climb=True) is None:
+        ups = options.up(s)
+        higher = next((step for step in ups if step.open), None)
+        if higher is not None:
+            return _take(s, higher, [*ups, fewer], Reason.PRESSURE_LEFT, text)
+    would = fewer.option if fewer.option.outcome == Outcome.NOT_OWNER else None
+    return _stay(s, s.workload.kind, s.workload.message, would)
+
+
+def _take(s: PolicyInput, step: Weighed, steps: list[Weighed], reason: str, evidence: str) -> PolicyDecision:
+    chosen = msgspec.structs.replace(step.option, outcome=Outcome.CHOSEN)
+    others = [other for other in steps if other is not step]
+    nothing = Weighed(options.stay(s, Outcome.PASSED, "nothing changes"), open=False, fits=False)
+    known = s.saturations
+    if s.workload.bound or s.workload.missed or s.workload.surge:
+        known = learned(known, s.workload, s.dtype)
+    weighed = options.listed(chosen, [*others, nothing])
+    message = f"{evidence}{options.costs(weighed)}; {chosen.message}"
+    return PolicyDecision(weighed, reason, message, saturations=known)
+
+
+def _hold(s: PolicyInput, steps: list[Weighed], wanted: Weighed, reason: str, why: str) -> PolicyDecision:
+    chosen = options.stay(s, Outcome.CHOSEN, why)
+    weighed = options.listed(chosen, steps)
+    message = f"{_evidence(s)}; {why}{options.costs(weighed)}"
+    return PolicyDecision(weighed, reason, message, hold=why, wanted=wanted.option, saturations=s.saturations)

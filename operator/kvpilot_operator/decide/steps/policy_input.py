@@ -1,0 +1,95 @@
+"""Everything that a judgement needs to know of a service, apart from any cluster: the input of the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.api.words import Outcome
+from kvpilot_operator.decide.load.workload import Workload
+from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
+from kvpilot_operator.state.status import Denied, Experience, Saturation, ScaleInBackoff
+from kvpilot_operator.times import utc
+
+# After a canary was rolled back the next dtype change waits this long, or the dwell where that is shorter: a cluster
+# that goes through its ladder in an hour helps nobody.
+COOL_DOWN_SECONDS = 3600
+# A step back up waits this many dwells after the last change, so that a quiet night is no reason to flip twice a day.
+CLIMB_DWELLS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyInput:
+    """One service at one moment. The fields without a default are needed, the others only where there is something."""
+
+    now: datetime
+    spec: Spec
+    workload: Workload
+    dtype: str
+    """What serves."""
+    replicas: int
+    """Replicas that are asked for."""
+    ready: int
+    """Replicas that answer."""
+    node: NodeFacts
+    model: ModelFacts | None = None
+    recent_tokens: int = 0
+    """The recent window of the engines that serve, as they say themselves."""
+    denied: tuple[Denied, ...] = ()
+    history: tuple[Experience, ...] = ()
+    saturations: tuple[Saturation, ...] = ()
+    """From the last decision that had some."""
+    dtype_changed: datetime | None = None
+    replicas_changed: datetime | None = None
+    scale_in_backoff: ScaleInBackoff | None = None
+    """How many replicas were lately too few."""
+    rolled_back: datetime | None = None
+    """When the last canary was rolled back, whatever for but a change of the spec."""
+    busy: str | None = None
+    """Why no step at all may begin now: a canary is in flight, nothing serves yet."""
+    yields: bool = False
+    """Whether what is busy is the trial of another dtype, which ends where the load runs away."""
+    no_canary: str | None = None
+    """Why no dtype change may begin now: paused by the user, or probes that cannot be used."""
+    gpu_hour_micros: int | None = None
+    """What a GPU costs; it is told, and decides nothing: every step is on the same kind of GPU."""
+
+    @property
+    def loading(self) -> bool:
+        """Whether replicas that were asked for may still come up; they count as capacity until the deadline."""
+        if self.ready >= self.replicas or self.replicas_changed is None:
+            return False
+        return self.now < self.replicas_changed + timedelta(seconds=self.spec.canary.progress_deadline_seconds)
+
+    @property
+    def counted(self) -> int:
+        """Replicas that count as capacity."""
+        return max(1, self.replicas if self.loading else min(self.ready, self.replicas) or self.replicas)
+
+    def experience(self, dtype: str) -> Iterator[Experience]:
+        """How canaries of a change to this dtype did with this model, image, GPU and recent window, newest first."""
+        spec = self.spec
+        about = (spec.model.source, spec.engine.image, self.node.gpu, spec.kv_cache.recent_tokens)
+        for e in self.history:
+            if (e.dtype, e.from_dtype, e.model, e.image, e.gpu, e.recent_tokens) == (dtype, self.dtype, *about):
+                yield e
+
+    def canary_closed(self, *, climb: bool = False) -> tuple[Outcome, str] | None:
+        """Why no dtype change may begin, as an outcome word and a text without moving figures; None where it may."""
+        if self.no_canary is not None:
+            return Outcome.NO_CANARY, self.no_canary
+        cool = min(COOL_DOWN_SECONDS, self.spec.kv_cache.min_dwell_seconds)
+        until = _after(self.rolled_back, cool)
+        if until is not None and self.now < until:
+            return Outcome.COOLING_DOWN, f"a canary was rolled back; the next dtype change may come at {utc(until)}"
+        dwell = self.spec.kv_cache.min_dwell_seconds * (CLIMB_DWELLS if climb else 1)
+        changed, until = self.dtype_changed, _after(self.dtype_changed, dwell)
+        if changed is not None and until is not None and self.now < until:
+            return Outcome.DWELLING, f"the dtype changed at {utc(changed)}; the next may come at {utc(until)}"
+        return None
+
+
+def _after(time: datetime | None, seconds: int) -> datetime | None:
+    return None if time is None else time + timedelta(seconds=seconds)

