@@ -30,7 +30,7 @@ IDENTITY_ANNOTATION = "kvpilot.io/identity"
 MESH_LABEL, MESH_VALUE = "security.istio.io/tlsMode", "istio"
 """Istio's mark of a pod whose sidecar takes mutual TLS; its proxies decide by it, too."""
 
-DO_NOT_EVICT_ANNOTATION = "kvpilot.io/sheltered"
+DO_NOT_EVICT_ANNOTATION = "kvpilot.io/do-not-evict"
 """On a pod that a cluster autoscaler is asked to leave where it is for now."""
 
 ADMITTED = "kvpilot.io/admitted"
