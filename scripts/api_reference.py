@@ -1,89 +1,142 @@
-"""The reference page of the API, from the CRD (`make generate`): `python scripts/api_reference.py PAGE`."""
+"""Write the API's reference (`make generate`): `python scripts/api_reference.py FOLDER`.
+
+Each object of the spec has a page, podTemplate and the status have one, and quantizedllmservice.md leads to them.
+"""
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvpilot_operator.api.schema import load_crd, root_schema
+import crd
 
 Json = Any
 
+INDEX = "quantizedllmservice.md"
+_HEADER = "<!-- Generated from the structs of the operator by `make generate`: edit those, not this page. -->\n"
 _INTRO = """\
-<!-- Generated from crds/ by `make generate`; edit the CRD, not this page. -->
-
-# {kind}
+# QuantizedLLMService
 
 {description}
 
 API `{group}/{version}`, short name `{short}`, category `{category}`, scope {scope}; `/status` and `/scale` are served.
+`kubectl explain {plural}.spec --recursive` shows the same fields.
 
-Defaults and limits are in the schema, so `kubectl explain {plural}.spec --recursive` tells the same. The rules under a
-table are enforced by Kubernetes 1.29 and newer when an object is written; on an older server the operator reports the
-same faults in the condition `SpecAccepted` and does not act on the object.
+The API server judges an object by types, limits and rules when it is written. The operator judges what takes more than
+the object itself, and reports it in the condition `SpecAccepted`: arguments of the engine, and access to nodes.
+"""
+_POD_TEMPLATE = """\
+# spec.engine.podTemplate
+
+{description}
+
+Fields have the names and meanings that they have in a Pod. Lists hold at most {items} items.
+
+{fields}
 """
 
 
-def reference_page() -> str:
-    """The whole page as Markdown, one section per object of the schema, in the schema's order."""
-    crd = load_crd()["spec"]
-    names = crd["names"]
-    intro = _INTRO.format(
-        kind=names["kind"],
-        description=root_schema()["description"],
-        group=crd["group"],
-        version=crd["versions"][0]["name"],
+def pages() -> dict[str, str]:
+    """Return the text of each page by its name."""
+    definition = crd.definition()["spec"]
+    root = crd.root_schema()
+    spec, status = (root["properties"][part] for part in ("spec", "status"))
+    engine = spec["properties"]["engine"]["properties"]
+    template = engine.pop("podTemplate")
+    engine["podTemplate"] = {**template, "properties": None}
+    objects = {name: field for name, field in spec["properties"].items() if _object_of(field)}
+    found = {f"{_slug(name)}.md": [*_sections(f"spec.{name}", field, 1)] for name, field in objects.items()}
+    found["pod-template.md"] = [_pod_template(template)]
+    found["status.md"] = [*_sections("status", status, 1)]
+    found[INDEX] = [_intro(definition, root), *_index(spec, objects), _printer_columns(definition["versions"][0])]
+    return {name: "\n".join([_HEADER, *sections]) for name, sections in found.items()}
+
+
+def _slug(name: str) -> str:
+    """Return the name of a field's page, such as kv-cache."""
+    return re.sub("(?<=[a-z])(?=[A-Z])", "-", name).lower()
+
+
+def _intro(definition: Mapping[str, Json], root: Mapping[str, Json]) -> str:
+    names = definition["names"]
+    return _INTRO.format(
+        description=root["description"],
+        group=definition["group"],
+        version=definition["versions"][0]["name"],
         plural=names["plural"],
         short=names["shortNames"][0],
         category=names["categories"][0],
-        scope=crd["scope"].lower(),
+        scope=definition["scope"].lower(),
     )
-    sections = [intro, *_root_rules()]
-    told: dict[int, str] = {}
-    for part in ("spec", "status"):
-        sections.extend(_sections(part, root_schema()["properties"][part], told))
-    sections.append(_printer_columns(crd["versions"][0]["additionalPrinterColumns"]))
-    return "\n".join(sections)
 
 
-def _root_rules() -> Iterator[str]:
-    rules = list(_rules(root_schema()))
-    if rules:
-        yield "\n".join(["Rules:", "", *rules, ""])
+def _index(spec: Mapping[str, Json], objects: Mapping[str, Json]) -> Iterator[str]:
+    rows = []
+    for name, field in spec["properties"].items():
+        shown = f"[`{name}`]({_slug(name)}.md)" if name in objects else f"`{name}`"
+        rows.append(f"| {shown} | {_type(field)} | {_default(name, field, spec)} | {_limits(field)} | {_text(field)} |")
+    yield "\n".join(["## spec", "", _text(spec), "", *_HEAD, *rows, ""])
+    template, status = "[engine.podTemplate](pod-template.md)", "[status](status.md)"
+    yield f"{template} has the fields that Kubernetes has a shape for. The operator answers in the {status}.\n"
+    rules = [*_rules(crd.root_schema()), *_rules(spec, "spec")]
+    yield "\n".join(["Rules:", "", *rules, ""])
 
 
-def _sections(path: str, schema: Mapping[str, Json], told: dict[int, str]) -> Iterator[str]:
-    """The section of one object and those of the objects in it, depth first.
+def _pod_template(schema: Mapping[str, Json]) -> str:
+    """Return the page of podTemplate: its fields by their names, and its rules."""
+    fields: list[str] = []
+    rules: list[str] = []
 
-    What the CRD has in two places by a YAML alias is `told` (id -> path) once.
-    """
-    if id(schema) in told:
-        yield "\n".join([f"## {path}", "", f"As `{told[id(schema)]}`.", ""])
-        return
-    told[id(schema)] = path
+    def walk(path: str, node: Mapping[str, Json], depth: int) -> None:
+        rules.extend(_rules(node, path))
+        inner = _object_of(node) or {}
+        for name, child in inner.get("properties", {}).items():
+            if depth < _SHOWN_DEPTH:
+                fields.append(f"{'  ' * depth}* `{name}`: {_type(child)}")
+            walk(f"{path}.{name}" + ("[]" if child.get("type") == "array" else ""), child, depth + 1)
+        if inner is not node:
+            rules.extend(_rules(inner, path))
+
+    walk("", schema, 0)
+    page = _POD_TEMPLATE.format(description=_text(schema), items=crd.MOST_ITEMS, fields="\n".join(fields))
+    return "\n".join([page, "Rules:", "", *rules, ""])
+
+
+_SHOWN_DEPTH = 3
+_HEAD = ("| field | type | default | limits | what it does |", "|---|---|---|---|---|")
+
+
+def _text(field: Mapping[str, Json]) -> str:
+    text: str = field.get("description", "")
+    return text
+
+
+def _sections(path: str, schema: Mapping[str, Json], level: int) -> Iterator[str]:
+    """Yield the section of one object and those of the objects in it, depth first."""
     rows = [
-        f"| `{name}` | {_type(field)} | {_default(name, field, schema)} | {_limits(field)} | {field['description']} |"
+        f"| `{name}` | {_type(field)} | {_default(name, field, schema)} | {_limits(field)} | {_text(field)} |"
         for name, field in schema["properties"].items()
     ]
-    table = ["| field | type | default | limits | what it does |", "|---|---|---|---|---|", *rows, ""]
+    table = [*_HEAD, *rows, ""]
     rules = list(_rules(schema))
     for name, field in schema["properties"].items():
         rules.extend(rule for rule in _rules(field, name) if not _object_of(field) or field["type"] == "array")
         rules.extend(_rules(field.get("items", {}), f"{name}[]") if not _object_of(field) else ())
     if rules:
         table.extend(["Rules:", "", *rules, ""])
-    yield "\n".join([f"## {path}", "", schema.get("description", f"One item of `{path}`."), "", *table])
+    yield "\n".join([f"{'#' * level} {path}", "", schema.get("description", f"One item of `{path}`."), "", *table])
     for name, field in schema["properties"].items():
         inner = _object_of(field)
         if inner is not None:
-            yield from _sections(f"{path}.{name}" + ("[]" if field["type"] == "array" else ""), inner, told)
+            yield from _sections(f"{path}.{name}" + ("[]" if field["type"] == "array" else ""), inner, 2)
 
 
 def _object_of(field: Mapping[str, Json]) -> Mapping[str, Json] | None:
-    """The object with fields of its own that `field` is or is a list of."""
+    """Return the schema of the object that `field` is or is a list of; None for any other field."""
     inner: Mapping[str, Json] = field.get("items", field)
-    return inner if "properties" in inner else None
+    return inner if inner.get("properties") else None
 
 
 def _type(field: Mapping[str, Json]) -> str:
@@ -138,10 +191,17 @@ def _rules(schema: Mapping[str, Json], prefix: str = "") -> Iterator[str]:
         yield f"- {f'`{field}`: ' if field else ''}{rule['message']}"
 
 
-def _printer_columns(columns: list[Mapping[str, str]]) -> str:
-    rows = [f"| {column['name']} | `{column['jsonPath']}` | {column.get('description', '')} |" for column in columns]
+def _printer_columns(version: Mapping[str, Json]) -> str:
+    columns = version["additionalPrinterColumns"]
+    rows = [f"| {column['name']} | `{column['jsonPath']}` | {column['description']} |" for column in columns]
     return "\n".join(["## kubectl get", "", "| column | from | what it shows |", "|---|---|---|", *rows, ""])
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(reference_page())
+    folder = Path(sys.argv[1])
+    made = pages()
+    for page in folder.glob("*.md"):
+        if page.name not in made:
+            page.unlink()
+    for name, text in made.items():
+        (folder / name).write_text(text)

@@ -27,7 +27,7 @@ COMMANDS = (
     ("scripts/metrics_table.py",),
     ("scripts/models_page.py", "docs/models.json", "docs/models.md"),
     ("scripts/model_defaults.py", "formats/kvpilot_formats/models/defaults.json"),
-    ("scripts/api_reference.py", "docs/reference/quantizedllmservice.md"),
+    ("scripts/api_reference.py", "docs/reference"),
     (
         "-m",
         "benchmarks.backtest.backtest_profile",

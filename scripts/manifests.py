@@ -1,7 +1,7 @@
-"""Writes everything that follows from crds/ and charts/kvpilot (`make generate`).
+"""Writes everything that follows from the API's structs and charts/kvpilot (`make generate`).
 
-crds/ and LICENSE -> the chart; values.yaml -> the table in the chart's README.md; the chart -> config/ (kustomize) and
-bundle/ (OLM).
+Structs -> crds/; crds/ and LICENSE -> the chart; values.yaml -> the table in the chart's README.md; the chart ->
+config/ (kustomize) and bundle/ (OLM).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import chart_readme
+import crd
 import kustomize
 import olm_bundle
 
@@ -40,6 +41,7 @@ def _bundle() -> dict[Path, str]:
 
 def main() -> None:
     """Write; the chart's copies come first, since the rest is made from the chart."""
+    (ROOT / "crds" / crd.FILE).write_text(crd.text())
     _write(_crds(), COPIES)
     _write(_readme(), None)
     _write(_config(), CONFIG)

@@ -166,7 +166,7 @@ def _descriptors(schema: Manifest, prefix: str) -> Iterator[Manifest]:
         path = f"{prefix}{name}"
         if "properties" in child:
             yield from _descriptors(child, f"{path}.")
-        else:
+        elif "description" in child:  # as the fields of a Pod have none
             words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", path)
             title = " ".join(word[0].upper() + word[1:] for word in words)
             yield {"path": path, "displayName": title, "description": child["description"]}

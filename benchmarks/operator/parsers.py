@@ -24,7 +24,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpilot_localcluster.engines.hostile_texts import BASELINES, CONFIG_MAPS, PAGES, SPECS, TOKENS, YAML, Make
-from kvpilot_operator.api.schema import faults
+from kvpilot_operator.api.faults import faults
 from kvpilot_operator.budget import METRICS_CHUNK_BYTES
 from kvpilot_operator.errors import KvpilotError
 from kvpilot_operator.observe import series

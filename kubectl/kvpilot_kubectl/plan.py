@@ -87,12 +87,14 @@ def _by_nodes(cluster: Cluster, name: str) -> Iterator[str]:
 
 
 def _selected(obj: Json) -> Iterator[str]:
-    engine = at(obj, "spec", "engine")
-    yield text(gpu_of_labels(at(engine, "nodeSelector")))
-    for one in items(engine, "nodeAffinity"):
-        values = at(one, "values")
-        if text(one, "operator") == "In" and isinstance(values, list):
-            yield from (text(gpu_of_labels({text(one, "key"): value})) for value in values)
+    pod = at(obj, "spec", "engine", "podTemplate", "spec")
+    yield text(gpu_of_labels(at(pod, "nodeSelector")))
+    required = at(pod, "affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution")
+    for term in items(required, "nodeSelectorTerms"):
+        for one in items(term, "matchExpressions"):
+            values = at(one, "values")
+            if text(one, "operator") == "In" and isinstance(values, list):
+                yield from (text(gpu_of_labels({text(one, "key"): value})) for value in values)
 
 
 def _tried(obj: Json) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from kvpilot_operator.api import host_access
+from kvpilot_operator.api.pod_template import KINDS
 from kvpilot_operator.gpus import PriceError, prices
 from kvpilot_operator.tracing import TracingError, endpoint
 
@@ -34,7 +34,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--allow-host-access",
         action="append",
         default=[],
-        choices=host_access.KINDS,
+        choices=KINDS,
         help="let engine.podTemplate ask for this access to nodes (may be repeated; default: none)",
     )
     parser.add_argument(

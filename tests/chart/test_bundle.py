@@ -15,7 +15,7 @@ import yaml
 from kvpilot_localcluster.manifests import objects
 from kvpilot_localcluster.toolbox.courier import courier
 from kvpilot_localcluster.toolbox.hadolint import hadolint
-from kvpilot_operator.api.schema import faults
+from kvpilot_operator.api.faults import faults
 from support.catalogs import Bundle, bundle_faults, read_bundle
 
 OPENSHIFT = ["--api-versions", "security.openshift.io/v1"]

@@ -17,7 +17,7 @@ import yaml
 from kvpilot_localcluster.pod import LOGS_ANNOTATION
 from kvpilot_localcluster.rest import HANGS, ApiError, until
 from kvpilot_localcluster.toolbox.helm import HelmRefused, render, run_helm
-from kvpilot_operator.api.schema import faults
+from kvpilot_operator.api.faults import faults
 from kvpilot_smallmodels.models import tiny_llama
 
 pytestmark = pytest.mark.timeout(1800)
@@ -111,7 +111,6 @@ class Install:
                         "extraArgs": ["--enforce-eager", "--max-num-seqs=4", "--kv-cache-memory-bytes=16M"],
                         "env": [{"name": "VLLM_CPU_OMP_THREADS_BIND", "value": "nobind"}],
                         "resources": {"requests": {"memory": "1Gi"}},
-                        "shmSizeMiB": 64,
                     },
                     "kvCache": {"mode": "Fixed", "dtype": "auto"},
                     "drain": {"preStopSeconds": 1, "timeoutSeconds": 10},

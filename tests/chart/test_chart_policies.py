@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from kvpilot_localcluster.toolbox.checkov import checkov
-from kvpilot_operator.api.schema import apply_defaults
 from kvpilot_operator.api.spec import parse
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.objects import disruption_budget, service, workload
 from kvpilot_operator.state.snapshot import ServiceKey
+from support.crd import apply_defaults
 
 HERE = Path(__file__).parent
 SETS = sorted(path.stem for path in (HERE / "values").glob("*.yaml"))

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from kvpilot_localcluster.toolbox.helm import HelmRefused, render, run_helm
-from kvpilot_operator.api.host_access import KINDS
+from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.names import ENGINE_PORT, PREFETCH_LABEL, SERVICE_LABEL
-from kvpilot_operator.api.schema import faults
+from kvpilot_operator.api.pod_template import KINDS
 from kvpilot_operator.gpus import GPUS
 from kvpilot_operator.options import parse_arguments
 from kvpilot_operator.tracing import endpoint

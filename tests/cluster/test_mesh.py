@@ -49,7 +49,7 @@ async def test_the_operators_process_reads_an_engine_that_lets_only_the_mesh_in(
     operator = Operator("meshed", tmp_path, cluster.kubeconfig, *flags)
     try:
         async with sidecar(f"http://127.0.0.1:{port}", certificates, host=address, port=ENGINE_PORT) as seen:
-            create(cluster.rest, namespace, **engine(nodeSelector=NOWHERE, podTemplate=IN_THE_MESH))
+            create(cluster.rest, namespace, **engine(podTemplate={**IN_THE_MESH, "spec": {"nodeSelector": NOWHERE}}))
             await asyncio.to_thread(answers, cluster.rest, namespace, address)
             missing = "cert-chain.pem, key.pem and root-cert.pem come from the mesh's agent"
             await asyncio.to_thread(

@@ -14,7 +14,7 @@ import pytest
 from kvpilot_localcluster import certs
 from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.rest import ApiError, Rest, until
-from support.operated import condition, create, engine, services, told
+from support.operated import condition, create, engine, placed, services, told
 from support.rights import until_may
 
 Json = dict[str, Any]
@@ -172,7 +172,11 @@ def test_a_tenant_could_create_by_hand_what_the_operator_creates_for_one(
     rest: Rest, cluster: LocalCluster, namespace: str
 ) -> None:
     rest.create(f"/api/v1/namespaces/{namespace}/serviceaccounts", {"metadata": {"name": "models"}})
-    create(rest, namespace, **engine(podTemplate=TEMPLATE, serviceAccountName="models"))
+    create(
+        rest,
+        namespace,
+        **engine(podTemplate={**TEMPLATE, "spec": {**TEMPLATE["spec"], "serviceAccountName": "models"}}),
+    )
     template = deployment(rest, namespace)["spec"]["template"]
     tenant = user(cluster, namespace, "edit")
     until(lambda: tenant.get(f"/api/v1/namespaces/{namespace}/serviceaccounts/models").get("secrets"), "its token")
@@ -190,7 +194,7 @@ def test_a_quota_of_the_namespace_on_a_priority_keeps_engines_from_it(
     quotas = f"/api/v1/namespaces/{namespace}/resourcequotas"
     rest.create(quotas, {"metadata": {"name": "team"}, "spec": {"hard": {"pods": "0"}, "scopeSelector": scope}})
     until(lambda: rest.get(f"{quotas}/team")["status"].get("hard"), "the quota counts")
-    create(rest, namespace, **engine(priorityClassName=high))
+    create(rest, namespace, **placed(priorityClassName=high))
     found = told(rest, namespace, "ObjectsAccepted", "QuotaExceeded")
     assert "raise ResourceQuota team" in found["message"]
     assert rest.get(f"/api/v1/namespaces/{namespace}/pods")["items"] == []
@@ -198,5 +202,5 @@ def test_a_quota_of_the_namespace_on_a_priority_keeps_engines_from_it(
     with pytest.raises(ApiError) as caught:
         by_hand(user(cluster, namespace, "edit"), namespace, template)
     assert "exceeded quota: team" in json.loads(caught.value.body)["message"]
-    rest.merge(f"{services(namespace)}/chat", {"spec": {"engine": {"priorityClassName": None}}})
+    rest.merge(f"{services(namespace)}/chat", {"spec": {"engine": {"podTemplate": None}}})
     until(lambda: condition(rest, namespace, "ObjectsAccepted").get("status") == "True", "without it there are engines")

@@ -13,10 +13,12 @@ from kvpilot_localcluster.rest import ApiError, Rest, until
 from kvpilot_operator.render.engine import pod_template
 from kvpilot_operator.render.objects import workload
 from kvpilot_operator.state.snapshot import ServiceKey
-from support.operated import condition, create, engine, exists, services, told
+from support.operated import condition, create, engine, exists, placed, services, told
 from support.services import manifest, spec_of
 
 Json = dict[str, Any]
+
+TEMPLATE = "spec.engine.podTemplate.spec"
 
 
 @dataclass(frozen=True)
@@ -49,22 +51,22 @@ CASES = [
         "half-a-gpu", "NotAWholeNumber", "spec.engine.resources.limits[amd.com/gpu]", "a whole number",
         engine(resources={"limits": {"amd.com/gpu": "0.5"}}),
     ),
-    Case("selector", "InvalidLabel", "spec.engine.nodeSelector", "letters", engine(nodeSelector={"a b": "x"})),
+    Case("selector", "InvalidLabel", f"{TEMPLATE}.nodeSelector", "letters", placed(nodeSelector={"a b": "x"})),
     Case(
-        "toleration", "InvalidLabel", "spec.engine.tolerations[0].key", "letters",
-        engine(tolerations=[{"key": "a b", "operator": "Exists"}]),
+        "toleration", "InvalidLabel", f"{TEMPLATE}.tolerations[0].key", "letters",
+        placed(tolerations=[{"key": "a b", "operator": "Exists"}]),
     ),
     Case(
-        "priority-class", "PriorityClassMissing", "spec.engine.priorityClassName", "create the PriorityClass nope",
-        engine(priorityClassName="nope"),
+        "priority-class", "PriorityClassMissing", f"{TEMPLATE}.priorityClassName", "create the PriorityClass nope",
+        placed(priorityClassName="nope"),
     ),
     Case(
-        "service-account", "ServiceAccountMissing", "spec.engine.serviceAccountName", "create the ServiceAccount nope",
-        engine(serviceAccountName="nope"),
+        "service-account", "ServiceAccountMissing", f"{TEMPLATE}.serviceAccountName", "create the ServiceAccount nope",
+        placed(serviceAccountName="nope"),
     ),
     Case(
-        "runtime-class", "RuntimeClassMissing", "spec.engine.runtimeClassName", "create the RuntimeClass nope",
-        engine(runtimeClassName="nope"),
+        "runtime-class", "RuntimeClassMissing", f"{TEMPLATE}.runtimeClassName", "create the RuntimeClass nope",
+        placed(runtimeClassName="nope"),
     ),
     Case(
         "oci", "ImageVolumesUnsupported", "spec.model.source", "pvc://", {"model": {"source": "oci://example.org/m:1"}},
@@ -84,17 +86,17 @@ CASES = [
         engine(podTemplate={"metadata": {"labels": {"a b": "x"}}}),
     ),
     Case(
-        "mount-of-no-volume", "Invalid", "spec.engine.podTemplate.spec.containers[*].volumeMounts[", "nowhere",
+        "mount-of-no-volume", "Invalid", f"{TEMPLATE}.containers[*].volumeMounts[", "nowhere",
         engine(podTemplate={"spec": {"containers": [
             {"name": "engine", "volumeMounts": [{"name": "nowhere", "mountPath": "/a"}]}]}}),
     ),
     Case(
-        "resource-claims", "ResourceClaimsUnsupported", "spec.engine.podTemplate.spec.resourceClaims",
+        "resource-claims", "ResourceClaimsUnsupported", f"{TEMPLATE}.resourceClaims",
         "spec.engine.resources.limits",
         engine(podTemplate={"spec": {"resourceClaims": [{"name": "gpu", "resourceClaimName": "gpu"}]}}),
     ),
     Case(
-        "sidecar-before-the-engine", "SidecarsUnsupported", "spec.engine.podTemplate.spec.initContainers",
+        "sidecar-before-the-engine", "SidecarsUnsupported", f"{TEMPLATE}.initContainers",
         "under containers",
         engine(podTemplate={"spec": {"initContainers": [{"name": "a", "image": "a/b:1", "restartPolicy": "Always"}]}}),
     ),
@@ -147,7 +149,7 @@ def test_what_appears_later_clears_the_condition(rest: Rest, namespace: str, lat
         )
         path = f"/api/v1/namespaces/{namespace}/resourcequotas/team"
         until(lambda: rest.get(path)["status"].get("hard"), "the quota counts")
-    create(rest, namespace, **engine(priorityClassName=f"late-{namespace}") if late is missing_class else {})
+    create(rest, namespace, **placed(priorityClassName=f"late-{namespace}") if late is missing_class else {})
     until(lambda: condition(rest, namespace, "ObjectsAccepted").get("status") == "False", "refused")
     late(rest, namespace)
     until(lambda: condition(rest, namespace, "ObjectsAccepted").get("status") == "True", "accepted", seconds=600)

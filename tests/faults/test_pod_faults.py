@@ -111,7 +111,9 @@ async def second(whole_world, tmp_path_factory):
     try:
         await asyncio.to_thread(node.start, world.rest)
         await cordon(world, "local", True)
-        await world.serving("pair", 1, engine={"image": "kvpilot/faulty-engine:dev", "tolerations": SOON})
+        await world.serving(
+            "pair", 1, engine={"image": "kvpilot/faulty-engine:dev", "podTemplate": {"spec": {"tolerations": SOON}}}
+        )
         await cordon(world, "local", False)
         await cordon(world, node.name, True)
         await world.scale("pair", 2)

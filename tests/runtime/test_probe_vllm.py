@@ -20,7 +20,6 @@ import pytest
 
 from kvpilot_cli.probe import command
 from kvpilot_localcluster.engines.real import HANGS
-from kvpilot_operator.api.schema import apply_defaults
 from kvpilot_operator.api.spec import parse
 from kvpilot_operator.api.words import Verdict
 from kvpilot_operator.decide import described, judge
@@ -34,6 +33,7 @@ from kvpilot_operator.probes.session import GiveWay, Settings
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_smallmodels.models import smollm2_135m, tiny_llama
+from support.crd import apply_defaults
 from support.forked_serve import engine
 from support.meshed import Mesh, sidecar
 from support.processors import serves_quantized_by_vllm

@@ -1,7 +1,7 @@
 """Wrong QuantizedLLMServices, each with the field that is at fault and a word of the remedy: bad_manifests.yaml.
 
-One table for two judges: the operator's own check (tests/unit/test_api_faults.py) and the real API server
-(tests/cluster/test_crd_modern.py).
+One table for the operator's own check (tests/unit/test_api_faults.py) and the real API server
+(tests/cluster/test_crd.py).
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ GOOD: dict[str, Any] = {
 }
 
 
-Judge = Literal["schema", "rule", "parser", "operator"]
+Judge = Literal["schema", "rule", "operator", "kubernetes", "administrator"]
 
 
 @dataclass(frozen=True)
 class Bad:
     """`changes` to GOOD (dotted path -> value, None takes the field away) that `judge` refuses at `field`.
 
-    The message holds `word`. judge is "schema" where any API server refuses, in its own words, and "rule" where CEL
-    does, in ours; "parser" where only the operator reads arguments as vLLM does; "operator" where only the operator
-    knows what is allowed.
+    The message of "rule", "operator" and "administrator" holds `word`. bad_manifests.yaml says who each judge is.
     """
 
     name: str
@@ -55,7 +53,7 @@ class Bad:
 
 
 _TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-_JUDGES: tuple[Judge, ...] = ("schema", "parser", "rule", "operator")
+_JUDGES: tuple[Judge, ...] = ("schema", "rule", "operator", "kubernetes", "administrator")
 
 BAD = tuple(Bad(judge=judge, **row) for judge in _JUDGES for row in _TABLE[judge])
 GOOD_GPU_LIMITS: tuple[tuple[int, int | str], ...] = tuple((size, limit) for size, limit in _TABLE["gpu_limits"])

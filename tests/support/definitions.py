@@ -16,7 +16,7 @@ from kvpilot_localcluster.definitions import directly, route, served_paths, unro
 from kvpilot_localcluster.rest import ApiError, Rest, until
 from kvpilot_localcluster.toolbox.kubectl import kubectl
 from kvpilot_operator.api.names import KIND, PLURAL
-from kvpilot_operator.api.schema import load_crd
+from support.crd import load_crd
 
 Json = dict[str, Any]
 

@@ -1,23 +1,21 @@
 """Wrong QuantizedLLMServices that the CRD's schema itself gives: one for each limit of each field of the spec.
 
-What they add to bad_manifests.yaml: a field that is new has its cases by being in the schema. The same judges look at
-them: the operator (tests/unit/test_derived_faults.py) and both API servers (tests/cluster), which are asked of many at
-once, since an answer lists all faults of an object.
+A new field has its cases by being in the schema. The operator (tests/unit/test_derived_faults.py) and the API server
+(tests/cluster/test_crd_modern.py) judge them; the server is asked of many at once, since it lists all faults of an
+object. Fields of podTemplate are Kubernetes' own and have none.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import re2  # type: ignore[import-untyped]
-
-from kvpilot_operator.api.rules import broken_rules
-from kvpilot_operator.api.schema import root_schema
 from support.bad_manifests import GOOD
+from support.crd import root_schema
 
 Json = Any
 Path = tuple[str | int, ...]
@@ -27,9 +25,6 @@ _NO_LIMITS = frozenset(
     {"description", "default", "properties", "items", "additionalProperties", "anyOf", "x-kubernetes-map-type",
      "x-kubernetes-list-map-keys", "x-kubernetes-validations"}
 )  # fmt: skip
-_RULES = "x-kubernetes-validations"
-"""Limits that no value can be derived from: rows written by hand break them."""
-
 _TEXTS = ("a", "/a", "1Gi", "hf://a/b", "builtin/general", "fp8", "0", "A")
 _WRONG_TEXTS = ("A b!", "..", "a")
 
@@ -101,25 +96,6 @@ def leaves() -> list[str]:
     return [_field(path) for path, schema in _nodes(root_schema()["properties"]["spec"], ()) if not _is_parent(schema)]
 
 
-def unbroken_rules(cases: Iterable[tuple[Mapping[str, Json], str]]) -> list[str]:
-    """The rules that none of the cases breaks, each a wrong object, defaulted, and the field at fault.
-
-    A rule that stands in several places, which the CRD writes by a YAML alias, is one rule.
-    """
-    root = root_schema()
-    of_spec = {**root, "properties": {name: root["properties"][name] for name in ("metadata", "spec")}}
-    broken: set[int] = set()
-    alone: dict[int, Mapping[str, Json]] = {}
-    for obj, field in cases:
-        for value, schema, at in _values(obj, of_spec, ()):
-            for rule in schema.get(_RULES, ()):
-                if _field(at, "") + rule.get("fieldPath", "") in (field, f".{field}"):
-                    only = alone.setdefault(id(rule), {**schema, _RULES: [rule]})
-                    broken |= {id(rule) for _ in broken_rules(value, only)}
-    every = {id(rule): rule for _, schema in _nodes(of_spec, ()) for rule in schema.get(_RULES, ())}
-    return [rule["rule"] for key, rule in every.items() if key not in broken]
-
-
 def _overlap(one: Path, other: Path) -> bool:
     return all(a == b for a, b in zip(one, other, strict=False))
 
@@ -137,15 +113,8 @@ def _steps(schema: Mapping[str, Json]) -> list[str | int]:
 def _nodes(schema: Mapping[str, Json], path: Path) -> Iterator[tuple[Path, Mapping[str, Json]]]:
     yield path, schema
     for step in _steps(schema):
-        yield from _nodes(_below(schema, step), (*path, step))
-
-
-def _values(value: Json, schema: Mapping[str, Json], path: Path) -> Iterator[tuple[Json, Mapping[str, Json], Path]]:
-    yield value, schema, path
-    fields = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for step, item in fields:
-        if isinstance(step, int) or step in schema.get("properties", {}) or "additionalProperties" in schema:
-            yield from _values(item, _below(schema, step), (*path, step))
+        if step != "podTemplate":
+            yield from _nodes(_below(schema, step), (*path, step))
 
 
 def _below(schema: Mapping[str, Json], step: str | int) -> Mapping[str, Json]:
@@ -177,7 +146,7 @@ def _breaking(keyword: str, schema: Mapping[str, Json], path: Path) -> Iterator[
         case "maxLength":
             yield _wrong(path, keyword, "a" * (limit + 1), f"use at most {limit}")
         case "pattern":
-            value = next(text for text in _WRONG_TEXTS if re2.search(limit, text) is None)
+            value = next(text for text in _WRONG_TEXTS if re.search(limit, text) is None)
             yield _wrong(path, keyword, value, f"matches {limit}")
         case "minItems":
             yield _wrong(path, keyword, [_good(schema["items"])] * (limit - 1), f"use at least {limit}")
@@ -212,7 +181,7 @@ def _good(schema: Mapping[str, Json], *, filled: bool = False) -> Json:
     if "default" in schema and not filled:
         return schema["default"]
     if "enum" in schema:
-        return next(one for one in schema["enum"] if not [*broken_rules(one, schema)])
+        return schema["enum"][0]
     match schema.get("type"):
         case "object" if "additionalProperties" in schema:
             return {"a": _good(schema["additionalProperties"])} if filled else {}
@@ -226,5 +195,5 @@ def _good(schema: Mapping[str, Json], *, filled: bool = False) -> Json:
             return False
         case "string":
             pattern = schema.get("pattern", "")
-            return next(one for one in _TEXTS if re2.search(pattern, one) and not [*broken_rules(one, schema)])
+            return next(one for one in _TEXTS if re.search(pattern, one))
     return 1

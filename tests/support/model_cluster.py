@@ -12,8 +12,8 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.api.faults import Fault, faults
 from kvpilot_operator.api.names import REVISION_LABEL
-from kvpilot_operator.api.schema import Fault, faults
 from kvpilot_operator.api.spec import Spec, parse
 from kvpilot_operator.decide import decide
 from kvpilot_operator.observe.views import together

@@ -14,6 +14,11 @@ def engine(**more: Any) -> Json:
     return {"engine": {"image": "kvpilot/runtime:1", **more}}
 
 
+def placed(**pod: Any) -> Json:
+    """A spec whose engines' pods have these fields of a Pod's spec."""
+    return engine(podTemplate={"spec": pod})
+
+
 def services(namespace: str) -> str:
     """Path of the services of a namespace."""
     return f"/apis/kvpilot.io/v1alpha1/namespaces/{namespace}/quantizedllmservices"

@@ -77,7 +77,7 @@ TEMPLATES = some(
                 [
                     "container.apparmor.security.beta.kubernetes.io/engine",
                     "seccomp.security.alpha.kubernetes.io/pod",
-                    "kvpilot.io/sheltered",
+                    "kvpilot.io/do-not-evict",
                     "a",
                 ]
             ),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from kvpilot_operator.api.schema import apply_defaults, faults
+from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.spec import Spec, parse
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.state.accuracy import Baseline
@@ -15,6 +15,7 @@ from kvpilot_operator.state.objects import DeploymentView, PodView
 from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.snapshot import ProbePlan, ServiceKey, Snapshot
 from kvpilot_operator.state.status import Stable, Status
+from support.crd import apply_defaults
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 KEY = ServiceKey("models", "chat")

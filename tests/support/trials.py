@@ -6,8 +6,8 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
-from kvpilot_operator.api.schema import apply_defaults
 from kvpilot_operator.state.status import Status, parse_status
+from support.crd import apply_defaults
 from support.kstatus import tools_are_told_the_truth
 from support.model_cluster import ModelCluster
 from support.services import KEY, manifest

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvpilot_operator.api.schema import faults
+from kvpilot_operator.api.faults import faults
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.adapters import loaded

@@ -9,9 +9,14 @@ from typing import Any
 
 import celpy
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kubernetes.utils.quantity import parse_quantity
 
 from kvpilot_formats import dtypes, formats
-from kvpilot_operator.api.schema import faults, load_crd, root_schema
+from support.bad_manifests import BAD, GOOD, GOOD_GPU_LIMITS, Bad, with_gpus
+from support.crd import load_crd, root_schema
+from support.server import refused
 
 VERSION = load_crd()["spec"]["versions"][0]
 SPEC = root_schema()["properties"]["spec"]
@@ -60,8 +65,12 @@ ALL = [*nodes(SPEC, "spec"), *nodes(root_schema()["properties"]["status"], "stat
 RULES = [(path, rule) for path, node in nodes(root_schema(), "") for rule in node.get("x-kubernetes-validations", ())]
 
 
-@pytest.mark.parametrize(("path", "node"), ALL, ids=[path for path, _ in ALL])
-def test_every_field_is_bounded_and_described(path: str, node: Mapping[str, Any]) -> None:
+def test_every_field_is_bounded_and_described() -> None:
+    for path, node in ALL:
+        is_bounded_and_described(path, node)
+
+
+def is_bounded_and_described(path: str, node: Mapping[str, Any]) -> None:
     assert set(node) <= KNOWN_KEYWORDS
     kind = node.get("type")
     assert kind in ("object", "array", "string", "integer", "boolean") or "x-kubernetes-int-or-string" in node
@@ -70,11 +79,13 @@ def test_every_field_is_bounded_and_described(path: str, node: Mapping[str, Any]
     if kind == "array":
         assert "maxItems" in node
         assert node["x-kubernetes-list-type"] in ("atomic", "set", "map")
+    if path.startswith("spec.engine.podTemplate."):
+        return  # Kubernetes' own fields
     if kind == "integer" and path.startswith("spec") and "enum" not in node:
         assert node["minimum"] <= node.get("default", node["minimum"]) <= node["maximum"]
     if "additionalProperties" in node:
         assert "maxProperties" in node
-    if not path.endswith(("[]", "{}")):
+    if not path.endswith(("[]", "{}")) and not path.startswith("spec.engine.podTemplate."):
         assert node["description"].endswith(".")
     for name in node.get("properties", {}):
         assert re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", name)
@@ -85,15 +96,13 @@ def test_every_field_is_bounded_and_described(path: str, node: Mapping[str, Any]
 def test_every_optional_field_of_the_spec_has_a_default_or_means_something_when_absent() -> None:
     absent_means_something = {
         "spec.model.revision", "spec.model.servedName", "spec.model.tokenSecretRef", "spec.model.maxModelLen",
-        "spec.engine.runtimeClassName", "spec.engine.priorityClassName", "spec.engine.serviceAccountName",
         "spec.cache.weightsClaimName", "spec.cache.compileClaimName", "spec.cache.weights",
         "spec.cache.weights.storageClassName", "spec.kvCache.dtype",
         "spec.kvCache.recentTokens", "spec.kvCache.offload", "spec.kvCache.retention",
         "spec.kvCache.offload.disk", "spec.kvCache.offload.disk.storageClassName",
         "spec.kvCache.offload.disk.claimName", "spec.kvCache.retention.sinkTokens",
         "spec.kvCache.retention.windowTokens", "spec.kvCache.retention.budgetTokens",
-        "spec.engine.resources.requests", "spec.engine.resources.limits", "spec.canary.routeRef",
-        "spec.engine.podTemplate", "spec.inferencePool", "spec.inferencePool.endpointPickerRef",
+        "spec.canary.routeRef", "spec.inferencePool", "spec.inferencePool.endpointPickerRef",
         "spec.inferencePool.canaryEndpointPickerRef", "spec.route",
     }  # fmt: skip
     without = {
@@ -126,7 +135,9 @@ def test_every_rule_compiles_and_has_a_message_with_a_remedy(path: str, rule: Ma
 def test_dtypes_are_exactly_those_of_the_formats_module() -> None:
     kv_cache = SPEC["properties"]["kvCache"]["properties"]
     assert set(kv_cache["dtype"]["enum"]) == set(dtypes.names())
-    assert kv_cache["ladder"]["items"]["enum"] == kv_cache["dtype"]["enum"]
+    assert set(kv_cache["dtype"]["enum"]) - set(kv_cache["ladder"]["items"]["enum"]) == set(
+        kv_cache["baseline"]["enum"]
+    )
     assert kv_cache["baseline"]["enum"] == [
         d for d in kv_cache["dtype"]["enum"] if dtypes.parse(d).bits_per_element() == 16
     ]
@@ -153,7 +164,54 @@ def test_the_ladder_goes_down_exactly_when_bits_per_element_do() -> None:
             },
         }
         downwards = dtypes.parse(above).bits_per_element() > dtypes.parse(below).bits_per_element()
-        assert (faults(manifest) == ()) == downwards, (above, below)
+        assert (refused(manifest) == []) == downwards, (above, below)
+
+
+@pytest.mark.parametrize("bad", [one for one in BAD if one.judge in ("schema", "rule")], ids=lambda bad: bad.name)
+def test_the_definition_refuses_a_wrong_manifest_at_its_field(bad: Bad) -> None:
+    ((field, message),) = refused(bad.manifest)
+    assert field == bad.field
+    assert bad.judge == "schema" or bad.word in message
+    assert bad.judge == "schema" or "PASSWORD" not in message
+
+
+@pytest.mark.parametrize(("size", "limit"), GOOD_GPU_LIMITS)
+def test_a_limit_of_gpus_that_is_enough_is_accepted_in_every_spelling(size: int, limit: int | str) -> None:
+    assert refused(with_gpus(size, limit)) == []
+
+
+@given(
+    st.integers(1, 64), st.from_regex(r"[0-9]{1,6}([.][0-9]{1,3})?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?", fullmatch=True)
+)
+def test_a_limit_of_gpus_is_judged_by_what_kubernetes_reads_in_it(size: int, limit: str) -> None:
+    gpus = parse_quantity(limit)
+    enough = gpus == int(gpus) and gpus >= size
+    accepted = refused(with_gpus(size, limit)) == []
+    # Fractions of a thousand or more, such as 1.5k, may be whole: nobody counts GPUs so, and they are refused.
+    assert accepted == enough or (not accepted and "." in limit)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize("field", ["baseline", "dtype"])
+def test_a_16_bit_dtype_by_name_goes_with_the_same_dtype_of_the_model(name: str, field: str) -> None:
+    """Stored in another dtype than the model's, keys and values are fluent nonsense, without an error."""
+    kv_cache = {"mode": "Fixed", "dtype": "k4v4", field: name}
+    same, other = f"--dtype={name}", f"--dtype={({'bfloat16', 'float16'} - {name}).pop()}"
+    for arguments, accepted in (
+        ([same], True), (["--enforce-eager", same], True), ([], False), ([other], False), ([same, other], False),
+        ([other, same], False), (["--dtype", name], False), ([same, "--dtyp", "auto"], False),
+    ):  # fmt: skip
+        engine = {**GOOD["spec"]["engine"], "extraArgs": arguments}
+        found = refused({**GOOD, "spec": {**GOOD["spec"], "kvCache": kv_cache, "engine": engine}})
+        assert (found == []) is accepted, arguments
+        assert accepted or found[0][0] == f"spec.kvCache.{field}"
+
+
+def test_the_definition_has_at_most_60_rules_and_90_fields_of_its_own() -> None:
+    own = [path for path, node in ALL if path.startswith("spec") and not path.startswith("spec.engine.podTemplate.")]
+    leaves = [path for path in own if not any(other.startswith((f"{path}.", f"{path}[", f"{path}{{")) for other in own)]
+    assert len(RULES) <= 60
+    assert len(set(leaves) - {"spec.engine.podTemplate"}) <= 90
 
 
 def test_scale_and_printer_columns_point_at_fields_that_exist() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpilot_operator.api import names
-from kvpilot_operator.api.schema import load_crd, root_schema
+from support.crd import load_crd, root_schema
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "api-stability.md").read_text()

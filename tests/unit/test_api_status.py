@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvpilot_operator.api.schema import root_schema, status_faults
 from kvpilot_operator.state.status import MAX_DECISIONS, MAX_DENIED, Status, dump_status
+from support.crd import root_schema, status_faults
 
 SCHEMA = root_schema()["properties"]["status"]
 NOW = datetime(2026, 11, 21, tzinfo=UTC)

@@ -10,7 +10,6 @@ from typing import Any, get_args
 
 import pytest
 
-from kvpilot_operator.api.schema import root_schema
 from kvpilot_operator.api.words import (
     Action,
     ConditionType,
@@ -24,6 +23,7 @@ from kvpilot_operator.api.words import (
 )
 from kvpilot_operator.control.known_reasons import ENGINE, KNOWN
 from kvpilot_runtime import errors
+from support.crd import root_schema
 from support.service_states import STATES
 
 DOCS = Path(__file__).parents[2] / "docs"

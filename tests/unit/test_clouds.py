@@ -15,8 +15,9 @@ import yaml
 from kvpilot_cli.plan.gpus import gpu_of_labels
 from kvpilot_localcluster.toolbox.helm import helm, run_helm
 from kvpilot_localcluster.toolbox.kubectl import kubectl
-from kvpilot_operator.api.schema import apply_defaults, faults
+from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.spec import parse
+from support.crd import apply_defaults
 from support.page_commands import Command, commands_of, options_of, subcommand
 
 ROOT = Path(__file__).parents[2]

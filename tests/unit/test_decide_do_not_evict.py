@@ -6,8 +6,8 @@ from dataclasses import replace
 from datetime import timedelta
 
 from kvpilot_operator.act.perform import mark_do_not_evict
+from kvpilot_operator.api.faults import Fault
 from kvpilot_operator.api.names import DO_NOT_EVICT_ANNOTATION
-from kvpilot_operator.api.schema import Fault
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.objects import do_not_evict
@@ -71,7 +71,7 @@ def test_a_paused_trial_keeps_no_node_alive():
     assert cluster.do_not_evict == set()
 
 
-REFUSED = manifest(scaling={"minReplicas": 5, "maxReplicas": 2})
+REFUSED = manifest(engine={"extraArgs": ["--port=1"]})
 
 
 def test_a_trial_whose_spec_is_refused_and_soon_mended_keeps_its_pods_marked_throughout():

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.api.schema import status_faults
 from kvpilot_operator.api.spec import Objective
 from kvpilot_operator.api.words import ObjectiveState
 from kvpilot_operator.decide import decide
@@ -22,6 +21,7 @@ from kvpilot_operator.observe.windows import retention_of
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
 from kvpilot_operator.state.status import dump_status, parse_status
+from support.crd import status_faults
 from support.policy_inputs import denied, policy_input, spec, step, workload
 from support.services import NOW, manifest, running, samples, spec_of
 

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvpilot_operator.api.schema import status_faults
 from kvpilot_operator.control.service_metrics import HITS, rows
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.steps.policy import choose_step
@@ -17,6 +16,7 @@ from kvpilot_operator.decide.steps.policy_input import PolicyInput
 from kvpilot_operator.state.samples import Flows
 from kvpilot_operator.state.snapshot import ModelFacts, Snapshot
 from kvpilot_operator.state.status import Option, dump_status, parse_status
+from support.crd import status_faults
 from support.policy_inputs import LLAMA, policy_input, spec, workload
 from support.services import manifest, running, samples
 

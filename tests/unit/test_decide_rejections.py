@@ -63,23 +63,23 @@ CASES = [
     ),
     (
         invalid(("spec.template.spec.nodeSelector", f'Invalid value: "a b": {LABEL}')),
-        "InvalidLabel", "spec.engine.nodeSelector: ", "at most 63",
+        "InvalidLabel", "spec.engine.podTemplate.spec.nodeSelector: ", "at most 63",
     ),
     (
         invalid(("spec.template.spec.tolerations[1].key", f'Invalid value: "a b": {LABEL}')),
-        "InvalidLabel", "spec.engine.tolerations[1].key: ", "at most 63",
+        "InvalidLabel", "spec.engine.podTemplate.spec.tolerations[1].key: ", "at most 63",
     ),
     (
         refused("no PriorityClass with name nope was found"),
-        "PriorityClassMissing", "spec.engine.priorityClassName: ", "create the PriorityClass nope",
+        "PriorityClassMissing", "spec.engine.podTemplate.spec.priorityClassName: ", "create the PriorityClass nope",
     ),
     (
         refused('error looking up service account default/nope: serviceaccount "nope" not found'),
-        "ServiceAccountMissing", "spec.engine.serviceAccountName: ", "create the ServiceAccount nope",
+        "ServiceAccountMissing", "spec.engine.podTemplate.spec.serviceAccountName: ", "create the ServiceAccount nope",
     ),
     (
         refused('pod rejected: RuntimeClass "nope" not found'),
-        "RuntimeClassMissing", "spec.engine.runtimeClassName: ", "create the RuntimeClass nope",
+        "RuntimeClassMissing", "spec.engine.podTemplate.spec.runtimeClassName: ", "create the RuntimeClass nope",
     ),
     (
         refused("exceeded quota: team, requested: pods=1, used: pods=3, limited: pods=3"),
@@ -282,14 +282,17 @@ def test_every_row_of_the_table_is_tried() -> None:
     [
         (f"{BOX}.env[2].valueFrom.fieldRef.fieldPath", "spec.engine.env.valueFrom.fieldRef.fieldPath"),
         (f"{BOX}.image", "spec.engine.image"),
-        ("spec.template.spec.topologySpreadConstraints[0].topologyKey", "spec.engine.topologySpread[0].topologyKey"),
+        (
+            "spec.template.spec.topologySpreadConstraints[0].topologyKey",
+            f"{TEMPLATE}.spec.topologySpreadConstraints[0].topologyKey",
+        ),
         (
             "spec.template.spec.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution"
             ".nodeSelectorTerms[0].matchExpressions[1].values",
-            "spec.engine.nodeAffinity[1].values",
+            f"{TEMPLATE}.spec.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution"
+            ".nodeSelectorTerms[0].matchExpressions[1].values",
         ),
-        ("spec.template.spec.imagePullSecrets[0].name", "spec.engine.imagePullSecrets[0].name"),
-        ("spec.template.spec.volumes[0].emptyDir.sizeLimit", "spec.engine.shmSizeMiB"),
+        ("spec.template.spec.imagePullSecrets[0].name", f"{TEMPLATE}.spec.imagePullSecrets[0].name"),
         ("spec.template.spec.volumes[1].persistentVolumeClaim.claimName", "spec.cache"),
         (
             "spec.template.spec.containers[1].volumeMounts[0].name",

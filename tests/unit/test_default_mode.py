@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from kvpilot_operator.api.schema import apply_defaults
+from support.crd import apply_defaults
 from support.model_cluster import ModelCluster
 from support.services import manifest
 

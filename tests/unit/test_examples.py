@@ -10,10 +10,11 @@ import pytest
 import yaml
 
 from kvpilot_localcluster.engines import PAGE_LATER
+from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.names import API_VERSION, KIND
-from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.api.spec import parse
 from kvpilot_operator.control.service_metrics import FAMILIES
+from support.crd import apply_defaults
 from support.kinds import unknown
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

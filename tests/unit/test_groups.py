@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvpilot_operator.act.ownership import claim
 from kvpilot_operator.act.perform import mark_do_not_evict
+from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.names import GROUP_LABEL, REVISION_LABEL, SERVICE_LABEL
-from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.decide import decide
 from kvpilot_operator.observe.served import not_served
 from kvpilot_operator.observe.views import deployment_view, is_ours, leader_name, pod_view
@@ -23,6 +23,7 @@ from kvpilot_operator.render.objects import workload
 from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET
 from kvpilot_operator.state.objects import DeploymentView
 from kvpilot_operator.state.snapshot import NodeFacts
+from support.crd import apply_defaults
 from support.model_cluster import ModelCluster
 from support.observed import OURS, World
 from support.services import KEY, manifest, pod, revision_of, running, spec_of
@@ -40,7 +41,13 @@ from support.trials import (
     stage,
 )
 
-OBJ = manifest(engine={"nodes": 2, "tensorParallelSize": 8, "topologySpread": [{"topologyKey": "zone"}]})
+OBJ = manifest(
+    engine={
+        "nodes": 2,
+        "tensorParallelSize": 8,
+        "podTemplate": {"spec": {"topologySpreadConstraints": [{"topologyKey": "zone"}]}},
+    }
+)
 
 
 def template(obj=OBJ, dtype="auto"):

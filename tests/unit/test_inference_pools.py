@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvpilot_operator.act.ownership import claim
 from kvpilot_operator.api.names import REVISION_LABEL, SERVICE_LABEL
-from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.cluster.objects import version_of
 from kvpilot_operator.decide import decide
 from kvpilot_operator.observe.views import pool_view, together
@@ -20,6 +19,8 @@ from kvpilot_operator.render.route import POOLS, SERVICES, weighted
 from kvpilot_operator.state.objects import ObjectView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.server import ServerFacts
+from support.crd import apply_defaults
+from support.server import refused
 from support.services import KEY, manifest, revision_of, running, spec_of
 from support.trials import NEW, OLD, at_every_moment, edit, ended, killed_after_each_write, on_trial, service, stage
 
@@ -86,10 +87,10 @@ def test_what_a_gateway_says_of_a_pool_is_no_change_of_it():
 
 def test_pickers_are_asked_for_where_a_route_shares_between_pools():
     one = manifest(inferencePool={"endpointPickerRef": PICKERS["endpointPickerRef"]})
-    assert not faults(one)
+    assert not refused(one)
     shared = manifest(inferencePool=one["spec"]["inferencePool"], canary={"routeRef": {"name": "web"}})
-    assert [fault.field for fault in faults(shared)] == ["spec.inferencePool.canaryEndpointPickerRef"]
-    assert not faults(manifest(inferencePool={}, canary={"routeRef": {"name": "web"}}))
+    assert [field for field, _ in refused(shared)] == ["spec.inferencePool.canaryEndpointPickerRef"]
+    assert not refused(manifest(inferencePool={}, canary={"routeRef": {"name": "web"}}))
 
 
 @pytest.mark.parametrize("of", [SERVICES, SERVICES | POOLS])

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_localcluster.engines.hostile_texts import BASELINES, CONFIG_MAPS, PAGES, SPECS, TOKENS, YAML, Make
-from kvpilot_operator.api.schema import faults
+from kvpilot_operator.api.faults import faults
 from kvpilot_operator.budget import CANARY_PROBE, CONFIG_MAP, METRICS, METRICS_CHUNK_BYTES
 from kvpilot_operator.errors import ClusterError, ScrapeError
 from kvpilot_operator.observe.page import PageReader

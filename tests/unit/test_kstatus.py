@@ -18,9 +18,9 @@ from celpy.evaluation import CELEvalError
 from lupa import lua51
 
 from kvpilot_operator.api.names import SERVICE_LABEL
-from kvpilot_operator.api.schema import load_crd
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.state.questions import Question, unanswered
+from support.crd import load_crd
 from support.failing_questions import decide, failing
 from support.kstatus import compute, seen
 from support.model_cluster import ModelCluster

@@ -96,16 +96,23 @@ def test_json_is_kvpilot_plans_own(api: LoopbackApi, capsys: pytest.CaptureFixtu
     assert (document["model"], document["gpu"], document["gpus_per_replica"]) == ("Qwen/Qwen3-8B", "L40S", 2)
 
 
+def near(labels: dict[str, str]) -> dict[str, Any]:
+    """A podTemplate that requires nodes with these labels."""
+    expressions = [{"key": key, "operator": "In", "values": [value]} for key, value in labels.items()]
+    terms = {"nodeSelectorTerms": [{"matchExpressions": expressions}]}
+    return {"spec": {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}}}
+
+
 def test_where_nodes_may_not_be_read_the_gpu_is_what_the_spec_selects(
     api: LoopbackApi, capsys: pytest.CaptureFixture[str]
 ) -> None:
     on_nodes(api, a="NVIDIA-L40S")
     api.answers["/api/v1/nodes/a"] = (403, b"{}")
     engine = api.services["chat"]["spec"]["engine"]
-    engine["nodeAffinity"] = [{"key": PRODUCT, "operator": "In", "values": ["NVIDIA-H200"]}]
+    engine["podTemplate"] = near({PRODUCT: "NVIDIA-H200"})
     assert planned(api) == 0
     assert "--gpu=NVIDIA-H200 " in capsys.readouterr().out
-    engine["nodeAffinity"], engine["nodeSelector"] = [], {PRODUCT: "NVIDIA-L4"}
+    engine["podTemplate"] = {"spec": {"nodeSelector": {PRODUCT: "NVIDIA-L4"}}}
     assert planned(api) == 0
     assert "--gpu=NVIDIA-L4 " in capsys.readouterr().out
 
@@ -127,11 +134,10 @@ def test_a_cloud_that_names_the_gpu_is_believed_of_nodes_and_of_what_the_spec_se
     assert "--gpu=NVIDIA-L4 " in capsys.readouterr().out
     api.answers["/api/v1/nodes/a"] = (403, b"{}")
     engine = api.services["chat"]["spec"]["engine"]
-    engine["nodeSelector"] = labels
+    engine["podTemplate"] = {"spec": {"nodeSelector": labels}}
     assert planned(api) == 0
     assert "--gpu=NVIDIA-L4 " in capsys.readouterr().out
-    engine["nodeSelector"] = {}
-    engine["nodeAffinity"] = [{"key": key, "operator": "In", "values": [value]} for key, value in labels.items()]
+    engine["podTemplate"] = near(labels)
     assert planned(api) == 0
     assert "--gpu=NVIDIA-L4 " in capsys.readouterr().out
 

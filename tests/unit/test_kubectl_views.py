@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_kubectl import fields, journal, pods, service, show
-from kvpilot_operator.api.schema import load_crd
 from kvpilot_operator.decide import decide
 from kvpilot_operator.state.status import dump_status
+from support.crd import load_crd
 from support.services import manifest, running
 from support.shown_services import (
     BAD,

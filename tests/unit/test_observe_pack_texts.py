@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.api.schema import apply_defaults
 from kvpilot_operator.api.spec import Spec, parse
 from kvpilot_operator.budget import CONFIG_MAP, PACKS_BYTES
 from kvpilot_operator.errors import ClusterError, OverBudget
 from kvpilot_operator.observe.probe_packs import PackTexts
 from kvpilot_operator.probes.errors import PackTooLarge
+from support.crd import apply_defaults
 from support.services import KEY, manifest
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from kvpilot_operator.api.schema import faults
+from kvpilot_operator.api.faults import faults
 from kvpilot_operator.decide import decide
 from kvpilot_operator.state.snapshot import NodeFacts
 from support.services import manifest, pod, running, samples, snapshot
@@ -57,7 +57,6 @@ SPECS = st.fixed_dictionaries(
                 "resources": st.fixed_dictionaries(
                     {"limits": st.dictionaries(st.sampled_from(["nvidia.com/gpu", "cpu", "memory"]), QUANTITIES)}
                 ),
-                "nodeSelector": st.dictionaries(st.text(ODD, max_size=20), st.text(ODD, max_size=20), max_size=2),
             },
         ),
         "kvCache": st.fixed_dictionaries(

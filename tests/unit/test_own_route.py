@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from kvpilot_operator.act.ownership import claim
-from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.decide import decide
 from kvpilot_operator.observe.views import route_view
 from kvpilot_operator.render.objects import http_route
@@ -16,6 +15,8 @@ from kvpilot_operator.render.route import own_rules
 from kvpilot_operator.state.objects import ObjectView, Parent, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.server import ServerFacts
+from support.crd import apply_defaults
+from support.server import refused
 from support.services import KEY, manifest, revision_of, running, spec_of
 from support.trials import NEW, OLD, at_every_moment, edit, ended, killed_after_each_write, on_trial, service, stage
 
@@ -72,12 +73,12 @@ def test_what_claims_a_routes_name_is_attached_nowhere():
 
 
 def test_a_route_of_ours_and_one_of_the_users_exclude_each_other():
-    assert not faults(manifest(route=ROUTE))
+    assert not refused(manifest(route=ROUTE))
     both = manifest(route=ROUTE, canary={"routeRef": {"name": "web"}})
-    assert [fault.field for fault in faults(both)] == ["spec.canary.routeRef"]
+    assert [field for field, _ in refused(both)] == ["spec.canary.routeRef"]
     picker = {"endpointPickerRef": {"name": "epp", "port": {"number": 1}}}
     shared = manifest(route=ROUTE, inferencePool=picker)
-    assert [fault.field for fault in faults(shared)] == ["spec.inferencePool.canaryEndpointPickerRef"]
+    assert [field for field, _ in refused(shared)] == ["spec.inferencePool.canaryEndpointPickerRef"]
 
 
 @pytest.mark.parametrize(

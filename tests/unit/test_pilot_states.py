@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.names import REVISION_LABEL
-from kvpilot_operator.api.schema import faults, status_faults
 from kvpilot_operator.state.decision import Decision, ProbeFailed, ProbeResult
 from kvpilot_operator.state.status import Status, parse_status
+from support.crd import status_faults
 from support.kstatus import compute, seen, tools_are_told_the_truth
 from support.model_cluster import STEP, ModelCluster
 from support.services import manifest

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvpilot_operator.api.schema import apply_defaults
 from kvpilot_operator.api.spec import parse
 from kvpilot_operator.render.engine import pod_template
+from support.crd import apply_defaults
 
 VOLUMES = {
     *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"),
@@ -18,12 +18,16 @@ EVERYTHING: dict[str, Any] = {
     "model": {"source": "hf://Qwen/Qwen3-8B", "tokenSecretRef": {"name": "hf"}},
     "engine": {
         "image": "example.org/runtime:1",
-        "serviceAccountName": "models",
-        "runtimeClassName": "nvidia",
-        "priorityClassName": "high",
-        "imagePullSecrets": [{"name": "pull"}],
+        "podTemplate": {
+            "spec": {
+                "serviceAccountName": "models",
+                "runtimeClassName": "nvidia",
+                "priorityClassName": "high",
+                "imagePullSecrets": [{"name": "pull"}],
+                "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+            }
+        },
         "resources": {"limits": {"nvidia.com/gpu": 1}},
-        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
         "env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}],
     },
     "cache": {"weightsClaimName": "models", "compileClaimName": "vllm-compile"},

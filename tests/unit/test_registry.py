@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from kvpilot_localcluster.engines.hostile_texts import REAL
 from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.names import KIND
-from kvpilot_operator.api.schema import faults
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.control import pilot, workqueue
 from kvpilot_operator.control.pilot import Pilot

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes.utils.quantity import parse_quantity
 
+from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.names import KIND
 from kvpilot_operator.api.pods import Claim
-from kvpilot_operator.api.schema import faults
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import Conflict, Rejected
 from kvpilot_operator.observe.views import pod_view
@@ -158,8 +158,9 @@ def test_its_size_and_class_are_no_part_of_a_revision_and_its_access_is() -> Non
 
 def test_pods_that_share_a_disk_are_kept_on_one_node_with_whatever_else_the_spec_says_of_nodes() -> None:
     asked = {"weights": {"size": "100Gi", "accessMode": "ReadWriteOnce"}}
-    where = {"nodeAffinity": [{"key": "gpu", "operator": "Exists"}]}
-    spec = spec_of(manifest(cache=asked, engine=where))
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}]}
+    where = {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}}
+    spec = spec_of(manifest(cache=asked, engine={"podTemplate": {"spec": where}}))
     pods = [pod_template("chat", spec, dtype) for dtype in ("auto", "k4v4")]
     for pod in pods:
         affinity = pod["spec"]["affinity"]

@@ -36,16 +36,16 @@ def test_no_service_sends_it_a_request_and_no_watch_of_engines_sees_it() -> None
 
 def test_it_runs_where_engines_may_with_what_leads_them_to_the_hub() -> None:
     engine = {
-        "nodeSelector": {"pool": "gpu"},
-        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
-        "nodeAffinity": [{"key": "zone", "operator": "In", "values": ["a"]}],
-        "topologySpread": [{"topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}],
-        "serviceAccountName": "models",
-        "imagePullSecrets": [{"name": "pull"}],
         "env": [{"name": "HTTPS_PROXY", "value": "http://proxy"}],
         "podTemplate": {
             "metadata": {"labels": {"team": "a"}, "annotations": {"sidecar.istio.io/inject": "false"}},
             "spec": {
+                "nodeSelector": {"pool": "gpu"},
+                "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+                "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+                "topologySpreadConstraints": [{"topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}],
+                "serviceAccountName": "models",
+                "imagePullSecrets": [{"name": "pull"}],
                 "volumes": [{"name": "ca", "configMap": {"name": "ca"}}],
                 "containers": [
                     {"name": "engine", "volumeMounts": [{"name": "ca", "mountPath": "/ca"}]},

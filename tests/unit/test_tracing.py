@@ -22,8 +22,8 @@ from opentelemetry.trace import StatusCode
 
 from kvpilot_operator import tracing
 from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.names import KIND, baseline_name
-from kvpilot_operator.api.schema import apply_defaults, faults
 from kvpilot_operator.control.pilot import Pilot
 from kvpilot_operator.control.prober import Probe, Prober
 from kvpilot_operator.control.telemetry import Telemetry
@@ -38,6 +38,7 @@ from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.tracing import Span, Tracer
 from kvpilot_operator.tracing.otlp import OtlpTracer
 from support.collector import parsed
+from support.crd import apply_defaults
 from support.memory_api import MemoryApi, tell
 from support.observed import World as Observed
 from support.observed import pod

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from kvpilot_cli.backtest.costs import BacktestError, Profile
-from kvpilot_operator.api.schema import apply_defaults, faults
-from kvpilot_operator.api.spec import Spec, parse
+from kvpilot_operator.api.faults import judge
+from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.decide.load.engine_args import step_tokens
 from kvpilot_operator.decide.load.saturation import backoff
 from kvpilot_operator.decide.load.workload import Workload, classify
@@ -50,11 +50,10 @@ def load_spec(path: Path | None) -> Spec:
         raise BacktestError(f"service: {path} cannot be read ({error}); give a QuantizedLLMService manifest") from error
     if not isinstance(raw, dict):
         raise BacktestError(f"service: {path} holds no object; give one QuantizedLLMService manifest")
-    whole = apply_defaults({**raw, "metadata": {"namespace": "default", "uid": "0", **(raw.get("metadata") or {})}})
-    broken = faults(whole)
-    if broken:
-        raise BacktestError("service: " + "; ".join(f"{f.field}: {f.message}" for f in broken))
-    return parse(whole)
+    judged = judge({**raw, "metadata": {"name": "backtest", **(raw.get("metadata") or {})}})
+    if not isinstance(judged, Spec):
+        raise BacktestError("service: " + "; ".join(f"{f.field}: {f.message}" for f in judged))
+    return judged
 
 
 def node_of(profile: Profile) -> NodeFacts:

@@ -25,7 +25,6 @@ import msgspec
 from kvpilot_cli import plots
 from kvpilot_cli.probe import plot, report
 from kvpilot_cli.probe.compare import Endpoint, compare
-from kvpilot_operator.api.schema import apply_defaults
 from kvpilot_operator.api.spec import Accuracy, parse
 from kvpilot_operator.errors import KvpilotError
 from kvpilot_operator.numbers import whole
@@ -167,7 +166,7 @@ def _prompts(options: argparse.Namespace) -> tuple[packs.ProbePrompt, ...]:
 def _default_limits() -> Accuracy:
     """What the API has where a service says nothing."""
     least = {"metadata": {"name": "probe"}, "spec": {"model": {"source": "file:///m"}, "engine": {"image": "i"}}}
-    return parse(apply_defaults(least)).accuracy
+    return parse(least).accuracy
 
 
 def _told(stage: str) -> Progress:

@@ -83,10 +83,20 @@ SPECS: dict[str, Make] = {
         _spec(model={"source": f"file:///{next(_SERIAL)}"}, **{f"k{i}": 1 for i in range(n // 11)})
     ).encode(),
     "selectors": lambda n: json.dumps(
-        _spec(engine={"image": "i", "nodeSelector": {f"k{i}": f"v{next(_SERIAL)}" for i in range(n // 14)}})
+        _spec(
+            engine={
+                "image": "i",
+                "podTemplate": {"spec": {"nodeSelector": {f"k{i}": f"v{next(_SERIAL)}" for i in range(n // 14)}}},
+            }
+        )
     ).encode(),
     "tolerations": lambda n: json.dumps(
-        _spec(engine={"image": "i", "tolerations": [{"key": f"k{next(_SERIAL)}"} for i in range(n // 17)]})
+        _spec(
+            engine={
+                "image": "i",
+                "podTemplate": {"spec": {"tolerations": [{"key": f"k{next(_SERIAL)}"} for i in range(n // 17)]}},
+            }
+        )
     ).encode(),
     "arguments": lambda n: json.dumps(
         _spec(engine={"image": "i", "extraArgs": [f"--x{next(_SERIAL)}={'y' * 1000}" for _ in range(n // 1008)]})

@@ -1,5 +1,4 @@
-"""The API as the operator sees it: one CRD file, what it says about an object, and that object's spec as plain data.
+"""The API: the spec as frozen structs, from which `make generate` writes the CRD, and what is wrong with an object.
 
-`schema` fills defaults and finds faults, by the very schema and rules that the API server enforces; `spec` turns a
-defaulted, faultless object into frozen dataclasses. Nothing here talks to a cluster.
+Nothing here talks to a cluster.
 """

@@ -1,4 +1,4 @@
-"""Names, labels and annotations of what we own: the contract that selectors, watches and users rely on."""
+"""Names, labels and annotations of our objects: the contract that selectors, watches and users rely on."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ IDENTITY_ANNOTATION = "kvpilot.io/identity"
 """On that Job: what has to be on the claim, and the Job's own content, as hashes."""
 
 MESH_LABEL, MESH_VALUE = "security.istio.io/tlsMode", "istio"
-"""What Istio marks a pod with whose sidecar takes mutual TLS; its proxies decide by it, too."""
+"""Istio's mark of a pod whose sidecar takes mutual TLS; its proxies decide by it, too."""
 
-DO_NOT_EVICT_ANNOTATION = "kvpilot.io/sheltered"
+DO_NOT_EVICT_ANNOTATION = "kvpilot.io/do-not-evict"
 """On a pod that a cluster autoscaler is asked to leave where it is for now."""
 
 ADMITTED = "kvpilot.io/admitted"
@@ -39,19 +39,19 @@ ADMITTED = "kvpilot.io/admitted"
 ENGINE_CONTAINER = "engine"
 PREFETCH_CONTAINER = "prefetch"
 ADAPTERS_OPTION = "--lora-modules"
-"""Of the engine, with NAME=PATH of each adapter in the arguments after it."""
+"""Option of the engine; NAME=PATH of each adapter follows it."""
 ENGINE_PORT = 8000
 SERVICE_PORT = 80
 
 
 def engine_url(ip: str | None, mesh: bool) -> str:
-    """Where an engine pod with this address answers, in a mesh by TLS; IPv6 goes into brackets."""
+    """Return the URL of an engine pod, in a mesh by TLS; IPv6 goes into brackets."""
     host = f"[{ip}]" if ip and ":" in ip else ip
     return f"{'https' if mesh else 'http'}://{host}:{ENGINE_PORT}"
 
 
 def service_url(namespace: str, service: str) -> str:
-    """Where clients in the cluster reach the service, whatever the cluster's own domain is."""
+    """Return the URL for clients in the cluster, whatever the cluster's own domain is."""
     return f"http://{service}.{namespace}.svc"
 
 
@@ -90,5 +90,5 @@ def prefetch_job(service: str) -> str:
 
 
 def baseline_name(service: str, identity: str) -> str:
-    """The ConfigMap that keeps the 16-bit answers of one set of probes."""
+    """Return the name of the ConfigMap with the 16-bit answers of one set of probes."""
     return f"{service}-baseline-{identity[:8]}"

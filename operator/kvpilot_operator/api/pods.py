@@ -1,118 +1,225 @@
-"""What of a service's spec its pods are made of: spec.model, spec.engine and spec.cache.
+"""The parts of a spec that its pods are made of: spec.model, spec.engine and spec.cache."""
 
-Names, meanings, units, defaults and limits are the CRD's, as in `spec`.
-"""
+from typing import Annotated, Literal
 
-from typing import Literal
+import msgspec
+from msgspec import Meta
 
 from kvpilot_formats.arguments import Arguments, read
-from kvpilot_operator.api.part import Part
+from kvpilot_operator.api.pod_template import POD_TEMPLATE
+from kvpilot_operator.api.record import NAME, Count, Json, Key, Name, Quantity, Record, Rule, keyed_by, rules
+
+ServedName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")]
+"""Name of a model, as requests carry it."""
+Revision = Annotated[
+    str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$")
+]
+"""Branch, tag or commit: no part of it is empty or begins with a dot."""
+
+# Places in CEL's regular expressions; a part of a path is neither . nor ..
+_PART = "[A-Za-z0-9][A-Za-z0-9._-]*"
+_STEP = "/([A-Za-z0-9_@+=-]|[.][A-Za-z0-9_@+=-]|[.][.][A-Za-z0-9._@+=-])[A-Za-z0-9._@+=-]*"
+_HUB = f"hf://{_PART}"
+_CLAIM = f"pvc://{NAME}({_STEP})*"
+_FILE = f"file://({_STEP})+"
+_IMAGE = "oci://[a-z0-9.-]+(:[0-9]+)?(/[a-z0-9][a-z0-9._-]*)+(:[A-Za-z0-9_][A-Za-z0-9._-]*)?(@sha256:[a-f0-9]{64})?"
+_GPUS = "string(self.resources.limits['nvidia.com/gpu'])"
+_NO_GPUS = "!has(self.resources.limits) || !('nvidia.com/gpu' in self.resources.limits)"
 
 
-class KeyRef(Part, frozen=True):
+class KeyRef(Record, frozen=True):
     """One key of a Secret or ConfigMap of the service's namespace."""
 
-    name: str
-    key: str
-    optional: bool = False
+    name: Name
+    """Name of the object."""
+    key: Key
+    """Key in it."""
 
 
-class Adapter(Part, frozen=True):
+class TokenRef(Record, frozen=True):
+    """Key of a Secret of this namespace with the hub's access token, for gated hf:// models. Given to the engine as
+    HF_TOKEN. A change starts a new revision."""
+
+    name: Name
+    """Name of the Secret."""
+    key: Key = "token"
+    """Key within the Secret. Default token."""
+
+
+@rules(
+    Rule(
+        ".source",
+        f"self.source.matches('^({_HUB}/{_PART}|{_CLAIM}|{_FILE})$')",
+        "the source is not an adapter: use hf://ORG/ADAPTER, pvc://CLAIM/PATH or file:///PATH, without . and ..",
+    )
+)
+class Adapter(Record, frozen=True):
     """One item of spec.model.adapters."""
 
-    name: str
-    source: str
+    name: ServedName
+    """The model name that requests for the adapter carry."""
+    source: Annotated[str, Meta(min_length=1, max_length=512)]
+    """Place of the adapter: hf://ORG/ADAPTER (with an hf:// model), pvc://CLAIM/PATH or file:///PATH."""
 
 
-class Model(Part, frozen=True):
-    """spec.model; served_name falls back to the object's name."""
+@rules(
+    # At the object: the server quotes the value of a scalar, and this one may hold a password.
+    Rule(
+        ".source",
+        f"self.source.matches('^({_HUB}(/{_PART})?|{_CLAIM}|{_IMAGE}|{_FILE})$')",
+        "model.source is not a place that kvpilot reads: use hf://ORG/MODEL (revision in model.revision), "
+        "pvc://CLAIM/PATH, oci://REGISTRY/REPOSITORY:TAG or file:///PATH, without spaces, parts . or .., or a "
+        "slash at the end; copy a bucket to a claim, or mount it as one by its CSI driver",
+    ),
+    Rule(
+        ".source",
+        "self.source.startsWith('hf://') || !(has(self.tokenSecretRef) || has(self.revision) || "
+        "self.adapters.exists(one, one.source.startsWith('hf://')))",
+        "model.source is not on the hub, and tokenSecretRef, revision and adapters of hf:// are for models of the hub: "
+        "remove them, take adapters from pvc:// or file://, or use an hf:// source",
+    ),
+)
+class Model(Record, frozen=True):
+    """The model that is served, and its name."""
 
-    source: str
-    served_name: str
-    adapters: tuple[Adapter, ...] = ()
-    revision: str | None = None
-    token_secret_ref: KeyRef | None = None
-    max_model_len: int | None = None
+    source: Annotated[str, Meta(min_length=1, max_length=512)]
+    """Place of the weights: hf://ORG/MODEL (Hugging Face hub), pvc://CLAIM/PATH (a PersistentVolumeClaim of this
+    namespace), oci://REGISTRY/REPOSITORY:TAG (an image mounted as a volume) or file:///PATH (already in the engine's
+    image). A change starts a new revision."""
+    served_name: ServedName = ""
+    """The model name that requests carry. Without it the name of this object. A change starts a new revision."""
+    adapters: Annotated[tuple[Adapter, ...], Meta(max_length=16, extra=keyed_by("name"))] = ()
+    """LoRA adapters, each served under its own name beside the model. Loaded when an engine starts: one that cannot be
+    loaded keeps it from starting. A change starts a new revision."""
+    revision: Revision | None = None
+    """Branch, tag or commit of an hf:// model; without it the hub's default branch. Pin a commit so that two pods can
+    never serve two models. A change starts a new revision."""
+    token_secret_ref: TokenRef | None = None
+    max_model_len: Annotated[int, Meta(ge=16, le=16_777_216)] | None = None
+    """Longest context, in tokens, prompt and answer together. Without it the model's own limit. The engine refuses to
+    start when one such request cannot fit its KV cache. A change starts a new revision."""
 
 
-class FieldRef(Part, frozen=True):
-    """A field of the pod."""
+class FieldRef(Record, frozen=True):
+    """A field of the pod itself."""
 
-    field_path: str
+    field_path: Literal[
+        "metadata.name", "metadata.namespace", "metadata.uid", "spec.nodeName", "spec.serviceAccountName",
+        "status.hostIP", "status.podIP",
+    ]  # fmt: skip
+    """Path of the field."""
 
 
-class ValueFrom(Part, frozen=True):
-    """The one place that a variable's value comes from."""
+@rules(
+    Rule(
+        "",
+        "[has(self.secretKeyRef), has(self.configMapKeyRef), has(self.fieldRef)].exists_one(given, given)",
+        "valueFrom needs exactly one of secretKeyRef, configMapKeyRef and fieldRef: set one",
+    )
+)
+class ValueFrom(Record, frozen=True):
+    """Source of the value, instead of value: exactly one of the three."""
 
     secret_key_ref: KeyRef | None = None
+    """A key of a Secret of this namespace."""
     config_map_key_ref: KeyRef | None = None
+    """A key of a ConfigMap of this namespace."""
     field_ref: FieldRef | None = None
 
 
-class EnvVar(Part, frozen=True):
+@rules(
+    Rule(
+        "",
+        "!(has(self.value) && has(self.valueFrom))",
+        "env {self.name} has both value and valueFrom: remove one of them",
+    ),
+    Rule(
+        ".name",
+        "!(self.name in ['KVPILOT_SERVE_HOST', 'KVPILOT_RECENT_TOKENS', 'KVPILOT_RETENTION', 'VLLM_API_KEY', "
+        "'VLLM_PLUGINS', 'VLLM_DP_RANK', 'VLLM_DP_RANK_LOCAL', 'VLLM_DP_SIZE', 'VLLM_DP_MASTER_IP', "
+        "'VLLM_DP_MASTER_PORT'])",
+        "env {self.name} would hide the engine from kvpilot, make a pod one part of an engine, or set what "
+        "spec.kvCache.recentTokens and spec.kvCache.retention are for: remove it",
+    ),
+)
+class EnvVar(Record, frozen=True):
     """One item of spec.engine.env: a value, or the one place it comes from, or neither for an empty value."""
 
-    name: str
-    value: str | None = None
+    name: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+    """Name of the variable."""
+    value: Annotated[str, Meta(max_length=4096)] | None = None
+    """Value of the variable. Kubernetes fills in $(NAME) of an earlier variable."""
     value_from: ValueFrom | None = None
 
 
-class Resources(Part, frozen=True):
-    """spec.engine.resources: (resource name, quantity) pairs sorted by name, quantities as text ("1", "24Gi")."""
+class Resources(Record, frozen=True):
+    """CPU, memory and accelerators of one replica. Accelerators such as nvidia.com/gpu go into limits."""
 
-    requests: tuple[tuple[str, str], ...]
-    limits: tuple[tuple[str, str], ...]
-
-
-class NodeExpression(Part, frozen=True):
-    """One item of spec.engine.nodeAffinity."""
-
-    key: str
-    operator: Literal["In", "NotIn", "Exists", "DoesNotExist", "Gt", "Lt"]
-    values: tuple[str, ...] = ()
+    requests: Annotated[dict[str, Quantity | Count], Meta(max_length=16)] = msgspec.field(default_factory=dict)
+    """Amounts that the scheduler reserves, by resource name, as Kubernetes quantities."""
+    limits: Annotated[dict[str, Quantity | Count], Meta(max_length=16)] = msgspec.field(default_factory=dict)
+    """Amounts that may be used at most, by resource name, as Kubernetes quantities."""
 
 
-class TopologySpread(Part, frozen=True):
-    """One item of spec.engine.topologySpread."""
+@rules(
+    # At the object: the server quotes the value of a scalar, and this one may hold a password.
+    Rule(
+        ".image",
+        "!self.image.matches('[[:space:]]') && !self.image.contains('://') && "
+        "self.image.matches('^[^@]*(@[a-z0-9+._-]+:[a-fA-F0-9]{32,})?$')",
+        "engine.image is not an image reference: write it as REGISTRY/NAME:TAG or REGISTRY/NAME@sha256:DIGEST, without "
+        "a scheme, spaces or credentials",
+    ),
+    Rule(
+        ".resources.limits",
+        f"{_NO_GPUS} || {_GPUS}.matches('^(-.*|[0-9]+([.]0+)?(k|[MGTPE]|[KMGTPE]i)?|[0-9]*000m|0{{1,2}}m)$')",
+        "nvidia.com/gpu of resources.limits must be a whole number of GPUs: write it in digits alone, such as 1",
+    ),
+    # The second line lets a quantity pass that the rule above refuses, and 100000 or more, which is above every
+    # tensorParallelSize even in thousandths and may be too long for int().
+    Rule(
+        ".tensorParallelSize",
+        f"{_NO_GPUS} || "
+        f"{_GPUS}.matches('^(-|[0-9]+[.][0-9]*[1-9]|[0-9]*[1-9][0-9]{{0,2}}m|0*[1-9][0-9]{{5}})') || "
+        f"({_GPUS}.matches('[kKMGTPE]') ? {_GPUS}.matches('^0*[1-9]') : "
+        f"int({_GPUS}.find('^[0-9]+')) >= self.tensorParallelSize * ({_GPUS}.matches('m$') ? 1000 : 1))",
+        "tensorParallelSize is above the nvidia.com/gpu of resources.limits: raise the limit or lower it",
+    ),
+)
+class Engine(Record, frozen=True):
+    """The vLLM engine and its pods. A change of any field here starts a new revision."""
 
-    topology_key: str
-    max_skew: int
-    when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"]
-
-
-class Toleration(Part, frozen=True):
-    """One item of spec.engine.tolerations."""
-
-    operator: Literal["Equal", "Exists"]
-    key: str | None = None
-    value: str | None = None
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    toleration_seconds: int | None = None
-
-
-class Engine(Part, frozen=True):
-    """spec.engine; image_pull_secrets are names, node_selector is (label, value) pairs sorted by label.
-
-    pod_template is JSON with sorted keys: nobody but `render` looks into it.
+    image: Annotated[str, Meta(min_length=1, max_length=512)]
+    """Image of kvpilot's runtime (its entry point is kvpilot-serve). Pin a digest in production."""
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
+    """GPUs of a node that one replica is spread over. Must divide the model's attention heads."""
+    nodes: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Nodes that one replica is spread over: with more than 1 it is a group of as many pods, which a LeaderWorkerSet
+    makes (the cluster needs that definition). Tensor parallelism is within a node, pipeline parallelism across nodes: a
+    replica has nodes times tensorParallelSize GPUs, and each pod asks for what engine.resources says."""
+    gpu_memory_utilization_percent: Annotated[int, Meta(ge=10, le=99)] = 90
+    """Share of each GPU's memory, in percent, that the engine may take for weights, activations and KV cache. What is
+    left after the first two becomes KV cache. Without effect on CPU, where VLLM_CPU_KVCACHE_SPACE in engine.env gives
+    the KV cache in GiB."""
+    extra_args: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=1024)], ...], Meta(max_length=64)] = ()
+    """Further arguments for vllm serve, passed through unchanged, one list item each: OPTION=VALUE, or option and value
+    as two items. Refused, in every spelling that vLLM takes (underscores, beginnings of a name, short forms), are those
+    that kvpilot sets itself, that hide the engine from it (--api-key, --ssl-*, --root-path, --middleware, --grpc,
+    --headless, --disable-log-stats, --api-server-count=0), that spread one engine over several pods, that change what a
+    probe measures (--logprobs-mode), that hold a secret (--hf-token), --config, and those that do not go with another
+    field. The API server knows the full names; the operator reports the other spellings in the condition SpecAccepted.
     """
-
-    image: str
-    image_pull_secrets: tuple[str, ...]
-    tensor_parallel_size: int
-    nodes: int
-    gpu_memory_utilization_percent: int
-    extra_args: tuple[str, ...]
-    env: tuple[EnvVar, ...]
-    resources: Resources
-    node_selector: tuple[tuple[str, str], ...]
-    node_affinity: tuple[NodeExpression, ...]
-    topology_spread: tuple[TopologySpread, ...]
-    tolerations: tuple[Toleration, ...]
-    shm_size_mib: int
-    runtime_class_name: str | None = None
-    priority_class_name: str | None = None
-    service_account_name: str | None = None
-    pod_template: str = "{}"
+    env: Annotated[tuple[EnvVar, ...], Meta(max_length=64, extra=keyed_by("name"))] = ()
+    """Environment variables of the engine container."""
+    resources: Resources = Resources()
+    startup_timeout_seconds: Annotated[int, Meta(ge=60, le=604_800)] = 7200
+    """Seconds that an engine may take to answer, loading included, before its kubelet starts it again."""
+    pod_template: Annotated[dict[str, Json], POD_TEMPLATE] = msgspec.field(default_factory=dict)
+    """Everything else about the engine's pods, in the shapes of a Pod's template: nodeSelector, affinity, tolerations,
+    topologySpreadConstraints, serviceAccountName, sidecars, volumes and more. It is merged into kvpilot's own template
+    by strategic merge: containers, volumes and claims by their names, volumeMounts by their mountPath. Fields that
+    kvpilot or another field of the spec sets are refused, and so is access to the node that the operator does not allow
+    (docs/pods.md)."""
 
     @property
     def gpus(self) -> int:
@@ -125,23 +232,40 @@ class Engine(Part, frozen=True):
         return read(self.extra_args)
 
 
-class Claim(Part, frozen=True):
-    """spec.cache.weights; size is a quantity of storage, as text."""
+class Claim(Record, frozen=True):
+    """The PersistentVolumeClaim NAME-weights, which kvpilot makes for the weights of an hf:// model. Engines keep what
+    they compiled on it, too, unless compileClaimName is set. It goes with the service, and not when this field is
+    removed."""
 
-    size: str
-    access_mode: Literal["ReadWriteMany", "ReadWriteOnce"]
-    storage_class_name: str | None = None
+    size: Annotated[str, Meta(min_length=2, max_length=9, pattern=r"^[1-9][0-9]{0,5}(M|G|T|Mi|Gi|Ti)$")]
+    """How much storage is asked for, a whole number with a unit (200Gi). It may be raised where the class allows
+    expansion, and never lowered. The files of two revisions of a model, or of two models, have to fit while one follows
+    the other."""
+    access_mode: Literal["ReadWriteMany", "ReadWriteOnce"] = "ReadWriteMany"
+    """ReadWriteMany lets replicas run on several nodes, where the class can (a shared file system). ReadWriteOnce (a
+    disk) keeps all pods of the service on one node."""
+    storage_class_name: Name | None = None
+    """StorageClass of the claim; without it the cluster's default. The claim keeps the one that it was made with."""
 
 
-class Cache(Part, frozen=True):
-    """spec.cache; of weights and weights_claim_name one is set at most."""
+class Cache(Record, frozen=True):
+    """Claims that outlive pods, so that a restart neither downloads nor compiles again. A change starts a new revision,
+    but for a claim's size."""
 
-    prefetch: bool
+    prefetch: bool = False
+    """Fill the claim of weights or weightsClaimName by a Job, NAME-prefetch, before engines are started; without it
+    engines download to it. The Job takes no GPU. What serves goes on while another revision of the model is fetched. A
+    change restarts no engine."""
     weights: Claim | None = None
-    weights_claim_name: str | None = None
-    compile_claim_name: str | None = None
+    weights_claim_name: Name | None = None
+    """PersistentVolumeClaim of this namespace, made by you, that keeps the weights of an hf:// model. Without it and
+    weights every pod downloads them. Use ReadWriteMany for more than one replica."""
+    compile_claim_name: Name | None = None
+    """PersistentVolumeClaim of this namespace that keeps what engines compiled, an archive for each image, kind of GPU
+    and set of arguments; the next engine of the kind compiles nothing. Engines run what is on it: it may be that of
+    weightsClaimName where only engines write to it."""
 
     @property
     def on_one_node(self) -> bool:
-        """Whether pods can share the weights' claim on one node alone."""
+        """True if pods can share the weights' claim on one node alone."""
         return self.weights is not None and self.weights.access_mode == "ReadWriteOnce"

@@ -141,5 +141,6 @@ def mixed_factors(s: Snapshot, revision: str) -> str | None:
     return (
         f"the calibration factors of revision {revision} differ: {', '.join(others)}, where others have "
         f"{sample.factors}. Delete these pods if the model's files have changed meanwhile, keep all engines on one "
-        "kind of GPU (spec.engine.nodeSelector), or give them one file (KVPILOT_CALIBRATION in spec.engine.env)"
+        "kind of GPU (spec.engine.podTemplate.spec.nodeSelector), or give them one file "
+        "(KVPILOT_CALIBRATION in spec.engine.env)"
     )

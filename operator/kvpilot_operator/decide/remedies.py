@@ -36,15 +36,18 @@ TABLE = (
         "write cpu, memory or ephemeral-storage, or the whole name of an extended resource, such as nvidia.com/gpu",
     ),
     Row(
-        r"no PriorityClass with name (?P<name>\S+) was found", "PriorityClassMissing", "spec.engine.priorityClassName",
+        r"no PriorityClass with name (?P<name>\S+) was found", "PriorityClassMissing",
+        "spec.engine.podTemplate.spec.priorityClassName",
         "create the PriorityClass {name}, or name another one",
     ),
     Row(
-        r'serviceaccount "(?P<name>[^"]+)" not found', "ServiceAccountMissing", "spec.engine.serviceAccountName",
+        r'serviceaccount "(?P<name>[^"]+)" not found', "ServiceAccountMissing",
+        "spec.engine.podTemplate.spec.serviceAccountName",
         "create the ServiceAccount {name} in the namespace, or name another one",
     ),
     Row(
-        r'RuntimeClass "(?P<name>[^"]+)" not found', "RuntimeClassMissing", "spec.engine.runtimeClassName",
+        r'RuntimeClass "(?P<name>[^"]+)" not found', "RuntimeClassMissing",
+        "spec.engine.podTemplate.spec.runtimeClassName",
         "create the RuntimeClass {name}, or name another one",
     ),
     Row(
@@ -110,7 +113,7 @@ TABLE = (
         r"unable to validate against any security context constraint", "SecurityContextRefused",
         "spec.engine.podTemplate.spec.securityContext",
         "leave out runAsUser, runAsGroup and fsGroup, which OpenShift gives each namespace, or let the pods' account "
-        "(spec.engine.serviceAccountName) use a constraint that allows what it names",
+        "(spec.engine.podTemplate.spec.serviceAccountName) use a constraint that allows what it names",
     ),
     Row(
         r'admission webhook "(?P<name>[^"]+)" denied the request', "DeniedByWebhook", "",

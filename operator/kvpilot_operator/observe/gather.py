@@ -244,7 +244,7 @@ class Observer:
         if asked or spec is None:
             owned = bool(views) and views["HTTPRoute", key.name].owned
             return route_view(ours if owned else None, key), views
-        name = spec.canary.route_ref
+        name = spec.route_of(key.name)
         theirs = await find(name) if name is not None and server.http_routes else None
         return route_view(theirs, key), views
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from kvpilot_operator.api.faults import Fault, judge
 from kvpilot_operator.api.names import API_VERSION, GROUP_LABEL, KIND, SERVICE_LABEL
-from kvpilot_operator.api.schema import Fault, apply_defaults, faults
-from kvpilot_operator.api.spec import Spec, parse
+from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.cluster.cache import Name, Store
 from kvpilot_operator.cluster.client import Cluster
@@ -133,7 +133,7 @@ class Placed(Generic[V]):
 class InformerCache:
     """`on_change` is called with a service whenever something about it is not what it was.
 
-    `host_access` is what engines may have of their nodes (api.host_access.KINDS), `mesh` whether those in a mesh are
+    `host_access` is what engines may have of their nodes (api.pod_template.KINDS), `mesh` whether those in a mesh are
     reached by its mutual TLS.
     """
 
@@ -233,10 +233,10 @@ class InformerCache:
 
 
 def _judged(obj: Object, host_access: Collection[str]) -> tuple[tuple[Fault, ...], Spec | None]:
-    """The spec, or what is wrong with it: that nobody foresaw it is no reason to say nothing."""
+    """Return the spec, or what is wrong with it, foreseen or not."""
     try:
-        broken = faults(obj, host_access)
-        return broken, None if broken else parse(apply_defaults(obj))
+        judged = judge(obj, host_access)
+        return ((), judged) if isinstance(judged, Spec) else (judged, None)
     except Exception as error:
         where = "".join(f" in {place}" for place in places(error)[-1:])
         text = (

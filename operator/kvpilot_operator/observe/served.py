@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from kvpilot_operator.api.faults import Fault
 from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, LEADER_WORKER_SET_API
-from kvpilot_operator.api.schema import Fault
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.state.server import ServerFacts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -24,7 +25,6 @@ from kvpilot_operator.api.pods import Adapter
 from kvpilot_operator.api.spec import OffloadDisk, Spec
 from kvpilot_operator.render import groups
 from kvpilot_operator.render.merge import strategic_merge
-from kvpilot_operator.render.startup import startup_budget_seconds
 
 # The user of docker/runtime.Dockerfile; its group owns what is written to claims.
 ENGINE_USER = 65532
@@ -37,7 +37,7 @@ COMPILED = "KVPILOT_COMPILED"
 
 
 def pod_template(service: str, spec: Spec, dtype: str, *, assigned_user: bool = False) -> dict[str, Any]:
-    """The template of the pods of `spec` that take requests with this KV dtype, labelled with its own revision.
+    """Return the template of pods that take requests with this KV dtype, labelled with its own revision.
 
     The revision is 8 hex digits of the content, of that of workers, too, where a replica has some.
     With `assigned_user` it names no user and no group: the cluster gives each namespace its own.
@@ -46,10 +46,8 @@ def pod_template(service: str, spec: Spec, dtype: str, *, assigned_user: bool = 
         "metadata": {"labels": {**owned_labels(service), DTYPE_LABEL: dtype, **_shared_labels(service, spec)}},
         "spec": {**_pod_spec(service, spec, dtype), "securityContext": _security_context(assigned_user)},
     }
-    template = strategic_merge(template, json.loads(spec.engine.pod_template))
-    if template["spec"].get("hostNetwork"):
-        # Otherwise a pod on the node's network asks the node's DNS, which knows no Service.
-        template["spec"]["dnsPolicy"] = "ClusterFirstWithHostNet"
+    template = strategic_merge(template, copy.deepcopy(spec.engine.pod_template))
+    _fill_in(template["spec"], service, spec)
     whole = template if spec.engine.nodes == 1 else [template, groups.worker_template(template)]
     content = json.dumps(whole, sort_keys=True, separators=(",", ":")).encode()
     template["metadata"]["labels"][REVISION_LABEL] = hashlib.sha256(content).hexdigest()[:8]
@@ -57,18 +55,18 @@ def pod_template(service: str, spec: Spec, dtype: str, *, assigned_user: bool = 
 
 
 def revision(template: dict[str, Any]) -> str:
-    """The revision that a pod template is labelled with."""
+    """Return the revision that a pod template is labelled with."""
     label: str = template["metadata"]["labels"][REVISION_LABEL]
     return label
 
 
 def claim_label(service: str, spec: Spec) -> dict[str, str]:
-    """What pods that share a disk have in common; nothing where the claim is shared by nodes, or the user's."""
+    """Return the label of pods that share a disk; {} if nodes can share the claim, or the user made it."""
     return {CLAIM_LABEL: weights_claim(service)} if spec.cache.on_one_node else {}
 
 
 def _shared_labels(service: str, spec: Spec) -> dict[str, str]:
-    """What pods of a group, or of a disk, have in common."""
+    """Return the labels that pods of a group, or of a disk, have in common."""
     return {**({GROUP_LABEL: service} if spec.engine.nodes > 1 else {}), **claim_label(service, spec)}
 
 
@@ -84,7 +82,7 @@ def _pod_spec(service: str, spec: Spec, dtype: str) -> dict[str, Any]:
         "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
         "volumeMounts": mounts,
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "startupProbe": _health(5, 5, -(-startup_budget_seconds(spec) // 5)),
+        "startupProbe": _health(5, 5, -(-engine.startup_timeout_seconds // 5)),
         "readinessProbe": _health(5, 5, 3),
         # A busy engine answers /health late: it is restarted only after two minutes of silence.
         "livenessProbe": _health(15, 10, 8),
@@ -98,15 +96,14 @@ def _pod_spec(service: str, spec: Spec, dtype: str) -> dict[str, Any]:
         "volumes": volumes,
         "terminationGracePeriodSeconds": drain.pre_stop_seconds + drain.timeout_seconds + 10,
         "enableServiceLinks": False,
-        # An engine asks nothing of the API server; an account that is named stands for an identity of the cloud.
-        "automountServiceAccountToken": bool(engine.service_account_name),
     }
-    return pod | {field: value for field, value in _placement(service, spec).items() if value}
+    return pod
 
 
 def _resources(spec: Spec) -> dict[str, dict[str, str]]:
-    """What the container asks for: the spec's, and host memory for offloaded blocks."""
-    requests, limits = (dict(amounts) for amounts in (spec.engine.resources.requests, spec.engine.resources.limits))
+    """Return the container's resources: those of the spec, and host memory for offloaded blocks."""
+    asked = spec.engine.resources
+    requests, limits = ({name: str(n) for name, n in given.items()} for given in (asked.requests, asked.limits))
     if spec.kv_cache.offload is not None:
         more = spec.kv_cache.offload.cpu_memory_gib
         for amounts in (requests, limits):
@@ -118,7 +115,7 @@ def _resources(spec: Spec) -> dict[str, dict[str, str]]:
 
 
 def _grown(quantity: str, gib: int) -> str:
-    """A quantity of memory and `gib` more, in the largest of GiB, MiB and bytes that says it in whole numbers."""
+    """Add `gib` to a quantity of memory; the sum is in the largest of GiB, MiB and bytes without a fraction."""
     # It comes with the whole client, which takes 0.15 s and which `kvpilot plan` does without.
     from kubernetes.utils.quantity import parse_quantity
 
@@ -128,13 +125,13 @@ def _grown(quantity: str, gib: int) -> str:
 
 
 def _health(period: int, timeout: int, failures: int) -> dict[str, Any]:
-    """A kubelet's question every `period` seconds, given up after `timeout`, until so many `failures` in a row."""
+    """Return a probe every `period` seconds that times out after `timeout` and fails after `failures` in a row."""
     asked = {"path": "/health", "port": "http"}
     return {"httpGet": asked, "periodSeconds": period, "timeoutSeconds": timeout, "failureThreshold": failures}
 
 
 def _security_context(assigned_user: bool) -> dict[str, Any]:
-    """What Pod Security "restricted" asks of a pod, and whose processes they are unless the cluster says it."""
+    """Return a pod's context for Pod Security "restricted", with our user unless the cluster assigns one."""
     own = {"runAsUser": ENGINE_USER, "runAsGroup": ENGINE_USER, "fsGroup": ENGINE_USER}
     return {
         "runAsNonRoot": True,
@@ -145,36 +142,24 @@ def _security_context(assigned_user: bool) -> dict[str, Any]:
     }
 
 
-def _placement(service: str, spec: Spec) -> dict[str, Any]:
-    """Where pods may run: what the scheduler, and whoever makes nodes for pending pods, goes by."""
-    engine = spec.engine
-    return {
-        "nodeSelector": dict(engine.node_selector),
-        "affinity": _affinity(service, spec),
-        "topologySpreadConstraints": [
-            {**spread.as_written(), "labelSelector": {"matchLabels": {SERVICE_LABEL: service}}}
-            for spread in engine.topology_spread
-        ],
-        "tolerations": [toleration.as_written() for toleration in engine.tolerations],
-        "serviceAccountName": engine.service_account_name,
-        "runtimeClassName": engine.runtime_class_name,
-        "priorityClassName": engine.priority_class_name,
-        "imagePullSecrets": [{"name": name} for name in engine.image_pull_secrets],
-    }
-
-
-def _affinity(service: str, spec: Spec) -> dict[str, Any]:
-    affinity: dict[str, Any] = {}
-    if spec.engine.node_affinity:
-        expressions = [expression.as_written() for expression in spec.engine.node_affinity]
-        terms = {"nodeSelectorTerms": [{"matchExpressions": expressions}]}
-        affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
-    shared = claim_label(service, spec)
-    if shared:
+def _fill_in(pod: dict[str, Any], service: str, spec: Spec) -> None:
+    """Complete a pod with what follows from the podTemplate that was merged into it."""
+    # An engine asks nothing of the API server; an account that is named stands for an identity of the cloud.
+    pod["automountServiceAccountToken"] = "serviceAccountName" in pod
+    if pod.get("hostNetwork"):
+        # Otherwise a pod on the node's network asks the node's DNS, which knows no Service.
+        pod["dnsPolicy"] = "ClusterFirstWithHostNet"
+    for spread in pod.get("topologySpreadConstraints", ()):
+        spread.setdefault("labelSelector", {"matchLabels": {SERVICE_LABEL: service}})
+    if shared := claim_label(service, spec):
         # A disk is attached to one node: elsewhere a pod would wait for it without end. The first pod may go anywhere.
         beside = {"labelSelector": {"matchLabels": shared}, "topologyKey": "kubernetes.io/hostname"}
-        affinity["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [beside]}
-    return affinity
+        affinity = pod.setdefault("affinity", {}).setdefault("podAffinity", {})
+        affinity.setdefault("requiredDuringSchedulingIgnoredDuringExecution", []).append(beside)
+    if spec.kv_cache.offload is not None:
+        # vLLM keeps offloaded blocks in /dev/shm.
+        shm = next(volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm")
+        shm["sizeLimit"] = _grown(str(shm["sizeLimit"]), spec.kv_cache.offload.cpu_memory_gib)
 
 
 def _arguments(spec: Spec, dtype: str) -> list[str]:
@@ -212,7 +197,7 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
 
 
 def _adapters(spec: Spec) -> list[str]:
-    """What loads the adapters at start; requests for all of them share a step unless extraArgs bounds it."""
+    """Return arguments that load the adapters; requests for all of them share a step unless extraArgs bounds it."""
     if not spec.model.adapters:
         return []
     modules = [f"{one.name}={_adapter_location(one)}" for one in spec.model.adapters]
@@ -220,13 +205,13 @@ def _adapters(spec: Spec) -> list[str]:
 
 
 def _adapter_location(adapter: Adapter) -> str:
-    """What the engine is given as an adapter: a hub id or a path inside the pod."""
+    """Return an adapter as the engine takes it: a hub id or a path inside the pod."""
     scheme, _, rest = adapter.source.partition("://")
     return f"{_ADAPTERS_PATH}/{rest}" if scheme == "pvc" else rest
 
 
 def model_location(spec: Spec) -> str:
-    """What the engine is given as its model: a hub id or a path inside the pod."""
+    """Return the model as the engine takes it: a hub id or a path inside the pod."""
     scheme, _, rest = spec.model.source.partition("://")
     if scheme == "hf":
         return rest
@@ -240,7 +225,8 @@ def model_location(spec: Spec) -> str:
 def _environment(spec: Spec) -> list[dict[str, Any]]:
     env: list[dict[str, Any]] = []
     if spec.model.token_secret_ref is not None:
-        env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": spec.model.token_secret_ref.as_written()}})
+        token = {"name": spec.model.token_secret_ref.name, "key": spec.model.token_secret_ref.key}
+        env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": token}})
     if (spec.cache.weights or spec.cache.weights_claim_name) and spec.model.source.startswith("hf://"):
         env.append({"name": "HF_HOME", "value": _WEIGHTS_PATH})
     compiled = _compiled(spec)
@@ -251,18 +237,15 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
 
 
 def _compiled(spec: Spec) -> str:
-    """Where engines keep what they compiled. Others run it, so it goes to no claim that was named for weights alone."""
+    """Return the folder for compiled code. Other engines run it, so it goes to no claim that is for weights alone."""
     if spec.cache.compile_claim_name:
         return _COMPILE_PATH
     return f"{_WEIGHTS_PATH}/kvpilot-compiled" if spec.cache.weights and spec.model.source.startswith("hf://") else ""
 
 
 def _volumes(service: str, spec: Spec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    # Tensor parallel workers speak through /dev/shm, where the container's default of 64 MiB is too little, and vLLM
-    # keeps offloaded blocks there.
-    offloaded = spec.kv_cache.offload.cpu_memory_gib * 1024 if spec.kv_cache.offload is not None else 0
-    size = f"{spec.engine.shm_size_mib + offloaded}Mi"
-    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": size}}]
+    # Tensor parallel workers speak through /dev/shm, where the container's default of 64 MiB is too little.
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}]
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]  # noqa: S108
     scheme, _, rest = spec.model.source.partition("://")
     if scheme == "pvc":
@@ -290,7 +273,7 @@ def _volumes(service: str, spec: Spec) -> tuple[list[dict[str, Any]], list[dict[
 
 
 def _disk(disk: OffloadDisk) -> dict[str, Any]:
-    """The source of the volume that offloaded blocks go on to."""
+    """Return the source of the volume for offloaded blocks."""
     if disk.claim_name is not None:
         return {"persistentVolumeClaim": {"claimName": disk.claim_name}}
     # A file system keeps a part for itself, and one of exactly the file's size would be refused as too small.

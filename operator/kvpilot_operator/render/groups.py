@@ -1,4 +1,4 @@
-"""Groups of pods that are one engine: what a worker is beside its leader, and the LeaderWorkerSet that makes both.
+"""Groups of pods that are one engine: a leader, its workers, and the LeaderWorkerSet that makes both.
 
 The leader, pod NAME-<group>, is the template of any engine with the arguments of a group; it alone takes requests. A
 worker, pod NAME-<group>-<worker>, computes its share and is asked nothing. LeaderWorkerSet tells every container its
@@ -13,13 +13,13 @@ from typing import Any
 from kvpilot_operator.api.names import ENGINE_CONTAINER, GROUP_LABEL, SERVICE_LABEL
 
 _MASTER_PORT = 29501
-"""Of the leader: where workers find it, and what is closed when it has ended."""
+"""Port of the leader where workers find it; it closes when the leader ends."""
 _LEADER, _WORKER = "--node-rank=0", "--node-rank=$(LWS_WORKER_INDEX)"
 _OF_SERVERS = ("ports", "startupProbe", "readinessProbe", "livenessProbe")
 
 
 def arguments(nodes: int) -> list[str]:
-    """What a leader is told of its group: tensor parallelism within a node, pipeline parallelism across nodes."""
+    """Return a leader's arguments: tensor parallelism within a node, pipeline parallelism across nodes."""
     if nodes == 1:
         return []
     return [
@@ -33,13 +33,14 @@ def arguments(nodes: int) -> list[str]:
 
 
 def worker_template(leader: dict[str, Any]) -> dict[str, Any]:
-    """The template of a leader's workers."""
+    """Return the template of a leader's workers."""
     template = copy.deepcopy(leader)
     labels, pod = template["metadata"]["labels"], template["spec"]
     del labels[SERVICE_LABEL]
     labels["app.kubernetes.io/name"] = "kvpilot-worker"
     for spread in pod.get("topologySpreadConstraints", ()):
-        spread["labelSelector"]["matchLabels"] = {GROUP_LABEL: labels[GROUP_LABEL]}
+        if SERVICE_LABEL in spread["labelSelector"].get("matchLabels", {}):
+            spread["labelSelector"]["matchLabels"] = {GROUP_LABEL: labels[GROUP_LABEL]}
     engine = next(one for one in pod["containers"] if one["name"] == ENGINE_CONTAINER)
     for name in _OF_SERVERS:
         engine.pop(name, None)
@@ -49,7 +50,7 @@ def worker_template(leader: dict[str, Any]) -> dict[str, Any]:
 
 
 def _while_the_leader_lives(pod: dict[str, Any]) -> list[str]:
-    """A worker that has to go stays until its leader has ended, which finishes its requests first."""
+    """Return a command that waits until the leader has finished its requests and ended."""
     # No longer than the kubelet waits before it kills.
     seconds = max(pod["terminationGracePeriodSeconds"] - 10, 1)
     leader = f"/dev/tcp/${{LWS_LEADER_ADDRESS}}/{_MASTER_PORT}"
@@ -57,7 +58,7 @@ def _while_the_leader_lives(pod: dict[str, Any]) -> list[str]:
 
 
 def group_spec(template: dict[str, Any], replicas: int, nodes: int, gates: dict[str, Any]) -> dict[str, Any]:
-    """`spec` of a LeaderWorkerSet of `replicas` groups; `gates` are readiness gates of leaders.
+    """Return `spec` of a LeaderWorkerSet of `replicas` groups; `gates` are readiness gates of leaders.
 
     Ranks of an engine do not come back one by one, so a pod that ends takes its group with it.
     """

@@ -8,29 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Json = Any
+from kvpilot_operator.api.pod_template import KEYS
 
-_MERGE_KEYS = {
-    "containers": "name",
-    "initContainers": "name",
-    "volumes": "name",
-    "resourceClaims": "name",
-    "claims": "name",
-    "volumeMounts": "mountPath",
-}
-"""Field of a list -> field by which its items are told apart; every other list is replaced as a whole."""
+Json = Any
 
 
 def strategic_merge(base: Mapping[str, Json], patch: Mapping[str, Json]) -> dict[str, Json]:
-    """`base` with `patch` merged over it; items that only the patch has come last. An empty list asks for nothing."""
+    """Merge `patch` over `base`; items that only the patch has come last. An empty list changes nothing."""
     merged = dict(base)
     for field, value in patch.items():
         there = base.get(field)
         if isinstance(value, Mapping):
             merged[field] = strategic_merge(there, value) if isinstance(there, Mapping) else dict(value)
-        elif isinstance(value, list) and field in _MERGE_KEYS:
+        elif isinstance(value, list) and field in KEYS:
             if value:
-                merged[field] = _merged_items(there or (), value, _MERGE_KEYS[field])
+                merged[field] = _merged_items(there or (), value, KEYS[field])
         else:
             merged[field] = value
     return merged

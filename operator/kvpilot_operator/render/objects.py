@@ -46,7 +46,7 @@ _DO_NOT_EVICT = {
 def owned(
     key: ServiceKey, uid: str, what: tuple[str, str, str], labels: Mapping[str, str] | None = None, **content: Any
 ) -> dict[str, Any]:
-    """An object of the service's own, which goes with it; `what` is its apiVersion, kind and name."""
+    """Return an object that the service owns; `what` is its apiVersion, kind and name."""
     api_version, kind, name = what
     service = {"apiVersion": API_VERSION, "kind": KIND, "name": key.name, "uid": uid}
     metadata = {
@@ -68,7 +68,7 @@ def workload(
     nodes: int = 1,
     gated: bool = True,
 ) -> dict[str, Any]:
-    """What runs one revision, of so many `nodes` a replica; pods that are `gated` become ready only once admitted.
+    """Return the workload of one revision, of so many `nodes` a replica; `gated` pods become ready once admitted.
 
     The gate is no part of the revision: a Deployment from before there was one keeps its pods as they are.
     """
@@ -88,7 +88,7 @@ def workload(
 
 
 def service(key: ServiceKey, uid: str, name: str, revision: str) -> dict[str, Any]:
-    """A Service, which selects one revision, or every one where `revision` is empty: the traffic switch."""
+    """Return a Service that selects one revision, or every one if `revision` is empty: the traffic switch."""
     ports = [{"name": "http", "port": SERVICE_PORT, "protocol": "TCP", "targetPort": "http"}]
     spec = {"type": "ClusterIP", "selector": _selector(key, revision), "ports": ports}
     return owned(key, uid, ("v1", "Service", name), spec=spec)
@@ -97,20 +97,20 @@ def service(key: ServiceKey, uid: str, name: str, revision: str) -> dict[str, An
 def inference_pool(
     key: ServiceKey, uid: str, name: str, revision: str, picker: EndpointPickerRef | None
 ) -> dict[str, Any]:
-    """An InferencePool, which selects as a Service of ours does: the traffic switch of an inference gateway."""
+    """Return an InferencePool that selects like a Service: the traffic switch of an inference gateway."""
     spec: dict[str, Any] = {
         "selector": {"matchLabels": _selector(key, revision)},
         "targetPorts": [{"number": ENGINE_PORT}],
     }
     if picker is not None:
-        spec["endpointPickerRef"] = {"kind": "Service", **picker.as_written()}
+        spec["endpointPickerRef"] = {"kind": "Service", "failureMode": picker.failure_mode, **picker.as_written()}
     return owned(key, uid, (INFERENCE_POOL_API, "InferencePool", name), spec=spec)
 
 
 def disruption_budget(
     key: ServiceKey, uid: str, revision: str, min_available: int, *, evict_unready: bool, workers: int = 0
 ) -> dict[str, Any]:
-    """Keeps voluntary disruptions from taking the pods that the Service selects below `min_available`.
+    """Return the budget that keeps `min_available` of the Service's pods in voluntary disruptions.
 
     With `evict_unready` a pod that is not ready may always leave: an engine that never starts keeps no node. The
     `workers` of what the Service selects are covered, too: one eviction takes a whole group, so whole groups may go.
@@ -122,7 +122,7 @@ def disruption_budget(
 
 
 def claim(key: ServiceKey, uid: str, asked: Claim) -> dict[str, Any]:
-    """The claim for weights."""
+    """Return the claim for weights."""
     storage_class = {"storageClassName": asked.storage_class_name} if asked.storage_class_name is not None else {}
     spec = {
         "accessModes": [asked.access_mode],
@@ -138,21 +138,21 @@ def named_by_pods(service: str, spec: Spec) -> tuple[tuple[str, str, str], ...]:
 
 
 def group_service(key: ServiceKey, uid: str, name: str) -> dict[str, Any]:
-    """The headless Service of a LeaderWorkerSet, as LeaderWorkerSet itself would make it."""
+    """Return the headless Service of a LeaderWorkerSet, as LeaderWorkerSet itself would make it."""
     selector = {"leaderworkerset.sigs.k8s.io/name": name}
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
     return owned(key, uid, ("v1", "Service", name), spec=spec)
 
 
 def pod_do_not_evict(key: ServiceKey, pod: PodView, wanted: bool) -> dict[str, Any]:
-    """The annotations of ours on one pod: those that cluster autoscalers know, with a mark of ours, or none."""
+    """Return our annotations of one pod: those that cluster autoscalers know and our mark, or none."""
     annotations = dict(_DO_NOT_EVICT) if wanted else {}
     metadata = {"name": pod.name, "namespace": key.namespace, "uid": pod.uid, "annotations": annotations}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
 
 
 def pod_admission(key: ServiceKey, pod: PodView, admitted: bool, now: datetime) -> dict[str, Any]:
-    """The status of one pod, as far as it is ours: the condition of its readiness gate."""
+    """Return our part of a pod's status: the condition of its readiness gate."""
     condition = {
         "type": ADMITTED,
         "status": "True" if admitted else "False",
@@ -165,7 +165,7 @@ def pod_admission(key: ServiceKey, pod: PodView, admitted: bool, now: datetime) 
 
 
 def http_route(key: ServiceKey, uid: str, asked: Route, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """An HTTPRoute of ours, with these rules."""
+    """Return an HTTPRoute of ours with these rules."""
     parents = [{"group": _GATEWAYS, "kind": "Gateway", **parent.as_written()} for parent in asked.parent_refs]
     hostnames = {"hostnames": list(asked.hostnames)} if asked.hostnames else {}
     spec = {"parentRefs": parents, **hostnames, "rules": [dict(rule) for rule in rules]}
@@ -173,7 +173,7 @@ def http_route(key: ServiceKey, uid: str, asked: Route, rules: Sequence[Mapping[
 
 
 def route_rules(key: ServiceKey, route: RouteView, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """New rules for a user's HTTPRoute: a merge patch that fails where the route has changed since it was read."""
+    """Return new rules for a user's HTTPRoute: a merge patch that fails if the route has changed since it was read."""
     return {
         "apiVersion": HTTP_ROUTE_API,
         "kind": "HTTPRoute",
@@ -187,6 +187,6 @@ def _selector(key: ServiceKey, revision: str, label: str = SERVICE_LABEL) -> dic
 
 
 def baseline_config_map(key: ServiceKey, uid: str, identity: str, content: bytes) -> dict[str, Any]:
-    """The ConfigMap that keeps the 16-bit answers (compressed, under a ConfigMap's limit of 1 MiB)."""
+    """Return the ConfigMap with the 16-bit answers (compressed, under a ConfigMap's limit of 1 MiB)."""
     data = {"baseline": base64.b64encode(content).decode()}
     return owned(key, uid, ("v1", "ConfigMap", baseline_name(key.name, identity)), binaryData=data)

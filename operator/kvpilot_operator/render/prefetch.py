@@ -36,18 +36,18 @@ _COPIED = ("image", "imagePullPolicy", "securityContext")
 
 
 def claim_name(service: str, spec: Spec) -> str:
-    """The claim that is filled."""
+    """Return the claim that the Job fills."""
     return spec.cache.weights_claim_name or weights_claim(service)
 
 
 def identity(service: str, spec: Spec) -> str:
-    """What has to be on which claim (8 hex digits): another one means that it has to be filled anew."""
+    """Return a hash (8 hex digits) of the claim and its content: a change means that it is filled anew."""
     content = json.dumps([claim_name(service, spec), *_arguments(spec)]).encode()
     return hashlib.sha256(content).hexdigest()[:8]
 
 
 def job(key: ServiceKey, uid: str, spec: Spec, *, assigned_user: bool) -> dict[str, Any]:
-    """The Job. Its pod runs where engines may, as their user, with their variables, volumes and pull secrets, since a
+    """Return the Job. Its pod runs where engines may, as their user, with their variables, volumes and secrets: a
     disk's zone and what leads to the hub are theirs; it asks for no GPU.
     """
     template = pod_template(key.name, spec, spec.kv_cache.baseline, assigned_user=assigned_user)
@@ -105,6 +105,5 @@ def _names_gpus(env: list[dict[str, Any]]) -> bool:
 
 
 def _engines_alone(volume: Mapping[str, Any]) -> bool:
-    """Whether a volume, or a mount of one, is kvpilot's own for engines: shared memory, compiled code, offloaded
-    blocks, adapters."""
+    """Return True for a volume, or a mount of one, that kvpilot has for engines alone."""
     return volume["name"] in ("shm", "compile", "offload") or str(volume["name"]).startswith("adapters-")

@@ -1,4 +1,4 @@
-"""What runs the pods of one revision, by kind: all that tells one kind from another is here."""
+"""Kinds of workloads that run the pods of one revision, and all that tells one kind from another."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class Kind:
     name: str
     api_version: str
     optional: bool
-    """Whether a cluster may lack the definition."""
+    """True if a cluster may lack the definition."""
     template: tuple[str, ...]
-    """Where in `spec` the template of the pods is that take requests."""
+    """Path in `spec` of the template of pods that take requests."""
     pods_owner: str
     """The kind, of apps/v1, that owns these pods."""
     owner_is_named: str
-    """Its name, with the workload's for NAME; what ends in a dash is the beginning of it."""
+    """Name of that owner, with the workload's for NAME; one that ends in a dash is a prefix."""
 
     def pod_template(self, workload: Object) -> Object:
-        """The template of the pods that take requests; empty where there is none."""
+        """Return the template of pods that take requests; {} if there is none."""
         found: Any = workload.get("spec") or {}
         for part in self.template:
             found = found.get(part) or {}
         return found if isinstance(found, Mapping) else {}
 
     def owns(self, owner: Object, name: str) -> bool:
-        """Whether an owner reference of a pod is what the workload of this name makes."""
+        """Return True if an owner reference of a pod is to an object of the workload of this name."""
         wanted, found = self.owner_is_named.replace("NAME", name), _controller(owner, self.pods_owner)
         return found.startswith(wanted) if wanted.endswith("-") else found == wanted
 
@@ -52,22 +52,22 @@ KINDS = {kind.name: kind for kind in (DEPLOYMENT, LEADER_WORKER_SET)}
 
 
 def kind_for(nodes: int) -> Kind:
-    """What runs replicas that are spread over so many nodes each."""
+    """Return the kind for replicas that are spread over so many nodes each."""
     return DEPLOYMENT if nodes == 1 else LEADER_WORKER_SET
 
 
 def makes(service: str, revision: str, owner: Object) -> bool:
-    """Whether a pod with this owner reference is one of the revision's that take requests."""
+    """Return True if a pod with this owner reference takes requests for the revision."""
     return any(kind.owns(owner, deployment_name(service, revision)) for kind in KINDS.values())
 
 
 def leader_of(service: str, revision: str, owner: Object) -> str | None:
-    """The leader whose worker a pod with this owner reference is: its StatefulSet has the leader's name."""
+    """Return the leader of a worker with this owner reference: its StatefulSet has the leader's name."""
     name = _controller(owner, LEADER_WORKER_SET.pods_owner)
     return name if name.startswith(f"{deployment_name(service, revision)}-") else None
 
 
 def _controller(owner: Object, kind: str) -> str:
-    """The name in an owner reference to a controller of this kind, of apps/v1; empty for any other."""
+    """Return the name in an owner reference to a controller of this kind, of apps/v1; "" for any other."""
     ours = owner.get("controller") and str(owner.get("apiVersion", "")).startswith("apps/")
     return str(owner.get("name", "")) if ours and owner.get("kind") == kind else ""

@@ -6,65 +6,99 @@ KL divergences are integers in micronats, shares in permille, times in UTC.
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Annotated
 
+from msgspec import Meta
+
+from kvpilot_operator.api.record import Count, Permille, Record, Word
 from kvpilot_operator.api.words import Verdict
-from kvpilot_operator.state.struct import Struct
 
 
-class Baseline(Struct, frozen=True, kw_only=True):
-    """Where the 16-bit reference answers are kept, and the 16-bit-against-16-bit control."""
+class Baseline(Record, frozen=True, kw_only=True):
+    """The 16-bit reference and its control run against itself."""
 
-    config_map: str
-    identity: str
-    dtype: str
+    config_map: Annotated[str, Meta(max_length=253)]
+    """The ConfigMap that holds it."""
+    identity: Annotated[str, Meta(max_length=128)]
+    """Hash of model, revision, baseline dtype and the probe sets' content; a change captures anew."""
+    dtype: Word
+    """The dtype it was captured with."""
     captured_time: datetime
-    prompts: int
-    positions: int
-    control_mean_kl_micronats: int
-    control_p99_kl_micronats: int
-    control_top1_agreement_permille: int
+    """When it was captured."""
+    prompts: Count
+    """Prompts that were asked."""
+    positions: Count
+    """Token positions that were compared."""
+    control_mean_kl_micronats: Count
+    """Mean KL divergence of the control run."""
+    control_p99_kl_micronats: Count
+    """99th percentile of the control run's KL divergence."""
+    control_top1_agreement_permille: Permille
+    """Positions, in thousandths, at which the control run finds the same token most likely."""
 
 
-class Bucket(Struct, frozen=True, kw_only=True):
+class Bucket(Record, frozen=True, kw_only=True):
     """Damage at context positions [from, to)."""
 
-    from_position: int
-    to_position: int
-    mean_kl_micronats: int
-    top1_agreement_permille: int
+    from_position: Count
+    """First position of the bucket."""
+    to_position: Count
+    """First position after the bucket."""
+    mean_kl_micronats: Count
+    """Mean KL divergence from the baseline."""
+    top1_agreement_permille: Permille
+    """Positions, in thousandths, at which the baseline's most likely token is this one's too."""
 
 
-class Sample(Struct, frozen=True, kw_only=True):
-    """One prompt's tail with both sides' continuation, for a person to read."""
+class Sample(Record, frozen=True, kw_only=True):
+    """One prompt and the two answers, for people to compare."""
 
-    prompt: str
-    stable: str
-    canary: str
+    prompt: Annotated[str, Meta(max_length=2048)]
+    """The end of the prompt."""
+    stable: Annotated[str, Meta(max_length=2048)]
+    """The stable revision's answer."""
+    canary: Annotated[str, Meta(max_length=2048)]
+    """The probed revision's answer."""
 
 
-class Measured(Struct, frozen=True, kw_only=True):
-    """The last accuracy measurement; excess is over the control."""
+class Measured(Record, frozen=True, kw_only=True):
+    """The last probe run."""
 
-    revision: str
-    dtype: str
+    revision: Word
+    """The revision that was probed."""
+    dtype: Word
+    """Its KV cache dtype."""
     verdict: Verdict
+    """Its outcome."""
     probe_time: datetime
-    prompts: int
-    positions: int
-    mean_kl_micronats: int
-    p99_kl_micronats: int
+    """When it ended."""
+    prompts: Count
+    """Prompts that were asked."""
+    positions: Count
+    """Token positions that were compared."""
+    mean_kl_micronats: Count
+    """Mean KL divergence from the baseline."""
+    p99_kl_micronats: Count
+    """99th percentile of the KL divergence from the baseline."""
     excess_kl_micronats: int
-    top1_agreement_permille: int
-    pod: str | None = None
-    buckets: tuple[Bucket, ...] = ()
+    """Mean KL divergence above that of the control run; negative when below it."""
+    top1_agreement_permille: Permille
+    """Positions, in thousandths, at which the baseline's most likely token is this one's too."""
+    pod: Annotated[str, Meta(max_length=253)] | None = None
+    """The replica that was asked."""
+    buckets: Annotated[tuple[Bucket, ...], Meta(max_length=8)] = ()
+    """The same by position in the context."""
     sample: Sample | None = None
 
 
-class Accuracy(Struct, frozen=True, kw_only=True):
-    """Accuracy's reference, its last measurement, and what the periodic probes of the serving revision found."""
+class Accuracy(Record, frozen=True, kw_only=True):
+    """What the probes measured. KL divergences in millionths of a nat, agreement in thousandths."""
 
     baseline: Baseline | None = None
     last: Measured | None = None
     checked_time: datetime | None = None
-    failures: int = 0
-    errors: int = 0
+    """When the serving replicas were last probed, or when they began to serve."""
+    failures: Count = 0
+    """Probe runs in a row that the serving replicas failed."""
+    errors: Count = 0
+    """Probe runs in a row of the serving replicas without a verdict."""

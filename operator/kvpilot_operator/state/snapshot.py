@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
-from kvpilot_operator.api.schema import Fault
+from kvpilot_operator.api.faults import Fault
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.state.decision import Find, ProbeResult
 from kvpilot_operator.state.objects import DeploymentView, ObjectView, PodView, PrefetchView, Rejection, RouteView

@@ -6,11 +6,13 @@ Field names are the CRD's in snake case; KL divergences are integers in micronat
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from kvpilot_formats import untrusted
+from kvpilot_operator.api.record import Count, Percent, ReasonText, Record, Word, keyed_by
 from kvpilot_operator.api.words import (
     Action,
     CachePhase,
@@ -22,7 +24,6 @@ from kvpilot_operator.api.words import (
     Verdict,
 )
 from kvpilot_operator.state.accuracy import Accuracy
-from kvpilot_operator.state.struct import Struct
 
 MAX_DECISIONS = 10
 MAX_DENIED = 32
@@ -32,134 +33,212 @@ MAX_SATURATIONS = 20
 MAX_MESSAGE = 1024
 
 
-class Stable(Struct, frozen=True, kw_only=True):
-    """The revision that serves, or is meant to serve first."""
+class Stable(Record, frozen=True, kw_only=True):
+    """The revision that serves the traffic."""
 
-    revision: str
-    dtype: str
+    revision: Word
+    """The revision's name, 8 hexadecimal digits."""
+    dtype: Word
+    """The KV cache dtype of this revision."""
     since: datetime
+    """When it took the traffic."""
     ever_ready: bool = False
+    """Whether this revision was ready at least once."""
 
 
-class Denied(Struct, frozen=True, kw_only=True):
+class Denied(Record, frozen=True, kw_only=True):
     """A dtype that must not be tried for this (model, image, GPU, recent window asked for) before `until`."""
 
-    dtype: str
-    model: str
-    image: str
-    gpu: str
-    recent_tokens: int | None = None
-    reason: str
-    message: str
+    dtype: Word
+    """The dtype that failed."""
+    model: Annotated[str, Meta(max_length=700)]
+    """The model it failed with."""
+    image: Annotated[str, Meta(max_length=512)]
+    """The engine image it failed with."""
+    gpu: Annotated[str, Meta(max_length=128)]
+    """The GPU it failed on, or cpu."""
+    recent_tokens: Count | None = None
+    """The spec.kvCache.recentTokens it failed with; absent where none was set."""
+    reason: ReasonText
+    """Why, as one CamelCase word."""
+    message: Annotated[str, Meta(max_length=2048)]
+    """Why, in words and numbers."""
     until: datetime
+    """When it may be tried again."""
 
 
-class WeightsCache(Struct, frozen=True, kw_only=True):
-    """How far the claim for weights is filled; `identity` hashes what has to be on it."""
+class WeightsCache(Record, frozen=True, kw_only=True):
+    """How far the claim for weights is filled, with cache.prefetch. Until it is Ready no engine is started for what the
+    newest spec asks for."""
 
-    identity: str
+    identity: Word
+    """Hash of the claim, and of the model, its revision and adapters that have to be on it."""
     phase: CachePhase
-    claim_name: str
-    downloaded_bytes: int | None = None
-    total_bytes: int | None = None
+    """Pending before the Job says how much there is to fetch, Prefetching, and Ready once all of it is there."""
+    claim_name: Annotated[str, Meta(max_length=253)]
+    """The PersistentVolumeClaim."""
+    downloaded_bytes: Count | None = None
+    """What of it is there, to one part in a hundred."""
+    total_bytes: Count | None = None
+    """What has to be there."""
 
 
-class KVCache(Struct, frozen=True, kw_only=True):
-    """What is known of the serving cache: capacity in tokens over all stable replicas, use in percent.
+class KVCache(Record, frozen=True, kw_only=True):
+    """The KV cache as it is."""
 
-    Hits are of the tokens of prompts, of services with kvCache.offload alone.
-    """
-
-    active_dtype: str | None = None
-    observed_dtype: str | None = None
-    recent_tokens: int | None = None
-    retention: str | None = None
-    recommended_dtype: str | None = None
-    capacity_tokens: int | None = None
-    usage_percent: int | None = None
-    gpu_hit_percent: int | None = None
-    host_hit_percent: int | None = None
-    disk_hit_percent: int | None = None
+    active_dtype: Word | None = None
+    """The dtype that serves the traffic."""
+    observed_dtype: Word | None = None
+    """The dtype that the engines themselves report in their metrics; Other where kvpilot knows none of that name."""
+    recent_tokens: Count | None = None
+    """How many of the last tokens of each sequence the engines themselves say that they read at 8 bits."""
+    retention: Word | None = None
+    """What the engines themselves say that they keep of a sequence, such as SinksAndWindow; Other where kvpilot knows
+    no such policy, absent where they keep every token."""
+    recommended_dtype: Word | None = None
+    """The dtype that kvpilot would choose now."""
+    capacity_tokens: Count | None = None
+    """Tokens that the KV caches of all serving replicas hold together, in sequences of the longest context, as the
+    engines report it: what recent windows take is not in it."""
+    usage_percent: Percent | None = None
+    """How full the KV cache of the fullest serving replica is, in percent."""
+    gpu_hit_percent: Percent | None = None
+    """With kvCache.offload, the share of the tokens of prompts that the prefix caches of the GPUs held over the last
+    window, in percent."""
+    host_hit_percent: Percent | None = None
+    """With kvCache.offload, the share of them that was loaded from host memory, in percent."""
+    disk_hit_percent: Percent | None = None
+    """With kvCache.offload.disk, the share of them that was loaded from the disk, in percent."""
     changed_time: datetime | None = None
-    denied: tuple[Denied, ...] = ()
+    """When activeDtype last changed; the dwell time counts from here."""
+    denied: Annotated[tuple[Denied, ...], Meta(max_length=32)] = ()
+    """Dtypes that failed and are not tried again before a point in time."""
 
 
-class Saturation(Struct, frozen=True, kw_only=True):
+class Saturation(Record, frozen=True, kw_only=True):
     """What one replica finished when requests last queued with this dtype, and how many tokens they had on average.
 
     Of the prompt, also how many of them no cache held; and whether they queued for memory.
     """
 
-    dtype: str
-    requests_per_hour: int
-    mean_prompt: int
-    mean_generation: int
-    computed_prompt: int | None = None
+    dtype: Word
+    """The dtype that served."""
+    requests_per_hour: Count
+    """Requests that one replica finished, an hour."""
+    mean_prompt: Count
+    """Mean length of their prompts, in tokens; the figure counts for similar requests only."""
+    mean_generation: Count
+    """Mean length of their answers, in tokens."""
+    computed_prompt: Count | None = None
+    """Tokens of a prompt that no cache held, on average; told only beside scaling.objectives."""
     memory: bool | None = None
+    """Whether they queued for KV cache memory; told only where they did, beside scaling.objectives."""
 
 
-class ScaleInBackoff(Struct, frozen=True, kw_only=True):
-    """So many replicas of this dtype were too few: one that had been given back was soon needed again."""
+class ScaleInBackoff(Record, frozen=True, kw_only=True):
+    """So many replicas of this dtype were too few and are not tried again for a day."""
 
-    dtype: str
-    replicas: int
+    dtype: Word
+    """The dtype that served."""
+    replicas: Count
+    """The replicas that were too few."""
     time: datetime
+    """When they were."""
 
 
-class Scaling(Struct, frozen=True, kw_only=True):
-    """How many replicas the operator wants (scaling mode Operator), and which spec.replicas it started from."""
+class Scaling(Record, frozen=True, kw_only=True):
+    """How many replicas kvpilot wants, with spec.scaling.mode Operator."""
 
-    desired_replicas: int | None = None
-    recommended_replicas: int | None = None
-    spec_replicas: int | None = None
+    desired_replicas: Count | None = None
+    """The number that is kept up, between minReplicas and maxReplicas."""
+    recommended_replicas: Count | None = None
+    """The number that kvpilot would choose now, in every mode."""
+    spec_replicas: Count | None = None
+    """The spec.replicas that desiredReplicas started from; a change of it starts anew."""
     changed_time: datetime | None = None
+    """When desiredReplicas last changed."""
     scaled_in_time: datetime | None = None
+    """When a replica was last given back."""
     scale_in_backoff: ScaleInBackoff | None = msgspec.field(name="regret", default=None)
-    saturations: tuple[Saturation, ...] = ()
+    saturations: Annotated[tuple[Saturation, ...], Meta(max_length=20, extra=keyed_by("dtype"))] = ()
+    """What one replica of a dtype finished when requests last queued for it. A step back to that dtype, or to fewer
+    replicas, waits until the load is well below that."""
 
 
-class Objective(Struct, frozen=True, kw_only=True):
+class Objective(Record, frozen=True, kw_only=True):
     """A latency objective and what was last seen of it; a figure that hardly moved is not written anew."""
 
     metric: Literal["TTFT", "ITL"]
-    percentile: int
-    milliseconds: int
+    """TTFT: time to first token. ITL: time between two tokens."""
+    percentile: Percent
+    """As in the spec."""
+    milliseconds: Annotated[int, Meta(ge=1, le=3_600_000)]
+    """The longest time."""
     state: ObjectiveState
-    observed_milliseconds: int | None = None
+    """Held; Missed, in both halves of the window; Unsettled, in the window and not in both halves; or NoSamples, of
+    which there were too few."""
+    observed_milliseconds: Count | None = None
+    """The percentile that was observed."""
 
 
-class Cost(Struct, frozen=True, kw_only=True):
-    """What the service costs, in millionths of the currency of the operator's prices; of tokens, generated ones."""
+class Cost(Record, frozen=True, kw_only=True):
+    """What the service costs, in millionths of the currency of the operator's prices; absent where its kind of GPU has
+    none."""
 
-    per_hour_micros: int
-    per_million_tokens_micros: int | None = None
+    per_hour_micros: Count
+    """Of all GPUs that its replicas have, a canary's included, an hour."""
+    per_million_tokens_micros: Count | None = None
+    """Of a million generated tokens, at the rate of the last window; rewritten where it moved by 10%."""
 
 
-class Canary(Struct, frozen=True, kw_only=True):
+class Canary(Record, frozen=True, kw_only=True):
     """A revision on trial, or (as `lastCanary`) how the last trial ended. Changes are in percent of the stable side."""
 
-    revision: str
-    dtype: str
-    from_dtype: str
+    revision: Word
+    """The revision that is tried."""
+    dtype: Word
+    """Its KV cache dtype."""
+    from_dtype: Word
+    """The dtype of the stable revision at the start."""
     stage: Stage
+    """How far it is."""
     started_time: datetime
+    """When it was started."""
     stage_time: datetime
-    generation: int | None = None
-    reason: str = ""
-    message: str = ""
+    """When it reached this stage, or last made progress in it."""
+    generation: Count | None = None
+    """The metadata.generation that it was last on trial for."""
+    reason: ReasonText = ""
+    """Why it is at this stage, as one CamelCase word."""
+    message: Annotated[str, Meta(max_length=4096)] = ""
+    """Why it is at this stage, in words and numbers."""
     verdict: Verdict = Verdict.PENDING
-    errors: int = 0
-    failures: int = 0
-    capacity_tokens: int | None = None
-    stable_capacity_tokens: int | None = None
+    """What its probes, and then its steps, say. Failed is bad accuracy or latency, Error is no measurement,
+    Inconclusive is too little of it."""
+    errors: Count = 0
+    """Probe runs in a row without a verdict."""
+    failures: Count = 0
+    """Probe runs that failed."""
+    capacity_tokens: Count | None = None
+    """Tokens that one canary replica's KV cache holds."""
+    stable_capacity_tokens: Count | None = None
+    """Tokens that one stable replica's KV cache holds."""
     replaces_one: bool = False
+    """Whether it took the place of one stable replica, for want of spare capacity."""
     traffic_mode: TrafficMode | None = None
-    step: int | None = None
+    """How live traffic reaches it. ProbeOnly means that it gets none before its promotion."""
+    step: Count | None = None
+    """Which of spec.canary.steps it is at, from 0."""
     step_time: datetime | None = None
-    weight_percent: int | None = None
+    """When it reached that step."""
+    weight_percent: Percent | None = None
+    """Share of live traffic that it takes now, in percent."""
     ttft_p95_change_percent: int | None = None
+    """Change of the 95th percentile of the time to first token against the stable side, in percent."""
     itl_p95_change_percent: int | None = None
+    """Change of the 95th percentile of the time between two tokens against the stable side, in percent."""
     throughput_change_percent: int | None = None
+    """Change of the tokens per second of a running request against the stable side, in percent."""
 
     @property
     def capacity_ratio(self) -> float | None:
@@ -172,87 +251,157 @@ CHANGES = ("ttft_p95_change_percent", "itl_p95_change_percent", "throughput_chan
 """Of a trial's fields those that say how the canary did beside the stable side."""
 
 
-class Experience(Struct, frozen=True, kw_only=True):
+class Experience(Record, frozen=True, kw_only=True):
     """How a canary turned out: what the policy expects of the same dtype next time."""
 
-    dtype: str
-    from_dtype: str
-    model: str
-    image: str
-    gpu: str
-    recent_tokens: int | None = None
+    dtype: Word
+    """The dtype that was tried."""
+    from_dtype: Word
+    """The dtype that served meanwhile."""
+    model: Annotated[str, Meta(max_length=700)]
+    """The model."""
+    image: Annotated[str, Meta(max_length=512)]
+    """The engine image."""
+    gpu: Annotated[str, Meta(max_length=128)]
+    """The GPU, or cpu."""
+    recent_tokens: Count | None = None
+    """The spec.kvCache.recentTokens; absent where none was set."""
     time: datetime
+    """When the canary ended."""
     verdict: Verdict
-    reason: str
-    capacity_percent: int | None = None
+    """How it ended."""
+    reason: ReasonText
+    """Why, as one CamelCase word."""
+    capacity_percent: Count | None = None
+    """Tokens that a replica held, in percent of a stable one's."""
     ttft_p95_change_percent: int | None = None
+    """Change of the 95th percentile of the time to first token against the stable side, in percent."""
     itl_p95_change_percent: int | None = None
+    """Change of the 95th percentile of the time between two tokens against the stable side, in percent."""
     throughput_change_percent: int | None = None
+    """Change of the tokens per second of a running request against the stable side, in percent."""
     excess_kl_micronats: int | None = None
+    """Its damage above the control's, in millionths of a nat."""
 
 
-class Option(Struct, frozen=True, kw_only=True):
+class Option(Record, frozen=True, kw_only=True):
     """A step that was weighed. `gpus` and `itl_change_percent` are relative to now, the rest is what it leads to."""
 
     action: Action
-    dtype: str
-    replicas: int
+    """Stay, DtypeDown, DtypeUp, ScaleOut, ScaleIn or Offload."""
+    dtype: Word
+    """The dtype that it leads to."""
+    replicas: Count
+    """The number of replicas that it leads to."""
     gpus: int
+    """GPUs more (or, negative, fewer) than now."""
     outcome: Outcome
-    message: str
-    capacity_tokens: int | None = None
-    usage_percent: int | None = None
+    """Chosen, Possible, Insufficient, Passed (where something better was taken), or why it is ruled out: Vetoed,
+    Denied, Slower, NotMemory, NoCanary, CoolingDown, Dwelling, ReplicasFirst, ReplicasMissing, NotOwner, AtLimit,
+    Settling, TooTight, Regretted, ObjectivesHeld or NotAsked."""
+    message: Annotated[str, Meta(max_length=1024)]
+    """Why, in words and numbers."""
+    capacity_tokens: Count | None = None
+    """Tokens that all replicas would hold."""
+    usage_percent: Count | None = None
+    """Share of them that the demand would fill, in percent; above 100 it does not fit."""
     itl_change_percent: int | None = None
-    cost_per_hour_micros: int | None = None
+    """Expected change of the time between two tokens, in percent; absent where nothing is known."""
+    cost_per_hour_micros: Count | None = None
+    """What it would cost an hour, in millionths of the currency of the operator's prices."""
 
 
-class JournalEntry(Struct, frozen=True, kw_only=True):
+class JournalEntry(Record, frozen=True, kw_only=True):
     """One decision with its reason in words and numbers."""
 
     time: datetime
+    """When it was made."""
     action: Action
-    reason: str
-    message: str
-    from_dtype: str | None = None
-    to_dtype: str | None = None
-    options: tuple[Option, ...] = ()
+    """What was decided: Serve, StartCanary, ReplaceOne, Judge, Promote, Promoted, RollBack, KeepBaseline, Recommend,
+    Hold, ScaleOut or ScaleIn."""
+    reason: ReasonText
+    """Why, as one CamelCase word."""
+    message: Annotated[str, Meta(max_length=4096)]
+    """Why, in words and numbers."""
+    from_dtype: Word | None = None
+    """The dtype before."""
+    to_dtype: Word | None = None
+    """The dtype after."""
+    options: Annotated[tuple[Option, ...], Meta(max_length=12)] = ()
+    """The steps that were weighed, the chosen one first."""
 
 
-class Condition(Struct, frozen=True, kw_only=True):
+class Condition(Record, frozen=True, kw_only=True):
     """metav1.Condition."""
 
-    type: str
+    type: Annotated[str, Meta(min_length=1, max_length=316)]
+    """Ready, Serving, Available, Progressing, Reconciling, Stalled, ModelCached, MetricsAvailable, MemoryPressured,
+    ObjectivesHeld, CanaryHealthy, AccuracyVerified, CalibrationConsistent, SpecAccepted, ObjectsAccepted, RouteAccepted
+    or ReconcileSucceeded."""
     status: Literal["True", "False", "Unknown"]
-    reason: str
+    """Whether it holds."""
+    reason: Annotated[str, Meta(min_length=1, max_length=1024, pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
+    """Why, as one CamelCase word."""
     last_transition_time: datetime
-    observed_generation: int
-    message: str = ""
+    """When status last changed."""
+    observed_generation: Count
+    """The metadata.generation that it was found for."""
+    message: Annotated[str, Meta(max_length=32768)] = ""
+    """Why, in words and numbers."""
 
 
-class Status(Struct, frozen=True, kw_only=True):
+class Status(Record, frozen=True, kw_only=True):
     """The whole `.status`."""
 
-    observed_generation: int | None = None
-    observed_revision: str | None = None
-    inference_pool: str | None = None
-    route: str | None = None
-    url: str | None = None
-    replicas: int | None = None
-    ready_replicas: int | None = None
-    selector: str | None = None
-    adapters: tuple[str, ...] = ()
+    observed_generation: Count | None = None
+    """The metadata.generation that this status speaks of."""
+    observed_revision: Word | None = None
+    """Name of the revision that the spec of observedGeneration asks for: with kvCache.dtype in mode Fixed, else with
+    the dtype on trial or serving. It serves where stable.revision is the same. Of a spec that is refused nothing is
+    asked for, and the name stays."""
+    inference_pool: Annotated[str, Meta(max_length=253)] | None = None
+    """Name of the InferencePool that selects what serves; absent where spec.inferencePool is, and no pool is left."""
+    route: Annotated[str, Meta(max_length=253)] | None = None
+    """Name of the HTTPRoute that kvpilot keeps; absent where spec.route is, and none is left."""
+    url: Annotated[str, Meta(max_length=128)] | None = None
+    """Where clients in the cluster reach the service, as http://NAME.NAMESPACE.svc; vLLM's API is below /v1. Absent
+    while the Service does not exist, or its name is somebody else's."""
+    replicas: Count | None = None
+    """Replicas that are asked for, serving or on trial. The one pod more that a trial may bring does not count."""
+    ready_replicas: Count | None = None
+    """Engine pods that are ready, canary included."""
+    selector: Annotated[str, Meta(max_length=1024)] | None = None
+    """Label selector of the engine pods, as text, for /scale."""
+    adapters: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=16)] = ()
+    """Names of the LoRA adapters that all pods of the serving revision say they have loaded; asked are those that
+    model.adapters gives any."""
     stable: Stable | None = None
     cache: WeightsCache | None = None
     kv_cache: KVCache = KVCache()
     scaling: Scaling = Scaling()
-    objectives: tuple[Objective, ...] = ()
+    objectives: Annotated[tuple[Objective, ...], Meta(max_length=8, extra=keyed_by("metric", "percentile"))] = ()
+    """What was last seen of spec.scaling.objectives; rewritten where it moved by 10%."""
     cost: Cost | None = None
     canary: Canary | None = None
+    """The canary that is under way; absent when there is none."""
     last_canary: Canary | None = None
-    history: tuple[Experience, ...] = ()
+    """The canary before, with its outcome."""
+    history: Annotated[tuple[Experience, ...], Meta(max_length=16)] = ()
+    """How canaries turned out, newest first; the same step is expected to do the same again."""
     accuracy: Accuracy = Accuracy()
-    decisions: tuple[JournalEntry, ...] = ()
-    conditions: tuple[Condition, ...] = ()
+    decisions: Annotated[tuple[JournalEntry, ...], Meta(max_length=10)] = ()
+    """The last decisions, newest first."""
+    conditions: Annotated[tuple[Condition, ...], Meta(max_length=32, extra=keyed_by("type"))] = ()
+    """Ready sums the others up: it is True where the service does what its newest spec asks for, and nothing is under
+    way. Serving says that requests are answered meanwhile. Reconciling and Stalled are what kstatus defines:
+    Reconciling True while the service is on its way to what the newest spec asks for, Stalled True where it gets no
+    further without a change by a person, never both. Available and Progressing are those of a Deployment. SpecAccepted
+    False lists what is wrong with the spec; True with reason PartlyActedOn says that not all of it is acted on.
+    ObjectsAccepted False tells what the API server refuses of the service's objects and pods (a quota, a missing class,
+    a name that is somebody else's), with the field of the spec and the remedy. CalibrationConsistent False names
+    engines of one revision that quantize with other calibration factors than the rest; a canary of such engines is
+    rolled back unjudged. ReconcileSucceeded False names the questions of the last reconcile that had no answer, by an
+    unexpected error or an object that could not be read; all others were answered."""
 
     def condition(self, kind: str) -> Condition | None:
         """The condition of that type, if it was ever set."""

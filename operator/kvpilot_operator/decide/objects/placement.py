@@ -26,7 +26,6 @@ from kvpilot_operator.render.objects import (
     workload,
 )
 from kvpilot_operator.render.route import kinds, own_rules, weighted
-from kvpilot_operator.render.startup import startup_budget_seconds
 from kvpilot_operator.state.decision import Manifest, Objects
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
@@ -81,7 +80,7 @@ def deployments(c: Context) -> Context:
     """Workloads of the wanted revisions that the current spec still renders; older ones can only be scaled."""
     if c.stable is None:
         return c
-    s, seconds, nodes = c.snapshot, startup_budget_seconds(c.spec), c.spec.engine.nodes
+    s, seconds, nodes = c.snapshot, c.spec.engine.startup_timeout_seconds, c.spec.engine.nodes
     dtypes = {c.target.dtype, c.stable.dtype}
     if c.canary is not None:
         dtypes.add(c.canary.dtype)

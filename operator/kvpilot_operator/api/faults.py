@@ -1,0 +1,154 @@
+"""Faults of an object that the API server let through: the last check before anything is done about it.
+
+The server enforces the CRD. Here are the questions that take the operator: arguments in every spelling that vLLM takes,
+access to nodes, and objects that were stored before a limit or a rule existed.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from kvpilot_formats.arguments import Arguments, rules
+from kvpilot_formats.untrusted import shown
+from kvpilot_operator.api import pod_template
+from kvpilot_operator.api.record import Json
+from kvpilot_operator.api.spec import Spec, parse
+
+MAX_SPEC_BYTES = 128 * 1024
+"""The largest spec, as JSON, that is kept: real ones have some KiB, and the operator holds every spec of the fleet."""
+
+MAX_FAULTS = 100
+"""Faults that are listed of one object."""
+
+_PRIVATE = re.compile(
+    r"\bengine\.(extraArgs|(?:podTemplate\..*)?(?:env\[\d+\]\.value|command|args|volumeAttributes))\b"
+)
+"""Fields whose values may be keys and tokens. Messages go into the status, events and logs, and do without them."""
+
+_BEFORE_QUERY = re.compile("^([^?]*://[^?]*|[^?]*([?]([^=]*$)?)?)")
+"""All of a text, or the part of an address before `?`, whose query may hold a signature."""
+
+
+class Fault(NamedTuple):
+    """One thing that is wrong with an object."""
+
+    field: str
+    """Where, such as spec.a.b[0]."""
+    message: str
+    """The value, where it may be shown, and the remedy."""
+
+
+def judge(obj: Json, allowed: Collection[str] = ()) -> Spec | tuple[Fault, ...]:
+    """Return the spec of a QuantizedLLMService, or what is wrong with it.
+
+    `allowed` is the access to nodes (of pod_template.KINDS) that engines may have.
+    """
+    given = obj.get("spec") if isinstance(obj, Mapping) else None
+    if not isinstance(given, Mapping):
+        return (Fault("spec", "is missing: use a QuantizedLLMService manifest with a spec"),)
+    size = len(msgspec.json.encode(given))
+    if size > MAX_SPEC_BYTES:
+        text = f"is {size} bytes of JSON: use at most {MAX_SPEC_BYTES}, shorten engine.env most of all"
+        return (Fault("spec", text),)
+    try:
+        spec = parse(obj)
+    except msgspec.ValidationError as error:
+        return (_explained(str(error), obj),)
+    found = [*_rules(spec), *_arguments(spec), *_host_access(spec, allowed)]
+    return tuple(found[:MAX_FAULTS]) or spec
+
+
+def faults(obj: Json, allowed: Collection[str] = ()) -> tuple[Fault, ...]:
+    """Return what is wrong with a QuantizedLLMService; () if nothing."""
+    judged = judge(obj, allowed)
+    return () if isinstance(judged, Spec) else judged
+
+
+def _explained(error: str, obj: Mapping[str, Json]) -> Fault:
+    """Return msgspec's message, which ends in the place, with the value and the remedy."""
+    wrong, _, place = error.partition(" - at `$.")
+    field = place.rstrip("`").replace("[...]", "")
+    if missing := re.search("missing required field `(.*)`", wrong):
+        field = f"{field}.{missing[1]}".lstrip(".")
+        return Fault(field, f"is missing: set {missing[1]}")
+    return Fault(
+        field, f"is {_shown(_at(obj, field), field)}: change it as the API has it ({wrong[0].lower()}{wrong[1:]})"
+    )
+
+
+def _at(value: Json, field: str) -> Json:
+    """Return the value at a place such as a.b[0]; None where there is none."""
+    for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", field):
+        if key:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        else:
+            value = value[int(index)] if isinstance(value, list) and int(index) < len(value) else None
+    return value
+
+
+def _shown(value: Json, field: str) -> str:
+    """Return a value in words, without secrets: no private value, and of an address neither query nor credentials."""
+    if _PRIVATE.search(field):
+        return "a value that is not shown"
+    if isinstance(value, Mapping | list):
+        return "an object" if isinstance(value, Mapping) else "a list"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        before = _BEFORE_QUERY.match(value)
+        value = shown(before[0] if before else "")
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _rules(spec: Spec) -> Iterator[Fault]:
+    """Yield what a CEL rule of the CRD refuses today and code relies on, for objects that are older than the rule."""
+    if spec.kv_cache.mode == "Fixed" and spec.kv_cache.dtype is None:
+        yield Fault("spec.kvCache.dtype", "is missing, and kvCache.mode is Fixed: set dtype, or use another mode")
+
+
+def _host_access(spec: Spec, allowed: Collection[str]) -> Iterator[Fault]:
+    for at, text in pod_template.host_access(spec.engine.pod_template, allowed):
+        yield Fault(f"spec.engine.podTemplate{at}", text)
+
+
+_OFFLOAD = (rules.OFFLOAD, "--kv-offloading-backend", rules.TRANSFER, "--kv-offloading-disk-path",
+            "--kv-offloading-disk-size")  # fmt: skip
+_NODES = (rules.PIPELINE_PARALLEL, "--prefill-context-parallel-size", "--distributed-executor-backend",
+          "--master-addr", "--master-port", *rules.SEVERAL_ENGINES)  # fmt: skip
+_NOT_OVER_NODES = (*rules.SPECULATION, *_OFFLOAD)
+_ADAPTERS = ("--lora-modules", "--enable-lora")
+
+
+def _arguments(spec: Spec) -> Iterator[Fault]:
+    """Yield faults of extraArgs: reserved options in any spelling, and options that contradict another field.
+
+    kvpilot-serve judges its command line by the same rules. No value of an argument is repeated.
+    """
+    arguments = spec.engine.arguments
+    found = [*arguments.faults, *rules.reserved(arguments), *_contradictions(arguments, spec)]
+    for place, message in sorted(found):
+        yield Fault(f"spec.engine.extraArgs[{place}]", message)
+
+
+def _contradictions(arguments: Arguments, spec: Spec) -> Iterator[tuple[int, str]]:
+    """Yield (place, message) of options that do not go with another field."""
+    offload, nodes = spec.kv_cache.offload is not None, spec.engine.nodes > 1
+    beside: list[tuple[bool, tuple[str, ...], str]] = [
+        (offload, _OFFLOAD, "kvCache.offload sets it: remove the argument, or kvCache.offload"),
+        (offload, rules.SEVERAL_ENGINES, "it starts several engines in a pod, each of which would take as much memory "
+         "as kvCache.offload says: remove the argument, or kvCache.offload"),
+        (nodes, _NODES, "engine.nodes sets how a replica is spread over nodes: remove it, or set engine.nodes to 1"),
+        (nodes, _NOT_OVER_NODES, "it was not seen right over the nodes that engine.nodes asks for: remove it, or set "
+         "engine.nodes to 1"),
+        (bool(spec.model.adapters), _ADAPTERS, "model.adapters loads adapters, too: remove it"),
+    ]  # fmt: skip
+    for given in arguments.given:
+        for asked, options, message in beside:
+            if asked and given.name in options:
+                yield given.places[0], f"{given.name}: {message}"
+    if spec.kv_cache.bounded and (found := rules.first_on(arguments, rules.BESIDE_BOUNDED)) is not None:
+        at = next(one.places[0] for one in reversed(arguments.given) if one.name == found[0])
+        yield at, f"{found[0]}: {found[1]} does not go with kvCache.retention: remove one of the two"

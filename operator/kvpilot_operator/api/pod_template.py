@@ -1,0 +1,262 @@
+"""spec.engine.podTemplate: what it may hold, which of it the API server refuses, and which an administrator allows.
+
+The schema has the shapes of Kubernetes' own client. It holds the fields in `ALLOWED` and is judged by `RULES`.
+Kubernetes itself refuses the rest, such as a volume of two kinds, when it is given the pods.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from msgspec import Meta
+
+from kvpilot_operator.api.record import LABEL, NAME, Json, Rule
+
+POD_TEMPLATE = Meta(max_length=2)
+"""Mark of the one field that has the schema of a Pod's template."""
+
+ALLOWED: Mapping[str, tuple[str, ...]] = {
+    "V1PodTemplateSpec": ("metadata", "spec"),
+    "V1ObjectMeta": ("labels", "annotations"),
+    "V1PodSpec": (
+        "nodeSelector", "affinity", "topologySpreadConstraints", "tolerations", "schedulerName", "priorityClassName",
+        "runtimeClassName", "serviceAccountName", "imagePullSecrets", "containers", "initContainers", "volumes",
+        "resourceClaims", "securityContext", "hostIPC", "hostNetwork", "hostPID",
+    ),
+    "V1Container": (
+        "name", "image", "imagePullPolicy", "command", "args", "env", "envFrom", "ports", "resources", "volumeMounts",
+        "startupProbe", "readinessProbe", "livenessProbe", "restartPolicy", "securityContext",
+    ),
+    "V1ContainerPort": ("containerPort", "name", "protocol"),
+    "V1EnvVarSource": ("secretKeyRef", "configMapKeyRef", "fieldRef", "resourceFieldRef"),
+    "V1VolumeMount": ("name", "mountPath", "subPath", "readOnly"),
+    "V1Probe": (
+        "exec", "httpGet", "tcpSocket", "initialDelaySeconds", "periodSeconds", "timeoutSeconds", "successThreshold",
+        "failureThreshold",
+    ),
+    "V1SecurityContext": (
+        "allowPrivilegeEscalation", "capabilities", "privileged", "readOnlyRootFilesystem", "runAsUser", "runAsGroup",
+        "runAsNonRoot", "seccompProfile",
+    ),
+    "V1PodSecurityContext": (
+        "runAsUser", "runAsGroup", "runAsNonRoot", "fsGroup", "fsGroupChangePolicy", "supplementalGroups",
+        "seccompProfile",
+    ),
+    "V1Volume": (
+        "name", "configMap", "csi", "emptyDir", "hostPath", "image", "nfs", "persistentVolumeClaim", "projected",
+        "secret",
+    ),
+    "V1VolumeProjection": ("configMap", "secret", "serviceAccountToken"),
+}  # fmt: skip
+"""Fields by the model of Kubernetes' client; models that are not named here have all of theirs."""
+
+KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "volumes": "name",
+    "resourceClaims": "name",
+    "claims": "name",
+    "volumeMounts": "mountPath",
+}
+"""Field of a list -> field by which its items are told apart and merged; every other list is replaced as a whole."""
+
+_QUANTITY = {
+    "anyOf": [{"type": "integer"}, {"type": "string"}],
+    "x-kubernetes-int-or-string": True,
+    "pattern": r"^[0-9]+([.][0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$",
+    "maxLength": 32,
+}
+_LABEL = {"minLength": 1, "maxLength": 63, "pattern": f"^{LABEL}$"}
+_NAME = {
+    "minLength": 1,
+    "maxLength": 253,
+    "pattern": f"^{NAME}$",
+}
+LIMITS: Mapping[str, Mapping[str, Json]] = {
+    "V1ObjectMeta.labels": {
+        "additionalProperties": {
+            "type": "string",
+            "maxLength": 63,
+            "pattern": "^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$",
+        }
+    },
+    "V1Container.name": _LABEL,
+    "V1Volume.name": _LABEL,
+    "V1EnvVar.name": {"maxLength": 256},
+    **dict.fromkeys(
+        (
+            "V1PodSpec.serviceAccountName",
+            "V1PodSpec.priorityClassName",
+            "V1PodSpec.runtimeClassName",
+            "V1PodSpec.schedulerName",
+            "V1LocalObjectReference.name",
+            "V1SecretVolumeSource.secretName",
+            "V1ConfigMapVolumeSource.name",
+            "V1PersistentVolumeClaimVolumeSource.claimName",
+        ),
+        _NAME,
+    ),
+    "V1ResourceRequirements.requests": {"additionalProperties": _QUANTITY},
+    "V1ResourceRequirements.limits": {"additionalProperties": _QUANTITY},
+    "V1VolumeResourceRequirements.requests": {"additionalProperties": _QUANTITY},
+    "V1EmptyDirVolumeSource.sizeLimit": {"type": "string", **{k: v for k, v in _QUANTITY.items() if len(k) < 10}},
+    # No part of it is . or .., so that no mount hides one of kvpilot's.
+    "V1VolumeMount.mountPath": {
+        "maxLength": 512,
+        "pattern": r"^/+(([^/.][^/]*|[.][^/.][^/]*|[.][.][^/]+)/+)*([^/.][^/]*|[.][^/.][^/]*|[.][.][^/]+)?$",
+    },
+    "V1SeccompProfile.type": {"enum": ["RuntimeDefault", "Localhost"]},
+}
+"""Limits that are narrower than in Kubernetes' client, or wider than its types say, by model and field."""
+
+_OF_ENGINE = ("image", "command", "args", "env", "envFrom", "ports", "startupProbe", "readinessProbe", "livenessProbe",
+              "restartPolicy")  # fmt: skip
+_INJECTED = (
+    "seccomp.security.alpha.kubernetes.io/", "container.seccomp.security.alpha.kubernetes.io/",
+    "security.alpha.kubernetes.io/", "seccomp-profile.kubernetes.cri-o.io", "kubernetes.io/config.",
+    "scheduler.alpha.kubernetes.io/", "cdi.k8s.io/", "nvidia.cdi.k8s.io/", "io.kubernetes.cri", "io.containerd.",
+    "io.katacontainers.", "run.oci.", "dev.gvisor.", "sidecar.istio.io/userVolume",
+    "sidecar.istio.io/bootstrapOverride",
+)  # fmt: skip
+_APP_ARMOR = "container.apparmor.security.beta.kubernetes.io/"
+_REQUIRED_NODES = ".spec.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution"
+_OWN_PORTS = Rule(
+    ".ports",
+    "!has(self.ports) || self.ports.all(port, port.containerPort != 8000 && (!has(port.name) || port.name != 'http'))",
+    "port 8000 and the port name http are the engine's: use others",
+)
+
+
+def _one_of(*fields: str) -> Rule:
+    given = ", ".join(f"has(self.{field})" for field in fields)
+    named = f"{', '.join(fields[:-1])} and {fields[-1]}"
+    return Rule("", f"[{given}].exists_one(given, given)", f"it needs exactly one of {named}: set one")
+
+
+RULES: Mapping[str, tuple[Rule, ...]] = {
+    ".metadata": (
+        Rule(
+            ".labels",
+            "!has(self.labels) || self.labels.all(key, !key.startsWith('kvpilot.io/') && "
+            "!(key in ['app.kubernetes.io/name', 'app.kubernetes.io/instance', 'app.kubernetes.io/managed-by']))",
+            "podTemplate has a label of kvpilot.io, or app.kubernetes.io/name, instance or managed-by: kvpilot "
+            "finds its pods by them: remove it, and use a prefix of your own",
+        ),
+        Rule(
+            ".annotations",
+            "!has(self.annotations) || self.annotations.all(key, !key.startsWith('kvpilot.io/') && "
+            "(key != 'cluster-autoscaler.kubernetes.io/safe-to-evict' || self.annotations[key] == 'false') && "
+            "(key != 'karpenter.sh/do-not-disrupt' || self.annotations[key] == 'true'))",
+            'podTemplate has an annotation of kvpilot.io, or one that contradicts safe-to-evict "false" or '
+            'do-not-disrupt "true", by which kvpilot keeps autoscalers from pods on trial: remove it, and use a prefix '
+            "of your own",
+        ),
+        Rule(
+            ".annotations",
+            f"!has(self.annotations) || self.annotations.all(key, !key.startsWith('{_APP_ARMOR}') || "
+            "self.annotations[key] == 'runtime/default' || self.annotations[key].startsWith('localhost/'))",
+            "podTemplate turns AppArmor off by an annotation: remove it, or name runtime/default or a profile as "
+            "localhost/PROFILE",
+        ),
+        Rule(
+            ".annotations",
+            "!has(self.annotations) || !self.annotations.exists(key, "
+            + " || ".join(f"key.startsWith('{prefix}')" for prefix in _INJECTED)
+            + ")",
+            "podTemplate has an annotation by which a kubelet, a container runtime or an injector changes the security "
+            "context, devices or volumes of a pod (docs/pods.md): remove it, and use the fields of podTemplate.spec",
+        ),
+    ),
+    ".spec.containers[]": (
+        Rule(
+            "",
+            "self.name != 'engine' || !("
+            + " || ".join(f"has(self.{field})" for field in _OF_ENGINE)
+            + " || has(self.resources) && (has(self.resources.requests) || has(self.resources.limits)))",
+            "kvpilot sets the image, command, arguments, variables, ports, probes, requests and limits of the "
+            "container engine: remove them here, and use spec.engine.image, spec.engine.extraArgs, spec.engine.env, "
+            "spec.engine.resources and spec.engine.startupTimeoutSeconds",
+        ),
+        Rule(
+            ".volumeMounts",
+            "self.name != 'engine' || !has(self.volumeMounts) || self.volumeMounts.all(mount, !mount.mountPath.matches("
+            "'^/+((models|compile-cache|offload|dev(/+shm)?|adapters(/+[^/]+)?)/*)?$'))",
+            "kvpilot mounts /models, /adapters, /compile-cache, /offload and /dev/shm of the engine itself: use "
+            "another mountPath, not one of these or a folder above one, or spec.model, spec.cache, "
+            "spec.kvCache.offload or the size of the volume shm",
+        ),
+        _OWN_PORTS,
+    ),
+    ".spec.initContainers[]": (
+        Rule(
+            ".name",
+            "self.name != 'engine'",
+            "engine is the name of kvpilot's own container: use another name",
+        ),
+        _OWN_PORTS,
+    ),
+    ".spec.volumes[]": (
+        _one_of(
+            "configMap", "csi", "emptyDir", "hostPath", "image", "nfs", "persistentVolumeClaim", "projected", "secret"
+        ),
+        Rule(
+            ".name",
+            "!(self.name in ['model', 'compile', 'offload']) && !self.name.startsWith('adapters-') && "
+            "(self.name != 'shm' || has(self.emptyDir))",
+            "model, compile, offload and adapters-N are volumes of kvpilot, and shm is an emptyDir: use another name",
+        ),
+    ),
+    f"{_REQUIRED_NODES}.nodeSelectorTerms[].matchExpressions[]": (
+        Rule(
+            ".values",
+            "!(self.operator in ['Gt', 'Lt']) || "
+            "has(self.values) && size(self.values) == 1 && self.values[0].matches('^[0-9]{1,18}$')",
+            "nodeAffinity: Gt and Lt compare with one whole number: set values to it alone",
+        ),
+    ),
+    ".spec.volumes[].projected.sources[]": (_one_of("configMap", "secret", "serviceAccountToken"),),
+    ".spec.resourceClaims[]": (_one_of("resourceClaimName", "resourceClaimTemplateName"),),
+}
+"""Rules by the place in the template that they judge."""
+
+KINDS = ("capabilities", "hostIPC", "hostNetwork", "hostPID", "hostPath", "privileged")
+"""Access to nodes that Pod Security "baseline" refuses. An administrator may allow each kind by itself
+(`--allow-host-access`, the chart's engines.hostAccess)."""
+
+_BASELINE_CAPABILITIES = frozenset(
+    (
+        *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_BIND_SERVICE"),
+        *("SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
+    )
+)
+
+
+def host_access(pod_template: Mapping[str, Json], allowed: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield (field, message) of each access to the node that is not among `allowed`.
+
+    `pod_template` is spec.engine.podTemplate; fields are relative to it, with a leading dot.
+    """
+    for kind, field, shown in _asked(pod_template.get("spec", {})):
+        if kind not in allowed:
+            yield (
+                f".spec{field}",
+                f"is {shown}: engines of this cluster may not reach into their node: remove it, or let its "
+                f"administrator add {kind} to engines.hostAccess of kvpilot's chart",
+            )
+
+
+def _asked(pod: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield (kind, field, value in words) of each access to the node."""
+    for kind in ("hostIPC", "hostNetwork", "hostPID"):
+        if pod.get(kind):
+            yield kind, f".{kind}", "true"
+    for index, volume in enumerate(pod.get("volumes", ())):
+        if "hostPath" in volume:
+            yield "hostPath", f".volumes[{index}].hostPath", repr(volume["hostPath"]["path"])
+    for group in ("initContainers", "containers"):
+        for index, container in enumerate(pod.get(group, ())):
+            field, context = f".{group}[{index}].securityContext", container.get("securityContext", {})
+            if context.get("privileged"):
+                yield "privileged", f"{field}.privileged", "true"
+            added = [one for one in context.get("capabilities", {}).get("add", ()) if one not in _BASELINE_CAPABILITIES]
+            if added:
+                yield "capabilities", f"{field}.capabilities.add", ", ".join(added)

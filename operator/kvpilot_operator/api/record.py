@@ -1,0 +1,103 @@
+"""The base of the API's structs, and what their fields may say for the CRD that `make generate` writes.
+
+A field's type, default and limits are the schema's; the text below the field is its description. A field without one
+has the docstring of its own struct. CEL rules stand above a struct, or in the `Meta` of a field.
+"""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+Json = Any
+"""A value as a JSON decoder returns it."""
+
+_WORDS = {"kl": "KL", "ttft": "TTFT", "itl": "ITL", "mib": "MiB", "gib": "GiB"}
+
+
+@cache
+def camel(name: str) -> str:
+    """Return the CRD's name of a field."""
+    head, *rest = name.split("_")
+    return head + "".join(_WORDS.get(part, part.capitalize()) for part in rest)
+
+
+class Record(msgspec.Struct, frozen=True, rename=camel, omit_defaults=True):
+    """A part of the spec or of the status, or the whole of either; a field with its default is not written."""
+
+    def as_written(self) -> dict[str, Json]:
+        """Return the record as JSON, without fields that have their defaults."""
+        written: dict[str, Json] = msgspec.to_builtins(self)
+        return written
+
+
+class Rule(NamedTuple):
+    """A CEL rule of the CRD (x-kubernetes-validations); the API server alone evaluates it."""
+
+    field: str
+    """Path of the field at fault below the struct, with a leading dot; "" for the value itself."""
+    holds: str
+    """CEL expression that is true of a good value."""
+    message: str
+    """The mistake and its remedy. `{EXPRESSION}` shows the value of a CEL expression, which must be a bounded
+    string: the server reckons string(integer) as unbounded."""
+
+    def as_written(self) -> dict[str, str]:
+        """Return the rule as the CRD has it."""
+        at = {"fieldPath": self.field} if self.field else {}
+        plain = re.sub(r" ?\{[^{}]*\}", "", self.message)
+        if plain == self.message:
+            return {"rule": self.holds, **at, "message": self.message}
+        parts = re.split(r"\{([^{}]*)\}", self.message)
+        shown = [part if index % 2 else f"'{part}'" for index, part in enumerate(parts) if part]
+        return {"rule": self.holds, **at, "messageExpression": " + ".join(shown), "message": plain}
+
+
+RULES: dict[type[Record], tuple[Rule, ...]] = {}
+"""Rules by the struct that they judge."""
+
+_R = TypeVar("_R", bound=type[Record])
+
+
+def rules(*given: Rule) -> Callable[[_R], _R]:
+    """Let the API server judge each value of a struct by these rules.
+
+    A struct that has the default {} takes none: the server judges the default before it fills in what is within.
+    """
+
+    def attach(record: _R) -> _R:
+        RULES[record] = given
+        return record
+
+    return attach
+
+
+SET: dict[str, Json] = {"x-kubernetes-list-type": "set"}
+"""`extra` of a list whose items are all different."""
+
+
+def keyed_by(*fields: str) -> dict[str, Json]:
+    """Return the `extra` of a list whose items differ in these fields."""
+    return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(fields)}
+
+
+LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+NAME = f"{LABEL}([.]{LABEL})*"
+Name = Annotated[str, Meta(min_length=1, max_length=253, pattern=f"^{NAME}$")]
+"""Name of an object."""
+Label = Annotated[str, Meta(min_length=1, max_length=63, pattern=f"^{LABEL}$")]
+"""Name of a namespace, a container or a volume."""
+Key = Annotated[str, Meta(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._-]+$")]
+"""Key of a Secret or ConfigMap."""
+Quantity = Annotated[str, Meta(max_length=32, pattern=r"^[0-9]+([.][0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$")]
+"""Quantity of a resource."""
+Percent = Annotated[int, Meta(ge=0, le=100)]
+Permille = Annotated[int, Meta(ge=0, le=1000)]
+Count = Annotated[int, Meta(ge=0)]
+Word = Annotated[str, Meta(max_length=63)]
+"""One word of a status."""
+ReasonText = Annotated[str, Meta(max_length=128)]
+"""A CamelCase word of a status."""

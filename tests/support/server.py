@@ -1,0 +1,116 @@
+"""An API server's judgement of a QuantizedLLMService, for tests that have no server: schema, list types and CEL rules.
+
+The real one judges the corpus in tests/cluster/test_crd_modern.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import celpy
+import jsonschema
+import re2  # type: ignore[import-untyped]
+from celpy import celtypes
+from celpy.evaluation import CELEvalError
+
+from support.crd import apply_defaults, root_schema
+
+Json = Any
+
+
+def refused(obj: Mapping[str, Json]) -> list[tuple[str, str]]:
+    """(field, message) of everything that the server refuses; rules are judged where the schema refuses nothing."""
+    root = root_schema()
+    schema = {**root, "properties": {name: root["properties"][name] for name in ("metadata", "spec")}}
+    value = {name: apply_defaults(obj).get(name) for name in ("metadata", "spec") if obj.get(name) is not None}
+    found = [(_path(error), error.message) for error in _validator(json.dumps(schema)).iter_errors(value)]
+    found.extend(_twice(value, schema, ""))
+    return found or [(field.lstrip("."), message) for field, message in broken_rules(value, schema, "")]
+
+
+def broken_rules(value: Json, schema: Mapping[str, Json], path: str) -> Iterator[tuple[str, str]]:
+    """(field, message) of each rule that a value, or anything in it, breaks."""
+    for rule in schema.get("x-kubernetes-validations", ()):
+        try:
+            holds = bool(_program(rule["rule"]).evaluate({"self": _typed(value, schema)}))
+        except CELEvalError:
+            holds = False
+        if not holds:
+            shown = rule.get("messageExpression")
+            text = str(_program(shown).evaluate({"self": _typed(value, schema)})) if shown else rule["message"]
+            yield f"{path}{rule.get('fieldPath', '')}", text
+    for item, below, at in _children(value, schema, path):
+        yield from broken_rules(item, below, at)
+
+
+def _path(error: Json) -> str:
+    steps = [*error.absolute_path]
+    if error.validator == "required":
+        steps.append(error.message.split("'")[1])
+    return "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in steps).lstrip(".")
+
+
+@cache
+def _validator(schema: str) -> Json:
+    def pattern(_: Json, regex: str, value: Json, __: Json) -> Iterator[jsonschema.ValidationError]:
+        if isinstance(value, str) and re2.search(regex, value) is None:
+            yield jsonschema.ValidationError(f"does not match {regex}")
+
+    made = jsonschema.validators.extend(jsonschema.Draft202012Validator, validators={"pattern": pattern})
+    return made(json.loads(schema))
+
+
+def _children(value: Json, schema: Mapping[str, Json], path: str) -> Iterator[tuple[Json, Mapping[str, Json], str]]:
+    if isinstance(value, Mapping):
+        fields, rest = schema.get("properties", {}), schema.get("additionalProperties")
+        for key, item in value.items():
+            if key in fields or rest is not None:
+                yield item, fields.get(key, rest), f"{path}.{key}"
+    elif isinstance(value, list) and "items" in schema:
+        for index, item in enumerate(value):
+            yield item, schema["items"], f"{path}[{index}]"
+
+
+def _twice(value: Json, schema: Mapping[str, Json], path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, list) and schema.get("x-kubernetes-list-type") in ("set", "map"):
+        keys = schema.get("x-kubernetes-list-map-keys", ())
+        seen: list[Json] = []
+        for index, item in enumerate(value):
+            identity = [item.get(key) for key in keys] if keys and isinstance(item, Mapping) else [item]
+            if identity in seen:
+                yield f"{path}[{index}]".lstrip("."), "is a duplicate"
+            seen.append(identity)
+    for item, below, at in _children(value, schema, path):
+        yield from _twice(item, below, at)
+
+
+@cache
+def _program(expression: str) -> celpy.Runner:
+    environment = celpy.Environment()
+    return environment.program(environment.compile(expression), functions={"join": _join, "find": _find})
+
+
+def _join(items: celtypes.ListType, separator: celtypes.StringType) -> celtypes.StringType:
+    return celtypes.StringType(str(separator).join(str(item) for item in items))
+
+
+def _find(text: celtypes.StringType, pattern: celtypes.StringType) -> celtypes.StringType:
+    found = re2.search(str(pattern), str(text))
+    return celtypes.StringType(found[0] if found else "")
+
+
+def _typed(value: Json, schema: Mapping[str, Json]) -> celtypes.Value:
+    """A value as CEL sees it."""
+    if isinstance(value, Mapping):
+        fields, rest = schema.get("properties", {}), schema.get("additionalProperties", {})
+        return celtypes.MapType(
+            {celtypes.StringType(key): _typed(item, fields.get(key, rest)) for key, item in value.items()}
+        )
+    if isinstance(value, list):
+        return celtypes.ListType([_typed(item, schema["items"]) for item in value])
+    if isinstance(value, bool):
+        return celtypes.BoolType(value)
+    return celtypes.StringType(value) if isinstance(value, str) else celtypes.IntType(int(value))
