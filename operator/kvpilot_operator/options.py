@@ -11,13 +11,12 @@ import yaml
 
 from kvpilot_operator.api import host_access
 from kvpilot_operator.gpus import PriceError, prices
-from kvpilot_operator.tracing import TracingError, endpoint
 
 PURPOSE = "Gives every QuantizedLLMService the smallest KV cache that it can afford, and proves it."
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Read the command line, and where traces go (`traces`), which the environment says."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="kvpilot-operator", description=PURPOSE)
     parser.add_argument(
         "--namespace", action="append", default=[], help="watch this namespace only (may be repeated; default: all)"
@@ -60,10 +59,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.leader_elect and not options.lease_namespace:
         parser.error("--leader-elect needs --lease-namespace NAMESPACE, or POD_NAMESPACE in the environment")
-    try:
-        options.traces = endpoint(os.environ)
-    except TracingError as error:
-        parser.error(str(error))
     return options
 
 

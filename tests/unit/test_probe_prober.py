@@ -23,7 +23,7 @@ from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.objects import baseline_config_map
 from kvpilot_operator.state.decision import Capture, Captured, Find, Measure, NothingKept, ProbeFailed, ProbeResult
 from kvpilot_operator.state.snapshot import ServiceKey
-from kvpilot_operator.tracing import Tracer
+from kvpilot_operator.tracing import NO_TRACER
 from support.probe_engine import Body, Writer, counting, engine, noisy, respond
 from support.services import KEY, manifest, spec_of
 
@@ -54,7 +54,7 @@ class Bench:
     def __init__(self) -> None:
         self.cluster = FakeCluster()
         self.scraper = Scraper()
-        self.prober = Prober(self.cluster, self.scraper, Tracer())  # type: ignore[arg-type]  # the one method that it uses
+        self.prober = Prober(self.cluster, self.scraper, NO_TRACER)  # type: ignore[arg-type]  # the one method that it uses
         self.done = asyncio.Event()
         self.probes: dict[ServiceKey, Probe] = {}
 

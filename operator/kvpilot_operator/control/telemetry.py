@@ -21,7 +21,7 @@ from prometheus_client import (
 from kvpilot_operator.control.service_metrics import ServiceMetrics, ServiceSeries
 from kvpilot_operator.errors import Conflict
 from kvpilot_operator.state.snapshot import ServiceKey
-from kvpilot_operator.tracing import Tracer
+from kvpilot_operator.tracing import NO_TRACER, Tracer
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
@@ -32,8 +32,8 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 class Telemetry:
     """Counts what the operator does, and shows what it thinks of each service; `tracer` makes its spans."""
 
-    def __init__(self, tracer: Tracer | None = None) -> None:
-        self.tracer = tracer or Tracer()
+    def __init__(self, tracer: Tracer = NO_TRACER) -> None:
+        self.tracer = tracer
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)

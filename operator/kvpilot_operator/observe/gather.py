@@ -42,7 +42,7 @@ from kvpilot_operator.state.objects import ObjectView, PodView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered, unanswered
 from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.state.snapshot import ProbePlan, ServiceKey, Snapshot
-from kvpilot_operator.tracing import Tracer
+from kvpilot_operator.tracing import NO_TRACER, Tracer, span
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Observer:
     on_scrape: Callable[[bool], None]
     elapsed: Callable[[], float] = time.monotonic
     prices: Mapping[str, int] = field(default_factory=dict)
-    tracer: Tracer = field(default_factory=Tracer)
+    tracer: Tracer = NO_TRACER
 
     def __post_init__(self) -> None:
         self._texts = PackTexts(self.cluster)
@@ -174,7 +174,7 @@ class Observer:
         told = {placed.view.revision for placed in self.cache.workloads(key) if placed.view.adapters}
         known.adapters = {name: names for name, names in known.adapters.items() if name in answering}
         about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name, "kvpilot.pods": sorted(due)}
-        with self.tracer.span("scrape", about, root=True) as span:
+        with span(self.tracer, "scrape", about, root=True) as whole:
             failed: list[str] = []
             for revision, views in by_revision.items():
                 asked = [view for view in views if view.name in due]
@@ -184,7 +184,7 @@ class Observer:
                 self._add(known, revision, views, pages)
                 if revision in told:
                     await asyncio.gather(*(self._ask_adapters(known, view) for view in asked if view.name in pages))
-            span.tell({"kvpilot.pods.failed": failed})
+            whole.set_attribute("kvpilot.pods.failed", failed)
 
     def _add(
         self, known: Observations, revision: str, views: Sequence[PodView], pages: Mapping[str, PodMetrics]
