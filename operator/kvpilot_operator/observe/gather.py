@@ -192,7 +192,7 @@ class Observer:
         if pages:
             gpus, unanswered = self._nodes.gpus(views), len(views) - len(pages)
             judged = known.windows.add(revision, self.clock(), pages, unanswered=unanswered, gpus=gpus)
-            _tell(known, revision, pages, judged)
+            _tell(known, revision, judged)
 
     async def _scrape_pod(self, key: ServiceKey, pod: PodView, throttle: ScrapeThrottle) -> PodMetrics | None:
         try:
@@ -280,10 +280,9 @@ def _traffic(service: ObjectView | None, pool: ObjectView | None, failed: Sequen
     return together(selects, pool)
 
 
-def _tell(known: Observations, revision: str, pages: Mapping[str, PodMetrics], judged: Judged) -> None:
+def _tell(known: Observations, revision: str, judged: Judged) -> None:
     """Log what is odd about a revision's pages, once for as long as it lasts."""
-    odd = {f"{name} is read, the older name": f"vLLM's {name}" for page in pages.values() for name in page.older_names}
-    odd |= {f"implausible: {words}": words.partition(":")[0] for words in judged.sample.implausible}
+    odd = {f"implausible: {words}": words.partition(":")[0] for words in judged.sample.implausible}
     odd |= {f"stalled: {words}": f"stalled {words.partition(':')[0]}" for words in judged.sample.stalled}
     odd |= {f"not taken as it is: {words}": words.partition(":")[0] for words in judged.cut}
     news = known.windows.news(revision, odd.values())

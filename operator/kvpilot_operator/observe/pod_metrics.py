@@ -15,7 +15,7 @@ _COUNTS = (
 )  # fmt: skip
 DONE = ("prompt_tokens", "generation_tokens", "finished", "preemptions")
 """The counts of which one moves at least while an engine works."""
-_HISTOGRAMS = ("ttft", "itl", "prompt_lengths", "generation_lengths")
+_HISTOGRAMS = ("ttft", "itl", "generation_lengths")
 # Two pages further apart say nothing of the time that decisions look at: the later one counts as a first page.
 LONGEST_GAP_SECONDS = 600.0
 # A process' start is derived from the host's boot time, which a clock that is set moves by a little.
@@ -46,7 +46,7 @@ class Rank:
     running: float
     waiting: float
     done: float
-    """Return what `done` says of it, or of the whole page where it has no counters of its own."""
+    """Its work (`done`); the whole page's where it has no counters of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,6 @@ class PodMetrics:
     """The last tokens of each sequence that are read at 8 bits; None where the page does not say it."""
     retention: str = ""
     """The policy by which pages of a sequence are freed; empty where the page names none."""
-    older_names: tuple[str, ...] = ()
-    """The names on this page that newer vLLMs have given up."""
     ranks: tuple[Rank, ...] = ()
     """The engines of a page that has several."""
 

@@ -28,19 +28,19 @@ class Ranks:
         if len(self._found) > MOST_RANKS:
             raise ScrapeError(f"more than {MOST_RANKS} engines are on the page, by the labels engine and pid")
         before = rank.get(figure, 0.0)
-        rank[figure] = max(before, value) if figure.startswith(USAGE) else before + value
+        rank[figure] = max(before, value) if figure == USAGE else before + value
 
-    def close(self, usage: str, done: float) -> tuple[Rank, ...]:
-        """Return the engines that say their use by the figure `usage`; none where there is only one of them."""
-        keys = sorted((key for key, rank in self._found.items() if usage in rank), key=str)
+    def close(self, done: float) -> tuple[Rank, ...]:
+        """Return the engines that say their use; none where there is only one of them."""
+        keys = sorted((key for key, rank in self._found.items() if USAGE in rank), key=str)
         if len(keys) < 2:
             return ()
-        return tuple(self._rank(key, keys, usage, done) for key in keys)
+        return tuple(self._rank(key, keys, done) for key in keys)
 
-    def _rank(self, key: _Key, keys: list[_Key], usage: str, done: float) -> Rank:
+    def _rank(self, key: _Key, keys: list[_Key], done: float) -> Rank:
         rank = self._found[key]
         waiting = rank.get(FOR_ROOM, rank.get(WAITING, 0.0))
-        return Rank(_name(key, keys), rank[usage], rank.get(RUNNING, 0.0), waiting, rank.get(DONE, done))
+        return Rank(_name(key, keys), rank[USAGE], rank.get(RUNNING, 0.0), waiting, rank.get(DONE, done))
 
 
 def _name(key: _Key, keys: list[_Key]) -> str:

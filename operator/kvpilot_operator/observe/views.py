@@ -198,18 +198,12 @@ def _selected(service: Object, selector: Object) -> str | None:
 
 
 def route_view(route: Object | None, key: ServiceKey) -> RouteView | None:
-    """An HTTPRoute, with the weights that its rules together give to this service's Services (1 where none is set)."""
+    """Read an HTTPRoute."""
     if route is None:
         return None
     rules = tuple((route.get("spec") or {}).get("rules") or ())
-    weights: dict[str, int] = {}
-    for backend in (backend for rule in rules for backend in rule.get("backendRefs") or ()):
-        name = backend.get("name")
-        ours = name in (key.name, f"{key.name}-canary") and backend.get("namespace", key.namespace) == key.namespace
-        if ours and backend.get("kind", "Service") == "Service" and backend.get("group", "") == "":
-            weights[name] = weights.get(name, 0) + int(backend.get("weight", 1))
     metadata = route["metadata"]
-    return RouteView(metadata["name"], metadata.get("resourceVersion", ""), rules, weights, _parents(route, key))
+    return RouteView(metadata["name"], metadata.get("resourceVersion", ""), rules, _parents(route, key))
 
 
 def _parents(route: Object, key: ServiceKey) -> tuple[Parent, ...]:

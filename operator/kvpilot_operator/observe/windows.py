@@ -135,10 +135,10 @@ class _Series:
         for bucket in reversed(self.near):
             flows = bucket.sample.flows
             if _age(bucket, now) > seconds:
-                if flows.prompt_lengths is flows.generation_lengths is NOTHING_OBSERVED:
+                if flows.generation_lengths is NOTHING_OBSERVED:
                     return
                 none = NOTHING_OBSERVED
-                scalars = replace(flows, ttft=none, itl=none, prompt_lengths=none, generation_lengths=none)
+                scalars = replace(flows, ttft=none, itl=none, generation_lengths=none)
                 bucket.sample = replace(bucket.sample, flows=scalars)
 
 

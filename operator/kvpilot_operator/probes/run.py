@@ -124,7 +124,6 @@ async def _measure(base_url: str, model: str, baseline: Baseline, order: range, 
         sample = None if worst is None else await _sample(engine, throttle, baseline.prompts[worst])
     return summarise(
         compared,
-        unmeasured=baseline.positions - len(compared),
         requests=sum(requests for _, requests in found) + (sample is not None),
         tokens=throttle.spent,
         milliseconds=round((time.monotonic() - began) * 1000),

@@ -100,8 +100,6 @@ class AnswerPair:
 class Measurement:
     """What a candidate's cache did to the baseline's answers; compare it with a control's, not with zero.
 
-    `unmeasured` counts the baseline's positions that were not judged: first tokens of requests that agreed (they come
-    from a prefill, which need not read the quantized pages) and what lay beyond a prompt's last resume.
     `stderr_kl_micronats` is the standard error of the mean with prompts as clusters (positions of one prompt are
     not independent); 0 for a single prompt, which says nothing about it. `tokens` is what all requests together sent
     and asked for.
@@ -109,7 +107,6 @@ class Measurement:
 
     prompts: int
     positions: int
-    unmeasured: int
     requests: int
     milliseconds: int
     mean_kl_micronats: int
@@ -193,7 +190,6 @@ def buckets(compared: Iterable[Compared]) -> tuple[Bucket, ...]:
 def summarise(
     compared: Sequence[Compared],
     *,
-    unmeasured: int = 0,
     requests: int = 0,
     tokens: int = 0,
     milliseconds: int = 0,
@@ -203,7 +199,6 @@ def summarise(
     return Measurement(
         prompts=len({c.prompt for c in compared}),
         positions=len(compared),
-        unmeasured=unmeasured,
         requests=requests,
         tokens=tokens,
         milliseconds=milliseconds,
