@@ -18,9 +18,9 @@ from msgspec import Meta
 
 from kvpilot_formats.untrusted import shown
 from kvpilot_operator.numbers import whole
-from kvpilot_operator.probes.codec import MAX_TEXT, MAX_TOKEN_ID, MAX_TOP
+from kvpilot_operator.probes.codec import MAX_TOKEN_ID, MAX_TOP
 from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer
-from kvpilot_operator.probes.stats import MIN_LOGPROB, Logprobs, impossible
+from kvpilot_operator.probes.stats import MAX_TEXT, MIN_LOGPROB, Logprobs, impossible
 
 MAX_EXCERPT = 300
 # A token id with its comma and space.

@@ -27,12 +27,12 @@ from typing import TypeVar
 from kvpilot_formats.untrusted import lines
 from kvpilot_operator.probes.answers import Tokenized
 from kvpilot_operator.probes.client import Engine
-from kvpilot_operator.probes.codec import MAX_TEXT, Baseline, BaselinePrompt, check_limits
+from kvpilot_operator.probes.codec import Baseline, BaselinePrompt, check_limits
 from kvpilot_operator.probes.errors import MalformedAnswer, NothingFits, ProbeError
 from kvpilot_operator.probes.packs import ProbePrompt
 from kvpilot_operator.probes.session import TOP_K, USUAL, Settings, Throttle, allow, probing
 from kvpilot_operator.probes.stats import (
-    MAX_SAMPLE_CHARACTERS,
+    MAX_TEXT,
     AnswerPair,
     Answers,
     Compared,
@@ -213,7 +213,7 @@ async def _sample(engine: Engine, throttle: Throttle, prompt: BaselinePrompt) ->
     async with aclosing(engine.decode(prompt.tokens, len(prompt.answer), TOP_K)) as steps:
         async for step in steps:
             text += step.text
-    size = MAX_SAMPLE_CHARACTERS
+    size = MAX_TEXT
     return AnswerPair(prompt=prompt.tail[-size:], stable=prompt.text[:size], canary=lines(text)[:size])
 
 

@@ -29,7 +29,7 @@ MAX_MASS = 1.01
 # Absolute positions in the context, doubling, so that buckets of different services and days can be compared.
 BUCKET_EDGES = (0, 128, 256, 512, 1024, 2048, 4096, 16384)
 MICRO = 1_000_000
-MAX_SAMPLE_CHARACTERS = 400
+MAX_TEXT = 400
 
 
 class Logprobs(NamedTuple):
