@@ -27,7 +27,7 @@ from kvpilot_operator.gpus import by_product
 from kvpilot_operator.observe.adapters import loaded
 from kvpilot_operator.observe.group_events import GroupEvents
 from kvpilot_operator.observe.informers import InformerCache, ServiceView
-from kvpilot_operator.observe.node_cache import NodeCache
+from kvpilot_operator.observe.nodes import NodeCache
 from kvpilot_operator.observe.plausible import Judged
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.prefetch import read_prefetch
