@@ -13,7 +13,7 @@ from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, KIND
 from kvpilot_operator.budget import METRICS_WORK_PER_SECOND
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.observe.served import API_SECONDS
+from kvpilot_operator.observe.api_reads import API_SECONDS
 from kvpilot_operator.state.objects import ObjectView
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts

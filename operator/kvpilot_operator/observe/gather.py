@@ -24,8 +24,7 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import ClusterError, ScrapeError, Throttled
 from kvpilot_operator.gpus import by_product
-from kvpilot_operator.observe.adapters import loaded
-from kvpilot_operator.observe.group_events import GroupEvents
+from kvpilot_operator.observe.api_reads import GroupEvents, Served, not_served
 from kvpilot_operator.observe.informers import InformerCache, ServiceView
 from kvpilot_operator.observe.nodes import NodeCache
 from kvpilot_operator.observe.plausible import Judged
@@ -34,7 +33,6 @@ from kvpilot_operator.observe.prefetch import read_prefetch
 from kvpilot_operator.observe.probe_packs import PackTexts, PlanRead
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.observe.scrape_throttle import ScrapeThrottle
-from kvpilot_operator.observe.served import Served, not_served
 from kvpilot_operator.observe.views import named_view, pool_view, route_view, together
 from kvpilot_operator.observe.windows import Windows, retention_of
 from kvpilot_operator.state.decision import ProbeResult
@@ -210,7 +208,7 @@ class Observer:
     async def _ask_adapters(self, known: Observations, pod: PodView) -> None:
         url = engine_url(pod.ip, pod.mesh)
         try:
-            names = await loaded(self.scraper, known.key, url, lambda work: known.throttle.spend(work, self.elapsed()))
+            names = await self.scraper.adapters(known.key, url, lambda work: known.throttle.spend(work, self.elapsed()))
         except ScrapeError as error:
             log.warning("adapters: %s", error, extra={"service": str(known.key), "pod": pod.name})
             known.adapters.pop(pod.name, None)

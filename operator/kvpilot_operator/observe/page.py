@@ -17,8 +17,8 @@ from typing import Any
 from kvpilot_formats import dtypes, formats
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.numbers import whole
-from kvpilot_operator.observe import ranks
-from kvpilot_operator.observe.pod_metrics import DONE, PodMetrics, Totals
+from kvpilot_operator.observe import pod_metrics as engine
+from kvpilot_operator.observe.pod_metrics import PodMetrics, Ranks, Totals
 from kvpilot_operator.observe.series import SeriesReader, labels_of
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import NOTHING_OBSERVED
@@ -60,8 +60,8 @@ _HISTOGRAMS = {
 }
 
 # These are kept for each engine of a page, too.
-_DONE = tuple(_COUNTED[field] for field in DONE)
-_OF_A_RANK = {**dict.fromkeys(_DONE, ranks.DONE), _RUNNING: ranks.RUNNING, _WAITING: ranks.WAITING}
+_DONE = tuple(_COUNTED[field] for field in engine.DONE_COUNTS)
+_OF_A_RANK = {**dict.fromkeys(_DONE, engine.DONE), _RUNNING: engine.RUNNING, _WAITING: engine.WAITING}
 # A label tells a part of these that is counted by itself.
 _PARTED = (_WAITING_BY_REASON, _COUNTED["finished"], _HTTP, _SOURCES)
 _COUNTERS = frozenset((*_COUNTED.values(), *_PARTED, _RUNNING, _WAITING, _START))
@@ -108,7 +108,7 @@ class PageReader:
         self._series = SeriesReader(WANTED, self._add)
         # One series an engine (data-parallel ranks): the fullest one's share counts, all else adds up.
         self._usage: float | None = None
-        self._ranks = ranks.Ranks()
+        self._ranks = Ranks()
         self._sums: dict[str, float] = {}
         self._buckets: dict[str, dict[str, float]] = {}
         self._for_room: float | None = None
@@ -168,14 +168,14 @@ class PageReader:
             if not 0.0 <= value <= 1.0:
                 raise ScrapeError(f"{name} is {value}, not a share between 0 and 1")
             self._usage = max(value, self._usage or 0.0)
-            self._ranks.add(ranks.USAGE, labels_of(labels), value)
+            self._ranks.add(engine.USAGE, labels_of(labels), value)
         else:
             self._add_info(name, labels_of(labels))
 
     def _add_part(self, name: str, labels: Mapping[str, str], value: float) -> None:
         if name == _WAITING_BY_REASON and labels.get("reason") == "capacity":
             self._for_room = (self._for_room or 0.0) + value
-            self._ranks.add(ranks.FOR_ROOM, labels, value)
+            self._ranks.add(engine.FOR_ROOM, labels, value)
         elif name == _COUNTED["finished"] and labels.get("finished_reason") == "error":
             self._errors += value
         elif name == _SOURCES and labels.get("source") == "disk":

@@ -26,8 +26,7 @@ from statistics import median
 from typing import TypeVar
 
 from kvpilot_operator.observe.pod_metrics import LONGEST_GAP_SECONDS, PodMetrics, increments
-from kvpilot_operator.observe.stalls import stalled, watch
-from kvpilot_operator.observe.streaks import Streak
+from kvpilot_operator.observe.stalls import Streak, stalled, watch
 from kvpilot_operator.state.samples import Flows, Sample, Spread
 
 _T = TypeVar("_T", int, str)

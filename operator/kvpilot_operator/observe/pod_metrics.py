@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvpilot_operator.errors import ScrapeError
+from kvpilot_operator.numbers import whole
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows
 from kvpilot_operator.state.snapshot import ModelFacts
@@ -13,13 +16,21 @@ _COUNTS = (
     "preemptions", "prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "host_hits", "disk_hits",
     "finished",
 )  # fmt: skip
-DONE = ("prompt_tokens", "generation_tokens", "finished", "preemptions")
+DONE_COUNTS = ("prompt_tokens", "generation_tokens", "finished", "preemptions")
 """The counts of which one moves at least while an engine works."""
 _HISTOGRAMS = ("ttft", "itl", "generation_lengths")
 # Two pages further apart say nothing of the time that decisions look at: the later one counts as a first page.
 LONGEST_GAP_SECONDS = 600.0
 # A process' start is derived from the host's boot time, which a clock that is set moves by a little.
 _START_JITTER_SECONDS = 5.0
+
+
+# An API server in front of every rank of a large deployment has a few hundred.
+MOST_RANKS = 512
+# The figures of an engine.
+USAGE, RUNNING, WAITING, FOR_ROOM, DONE = "usage", "running", "waiting", "for_room", "done"
+_LARGEST_LABEL = 10**10
+_Key = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +58,43 @@ class Rank:
     waiting: float
     done: float
     """Its work (`done`); the whole page's where it has no counters of its own."""
+
+
+class Ranks:
+    """Gathers the figures of each engine of a page: data-parallel ranks (label `engine`) or processes (`pid`)."""
+
+    def __init__(self) -> None:
+        self._found: dict[_Key, dict[str, float]] = {}
+
+    def add(self, figure: str, labels: Mapping[str, str], value: float) -> None:
+        """Add a series: an engine's largest use counts, all else adds up; raises ScrapeError at too many engines."""
+        key = whole(labels.get("engine", ""), _LARGEST_LABEL), whole(labels.get("pid", ""), _LARGEST_LABEL)
+        rank = self._found.setdefault(key, {})
+        if len(self._found) > MOST_RANKS:
+            raise ScrapeError(f"more than {MOST_RANKS} engines are on the page, by the labels engine and pid")
+        before = rank.get(figure, 0.0)
+        rank[figure] = max(before, value) if figure == USAGE else before + value
+
+    def close(self, done: float) -> tuple[Rank, ...]:
+        """Return the engines that say their use; none where there is only one of them."""
+        keys = sorted((key for key, rank in self._found.items() if USAGE in rank), key=str)
+        if len(keys) < 2:
+            return ()
+        return tuple(self._rank(key, keys, done) for key in keys)
+
+    def _rank(self, key: _Key, keys: list[_Key], done: float) -> Rank:
+        rank = self._found[key]
+        waiting = rank.get(FOR_ROOM, rank.get(WAITING, 0.0))
+        return Rank(_name(key, keys), rank[USAGE], rank.get(RUNNING, 0.0), waiting, rank.get(DONE, done))
+
+
+def _name(key: _Key, keys: list[_Key]) -> str:
+    words = [
+        f"{word} {'?' if key[i] is None else key[i]}"
+        for i, word in enumerate(("engine", "process"))
+        if len({other[i] for other in keys}) > 1
+    ]
+    return " ".join(words)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,17 @@ from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
 import aiohttp
+import msgspec
 
 from kvpilot_formats.untrusted import shown
-from kvpilot_operator.budget import METRICS, METRICS_CHUNK_BYTES, METRICS_SOCKET_BYTES, METRICS_STEP, Permits
+from kvpilot_operator.budget import (
+    METRICS,
+    METRICS_CHUNK_BYTES,
+    METRICS_SOCKET_BYTES,
+    METRICS_STEP,
+    METRICS_WORK_BYTES,
+    Permits,
+)
 from kvpilot_operator.engine_http import EngineConnector
 from kvpilot_operator.errors import NoIdentity, PermitLost, ScrapeError, ScrapeTimeout
 from kvpilot_operator.mesh import Identity
@@ -22,6 +30,9 @@ from kvpilot_operator.state.snapshot import ServiceKey
 # For all that an engine sends: a server that drips a byte a second must not hold a scrape.
 TIMEOUT_SECONDS = 5.0
 _EXCERPT = 200
+_MODELS_PATH = "/v1/models"
+# A model takes some 500 bytes of it.
+_MAX_MODELS_BYTES = 64 * 1024
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -38,6 +49,39 @@ class Page(Protocol[T_co]):
 
     def close(self) -> T_co:
         """What the page said."""
+
+
+class _Model(msgspec.Struct):
+    id: str
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _ModelsPage:
+    """Keeps an answer of /v1/models until it is whole."""
+
+    def __init__(self) -> None:
+        self._text = bytearray()
+
+    @property
+    def work(self) -> int:
+        return len(self._text) // METRICS_WORK_BYTES
+
+    def steps(self, chunk: bytes) -> Iterator[None]:
+        if len(self._text) + len(chunk) > _MAX_MODELS_BYTES:
+            raise ScrapeError(f"more than {_MAX_MODELS_BYTES} bytes")
+        self._text += chunk
+        yield
+
+    def close(self) -> tuple[str, ...]:
+        try:
+            models = msgspec.json.decode(self._text, type=_Models).data
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ScrapeError(f"not a list of models: {error}") from error
+        return tuple(shown(one.id) for one in models if one.parent is not None)
 
 
 class Scraper:
@@ -72,6 +116,17 @@ class Scraper:
         page = PageReader()
         try:
             return await self.read(service, url, page)
+        finally:
+            spend(page.work)
+
+    async def adapters(self, service: ServiceKey, url: str, spend: Callable[[int], None]) -> tuple[str, ...]:
+        """Return the LoRA adapters that one engine has loaded, in its order; the rest is as in `scrape`.
+
+        At /v1/models they are models that have a parent.
+        """
+        page = _ModelsPage()
+        try:
+            return await self.read(service, url, page, _MODELS_PATH)
         finally:
             spend(page.work)
 
