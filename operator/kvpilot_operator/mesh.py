@@ -11,7 +11,7 @@ from kvpilot_operator.errors import NoIdentity
 log = logging.getLogger(__name__)
 
 CHAIN, KEY, ROOT = "cert-chain.pem", "key.pem", "root-cert.pem"
-"""What Istio's agent calls them (OUTPUT_CERTS)."""
+"""Istio's agent's names for them (OUTPUT_CERTS)."""
 
 # A sidecar that lets plain traffic pass, too, tells mutual TLS by the first two; the last is what is spoken in it.
 _PROTOCOLS = ["istio-http/1.1", "istio", "http/1.1"]
@@ -49,7 +49,7 @@ class Identity:
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    """What a file has in common with no other version of it."""
+    """Return a mark that changes with the file."""
     try:
         found = file.stat()
     except OSError:

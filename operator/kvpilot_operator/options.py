@@ -66,7 +66,7 @@ def _prices(path: str) -> dict[str, int]:
     try:
         given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         if not isinstance(given, Mapping):
-            raise PriceError("prices: is no mapping; write KIND: PRICE lines, such as H200: 2.5")
+            raise PriceError("prices: is not a mapping; write KIND: PRICE lines, such as H200: 2.5")
         return prices((str(kind), price) for kind, price in given.items())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise argparse.ArgumentTypeError(f"{path}: {error}") from None
@@ -74,7 +74,7 @@ def _prices(path: str) -> dict[str, int]:
 
 def _folder(path: str) -> Path:
     if not Path(path).is_dir():
-        raise argparse.ArgumentTypeError(f"{path}: is no folder; mount the volume that the sidecar writes to there")
+        raise argparse.ArgumentTypeError(f"{path}: is not a folder; mount the volume that the sidecar writes to there")
     return Path(path)
 
 

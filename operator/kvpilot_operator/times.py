@@ -1,4 +1,4 @@
-"""How times are told, in messages and objects alike."""
+"""The form of times, in messages and objects alike."""
 
 from __future__ import annotations
 

@@ -53,8 +53,9 @@ def span(
     Of an exception only the type is kept: its text may quote a prompt.
     """
     around = Context() if root else None
-    quiet = {"record_exception": False, "set_status_on_exception": False}
-    with tracer.start_as_current_span(name, around, attributes=attributes, **quiet) as made:
+    with tracer.start_as_current_span(
+        name, around, attributes=attributes, record_exception=False, set_status_on_exception=False
+    ) as made:
         try:
             yield made
         except BaseException as error:

@@ -201,7 +201,7 @@ def test_a_folder_that_is_not_there_is_refused_with_the_remedy(
     assert parse_arguments([f"--mesh-certificates={tmp_path}"]).mesh_certificates == tmp_path
     with pytest.raises(SystemExit):
         parse_arguments(["--mesh-certificates=/nowhere"])
-    assert "--mesh-certificates: /nowhere: is no folder; mount the volume" in capsys.readouterr().err
+    assert "--mesh-certificates: /nowhere: is not a folder; mount the volume" in capsys.readouterr().err
 
 
 class NothingKept:

@@ -1,4 +1,4 @@
-"""Reads of the API server that nobody watches and that are repeated once in a while: served APIs, Events of groups."""
+"""Reads of the API server that are repeated once in a while, without a watch: served APIs, Events of groups."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST = 50
 
 @dataclass(eq=False)
 class Served:
-    """Asks for an API only where a spec names it; `always` is what this server has whatever a spec says."""
+    """Asks for an API only where a spec names it; `always` holds the server's other facts."""
 
     cluster: Cluster
     always: ServerFacts
@@ -38,7 +38,7 @@ class Served:
     _apis: dict[str, tuple[float, bool]] = field(default_factory=dict)
 
     async def facts(self, spec: Spec | None) -> ServerFacts:
-        """What the API server serves of what this spec names."""
+        """Return the optional APIs that the spec names and the server serves."""
         named = spec is not None and spec.route_of("") is not None
         routes = named and await self._serves(HTTP_ROUTE_API)
         pools = spec is not None and spec.inference_pool is not None and await self._serves(INFERENCE_POOL_API)
@@ -53,7 +53,7 @@ class Served:
 
 
 def not_served(spec: Spec | None, groups: bool) -> tuple[Fault, ...]:
-    """What a spec asks for without which nothing of it can be made here; `groups` says whether LeaderWorkerSets can."""
+    """Return the faults of a spec that this API server cannot fulfil; `groups`: it serves LeaderWorkerSets."""
     if spec is None or spec.engine.nodes == 1 or groups:
         return ()
     text = (
@@ -75,7 +75,7 @@ class GroupEvents:
     async def refusals(
         self, key: ServiceKey, workloads: Iterable[DeploymentView], leaders: Sequence[PodView]
     ) -> dict[str, str]:
-        """By revision, why its groups lack pods.
+        """Return the reason why groups lack pods, by revision.
 
         Raises:
             ClusterError: the Events could not be read.
@@ -98,7 +98,7 @@ class GroupEvents:
 
 
 def incomplete(key: ServiceKey, view: DeploymentView, leaders: Sequence[PodView]) -> str | None:
-    """The StatefulSet of a revision's groups that lacks pods: that of leaders, or one leader's of its workers."""
+    """Return the StatefulSet of a revision's groups that lacks pods: that of leaders, or of one leader's workers."""
     if view.kind != LEADER_WORKER_SET.name:
         return None
     there = [one for one in leaders if one.revision == view.revision]
@@ -108,7 +108,7 @@ def incomplete(key: ServiceKey, view: DeploymentView, leaders: Sequence[PodView]
 
 
 def refusal_of(events: Sequence[Object]) -> str | None:
-    """The newest refusal of a pod, without the pod's name; None where a pod was created since."""
+    """Return the newest refusal of a pod, without the pod's name; None where a pod was created since."""
     about = [one for one in events if one.get("reason") in ("FailedCreate", "SuccessfulCreate")]
     newest = max(about, key=_time, default=None)
     if newest is None or newest["reason"] == "SuccessfulCreate":

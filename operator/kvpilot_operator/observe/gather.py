@@ -1,4 +1,4 @@
-"""Makes one service's Snapshot out of what is known of the fleet, and scrapes the fleet's engines."""
+"""Makes one service's Snapshot out of the fleet's cache, and scrapes the fleet's engines."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Objects = dict[tuple[str, str], ObjectView]
 
 
 class Observations:
-    """What is remembered of one service that was observed."""
+    """The memory of one observed service."""
 
     __slots__ = ("adapters", "key", "plan", "throttle", "uid", "windows")
 
@@ -60,7 +60,7 @@ class Observations:
         self.throttle = ScrapeThrottle()
         self.plan: PlanRead | None = None
         self.adapters: dict[str, tuple[str, ...]] = {}
-        """What pods said that they have loaded, by name."""
+        """Loaded adapters by pod."""
 
 
 @dataclass(eq=False)
@@ -85,7 +85,7 @@ class Observer:
         self._groups = GroupEvents(self.cluster, lambda: self.elapsed())
 
     async def snapshot(self, known: Observations, probe_result: ProbeResult | None) -> Snapshot | None:
-        """Everything about one service now, or None where it does not exist any more, or is being deleted."""
+        """Return everything about one service now; None where it does not exist, or is being deleted."""
         key, windows = known.key, known.windows
         service = self.cache.services.get(*key)
         if service is None or service.uid != known.uid:
@@ -147,13 +147,13 @@ class Observer:
         )
 
     async def refresh(self, key: ServiceKey) -> None:
-        """Read a service from the API server: what the cache has of it has proved to be old."""
+        """Read a service from the API server, because the cache has proved to be old."""
         found = await self.cluster.find(API_VERSION, KIND, key.namespace, key.name)
         self.cache.wrote(KIND, key.namespace, key.name, found)
 
     @property
     def engines(self) -> int:
-        """Pods of the fleet, all of which may have to be scraped."""
+        """The number of pods of the fleet, which may all have to be scraped."""
         return len(self.cache.pods)
 
     async def scrape(self, known: Observations) -> None:
@@ -220,7 +220,7 @@ class Observer:
         return await self._groups.refusals(key, views, self.cache.replicas(key))
 
     async def _pools(self, known: Observations, service: ServiceView, server: ServerFacts) -> Objects:
-        """The InferencePools that the service has, or had: the status names them until they are gone."""
+        """Return the InferencePools that the service has, or had: the status names them until they are gone."""
         if not server.inference_pools and service.status.inference_pool is None:
             return {}
         names = (known.key.name, canary_service(known.key.name))
@@ -231,7 +231,7 @@ class Observer:
     async def _route(
         self, known: Observations, service: ServiceView, server: ServerFacts
     ) -> tuple[RouteView | None, Objects]:
-        """The route that takes a canary's share, and the one of ours: the status names it until it is gone."""
+        """Return the route that takes a canary's share, and ours: the status names it until it is gone."""
         key, spec, kept = known.key, service.spec, service.status.route is not None
         find = partial(self.cluster.find, HTTP_ROUTE_API, "HTTPRoute", key.namespace)
         asked = spec is not None and spec.route is not None
@@ -254,10 +254,10 @@ class Observer:
 
 
 async def _observed(question: Question, reading: Awaitable[T], otherwise: T, failed: list[Unanswered]) -> T:
-    """What was read; where that fails, `otherwise`, with the reason added to `failed`.
+    """Return the reading; where it fails, `otherwise`, with the reason added to `failed`.
 
     Raises:
-        ClusterError: the API server answers nobody now; the whole reconcile is to be tried again.
+        ClusterError: the API server answers no request now; the whole reconcile must be tried again.
     """
     try:
         return await reading
@@ -279,10 +279,10 @@ def _traffic(service: ObjectView | None, pool: ObjectView | None, failed: Sequen
 
 
 def _tell(known: Observations, revision: str, judged: Judged) -> None:
-    """Log what is odd about a revision's pages, once for as long as it lasts."""
+    """Log contradictions in a revision's pages, once for as long as they last."""
     odd = {f"implausible: {words}": words.partition(":")[0] for words in judged.sample.implausible}
     odd |= {f"stalled: {words}": f"stalled {words.partition(':')[0]}" for words in judged.sample.stalled}
-    odd |= {f"not taken as it is: {words}": words.partition(":")[0] for words in judged.cut}
+    odd |= {f"cut: {words}": words.partition(":")[0] for words in judged.cut}
     news = known.windows.news(revision, odd.values())
     for words, about in odd.items():
         if about in news:

@@ -118,7 +118,7 @@ class ServiceView:
 
 @dataclass(frozen=True, slots=True)
 class Placed(Generic[V]):
-    """What a workload or a Service says, and which one it is."""
+    """A workload or a Service, and its identity."""
 
     view: V
     kind: str
@@ -194,16 +194,16 @@ class InformerCache:
             store.put(obj)
 
     def serves_groups(self, namespace: str) -> bool:
-        """Whether there are LeaderWorkerSets in this namespace that we can see."""
+        """Return True if LeaderWorkerSets can be seen in this namespace."""
         kind, everywhere = LEADER_WORKER_SET.name, ("", namespace)
         return any(one.served for one in self._reflectors if one.kind == kind and one.namespace in everywhere)
 
     def workloads(self, key: ServiceKey) -> list[Placed[DeploymentView]]:
-        """What carries a service's label and runs pods, of all kinds."""
+        """Return the workloads of all kinds that carry a service's label."""
         return [one for store in self._workloads.values() for one in store.of(key)]
 
     def replicas(self, key: ServiceKey) -> tuple[PodView, ...]:
-        """The pods of a service that take requests, each with the workers that it leads."""
+        """Return the pods of a service that take requests, each with the workers that it leads."""
         workers: dict[str, tuple[PodView, ...]] = {}
         for leader, view in self._workers.of(key):
             workers[leader] = (*workers.get(leader, ()), view)
@@ -211,7 +211,7 @@ class InformerCache:
         return tuple(replace(one, workers=workers[one.name]) if one.name in workers else one for one in pods)
 
     def objects(self, key: ServiceKey, uid: str) -> dict[tuple[str, str], ObjectView]:
-        """By kind and name, the workloads and Services that carry a service's label; `uid` is the service's."""
+        """Return the workloads and Services that carry a service's label, by kind and name; `uid` is the service's."""
         placed = [(one, None) for one in self.workloads(key)] + [(one, one.view) for one in self.traffic.of(key)]
         return {
             (one.kind, one.name): ObjectView(one.uid, uid in one.owners, one.version, selects)
@@ -233,7 +233,7 @@ class InformerCache:
 
 
 def _judged(obj: Object, host_access: Collection[str]) -> tuple[tuple[Fault, ...], Spec | None]:
-    """The spec, or what is wrong with it: that nobody foresaw it is no reason to say nothing."""
+    """Return the spec or its faults; an unforeseen error is a fault, too."""
     try:
         broken = faults(obj, host_access)
         return broken, None if broken else parse(apply_defaults(obj))
@@ -273,6 +273,6 @@ def _pod(mesh: bool, obj: Object) -> PodView | None:
 
 
 def _worker(obj: Object) -> tuple[str, PodView] | None:
-    """The name of a worker's leader, and what is seen of the worker itself."""
+    """Return the name of a worker's leader, and the view of the worker."""
     leader = leader_name(obj, obj["metadata"]["labels"][GROUP_LABEL])
     return (leader, pod_view(obj)) if leader is not None else None

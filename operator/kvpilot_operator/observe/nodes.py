@@ -92,7 +92,7 @@ class NodeCache:
             self._forget(now)
 
     def _forget(self, now: datetime) -> None:
-        """Drop nodes that nobody has asked for in a long time."""
+        """Drop nodes that were not asked for in a long time."""
         for name in [name for name, (read, _) in self._read.items() if (now - read).total_seconds() > FORGET_SECONDS]:
             del self._read[name]
 

@@ -1,4 +1,4 @@
-"""What one pod's page says, and what happened on it between two of them. Pure."""
+"""The numbers of one pod's page, and the increments between two of its pages. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COUNTS = (
     "finished",
 )  # fmt: skip
 DONE_COUNTS = ("prompt_tokens", "generation_tokens", "finished", "preemptions")
-"""The counts of which one moves at least while an engine works."""
+"""At least one of these counts moves while an engine works."""
 _HISTOGRAMS = ("ttft", "itl", "generation_lengths")
 # Two pages further apart say nothing of the time that decisions look at: the later one counts as a first page.
 LONGEST_GAP_SECONDS = 600.0
@@ -35,14 +35,14 @@ _Key = tuple[int | None, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Totals(Flows):
-    """What an engine counted since its process started, but for `seconds` and `failed`. Counts are never negative.
+    """The counts of an engine since its process started, but for `seconds` and `failed`; never negative.
 
-    Of `finished` are requests whose end the engine saw, mostly without those whose client left. A request that failed
+    `finished` counts requests whose end the engine saw, mostly without those whose client left. A request that failed
     before its first token may lower `prefill_seconds`, in vLLM, even below zero.
     """
 
     errors: float = 0
-    """Of the finished requests, those that ended in an error of the engine (finished_reason "error")."""
+    """Finished requests that ended in an error of the engine (finished_reason "error")."""
     server_errors: float = 0
     """HTTP answers 5xx of the API (/v1/...)."""
 
@@ -131,19 +131,19 @@ class PodMetrics:
 
 
 def done(counts: Flows) -> float:
-    """Add up what moves while an engine works: tokens, requests that ended, and preemptions."""
+    """Add up the counts that move while an engine works: tokens, requests that ended, and preemptions."""
     return counts.prompt_tokens + counts.generation_tokens + counts.finished + counts.preemptions
 
 
 def restarted(before: PodMetrics, after: PodMetrics) -> bool:
-    """True where both pages say when their process started, and they say it of two processes."""
+    """Return True if the pages name two different starts of the process."""
     if before.process_start is None or after.process_start is None:
         return False
     return abs(after.process_start - before.process_start) > _START_JITTER_SECONDS
 
 
 def increments(before: PodMetrics, after: PodMetrics, elapsed: float, now: float) -> Flows:
-    """The flows between two pages `elapsed` seconds apart; `now` is the later one's Unix time.
+    """Return the flows between two pages `elapsed` seconds apart; `now` is the later one's Unix time.
 
     After a restart everything counts from zero. Without a word about the process, a counter that fell was reset and
     counts from zero, and the others go on, as PromQL's increase() has it: that never counts what happened before.

@@ -1,4 +1,4 @@
-"""Which prompts is accuracy measured on? The packs that a service names, its own ones read from ConfigMaps."""
+"""The prompts that accuracy is measured on: the packs that a service names, its own ones read from ConfigMaps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _ConfigMap(msgspec.Struct):
 
 
 class PlanRead(NamedTuple):
-    """What a service's packs said when they were last read."""
+    """A service's packs when they were last read."""
 
     read: datetime
     spec: Spec
@@ -51,7 +51,7 @@ class PackTexts:
         self._permits = Permits(CONFIG_MAP)
 
     async def of(self, key: ServiceKey, spec: Spec) -> dict[str, Mapping[str, str]]:
-        """By ConfigMap that `spec.accuracy.probeSets` names, the text under `prompts.yaml`.
+        """Return the text under `prompts.yaml`, by ConfigMap that `spec.accuracy.probeSets` names.
 
         A ConfigMap that does not exist is left out; of one without that key, some of its keys are there, without texts.
 
@@ -76,7 +76,7 @@ class PackTexts:
         return found
 
     async def plan(self, key: ServiceKey, spec: Spec, known: PlanRead | None, now: datetime) -> PlanRead:
-        """The service's probe plan: the one that is known, while that is of now.
+        """Return the service's probe plan; the known one, while it is young enough.
 
         Raises:
             ClusterError: the API server did not answer.
@@ -106,7 +106,7 @@ class PackTexts:
 
 
 def texts_of(answer: bytes) -> dict[str, str]:
-    """The pack in a ConfigMap's JSON, or some of the other keys, without texts; ClusterError where it is none."""
+    """Return the pack in a ConfigMap's JSON, or some other keys without texts; raises ClusterError."""
     try:
         data = msgspec.json.decode(answer, type=_ConfigMap).data or {}
         text = data.get(CONFIG_MAP_KEY)
@@ -114,17 +114,17 @@ def texts_of(answer: bytes) -> dict[str, str]:
             return dict.fromkeys(sorted(data)[:_OTHER_KEYS], "")
         return {CONFIG_MAP_KEY: msgspec.json.decode(text, type=str)}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ClusterError("GET", "a ConfigMap", 200, f"the answer is none: {lines(str(error))[:300]}") from error
+        raise ClusterError("GET", "a ConfigMap", 200, f"the answer is not one: {lines(str(error))[:300]}") from error
 
 
 def probe_prompts(spec: Spec, config_maps: Mapping[str, Mapping[str, str]]) -> tuple[ProbePrompt, ...]:
-    """The prompts of `spec.accuracy.probeSets`; raises PackError."""
+    """Return the prompts of `spec.accuracy.probeSets`; raises PackError."""
     context = spec.model.max_model_len or packs.DEFAULT_CONTEXT_TOKENS
     return packs.load(spec.accuracy.probe_sets, config_maps, context)
 
 
 def probe_plan(spec: Spec, config_maps: Mapping[str, Mapping[str, str]]) -> ProbePlan:
-    """The packs' identity, which their content names, or the fault that keeps them from being used."""
+    """Return the packs' identity, made of their content, or the fault that keeps them from being used."""
     try:
         prompts = probe_prompts(spec, config_maps)
     except PackError as error:

@@ -42,13 +42,13 @@ class Page(Protocol[T_co]):
 
     @property
     def work(self) -> int:
-        """What has been read so far."""
+        """The work of the bytes so far."""
 
     def steps(self, chunk: bytes) -> Iterator[None]:
         """Read the next bytes, a small step at a time."""
 
     def close(self) -> T_co:
-        """What the page said."""
+        """Return the result of the page, which is over."""
 
 
 class _Model(msgspec.Struct):
@@ -111,7 +111,7 @@ class Scraper:
     async def scrape(self, service: ServiceKey, url: str, spend: Callable[[int], None]) -> PodMetrics:
         """Fetch and read the page of one engine of a service; every failure is a ScrapeError that names the address.
 
-        `spend` is told the work (`PageReader.work`) that it took, after a failure, too.
+        `spend` gets the work (`PageReader.work`) of the page, after a failure, too.
         """
         page = PageReader()
         try:
@@ -146,7 +146,7 @@ class Scraper:
             raise ScrapeError(f"{address}: {type(error).__name__}: {shown(str(error))[:_EXCERPT]}") from error
 
     async def waiting(self, service: ServiceKey, url: str) -> float:
-        """Requests that wait for room in one pod; 0 where it does not say, 1 where it is too busy to say."""
+        """Return the requests that wait for room in one pod; 0 where it does not say, 1 where it is too busy."""
         try:
             # What this takes is bounded by the questions of the probe that asks.
             return (await self.scrape(service, url, lambda _: None)).waiting
@@ -156,7 +156,7 @@ class Scraper:
             return 0.0
 
     def tls(self, url: str) -> ssl.SSLContext | None:
-        """For one more connection to this address; None for one that is reached in the clear.
+        """Return the TLS context for this address; None for one that is reached in the clear.
 
         Raises:
             NoIdentity: the mesh has given no certificate yet.
@@ -185,7 +185,7 @@ class Scraper:
                 limit.reschedule(until + clock() - came)
 
     async def _read(self, service: ServiceKey, steps: Iterator[None]) -> None:
-        """Go through these steps; each waits for a permit."""
+        """Iterate over these steps; each waits for a permit."""
         more = True
         while more:
             async with self._steps.of(service, service.namespace):
@@ -195,7 +195,7 @@ class Scraper:
 
 
 def _socket(address: aiohttp.connector.AddrInfoType) -> socket.socket:
-    """A socket for this address whose buffer is bounded: the kernel's memory counts as the container's, too."""
+    """Make a socket with a bounded buffer: the kernel's memory counts as the container's, too."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, METRICS_SOCKET_BYTES)

@@ -37,7 +37,7 @@ _PAIR = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*+)[ \t]*+=[ \t]*+"([^"\\]*+(?:\\.[^"
 
 
 class SeriesReader:
-    """Takes a page in chunks, and calls `on_series` for the series whose names are `wanted`."""
+    """Takes a page in chunks, and calls `on_series` for each series with a `wanted` name."""
 
     def __init__(self, wanted: Set[bytes], on_series: OnSeries) -> None:
         self._wanted = wanted

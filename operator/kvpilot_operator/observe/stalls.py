@@ -13,7 +13,7 @@ from datetime import datetime
 
 from kvpilot_operator.observe.pod_metrics import PodMetrics, Rank, restarted
 
-# A contradiction that lasts this long, over so many pages in a row at least, is no coincidence of the moment.
+# A contradiction that lasts this long, over so many pages in a row at least, is not a coincidence of the moment.
 LASTING_SECONDS = 15.0
 LASTING_PAGES = 4
 # Longer than other contradictions: a prompt fills no more blocks where every layer has a window or a state.
@@ -28,7 +28,7 @@ class Streak:
     pages: int = 1
 
     def lasts(self, now: datetime, seconds: float = LASTING_SECONDS) -> bool:
-        """Return True once it is no coincidence."""
+        """Return True once it is not a coincidence."""
         return self.pages >= LASTING_PAGES and (now - self.since).total_seconds() >= seconds
 
 
@@ -45,7 +45,7 @@ def watch(known: Mapping[str, Streak], before: PodMetrics, page: PodMetrics, sin
 
 
 def stalled(known: Mapping[str, Streak], page: PodMetrics, time: datetime) -> str | None:
-    """Say which engine has done nothing for so long that it is no coincidence; None where none has."""
+    """Name an engine that has done nothing for too long to be a coincidence; None where none has."""
     for rank in page.engines:
         streak = known.get(rank.name)
         if streak is not None and streak.lasts(time, STALLED_SECONDS):

@@ -146,7 +146,7 @@ def _code(error: msgspec.Raw) -> int:
 def _top(
     url: str, token: int, logprob: float | str | None, top: Mapping[str, float | str | None] | None
 ) -> dict[int, float]:
-    """Return the position's logprobs, or nothing at all when one of them is no number.
+    """Return the position's logprobs, or nothing at all when one of them is not a number.
 
     Raises:
         MalformedAnswer: they are numbers that no distribution has.
@@ -162,7 +162,7 @@ def _top(
     fault = impossible(numbers, token)
     if fault is not None:
         raise MalformedAnswer(
-            f"{url}: {fault}: these are no logprobs. Start the engine without --logprobs-mode, or see its log"
+            f"{url}: {fault}: these are not logprobs. Start the engine without --logprobs-mode, or see its log"
         )
     return {key: min(max(value, MIN_LOGPROB), 0.0) for key, value in numbers.items()}
 

@@ -61,7 +61,7 @@ _TOOLS_AS_TEXT = "You can call these tools. To call one, answer only with a JSON
 
 
 def untold() -> None:
-    """Nobody wants to know how an engine gets on."""
+    """Ignore an engine's progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class Engine:
 
 
 async def served_models(base_url: str, http: aiohttp.ClientSession) -> tuple[str, ...]:
-    """The names under which an engine serves; raises a `ProbeError`."""
+    """Return the names under which an engine serves; raises a `ProbeError`."""
     url = f"{base_url}/v1/models"
 
     async def ask() -> tuple[str, ...]:

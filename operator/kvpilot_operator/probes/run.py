@@ -10,7 +10,7 @@ prompt. A request's first token comes from a prefill and is judged only if it di
 Before a prompt is followed, its first half is asked alone: the rest is then prefilled onto cached pages, as the next
 turn of a chat is, which is where a cache can be wrong while every fresh prompt is right.
 
-A candidate that answers garbage parts at every step, so resumes are bounded: what is left of such a prompt stays
+A candidate that answers garbage parts at every step, so resumes are bounded: the rest of such a prompt stays
 unmeasured, long after the verdict is clear. docs/decisions/0003-decode-probes.md has the alternatives.
 """
 

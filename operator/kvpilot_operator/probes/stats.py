@@ -24,7 +24,7 @@ MIN_LOGPROB = -30.0
 MAX_KL = -MIN_LOGPROB
 # Mass below this is rounding: float32 logprobs of 20 tokens add up to 1 only within about 1e-6.
 MIN_REST = 1e-6
-# Probabilities that add up to more are no distribution: logprobs that were rounded to 16 bits stay below.
+# Probabilities that add up to more are not a distribution: logprobs that were rounded to 16 bits stay below.
 MAX_MASS = 1.01
 # Absolute positions in the context, doubling, so that buckets of different services and days can be compared.
 BUCKET_EDGES = (0, 128, 256, 512, 1024, 2048, 4096, 16384)
@@ -98,7 +98,7 @@ class AnswerPair:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a candidate's cache did to the baseline's answers; compare it with a control's, not with zero.
+    """The damage of a candidate's cache to the baseline's answers; compare it with a control's, not with zero.
 
     `stderr_kl_micronats` is the standard error of the mean with prompts as clusters (positions of one prompt are
     not independent); 0 for a single prompt, which says nothing about it. `tokens` is what all requests together sent
@@ -226,7 +226,7 @@ def _mean_micronats(compared: Sequence[Compared]) -> int:
 
 
 def _agreement_permille(compared: Sequence[Compared]) -> int:
-    """Rounded down: 1000 means that every position agreed."""
+    """Return the share, rounded down: 1000 means that every position agreed."""
     return sum(c.agrees for c in compared) * 1000 // len(compared) if compared else 0
 
 
