@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Hashable
 from dataclasses import dataclass
@@ -79,6 +80,30 @@ async def read_body(chunks: AsyncIterator[bytes], most: float, where: str) -> by
             raise OverBudget(f"{where}: more than {most} bytes")
         body += chunk
     return bytes(body)
+
+
+async def whole_lines(
+    chunks: AsyncIterator[bytes], where: str = "", most: float = math.inf, longest: float = math.inf
+) -> AsyncIterator[bytes]:
+    """Yield the lines of a stream that are not empty; a last one without its end is dropped.
+
+    Raises:
+        OverBudget: more than `most` bytes, or a line of more than `longest`; names `where`.
+    """
+    line = bytearray()
+    async for chunk in chunks:
+        most -= len(chunk)
+        if most < 0:
+            raise OverBudget(f"{where}: more bytes than its tokens can take")
+        parts = chunk.split(b"\n")
+        for i, part in enumerate(parts):
+            if i:
+                if line.strip():
+                    yield bytes(line)
+                line.clear()
+            line += part
+            if len(line) > longest:
+                raise OverBudget(f"{where}: a line of more than {longest} bytes")
 
 
 # A permit is kept for so long, however few another tenant has: a healthy piece of work is mostly done by then.
