@@ -42,11 +42,10 @@ METRICS_SOCKET_BYTES = 32 * _KIB
 METRICS_LINE_BYTES = 16 * _KIB
 METRICS_LINES = 16_384
 METRICS_CHUNK_BYTES = 32 * _KIB
-# A chunk is read in steps of so many lines, 0.7 ms of the event loop at most and of a real page 0.3 ms. So many steps,
-# and of one service one, are taken before whatever else is ready has its turn: a fleet of 2,000 services has some 1,400
-# a second.
+# A chunk is read in steps of so many lines, 0.7 ms of the event loop at most, 0.3 ms for a real page. So many steps are
+# taken before other ready tasks have their turn: a fleet of 2,000 services has some 1,400 a second.
 METRICS_STEP_LINES = 256
-METRICS_STEP = InputLimits("a step of a page", METRICS_CHUNK_BYTES, permits=4, share=1, patience_seconds=60.0)
+METRICS_STEPS = 4
 # Work is counted in lines, and a line more for each 128 bytes: 2.5 us. A service may take so much for each of its pods:
 # one with 20 ranks, of 9,000, is asked every 4.5 s, and one whose page is as large as it may be every 12 s.
 METRICS_WORK_BYTES = 128
@@ -54,7 +53,8 @@ METRICS_WORK_PER_SECOND = 2_000
 
 # A pack has 32 KiB at most (probes/packs.py). The API server sends whole objects, of up to 1.5 MiB: a ConfigMap with
 # more beside the pack than this is refused before it is parsed.
-CONFIG_MAP = InputLimits("a ConfigMap", 256 * _KIB, permits=4, share=1, patience_seconds=15.0)
+CONFIG_MAP_BYTES = 256 * _KIB
+CONFIG_MAPS = 4
 
 # All packs of one service that it brings itself.
 PACKS_BYTES = 128 * _KIB

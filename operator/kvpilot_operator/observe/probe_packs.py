@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ import msgspec
 
 from kvpilot_formats.untrusted import lines
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.budget import CONFIG_MAP, PACKS_BYTES, Permits
+from kvpilot_operator.budget import CONFIG_MAP_BYTES, CONFIG_MAPS, PACKS_BYTES
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import ClusterError, OverBudget
 from kvpilot_operator.probes import codec, packs
@@ -44,11 +45,11 @@ class PlanRead(NamedTuple):
 
 
 class PackTexts:
-    """Reads ConfigMaps one at a time for each service, and a few for the whole fleet."""
+    """Reads ConfigMaps, a few at a time for the whole fleet."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._permits = Permits(CONFIG_MAP)
+        self._turns = asyncio.Semaphore(CONFIG_MAPS)
 
     async def of(self, key: ServiceKey, spec: Spec) -> dict[str, Mapping[str, str]]:
         """Return the text under `prompts.yaml`, by ConfigMap that `spec.accuracy.probeSets` names.
@@ -62,7 +63,7 @@ class PackTexts:
         found: dict[str, Mapping[str, str]] = {}
         left = PACKS_BYTES
         for name in (one.partition("/")[2] for one in spec.accuracy.probe_sets if one.startswith("configmap/")):
-            async with self._permits.of(key, key.namespace):
+            async with self._turns:
                 data = await self._data(key, name)
             if data is None:
                 continue
@@ -96,7 +97,7 @@ class PackTexts:
 
     async def _data(self, key: ServiceKey, name: str) -> Mapping[str, str] | None:
         try:
-            most = CONFIG_MAP.read_bytes
+            most = CONFIG_MAP_BYTES
             answer = await self._cluster.find_json("v1", "ConfigMap", key.namespace, name, most=most)
         except OverBudget as error:
             raise PackTooLarge(

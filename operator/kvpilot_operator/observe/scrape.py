@@ -16,7 +16,7 @@ from kvpilot_operator.budget import (
     METRICS,
     METRICS_CHUNK_BYTES,
     METRICS_SOCKET_BYTES,
-    METRICS_STEP,
+    METRICS_STEPS,
     METRICS_WORK_BYTES,
     Permits,
 )
@@ -93,7 +93,7 @@ class Scraper:
     def __init__(self, identity: Identity | None = None) -> None:
         self.identity = identity
         self._permits = Permits(METRICS)
-        self._steps = Permits(METRICS_STEP)
+        self._steps = asyncio.Semaphore(METRICS_STEPS)
         self._http = aiohttp.ClientSession(
             connector=EngineConnector(limit=0, socket_factory=_socket),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -135,7 +135,7 @@ class Scraper:
         address = f"{url}{path}"
         try:
             async with self._permits.of(service, service.namespace):
-                await self._fetch(service, address, page)
+                await self._fetch(address, page)
                 return page.close()
         except (ScrapeError, PermitLost, NoIdentity) as error:
             raise ScrapeError(f"{address}: {error}") from error
@@ -163,7 +163,7 @@ class Scraper:
         """
         return self.identity.tls() if self.identity is not None and url.startswith("https:") else None
 
-    async def _fetch(self, service: ServiceKey, address: str, page: Page[object]) -> None:
+    async def _fetch(self, address: str, page: Page[object]) -> None:
         clock = asyncio.get_running_loop().time
         limit = asyncio.timeout(TIMEOUT_SECONDS)
         tls = self.tls(address) or True
@@ -181,14 +181,14 @@ class Scraper:
                 # The engine is not to blame for what it waits here.
                 came, until = clock(), limit.when() or 0.0
                 limit.reschedule(None)
-                await self._read(service, page.steps(chunk))
+                await self._read(page.steps(chunk))
                 limit.reschedule(until + clock() - came)
 
-    async def _read(self, service: ServiceKey, steps: Iterator[None]) -> None:
-        """Iterate over these steps; each waits for a permit."""
+    async def _read(self, steps: Iterator[None]) -> None:
+        """Iterate over these steps; each waits for its turn."""
         more = True
         while more:
-            async with self._steps.of(service, service.namespace):
+            async with self._steps:
                 more = next(steps, steps) is None
                 # Whatever else is ready comes before the next steps, whoever's they are.
                 await asyncio.sleep(0)
