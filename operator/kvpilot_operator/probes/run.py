@@ -138,8 +138,8 @@ async def _answer(engine: Engine, prompt: ProbePrompt, tokens: Sequence[int], se
         async for step in steps:
             if not step.logprobs.top:
                 raise MalformedAnswer(
-                    f"{engine.base_url}: prompt {prompt.name!r}: the logprobs after {len(answer)} tokens are no "
-                    "numbers; a baseline needs a sound engine"
+                    f"{engine.base_url}: prompt {prompt.name!r}: the logprobs after {len(answer)} tokens are "
+                    "not numbers; a baseline needs a sound engine"
                 )
             answer.append(step.logprobs)
             text += step.text
@@ -213,8 +213,7 @@ async def _sample(engine: Engine, throttle: Throttle, prompt: BaselinePrompt) ->
     async with aclosing(engine.decode(prompt.tokens, len(prompt.answer), TOP_K)) as steps:
         async for step in steps:
             text += step.text
-    size = MAX_TEXT
-    return AnswerPair(prompt=prompt.tail[-size:], stable=prompt.text[:size], canary=lines(text)[:size])
+    return AnswerPair(prompt=prompt.tail, stable=prompt.text, canary=lines(text)[:MAX_TEXT])
 
 
 async def _bounded(items: Sequence[A], work: Callable[[A], Awaitable[B]], concurrency: int) -> list[B]:
