@@ -117,7 +117,7 @@ class ServiceView:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed(Generic[V]):
+class Owned(Generic[V]):
     """A workload or a Service, and its identity."""
 
     view: V
@@ -147,12 +147,12 @@ class InformerCache:
             self.on_change(key)
 
         self.services: Store[ServiceKey, ServiceView] = Store(self._service_view, _itself, changed)
-        self._workloads: dict[str, Store[ServiceKey, Placed[DeploymentView]]] = {
+        self._workloads: dict[str, Store[ServiceKey, Owned[DeploymentView]]] = {
             kind: Store(partial(_placed, kind, partial(deployment_view, kind=kind)), _owner, changed) for kind in KINDS
         }
         self.pods: Store[ServiceKey, PodView] = Store(partial(_pod, mesh), _owner, changed)
         self._workers: Store[ServiceKey, tuple[str, PodView]] = Store(_worker, _group, changed)
-        self.traffic: Store[ServiceKey, Placed[str | None]] = Store(
+        self.traffic: Store[ServiceKey, Owned[str | None]] = Store(
             partial(_placed, "Service", traffic_of), _owner, changed
         )
         self._stores: dict[str, Store[Any, Any]] = {
@@ -198,7 +198,7 @@ class InformerCache:
         kind, everywhere = LEADER_WORKER_SET.name, ("", namespace)
         return any(one.served for one in self._reflectors if one.kind == kind and one.namespace in everywhere)
 
-    def workloads(self, key: ServiceKey) -> list[Placed[DeploymentView]]:
+    def workloads(self, key: ServiceKey) -> list[Owned[DeploymentView]]:
         """Return the workloads of all kinds that carry a service's label."""
         return [one for store in self._workloads.values() for one in store.of(key)]
 
@@ -259,10 +259,10 @@ def _group(obj: Object) -> ServiceKey | None:
     return ServiceKey(obj["metadata"]["namespace"], name) if name else None
 
 
-def _placed(kind: str, view: Callable[[Object], V], obj: Object) -> Placed[V]:
+def _placed(kind: str, view: Callable[[Object], V], obj: Object) -> Owned[V]:
     metadata = obj["metadata"]
     owners = frozenset(str(owner.get("uid")) for owner in metadata.get("ownerReferences") or ())
-    return Placed(view(obj), kind, metadata["name"], metadata.get("uid", ""), owners, version_of(kind, obj))
+    return Owned(view(obj), kind, metadata["name"], metadata.get("uid", ""), owners, version_of(kind, obj))
 
 
 def _pod(mesh: bool, obj: Object) -> PodView | None:

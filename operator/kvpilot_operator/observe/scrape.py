@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
 import aiohttp
-import msgspec
 
 from kvpilot_formats.untrusted import shown
 from kvpilot_operator.budget import (
@@ -25,6 +24,8 @@ from kvpilot_operator.errors import NoIdentity, PermitLost, ScrapeError, ScrapeT
 from kvpilot_operator.mesh import Identity
 from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.observe.pod_metrics import PodMetrics
+from kvpilot_operator.probes.answers import read_models
+from kvpilot_operator.probes.errors import MalformedAnswer
 from kvpilot_operator.state.snapshot import ServiceKey
 
 # For all that an engine sends: a server that drips a byte a second must not hold a scrape.
@@ -51,15 +52,6 @@ class Page(Protocol[T_co]):
         """Return the result of the page, which is over."""
 
 
-class _Model(msgspec.Struct):
-    id: str
-    parent: str | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
 class _ModelsPage:
     """Keeps an answer of /v1/models until it is whole."""
 
@@ -78,8 +70,8 @@ class _ModelsPage:
 
     def close(self) -> tuple[str, ...]:
         try:
-            models = msgspec.json.decode(self._text, type=_Models).data
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            models = read_models(_MODELS_PATH, bytes(self._text))
+        except MalformedAnswer as error:
             raise ScrapeError(f"not a list of models: {error}") from error
         return tuple(shown(one.id) for one in models if one.parent is not None)
 

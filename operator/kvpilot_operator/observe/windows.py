@@ -60,13 +60,13 @@ def retention_of(spec: Spec, *, trial: bool) -> SampleRetention:
 
 
 @dataclass(slots=True)
-class _Bucket:
+class _Merged:
     """Scrapes that are merged into one sample, and how many they are."""
 
     sample: Sample
     scrapes: int = 1
 
-    def merge(self, other: _Bucket) -> None:
+    def merge(self, other: _Merged) -> None:
         """Take in a later bucket: flows add up, gauges are averaged, all else is the later one's."""
         ours, theirs = self.sample, other.sample
         if not theirs.pods:
@@ -103,8 +103,8 @@ class _Series:
     known: Mapping[str, Known] = field(default_factory=dict)
     odd: frozenset[str] = frozenset()
     """Oddities of the last pages."""
-    far: deque[_Bucket] = field(default_factory=deque)
-    near: deque[_Bucket] = field(default_factory=deque)
+    far: deque[_Merged] = field(default_factory=deque)
+    near: deque[_Merged] = field(default_factory=deque)
 
     def turned_back(self, now: datetime) -> bool:
         """Forget samples that are dated later than now; return True if there were any: the clock was set back."""
@@ -122,7 +122,7 @@ class _Series:
         """Append a sample, thin older ones, drop those beyond every window."""
         if not retention.trial and not retention.latencies:
             sample = replace(sample, flows=replace(sample.flows, ttft=NOTHING_OBSERVED, itl=NOTHING_OBSERVED))
-        _append(self.near, _Bucket(sample), retention.bucket)
+        _append(self.near, _Merged(sample), retention.bucket)
         if not retention.trial:
             self._thin(sample.time, retention.pressure)
         while _age(self.near[0], sample.time) > retention.near:
@@ -199,12 +199,12 @@ class Windows:
             del self._series[name]
 
 
-def _append(buckets: deque[_Bucket], bucket: _Bucket, width: float) -> None:
+def _append(buckets: deque[_Merged], bucket: _Merged, width: float) -> None:
     if buckets and buckets[-1].sample.time.timestamp() // width == bucket.sample.time.timestamp() // width:
         buckets[-1].merge(bucket)
     else:
         buckets.append(bucket)
 
 
-def _age(bucket: _Bucket, now: datetime) -> float:
+def _age(bucket: _Merged, now: datetime) -> float:
     return (now - bucket.sample.time).total_seconds()

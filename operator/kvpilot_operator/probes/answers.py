@@ -58,12 +58,15 @@ class _Tokenized(msgspec.Struct):
     max_model_len: Annotated[int, Meta(ge=1)]
 
 
-class _Model(msgspec.Struct):
+class Model(msgspec.Struct):
+    """A served name; a LoRA adapter has the model that it belongs to as its parent."""
+
     id: Annotated[str, Meta(min_length=1, max_length=512)]
+    parent: str | None = None
 
 
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    data: list[Model]
 
 
 class _Logprobs(msgspec.Struct):
@@ -93,9 +96,9 @@ def read_tokens(url: str, data: bytes) -> Tokenized:
     return Tokenized(array("I", answer.tokens), answer.max_model_len)
 
 
-def read_models(url: str, data: bytes) -> tuple[str, ...]:
-    """Return the names that /v1/models lists; raises `MalformedAnswer`."""
-    return tuple(model.id for model in _decoded(url, data, _Models).data)
+def read_models(url: str, data: bytes) -> tuple[Model, ...]:
+    """Return the models that /v1/models lists; raises `MalformedAnswer`."""
+    return tuple(_decoded(url, data, _Models).data)
 
 
 def read_streamed(url: str, data: bytes) -> Chunk:

@@ -65,7 +65,7 @@ def untold() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineClient:
     """An engine's address (`http://host:port`) and the model's served name; `http` is shared by all requests.
 
     `progress` is called whenever the engine has answered a question, or a token of one. `priority` is for an engine
@@ -207,7 +207,8 @@ async def served_models(base_url: str, http: aiohttp.ClientSession) -> tuple[str
     async def ask() -> tuple[str, ...]:
         async with http.get(url, allow_redirects=False) as response:
             await _check(url, response)
-            return read_models(url, await _read(url, response, _MAX_MODELS_BYTES))
+            models = read_models(url, await _read(url, response, _MAX_MODELS_BYTES))
+            return tuple(model.id for model in models)
 
     return await _twice(url, ask)
 

@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from kvpilot_formats.untrusted import lines
 from kvpilot_operator.probes.answers import Tokenized
-from kvpilot_operator.probes.client import Engine
+from kvpilot_operator.probes.client import EngineClient
 from kvpilot_operator.probes.codec import Baseline, BaselinePrompt, check_limits
 from kvpilot_operator.probes.errors import MalformedAnswer, NothingFits, ProbeError
 from kvpilot_operator.probes.packs import ProbePrompt
@@ -131,7 +131,9 @@ async def _measure(base_url: str, model: str, baseline: Baseline, order: range, 
     )
 
 
-async def _answer(engine: Engine, prompt: ProbePrompt, tokens: Sequence[int], settings: Settings) -> BaselinePrompt:
+async def _answer(
+    engine: EngineClient, prompt: ProbePrompt, tokens: Sequence[int], settings: Settings
+) -> BaselinePrompt:
     answer: list[Logprobs] = []
     text = ""
     async with aclosing(engine.decode(tokens, settings.tokens, TOP_K)) as steps:
@@ -157,7 +159,7 @@ async def _answer(engine: Engine, prompt: ProbePrompt, tokens: Sequence[int], se
 
 
 async def _follow(
-    engine: Engine, throttle: Throttle, index: int, prompt: BaselinePrompt, settings: Settings
+    engine: EngineClient, throttle: Throttle, index: int, prompt: BaselinePrompt, settings: Settings
 ) -> tuple[list[Compared], int]:
     """Decode along the baseline's answer, with a new request after every position where the candidate parts from it.
 
@@ -195,7 +197,7 @@ async def _follow(
     return compared, requests
 
 
-async def _ask_half(engine: Engine, throttle: Throttle, prompt: BaselinePrompt) -> int:
+async def _ask_half(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> int:
     """Leave the first half of the prompt in the engine's prefix cache; return the number of requests that it took."""
     half = prompt.tokens[: len(prompt.tokens) // 2]
     if len(half) < MIN_HALF_TOKENS or not throttle.afford(len(half) + 1):
@@ -206,7 +208,7 @@ async def _ask_half(engine: Engine, throttle: Throttle, prompt: BaselinePrompt) 
     return 1
 
 
-async def _sample(engine: Engine, throttle: Throttle, prompt: BaselinePrompt) -> AnswerPair | None:
+async def _sample(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> AnswerPair | None:
     if not throttle.afford(len(prompt.tokens) + len(prompt.answer)):
         return None
     text = ""

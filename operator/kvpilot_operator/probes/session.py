@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from kvpilot_operator.probes.client import Engine, Progress, http_client, untold
+from kvpilot_operator.probes.client import EngineClient, Progress, http_client, untold
 from kvpilot_operator.probes.codec import MAX_PROMPT_TOKENS
 from kvpilot_operator.probes.errors import EngineBusy, ProbeTimeout
 
@@ -131,13 +131,15 @@ USUAL = Settings()
 @asynccontextmanager
 async def probing(
     base_url: str, model: str, settings: Settings
-) -> AsyncIterator[tuple[Engine, Throttle, asyncio.Timeout]]:
+) -> AsyncIterator[tuple[EngineClient, Throttle, asyncio.Timeout]]:
     """Yield the engine, the throttle and the deadline of the whole run, at which `ProbeTimeout` is raised."""
     began = asyncio.get_running_loop().time()
     deadline = asyncio.timeout(settings.deadline_seconds or START_SECONDS)
     try:
         async with deadline, http_client(settings.api_key, settings.tls, settings.headers) as http:
-            engine = Engine(base_url.rstrip("/"), model, http, settings.progress, settings.priority, settings.from_host)
+            engine = EngineClient(
+                base_url.rstrip("/"), model, http, settings.progress, settings.priority, settings.from_host
+            )
             yield engine, Throttle(engine.base_url, settings.give_way, settings.token_budget), deadline
     except TimeoutError as error:
         raise ProbeTimeout(

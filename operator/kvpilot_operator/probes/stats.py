@@ -77,7 +77,7 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class DamageBucket:
     """Damage at context positions [from_position, to_position)."""
 
     from_position: int
@@ -113,7 +113,7 @@ class Measurement:
     p99_kl_micronats: int
     stderr_kl_micronats: int
     top1_agreement_permille: int
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[DamageBucket, ...]
     sample: AnswerPair | None
     tokens: int = 0
 
@@ -168,7 +168,7 @@ def percentile(values: Iterable[float], share: float) -> float:
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0
 
 
-def buckets(compared: Iterable[Compared]) -> tuple[Bucket, ...]:
+def buckets(compared: Iterable[Compared]) -> tuple[DamageBucket, ...]:
     """Return the non-empty buckets by absolute position, at most `len(BUCKET_EDGES)`; the last ends after its data."""
     found: dict[int, list[Compared]] = {}
     for c in compared:
@@ -176,7 +176,7 @@ def buckets(compared: Iterable[Compared]) -> tuple[Bucket, ...]:
         found.setdefault(index, []).append(c)
     last = len(BUCKET_EDGES) - 1
     return tuple(
-        Bucket(
+        DamageBucket(
             from_position=BUCKET_EDGES[i],
             to_position=BUCKET_EDGES[i + 1] if i < last else max(c.position for c in group) + 1,
             positions=len(group),
