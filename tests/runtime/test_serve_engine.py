@@ -12,13 +12,13 @@ import httpx
 import pytest
 
 from kvpilot_localcluster.engines.real import HANGS, Engine, engine
-from support.metrics_pages import parse_page
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.state.snapshot import ModelFacts
 from kvpilot_runtime.calibration import info as calibration_info
 from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama
 from support import forked_serve
 from support.engines_in_turn import Turn, serve
+from support.metrics_pages import parse_page
 
 pytestmark = pytest.mark.timeout(1800)
 
