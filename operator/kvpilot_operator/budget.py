@@ -2,8 +2,8 @@
 
 Three things are bounded. Bytes: an answer beyond `read_bytes` is refused while it is read. Work: parsers are linear
 in their input, whose size is bounded; pages of metrics, which are read for ever, have a rate besides
-(`METRICS_WORK_PER_SECOND`). Concurrency: a service holds at most `share` permits, tenants (namespaces) get them by
-round robin, and a holder that is silent for longer than `patience_seconds` gives way to others (`Permits`).
+(`METRICS_WORK_PER_SECOND`). Concurrency: a service holds at most `share` permits, and tenants (namespaces) get
+them by round robin. A holder that is silent for longer than `patience_seconds` gives way to others (`Permits`).
 docs/benchmarks/operator-parsers.md has what each input takes.
 """
 
@@ -139,8 +139,8 @@ class Permits:
     A service waits for its share first, in the order of its requests. The next permit is the tenant's that holds the
     fewest. Where all are taken, a tenant with at least two more than the waiting one loses one that it has had for a
     second; among tenants with as many, a permit is lost that has been silent for longer than its patience. So another
-    tenant gets a permit within a second or two, however many engines of one tenant hang, and within one tenant a
-    waiting request gets one after about `patience_seconds * (1 + requests before it / permits)`.
+    tenant gets a permit within a second or two, however many engines of one tenant hang. Within one tenant a request
+    waits for about `patience_seconds * (1 + requests before it / permits)`.
     """
 
     def __init__(self, limits: InputLimits) -> None:

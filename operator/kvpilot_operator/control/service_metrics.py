@@ -156,7 +156,7 @@ class ServiceSeries:
             self._counts[UNANSWERED_QUESTIONS, (str(question),)] += 1
 
     def collect(self) -> Iterator[Row]:
-        """All of it."""
+        """Return the rows and the counters."""
         yield from self._rows
         for (family, labels), count in list(self._counts.items()):
             yield family, labels, count
@@ -176,7 +176,7 @@ class ServiceMetrics(Collector):
         self.services: Callable[[], Iterable[tuple[ServiceKey, ServiceSeries]]] = tuple
 
     def collect(self) -> Iterator[Metric]:
-        """Every family, those without rows included, so that its name and help are always there."""
+        """Yield every family, also without rows, so that its name and help are always there."""
         metrics = {
             family: (CounterMetricFamily if family.counts else GaugeMetricFamily)(
                 family.name, family.help, labels=("namespace", "name", *family.labels)
@@ -190,7 +190,7 @@ class ServiceMetrics(Collector):
 
 
 def rows(s: Snapshot, status: Status) -> tuple[Row, ...]:
-    """The picture of one service after a reconcile: `s` as it was observed, `status` as it was decided."""
+    """Yield the rows of one service after a reconcile: `s` as it was observed, `status` as it was decided."""
     found = (
         *_plain(s, status),
         *_prefetch(s, status),

@@ -118,5 +118,5 @@ def refusal_of(events: Sequence[Object]) -> str | None:
 
 
 def _time(event: Object) -> str:
-    """RFC 3339 in UTC, which sorts as text; the two fields are of older and of newer recorders."""
+    """Return RFC 3339 in UTC, which sorts as text; older and newer recorders use different fields."""
     return str(event.get("lastTimestamp") or event.get("eventTime") or "")

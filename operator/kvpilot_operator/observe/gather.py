@@ -66,7 +66,7 @@ class Observations:
 @dataclass(eq=False)
 class Observer:
     """Builds Snapshots from the fleet's cache; `clock` gives the time in UTC, `elapsed` seconds that never go back, and
-    `on_scrape` hears how a scrape went."""
+    `on_scrape` gets the outcome of each scrape."""
 
     cluster: Cluster
     cache: InformerCache
@@ -91,7 +91,7 @@ class Observer:
         if service is None or service.uid != known.uid:
             return None
         spec = service.spec
-        # Whatever has to be asked for comes first: after it, nothing of the snapshot is older than the rest.
+        # Requests come first: after them, no part of the snapshot is older than the rest.
         failed: list[Unanswered] = []
         server = await _observed(Question.ROUTE, self._served.facts(spec), self.server, failed)
         route, routes = await _observed(Question.ROUTE, self._route(known, service, server), (None, {}), failed)

@@ -1,11 +1,11 @@
-"""All services and what they own, as the operator knows them without asking: a reconcile reads from here.
+"""The informer cache: all services and their objects. A reconcile reads from here.
 
 kopf's watch brings the services, watches of our own their workloads, pods and Services
-(docs/decisions/0012-kopf-and-the-official-client.md). What the operator writes is put here at once, as the API server
-answered it: no reconcile sees a state from before an earlier reconcile's writes.
+(docs/decisions/0012-kopf-and-the-official-client.md). The API server's answer to a write is put here at once: no
+reconcile sees a state from before an earlier reconcile's writes.
 
-After HTTP 410 kopf lists the services again, and what was deleted meanwhile is missing from that list, which it never
-says. So each list of kopf's is followed by one of ours, of names alone, and what is not on it is dropped.
+After HTTP 410 kopf lists the services again, and never says which ones were deleted meanwhile. So a list of names of
+our own follows each list of kopf's, and services that are not on it are dropped.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class ServiceFeed:
         self.filled = asyncio.Event()
 
     def take(self, event: str | None, obj: Object) -> None:
-        """One event: ADDED, MODIFIED, DELETED, or None for an object of a list."""
+        """Take one event: ADDED, MODIFIED, DELETED, or None for an object of a list."""
         try:
             if event == "DELETED":
                 self._store.drop(obj)
             else:
                 self._store.put(obj)
         finally:
-            # One that nobody can make sense of is told, too.
+            # An object that cannot be read counts, too.
             if not self.filled.is_set():
                 name = (obj["metadata"]["namespace"], obj["metadata"]["name"])
                 self._told.add(name)
@@ -68,7 +68,7 @@ class ServiceFeed:
                 self._fill()
 
     def listed(self, namespace: str) -> None:
-        """kopf has listed the services anew, and tells of each of them now."""
+        """Note that kopf has listed the services anew; an event for each of them follows."""
         self._lists.put_nowait(namespace)
 
     async def run(self) -> None:
@@ -131,10 +131,10 @@ class Owned(Generic[V]):
 
 
 class InformerCache:
-    """`on_change` is called with a service whenever something about it is not what it was.
+    """`on_change` is called with a service whenever something about it changes.
 
-    `host_access` is what engines may have of their nodes (api.host_access.KINDS), `mesh` whether those in a mesh are
-    reached by its mutual TLS.
+    `host_access` is the access to nodes that engines may have (api.host_access.KINDS); with `mesh` engines in a mesh
+    are reached by its mutual TLS.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class InformerCache:
             await reflector.filled.wait()
 
     def wrote(self, kind: str, namespace: str, name: str, obj: Object | None) -> None:
-        """One of our own writes was answered: the object as it is now, or None where it was deleted."""
+        """Take the answer to one of our own writes: the object, or None where it was deleted."""
         store = self._stores.get(kind)
         if store is None:
             return

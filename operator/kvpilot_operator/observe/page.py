@@ -98,10 +98,8 @@ _DTYPES = (*dtypes.names(), *VLLM_DTYPES)
 class PageReader:
     """Takes one page of Prometheus text in chunks.
 
-    `steps` and `close` raise ScrapeError: the page is larger than one may be, use of the cache is missing, a line
-    cannot be read, or a value cannot be true (negative, not a number, infinite, a share above 1, buckets that fall or
-    are too many, more requests than a process has connections, more tokens than memory holds, a dtype that is too
-    long).
+    `steps` and `close` raise ScrapeError: the page is too large, use of the cache is missing, a line cannot be read, or
+    a value cannot be true. Such values are negative, not a number, infinite, or larger than any engine has.
     """
 
     def __init__(self) -> None:

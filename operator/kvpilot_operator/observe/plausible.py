@@ -89,8 +89,8 @@ def plausible_sample(
     """Judge the pages that one revision's pods gave at `time`; `gpus` names each pod's GPU, as far as it is known.
 
     Of three plausible pods or more, the one with the most waiting requests (or preemptions) counts as the one with the
-    second most: pressure on memory is seen by two, or it is not the revision's. Load may well be uneven, so the most
-    running requests count up to ten times the second most (and no page has more of them than blocks in use). Use needs
+    second most: pressure on memory is seen by two, or it is not the revision's. Load may well be uneven: the most
+    running requests count up to ten times the second most. No page has more of them than blocks in use. Use needs
     no such bound: it is a share, and capacity, its weight, is checked.
     """
     flows = {pod: _flows(known.get(pod), page, time) for pod, page in pages.items()}
@@ -250,7 +250,7 @@ def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> 
 
 
 def _whole(time: datetime) -> datetime:
-    """Decisions count in whole seconds: a sample must not be later than the reconcile that it led to."""
+    """Cut to whole seconds, as decisions have them: a sample must not be later than its reconcile."""
     return time.replace(microsecond=0)
 
 

@@ -184,6 +184,6 @@ def _grown(was: Histogram, now_is: Histogram, fresh: bool) -> Histogram:
 
 
 def _covered(after: PodMetrics, elapsed: float, now: float) -> float:
-    """Seconds that a new process has run, as far as the clocks of pod and operator agree."""
+    """Return the seconds that a new process has run, if the clocks of pod and operator agree."""
     age = now - (after.process_start or 0.0)
     return age if 0 < age < elapsed else elapsed

@@ -184,7 +184,7 @@ class Windows:
         return series.odd - before
 
     def samples(self) -> dict[str, tuple[Sample, ...]]:
-        """All series, by revision."""
+        """Return all samples, by revision."""
         return {name: tuple(bucket.sample for bucket in (*one.far, *one.near)) for name, one in self._series.items()}
 
     def model(self) -> ModelFacts | None:

@@ -1,8 +1,8 @@
 """The one place that talks to an engine: vLLM's OpenAI-compatible API over HTTP, with nothing taken on trust.
 
-Used: POST /tokenize (chat messages to token ids, by the engine's own template), POST /v1/completions as a stream with
-token ids in and token ids with logprobs out, and GET /v1/models. Every size is bounded, and a connection failure is
-tried once more.
+Used: POST /tokenize (chat messages to token ids, by the engine's own template), GET /v1/models, and
+POST /v1/completions as a stream: token ids in, token ids with logprobs out. Every size is bounded, and a
+connection failure is tried once more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A captured baseline, its identity, and its bytes as a ConfigMap's binaryData keeps them: msgpack in a zlib stream.
 
 Token ids are arrays of 32 bits and logprobs arrays of 16 bits, in steps of 1/2048 nat (they reach -32, below
-`stats.MIN_LOGPROB`). Rounding moves the cell of all other tokens by at most 2.5e-4, which moves a KL by less than 2e-3
-nat at the very worst, and the control's like a candidate's. Each position's greedy token comes first, so that it can be
+`stats.MIN_LOGPROB`). Rounding moves the cell of all other tokens by at most 2.5e-4, and a KL by less than 2e-3 nat:
+the control's like a candidate's. Each position's greedy token comes first, so that it can be
 told after reading even among equals.
 
 The limits are chosen so that even incompressible data stays below MAX_BYTES: 65,536 prompt tokens, 4,096 positions of
@@ -55,8 +55,8 @@ _Damage = Annotated[int, Meta(ge=0, le=int(MAX_KL * MICRO))]
 class BaselinePrompt:
     """One prompt as the 16-bit engine saw and continued it.
 
-    `tokens` are the prompt's token ids, `answer` the positions after it (its greedy tokens, ending early where the
-    model ended), `tail` the end of the prompt and `text` the answer, both for people.
+    `tokens` are the prompt's token ids, `answer` the positions after it: its greedy tokens, up to the model's end.
+    `tail` is the end of the prompt and `text` the answer, both for people.
     """
 
     name: str

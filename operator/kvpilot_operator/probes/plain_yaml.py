@@ -1,8 +1,7 @@
 """YAML that says no more than JSON does: no tags, anchors, aliases or merge keys, one document, within bounds. Pure.
 
-The text is a tenant's. It is judged event by event, and a value is made only of what has been judged, so no text costs
-more than in proportion to its length: what makes a small text large (an alias, a merge key) or runs a constructor (a
-tag) is refused where it stands, before anything is made of it.
+The text is a tenant's. Each event is judged before a value is made of it, so the cost of a text is proportional to its
+length. Whatever makes a small text large (an alias, a merge key) or runs a constructor (a tag) is refused on the spot.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 A prefill need not read what it has just stored: backends with packed caches attend to the fresh 16-bit keys and
 values of a first chunk, so logprobs of a *prompt* may see no damage at all. Every backend decodes from its pages, and
-users live on decode. So the candidate decodes: it continues the baseline's prompt greedily, and as long as its token
-equals the baseline's, both sides stand in the same context and their distributions can be compared. Where they part,
+users live on decode. So the candidate decodes: it continues the baseline's prompt greedily. As long as its token
+equals the baseline's, both sides have the same context, and their distributions can be compared. Where they part,
 that position still counts; the request is closed, and a new one resumes with the baseline's tokens up to there as its
 prompt. A request's first token comes from a prefill and is judged only if it differs.
 
-Before a prompt is followed, its first half is asked alone: the rest is then prefilled onto cached pages, as the next
-turn of a chat is, which is where a cache can be wrong while every fresh prompt is right.
+Before a prompt is followed, its first half is asked alone: the rest is then prefilled onto cached pages, like the
+next turn of a chat. There a cache can be wrong while every fresh prompt is right.
 
 A candidate that answers garbage parts at every step, so resumes are bounded: the rest of such a prompt stays
 unmeasured, long after the verdict is clear. docs/decisions/0003-decode-probes.md has the alternatives.

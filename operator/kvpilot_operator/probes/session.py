@@ -90,8 +90,8 @@ TOKEN_BUDGET = 4 * MAX_PROMPT_TOKENS
 class Settings:
     """Depth and courtesy of a probe: `concurrency` requests in flight, `deadline_seconds` for the whole run.
 
-    Without `deadline_seconds` a run has as long as its prompts and answers need at the slowest pace that is worth
-    probing, and the time that it gives way.
+    Without `deadline_seconds` a run has the time of its prompts and answers at the slowest pace that is worth probing,
+    and the time that it gives way.
 
     `give_way` lets users' requests go first (None: it does not look). `token_budget` bounds the tokens of all requests
     together, prompts included; the rest stays unmeasured. `priority` goes with each request, for an

@@ -59,7 +59,7 @@ class Answers(Sequence[Logprobs]):
         return len(self._ends)
 
     def __getitem__(self, index: Any) -> Any:
-        """One position; slices are not made."""
+        """Return one position; slices are not supported."""
         end = self._ends[index]
         start = self._ends[index - 1] if index % len(self) else 0
         ids = self._ids[start:end]
