@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_operator.budget import InputLimits, Permits, read_body
+from kvpilot_operator.budget import InputLimits, Permits, read_body, whole_lines
 from kvpilot_operator.errors import OverBudget, PermitLost
 
 LIMITS = InputLimits("a test", 1024, permits=4, share=2, patience_seconds=0.02)
@@ -25,6 +25,18 @@ async def test_a_body_is_read_up_to_its_limit_and_refused_beyond() -> None:
     assert await read_body(_chunks(b"ab", b"cd"), 4, "here") == b"abcd"
     with pytest.raises(OverBudget, match="here: more than 3 bytes"):
         await read_body(_chunks(b"ab", b"cd"), 3, "here")
+
+
+async def test_lines_are_put_together_from_chunks_and_empty_ones_are_left_out() -> None:
+    chunks = (b"a", b"b\n\n \nc", b"", b"d\ne\nunfinished")
+    assert [line async for line in whole_lines(_chunks(*chunks))] == [b"ab", b"cd", b"e"]
+
+
+@pytest.mark.parametrize(("most", "longest", "words"), [(5, 9, "more bytes"), (9, 3, "a line of more than 3 bytes")])
+async def test_lines_beyond_a_limit_are_refused(most: int, longest: int, words: str) -> None:
+    with pytest.raises(OverBudget, match=f"here: {words}"):
+        async for _ in whole_lines(_chunks(b"abc", b"def"), "here", most, longest):
+            pass
 
 
 async def hang(permits: Permits, service: str) -> None:
