@@ -38,7 +38,7 @@ def check(file: Path) -> None:
 
 @contextmanager
 def drawing(file: Path, width: float, height: float) -> Iterator[Any]:
-    """Axes of this size in inches, whose figure is written when the block ends; `check` must have passed.
+    """Yield axes of this size in inches, and write the figure when the block ends; `check` must have passed.
 
     Raises PlotError where the file cannot be written.
     """

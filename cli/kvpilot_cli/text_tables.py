@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def render(head: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """A table whose columns `left` are flush left and whose others are flush right, no trailing blanks."""
+    """Return a table whose columns `left` are flush left and whose others are flush right, no trailing blanks."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""How long to wait before something that failed is tried again."""
+"""Pauses before a failed piece of work is tried again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Backoff:
     last: float
 
     def pause(self, failures: int) -> float:
-        """The pause after one more failure, when so many came before it in a row."""
+        """Return the pause after one more failure, when so many came before it in a row."""
         return min(self.first * 2.0 ** min(failures, 64), self.last)
 
     def __iter__(self) -> Iterator[float]:

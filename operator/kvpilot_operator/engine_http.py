@@ -1,7 +1,7 @@
 """Connections to engines, on which everything around an answer's body is bounded, too.
 
-aiohttp reads interim answers (100 Continue), chunk extensions and trailers without an end, and gives none of it to the
-reader of the body, whose limits do not count it.
+aiohttp reads interim answers (100 Continue), chunk extensions and trailers without an end. The reader of the body gets
+none of it, so its limits do not count it.
 """
 
 from __future__ import annotations

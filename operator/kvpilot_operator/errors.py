@@ -48,7 +48,7 @@ class ClusterError(KvpilotError):
 
     @property
     def away(self) -> bool:
-        """Whether the API server cannot be reached (0), or says itself that it is away."""
+        """True where the API server cannot be reached (0), or says itself that it is away."""
         return self.status in (0, 502, 503, 504)
 
 
@@ -69,11 +69,11 @@ class Throttled(ClusterError):
 
 
 class Rejected(ClusterError):
-    """The API server, or a webhook of it, will not have an object as it is (HTTP 400, 403, 422, some 500).
+    """The API server, or a webhook of it, refuses an object (HTTP 400, 403, 422, some 500).
 
     Attributes:
         reason: of the server's Status (Invalid, Forbidden, ...); may be empty.
-        causes: each field of the object that is at fault with what is wrong with it, as far as the server names them.
+        causes: each faulty field of the object with its fault, as far as the server names them.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class NotStarted(Rejected):
 
 
 class BadName(ClusterError):
-    """What was to be asked for is no name of an object; nothing was sent."""
+    """The name is not one that an object can have; nothing was sent."""
 
     def __init__(self, kind: str, name: str) -> None:
-        words = f"not sent: {name[:80]!r} is no name of a {kind}: use lower-case letters, digits, '-' and '.'"
+        words = f"not sent: {name[:80]!r} is not a name of a {kind}: use lower-case letters, digits, '-' and '.'"
         super().__init__("GET", kind, 0, words)
 
 
@@ -123,7 +123,7 @@ class NotLeader(ClusterError):
 
 
 class LeadershipLost(KvpilotError):
-    """This replica may not act any more: another one leads, or the Lease could not be renewed in time."""
+    """The replica may not act any more: another one leads, or the Lease was not renewed in time."""
 
 
 class ScrapeError(KvpilotError):
@@ -147,7 +147,7 @@ class PermitLost(KvpilotError):
 
 
 def places(error: Exception) -> tuple[str, ...]:
-    """Where in the operator's own code an error was raised: FILE:LINE, outermost first."""
+    """Return the places in the operator's own code that an error passed: FILE:LINE, outermost first."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = ((PurePath(frame.filename), frame.lineno) for frame in frames)
     return tuple(f"{file.name}:{line}" for file, line in ours if _PACKAGE in file.parts)

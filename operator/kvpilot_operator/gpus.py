@@ -1,4 +1,4 @@
-"""What a GPU can do: memory, bandwidth and compute capability, by the name that GPU feature discovery gives it.
+"""GPUs by the name that GPU feature discovery gives them: memory, bandwidth and compute capability.
 
 Memory is what `nvidia-smi` calls memory.total, with ECC as it comes from the factory: vLLM takes its share of about
 that. Bandwidth is the data sheet's peak in 10^9 bytes a second; kernels reach a part of it, so figures made from it
@@ -75,10 +75,10 @@ class PriceError(ValueError):
 
 
 def prices(given: Iterable[tuple[str, object]]) -> dict[str, int]:
-    """What one GPU costs an hour, by its name in GPUS, in millionths of the currency.
+    """Return the price of a GPU hour, by its name in GPUS, in millionths of the currency.
 
     Raises:
-        PriceError: a kind that is not in the table, or is there twice, or a price that is no positive number.
+        PriceError: a kind that is not in the table, or is there twice, or a price that is not a positive number.
     """
     found: dict[str, int] = {}
     for kind, price in given:
@@ -90,12 +90,12 @@ def prices(given: Iterable[tuple[str, object]]) -> dict[str, int]:
         number = price if isinstance(price, int | float) and not isinstance(price, bool) else math.nan
         if not 0.000001 <= number <= _MOST_AN_HOUR:
             raise PriceError(
-                f"prices.{kind}: {price!r} is no price; give a number above 0, such as 2.5, or leave it out"
+                f"prices.{kind}: {price!r} is not a price; give a number above 0, such as 2.5, or leave it out"
             )
         found[gpu.name] = round(number * 1e6)
     return found
 
 
 def by_product(label: str) -> Gpu | None:
-    """The GPU behind a value of nvidia.com/gpu.product, or None where the table does not know it."""
+    """Return the GPU behind a value of nvidia.com/gpu.product, or None where the table does not know it."""
     return _BY_PRODUCT.get(label)

@@ -31,7 +31,7 @@ from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import LeadershipLost
 from kvpilot_operator.mesh import Identity
 from kvpilot_operator.options import parse_arguments
-from kvpilot_operator.tracing import TracingError, tracer
+from kvpilot_operator.tracing import NO_TRACER, TracingError, span_sender
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,9 @@ class Operator:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        self._fence, self._telemetry = WriteFence(), Telemetry(tracer(options.traces))
+        self._fence = WriteFence()
+        self._spans = span_sender(os.environ)
+        self._telemetry = Telemetry(self._spans.tracer if self._spans is not None else NO_TRACER)
         self._ready = asyncio.Event()
         self._closing = AsyncExitStack()
         self._end: asyncio.Task[None] | None = None
@@ -102,7 +104,8 @@ class Operator:
     async def start(self) -> None:
         """Connect to the API server and answer HTTP."""
         options = self._options
-        self._closing.push_async_callback(self._telemetry.tracer.close)
+        if self._spans is not None:
+            self._closing.push_async_callback(self._spans.close)
         prepare()
         agent = f"kvpilot-operator ({self.identity})"
         self._cluster = await Cluster.connect(self._fence, agent, self._telemetry.api_request)

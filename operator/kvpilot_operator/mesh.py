@@ -11,14 +11,14 @@ from kvpilot_operator.errors import NoIdentity
 log = logging.getLogger(__name__)
 
 CHAIN, KEY, ROOT = "cert-chain.pem", "key.pem", "root-cert.pem"
-"""What Istio's agent calls them (OUTPUT_CERTS)."""
+"""Istio's agent's names for them (OUTPUT_CERTS)."""
 
-# A sidecar that lets plain traffic pass, too, tells mutual TLS by the first two; the last is what is spoken in it.
+# A sidecar that also lets plain traffic pass recognises mutual TLS by the first two; the last is the protocol inside.
 _PROTOCOLS = ["istio-http/1.1", "istio", "http/1.1"]
 
 
 class Identity:
-    """A certificate, its key, and the authority that engines' certificates have to be signed by."""
+    """A certificate, its key, and the authority that signs engines' certificates."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -27,10 +27,10 @@ class Identity:
         self._fault = ""
 
     def tls(self) -> ssl.SSLContext:
-        """For a new connection to an engine; of the newest files, or of the last ones that belonged together.
+        """Return the context for a new connection, from the newest files or the last ones that fitted together.
 
         Raises:
-            NoIdentity: none were ever read.
+            NoIdentity: no files could be read yet.
         """
         seen = [_stamp(self._folder / name) for name in (CHAIN, KEY, ROOT)]
         if seen != self._seen:
@@ -39,7 +39,7 @@ class Identity:
                 self._tls = _context(self._folder)
                 log.info("read the mesh's certificates in %s", self._folder)
             except (OSError, ValueError) as error:
-                # While the agent renews them one may not fit another. The error has nothing of a file's content.
+                # While the agent renews them one may not fit another. The error quotes no file.
                 self._fault = f"{self._folder}: {type(error).__name__}: {error}"
                 if self._tls is not None:
                     log.warning("the mesh's certificates are the ones read before: %s", self._fault)
@@ -49,7 +49,7 @@ class Identity:
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    """What a file has in common with no other version of it."""
+    """Return a mark that changes with the file."""
     try:
         found = file.stat()
     except OSError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def whole(text: object, most: int) -> int | None:
-    """The number from 0 to `most` that `text` writes in ASCII digits; None for anything else, larger numbers included.
+    """Return the number from 0 to `most` in ASCII digits; None for any other text, and for larger numbers.
 
     `str.isdigit` accepts digits that `int` does not ("²") and digits of every script, and `int` refuses more than 4,300
     of them: text that somebody else wrote is read by this function.

@@ -11,13 +11,12 @@ import yaml
 
 from kvpilot_operator.api.pod_template import KINDS
 from kvpilot_operator.gpus import PriceError, prices
-from kvpilot_operator.tracing import TracingError, endpoint
 
 PURPOSE = "Gives every QuantizedLLMService the smallest KV cache that it can afford, and proves it."
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Read the command line, and where traces go (`traces`), which the environment says."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="kvpilot-operator", description=PURPOSE)
     parser.add_argument(
         "--namespace", action="append", default=[], help="watch this namespace only (may be repeated; default: all)"
@@ -60,10 +59,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.leader_elect and not options.lease_namespace:
         parser.error("--leader-elect needs --lease-namespace NAMESPACE, or POD_NAMESPACE in the environment")
-    try:
-        options.traces = endpoint(os.environ)
-    except TracingError as error:
-        parser.error(str(error))
     return options
 
 
@@ -71,7 +66,7 @@ def _prices(path: str) -> dict[str, int]:
     try:
         given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         if not isinstance(given, Mapping):
-            raise PriceError("prices: is no mapping; write KIND: PRICE lines, such as H200: 2.5")
+            raise PriceError("prices: is not a mapping; write KIND: PRICE lines, such as H200: 2.5")
         return prices((str(kind), price) for kind, price in given.items())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise argparse.ArgumentTypeError(f"{path}: {error}") from None
@@ -79,7 +74,7 @@ def _prices(path: str) -> dict[str, int]:
 
 def _folder(path: str) -> Path:
     if not Path(path).is_dir():
-        raise argparse.ArgumentTypeError(f"{path}: is no folder; mount the volume that the sidecar writes to there")
+        raise argparse.ArgumentTypeError(f"{path}: is not a folder; mount the volume that the sidecar writes to there")
     return Path(path)
 
 

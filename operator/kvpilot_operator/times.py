@@ -1,4 +1,4 @@
-"""How times are told, in messages and objects alike."""
+"""The form of times, in messages and objects alike."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from datetime import datetime
 
 
 def utc(moment: datetime) -> str:
-    """Kubernetes' form of a time: RFC 3339, whole seconds, UTC; the moment is of that zone."""
+    """Format a moment in UTC as Kubernetes does: RFC 3339, whole seconds."""
     return f"{moment:%Y-%m-%dT%H:%M:%SZ}"

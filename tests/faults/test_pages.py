@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from kvpilot_localcluster.engines.faulty import Engine
 from kvpilot_operator.budget import METRICS, METRICS_LINE_BYTES, METRICS_LINES
 from kvpilot_operator.errors import ScrapeError
-from kvpilot_operator.observe import page, page_values, scrape
-from kvpilot_operator.observe.page import parse_page
+from kvpilot_operator.observe import page, scrape
 from kvpilot_operator.probes import packs, run
 from kvpilot_operator.probes.errors import MalformedAnswer, ProbeTimeout
 from kvpilot_operator.probes.session import Settings
+from support.metrics_pages import parse_page
 from support.probe_engine import engine, respond, tokens_of
 from support.scrape_loop import ignore, scraping
 from support.services import KEY
@@ -95,7 +95,7 @@ def with_buckets(number: int) -> str:
         (FINE + CONFIG.format("auto", 10**14, 10**14), "capacity"),
         (FINE + "vllm:prompt_tokens_total 1e300\n" * 2, "vllm:prompt_tokens_total"),
         (FINE + "vllm:request_prefill_time_seconds_sum -1e300\n", "vllm:request_prefill_time_seconds_sum"),
-        (with_buckets(page_values.MOST_BUCKETS + 1), "bounds"),
+        (with_buckets(page.MOST_BUCKETS + 1), "bounds"),
         (FINE + 'vllm:time_to_first_token_seconds_bucket{le="' + "0" * 9_999 + '1"} 1\n', "characters"),
         ("vllm:kv_cache_usage_perc " + "9" * 1_000_000 + "x\n", "a line of more than"),
     ],
@@ -123,9 +123,11 @@ def test_a_page_beyond_its_budget_is_refused(text, named):
         parse_page(text)
 
 
-def test_a_long_line_of_no_interest_is_passed_over():
-    assert parse_page(f"# HELP {'x' * 3 * METRICS_LINE_BYTES}\n{FINE}").usage == 0.5
-    assert parse_page(f"{FINE}# HELP {'x' * 3 * METRICS_LINE_BYTES}").usage == 0.5
+@pytest.mark.parametrize("long", [f"# HELP {'x' * 3 * METRICS_LINE_BYTES}"])
+def test_a_long_line_is_refused_wherever_it_stands(long):
+    for text in (f"{long}\n{FINE}", f"{FINE}{long}"):
+        with pytest.raises(ScrapeError, match=f"a line of more than {METRICS_LINE_BYTES} bytes"):
+            parse_page(text)
 
 
 _NAMES = st.sampled_from(sorted(name.decode() for name in page.WANTED))

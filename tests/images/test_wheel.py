@@ -77,11 +77,11 @@ def test_the_operator_starts_there(operator_env: Path) -> None:
 
 
 def test_the_operator_can_send_traces_from_there(operator_env: Path) -> None:
-    code = "from kvpilot_operator.tracing import tracer; print(type(tracer('http://127.0.0.1:9')).__name__)"
+    code = "from kvpilot_operator.tracing import SpanSender; print(type(SpanSender()).__name__)"
     done = subprocess.run(
         [operator_env / "bin/python", "-c", code], capture_output=True, text=True, check=True, cwd="/"
     )
-    assert done.stdout == "OtlpTracer\n"
+    assert done.stdout == "SpanSender\n"
 
 
 def test_the_operator_judges_a_spec_there(operator_env: Path) -> None:

@@ -21,7 +21,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from kvpilot_formats import dtypes
 from kvpilot_localcluster.engines.real import engine
-from kvpilot_operator.observe.page_values import VLLM_DTYPES
+from kvpilot_operator.observe.page import VLLM_DTYPES
 from kvpilot_runtime import plugin
 from kvpilot_runtime.errors import UnsupportedEngineError
 from kvpilot_runtime.vllm_api import compat, contract, hooks

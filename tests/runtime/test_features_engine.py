@@ -18,7 +18,6 @@ import httpx
 import pytest
 
 from kvpilot_localcluster.engines.real import HANGS
-from kvpilot_operator.observe.adapters import loaded
 from kvpilot_operator.render.engine import pod_template
 from kvpilot_smallmodels import adapters
 from kvpilot_smallmodels.models import tiny_llama
@@ -170,7 +169,7 @@ def test_the_operator_reads_which_adapters_an_engine_has_also_of_those_that_come
 ) -> None:
     async def read() -> tuple[str, ...]:
         async with scraping() as scraper:
-            return await loaded(scraper, KEY, str(served.base_url).rstrip("/"), ignore)
+            return await scraper.adapters(KEY, str(served.base_url).rstrip("/"), ignore)
 
     assert asyncio.run(read()) == ("adapter", "acme/other")
     late = {"lora_name": "late", "lora_path": str(lora[0])}

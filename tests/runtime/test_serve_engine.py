@@ -12,13 +12,13 @@ import httpx
 import pytest
 
 from kvpilot_localcluster.engines.real import HANGS, Engine, engine
-from kvpilot_operator.observe.page import parse_page
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.state.snapshot import ModelFacts
 from kvpilot_runtime.calibration import info as calibration_info
 from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama
 from support import forked_serve
 from support.engines_in_turn import Turn, serve
+from support.metrics_pages import parse_page
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -88,7 +88,7 @@ def test_a_request_in_flight_is_finished_after_sigterm(life: Life) -> None:
 
 def test_the_operator_reads_the_engines_metrics_while_it_answers(life: Life) -> None:
     assert life.page.model == ModelFacts(head_dim=64, kv_heads=2, layers=2, window_layers=0, mla=False)
-    assert (life.page.dtype, life.page.running, life.page.older_names) == ("k4v4", 1, ())
+    assert (life.page.dtype, life.page.running) == ("k4v4", 1)
     assert life.page.process_start is not None
     assert life.page.totals.ttft.bounds
     assert life.page.totals.itl.bounds

@@ -13,7 +13,7 @@ from kvpilot_operator.control.prober import Prober
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.probes import packs
 from kvpilot_operator.state.decision import Capture, Captured
-from kvpilot_operator.tracing import tracer
+from kvpilot_operator.tracing import SpanSender
 from kvpilot_smallmodels.models import tiny_llama
 from support.collector import collecting
 from support.forked_serve import engine
@@ -46,8 +46,8 @@ def test_each_question_of_a_probe_is_a_span_of_the_engine_below_the_probes(
     spec = spec_of(manifest(accuracy={"probeSets": ["builtin/structured"]}))
 
     async def probe(url: str) -> None:
-        spans, scraper = tracer(collector.url), Scraper()
-        prober = Prober(NoMaps(), scraper, spans)  # type: ignore[arg-type]  # the one method that it uses
+        spans, scraper = SpanSender(), Scraper()
+        prober = Prober(NoMaps(), scraper, spans.tracer)  # type: ignore[arg-type]  # the one method that it uses
         found = await prober.probe(KEY, spec, Capture("capture/x/0", "p", url, "m", "0123456789", "none"), uid="u-1")
         assert isinstance(found, Captured)
         await scraper.close()

@@ -62,7 +62,7 @@ class EngineModel:
         self._running.clear()
         self.start = process_start
         latencies, lengths = Histogram(LATENCIES, (0,) * 5), Histogram(LENGTHS, (0,) * 4)
-        self.totals = Totals(ttft=latencies, itl=latencies, prompt_lengths=lengths, generation_lengths=lengths)
+        self.totals = Totals(ttft=latencies, itl=latencies, generation_lengths=lengths)
         self._gauges = (0.0, 0, 0)
 
     def arrive(self, prompt: int, output: int, *, shared: float = 0.0) -> None:
@@ -186,5 +186,4 @@ class EngineModel:
             prefill_seconds=request.first - request.started,
             decode_seconds=self._clock - request.first,
         )
-        self._observe("prompt_lengths", request.prompt)
         self._observe("generation_lengths", request.generated)

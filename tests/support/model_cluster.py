@@ -37,7 +37,7 @@ CAPACITY = {"auto": 3000, "k8v4": 7680, "k4v4": 11290, "fp8": 6000, "int4_per_to
 
 def measurement(kl_micronats: int = 5_000, agreement: int = 990, positions: int = 256) -> Measurement:
     """A probe's outcome."""
-    return Measurement(8, positions, 0, 20, 1000, kl_micronats, kl_micronats * 10, 100, agreement, (), None)
+    return Measurement(8, positions, 20, 1000, kl_micronats, kl_micronats * 10, 100, agreement, (), None)
 
 
 @dataclass
@@ -239,7 +239,7 @@ class ModelCluster:
         return sum(self.engines.ready(name) for name in self.shares())
 
     def _route(self) -> RouteView | None:
-        return RouteView("web", self.route_version, tuple(self.rules), {}, self.parents) if self.rules else None
+        return RouteView("web", self.route_version, tuple(self.rules), self.parents) if self.rules else None
 
     def _behind(self, selector: dict[str, str]) -> dict[str, float]:
         one = selector.get(REVISION_LABEL)

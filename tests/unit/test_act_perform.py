@@ -21,7 +21,7 @@ from support.services import KEY, NOW, manifest, snapshot, spec_of
 
 OBJ = manifest()
 OLD, NEW = pod_template(KEY.name, spec_of(OBJ), "auto"), pod_template(KEY.name, spec_of(OBJ), "k4v4")
-ROUTE = RouteView("web", "41", ({"backendRefs": [{"name": "chat"}]},), {})
+ROUTE = RouteView("web", "41", ({"backendRefs": [{"name": "chat"}]},))
 
 
 class Recorder:

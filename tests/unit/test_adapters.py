@@ -13,7 +13,6 @@ from aiohttp import web
 from kvpilot_operator.api.faults import faults
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import ScrapeError
-from kvpilot_operator.observe.adapters import loaded
 from kvpilot_operator.observe.views import deployment_view
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.objects import workload
@@ -135,7 +134,7 @@ async def serving() -> AsyncIterator[Engine]:
 
 async def test_an_engine_lists_its_adapters_as_models_with_a_parent() -> None:
     async with serving() as engine, scraping() as scraper:
-        assert await loaded(scraper, KEY, engine.url, ignore) == ("sql",)
+        assert await scraper.adapters(KEY, engine.url, ignore) == ("sql",)
         assert engine.asked == ["/v1/models"]
 
 
@@ -144,7 +143,7 @@ async def test_what_is_no_list_of_models_is_refused_with_its_address(text: str) 
     async with serving() as engine, scraping() as scraper:
         engine.text = text
         with pytest.raises(ScrapeError, match=f"{engine.url}/v1/models: "):
-            await loaded(scraper, KEY, engine.url, ignore)
+            await scraper.adapters(KEY, engine.url, ignore)
 
 
 async def test_only_pods_that_were_told_to_load_adapters_are_asked_and_a_failure_is_forgotten(

@@ -54,8 +54,8 @@ def test_two_pods_add_up_and_a_restart_counts_from_zero() -> None:
     assert history.load.rate == pytest.approx(np.full(30, 4.0))
 
 
-@pytest.mark.parametrize("name", ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"])
-def test_the_use_is_read_under_both_names_and_averaged_over_pods(name: str) -> None:
+def test_the_use_is_averaged_over_pods() -> None:
+    name = "vllm:kv_cache_usage_perc"
     history = parse([answer(*counters(), (name, [0.2] * 31), (name, [0.6] * 31))], "x")
     assert history.usage == pytest.approx(np.full(30, 0.4))
 

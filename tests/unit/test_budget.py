@@ -10,16 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_operator.budget import ALL_INPUTS_BYTES, INPUTS, InputLimits, Permits, read_body
+from kvpilot_operator.budget import InputLimits, Permits, read_body, whole_lines
 from kvpilot_operator.errors import OverBudget, PermitLost
 
-LIMITS = InputLimits("a test", 1024, 1024, quick=2, slow=2, share=2, quick_seconds=0.02, patience_seconds=0.02)
-
-
-def test_all_inputs_with_every_permit_taken_fit_in_their_part_of_the_container() -> None:
-    assert sum(one.most_bytes for one in INPUTS) <= ALL_INPUTS_BYTES
-    for one in INPUTS:
-        assert one.share <= (one.quick + one.slow) / 4
+LIMITS = InputLimits("a test", 1024, permits=4, share=2, patience_seconds=0.02)
 
 
 async def _chunks(*chunks: bytes):
@@ -31,6 +25,18 @@ async def test_a_body_is_read_up_to_its_limit_and_refused_beyond() -> None:
     assert await read_body(_chunks(b"ab", b"cd"), 4, "here") == b"abcd"
     with pytest.raises(OverBudget, match="here: more than 3 bytes"):
         await read_body(_chunks(b"ab", b"cd"), 3, "here")
+
+
+async def test_lines_are_put_together_from_chunks_and_empty_ones_are_left_out() -> None:
+    chunks = (b"a", b"b\n\n \nc", b"", b"d\ne\nunfinished")
+    assert [line async for line in whole_lines(_chunks(*chunks))] == [b"ab", b"cd", b"e"]
+
+
+@pytest.mark.parametrize(("most", "longest", "words"), [(5, 9, "more bytes"), (9, 3, "a line of more than 3 bytes")])
+async def test_lines_beyond_a_limit_are_refused(most: int, longest: int, words: str) -> None:
+    with pytest.raises(OverBudget, match=f"here: {words}"):
+        async for _ in whole_lines(_chunks(b"abc", b"def"), "here", most, longest):
+            pass
 
 
 async def hang(permits: Permits, service: str) -> None:
@@ -50,7 +56,7 @@ async def close(*tasks: asyncio.Task[None]) -> None:
 
 
 async def test_a_service_holds_no_more_than_its_share() -> None:
-    permits = Permits(replace(LIMITS, quick=8))
+    permits = Permits(replace(LIMITS, permits=8))
     greedy = [asyncio.create_task(hang(permits, "greedy")) for _ in range(20)]
     await settle()
     assert permits.taken == LIMITS.share
@@ -61,7 +67,7 @@ async def test_a_service_holds_no_more_than_its_share() -> None:
 
 
 async def test_services_are_served_by_round_robin_however_many_requests_one_of_them_has() -> None:
-    permits = Permits(replace(LIMITS, quick=1, slow=0, quick_seconds=60, patience_seconds=60))
+    permits = Permits(replace(LIMITS, permits=1, patience_seconds=60))
     order: list[str] = []
 
     async def work(service: str) -> None:
@@ -75,7 +81,7 @@ async def test_services_are_served_by_round_robin_however_many_requests_one_of_t
 
 
 async def test_tenants_are_served_by_round_robin_however_many_services_one_of_them_has() -> None:
-    permits = Permits(replace(LIMITS, quick=1, slow=0, quick_seconds=60, patience_seconds=60))
+    permits = Permits(replace(LIMITS, permits=1, patience_seconds=60))
     order: list[str] = []
 
     async def work(service: str) -> None:
@@ -103,35 +109,19 @@ async def test_a_tenant_whose_permits_are_many_and_busy_gives_one_to_a_tenant_wi
 
     greedy = [asyncio.create_task(busy(i)) for i in range(20)]
     async with asyncio.timeout(10):
-        while permits.taken < LIMITS.quick + LIMITS.slow:
+        while permits.taken < LIMITS.permits:
             await asyncio.sleep(LIMITS.patience_seconds)
     assert not lost
     async with asyncio.timeout(10), permits.of("good", "other"):
         await settle()
         assert lost
-        assert permits.taken <= LIMITS.quick + LIMITS.slow
+        assert permits.taken <= LIMITS.permits
     await close(*greedy)
     assert permits.taken == 0
 
 
-async def test_who_hangs_makes_room_in_the_quick_lane_long_before_it_may_lose_its_permit() -> None:
-    permits = Permits(replace(LIMITS, quick=1, slow=1, patience_seconds=60))
-    first = asyncio.create_task(hang(permits, "a"))
-    await settle()
-    async with asyncio.timeout(10), permits.of("b", "b"):
-        assert permits.taken == 2
-        third = asyncio.create_task(hang(permits, "c"))
-        await asyncio.sleep(5 * LIMITS.quick_seconds)
-        # Now all permits are taken, and nobody has been silent for too long.
-        assert not first.done()
-        assert permits.taken == 2
-    await settle()
-    assert permits.taken == 2
-    await close(first, third)
-
-
 async def test_work_with_more_patience_is_not_the_first_to_lose_its_permit() -> None:
-    permits = Permits(replace(LIMITS, quick=1, slow=1))
+    permits = Permits(replace(LIMITS, permits=2))
 
     async def waits(service: str, patience: float) -> None:
         async with permits.of(service, service, patience):
@@ -150,7 +140,7 @@ async def test_work_with_more_patience_is_not_the_first_to_lose_its_permit() -> 
 
 
 async def test_a_request_that_is_cancelled_in_the_moment_of_its_turn_is_gone() -> None:
-    permits = Permits(replace(LIMITS, quick=1, slow=0, quick_seconds=60, patience_seconds=60))
+    permits = Permits(replace(LIMITS, permits=1, patience_seconds=60))
     async with permits.of("first", "first"):
         second = asyncio.create_task(hang(permits, "second"))
         await settle()
@@ -168,13 +158,13 @@ async def test_however_many_hang_everybody_gets_a_permit() -> None:
     await settle()
     async with asyncio.timeout(10):  # 20 services that wait: 11 times the patience
         async with permits.of("good", "good"):
-            assert permits.taken <= LIMITS.quick + LIMITS.slow
+            assert permits.taken <= LIMITS.permits
     await close(*hanging)
     assert permits.taken == 0
 
 
 async def test_who_is_silent_for_longest_loses_the_permit_and_is_told() -> None:
-    permits = Permits(replace(LIMITS, quick=1, slow=1))
+    permits = Permits(replace(LIMITS, permits=2))
     works = asyncio.Event()
 
     async def busy() -> str:
@@ -208,7 +198,7 @@ async def test_a_cancelled_holder_is_cancelled_and_not_told_of_a_lost_permit() -
 
 async def test_nobody_loses_a_permit_that_nobody_waits_for() -> None:
     permits = Permits(LIMITS)
-    tasks = [asyncio.create_task(hang(permits, f"{i}")) for i in range(LIMITS.quick)]
+    tasks = [asyncio.create_task(hang(permits, f"{i}")) for i in range(LIMITS.permits)]
     await asyncio.sleep(3 * LIMITS.patience_seconds)
     assert not any(task.done() for task in tasks)
     await close(*tasks)
@@ -219,7 +209,7 @@ async def test_nobody_loses_a_permit_that_nobody_waits_for() -> None:
 def test_whatever_holders_do_permits_are_never_exceeded_and_all_come_back(steps: list[tuple[int, str]]) -> None:
     async def one(permits: Permits, service: int, does: str) -> None:
         async with permits.of(service, service % 3) as permit:
-            assert permits.taken <= LIMITS.quick + LIMITS.slow
+            assert permits.taken <= LIMITS.permits
             assert held[service] < LIMITS.share
             held[service] += 1
             try:
@@ -232,7 +222,7 @@ def test_whatever_holders_do_permits_are_never_exceeded_and_all_come_back(steps:
                 held[service] -= 1
 
     async def all_of_them() -> None:
-        permits = Permits(replace(LIMITS, quick_seconds=0.001, patience_seconds=0.001))
+        permits = Permits(replace(LIMITS, patience_seconds=0.001))
         tasks = []
         for service, does in steps:
             tasks.append(asyncio.create_task(one(permits, service, does)))

@@ -164,7 +164,7 @@ async def test_a_list_or_another_object_where_one_was_asked_for_is_an_error(serv
     ["..", ".", "../../../../../../api/v1/configmaps", "a/b", "a?b=c", "a#b", "%2e%2e", "A", "a..b", "a\n", "ä", ""],
 )
 async def test_what_is_no_name_is_not_asked_for(server: Server, name: str) -> None:
-    with pytest.raises(BadName, match="is no name of a Pod"):
+    with pytest.raises(BadName, match="is not a name of a Pod"):
         await server.cluster.find("v1", "Pod", "a", name)
     with pytest.raises(BadName):
         await server.cluster.delete("v1", "Pod", "a", name)

@@ -25,9 +25,9 @@ CLOUDS = ROOT / "docs" / "clouds"
 PAGES = sorted(path.stem for path in CLOUDS.glob("*.md") if path.stem != "README")
 KNOWN: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "tests/support/cloud_options.yaml").read_text())
 LABELS = {
-    "eks": {"node.kubernetes.io/instance-type": "g6.2xlarge"},
+    "eks": {"nvidia.com/gpu.product": "NVIDIA-L4"},
     "gke": {"cloud.google.com/gke-accelerator": "nvidia-l4"},
-    "aks": {"node.kubernetes.io/instance-type": "Standard_NC24ads_A100_v4"},
+    "aks": {"nvidia.com/gpu.product": "NVIDIA-A100-80GB-PCIe"},
     "openshift": {"nvidia.com/gpu.product": "NVIDIA-L4"},
 }
 

@@ -26,7 +26,7 @@ def planned(weights, replicas, *, min_available=1, rules=None, route_ref=None, s
     asked = {"steps": steps, **({"routeRef": {"name": route_ref}} if route_ref else {})}
     scaling = {"minReplicas": 0, "maxReplicas": 16}
     obj = manifest(replicas=replicas, scaling=scaling, canary=asked, disruption={"minAvailable": min_available})
-    view = None if rules is None else RouteView("web", "7", tuple(rules), {})
+    view = None if rules is None else RouteView("web", "7", tuple(rules))
     trial = on_trial(**canary) if canary else None
     s = snapshot(obj, route=view, server=ServerFacts(http_routes=served), status=Status(canary=trial))
     return Context.of(s, spec_of(obj)).plan
@@ -182,7 +182,7 @@ def test_after_any_steps_the_route_is_as_the_user_wrote_it(written, shares):
 
 
 def test_a_route_carries_the_canary_only_while_it_is_a_backend():
-    during = RouteView("web", "1", split([{"backendRefs": [OURS]}], 5), {})
+    during = RouteView("web", "1", split([{"backendRefs": [OURS]}], 5))
     assert route.carries(during, "models", "chat-canary")
     assert not route.carries(replace(during, rules=split(during.rules, 0)), "models", "chat-canary")
     assert not route.carries(None, "models", "chat-canary")

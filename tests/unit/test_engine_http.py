@@ -13,7 +13,7 @@ import pytest
 
 from kvpilot_operator.engine_http import AROUND_A_BYTE, HEAD_BYTES, INTERIM_ANSWERS
 from kvpilot_operator.errors import ScrapeError
-from kvpilot_operator.probes.client import Engine, http_client, served_models
+from kvpilot_operator.probes.client import EngineClient, http_client, served_models
 from kvpilot_operator.probes.errors import EngineUnreachable
 from kvpilot_operator.state.snapshot import ServiceKey
 from support.scrape_loop import ignore, scraping
@@ -72,7 +72,7 @@ async def test_a_probe_ends_at_what_is_endless_around_an_answer(kind: str) -> No
         with pytest.raises(EngineUnreachable):
             await served_models(url, http)
         with pytest.raises(EngineUnreachable):
-            async for _ in Engine(url, "m", http).decode([1], 8, 1):
+            async for _ in EngineClient(url, "m", http).decode([1], 8, 1):
                 pass
 
 

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.observe.group_events import READ_SECONDS, GroupEvents, refusal_of
+from kvpilot_operator.observe.api_reads import READ_SECONDS, GroupEvents, refusal_of
 from kvpilot_operator.state.objects import DeploymentView, PodView
 from kvpilot_operator.state.snapshot import ServiceKey
 from support.answering_server import Server, status

@@ -15,7 +15,7 @@ from kvpilot_operator.act.perform import mark_do_not_evict
 from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.names import GROUP_LABEL, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.decide import decide
-from kvpilot_operator.observe.served import not_served
+from kvpilot_operator.observe.api_reads import not_served
 from kvpilot_operator.observe.views import deployment_view, is_ours, leader_name, pod_view
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.groups import worker_template

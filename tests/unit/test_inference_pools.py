@@ -106,7 +106,7 @@ def test_a_rule_keeps_backends_of_kinds_that_are_not_ours(of):
 
 def test_a_route_to_a_pool_that_is_not_ours_says_what_to_set():
     obj = service(NEW, routeRef={"name": "web"})
-    route = RouteView("web", "1", tuple(ROUTE), {})
+    route = RouteView("web", "1", tuple(ROUTE))
     told = decide(running(obj, "auto", route=route, server=ServerFacts(http_routes=True))).status
     assert "set spec.inferencePool" in told.condition("Progressing").message
 

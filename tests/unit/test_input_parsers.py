@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvpilot_localcluster.engines.hostile_texts import BASELINES, CONFIG_MAPS, PAGES, SPECS, TOKENS, YAML, Make
 from kvpilot_operator.api.faults import faults
-from kvpilot_operator.budget import CANARY_PROBE, CONFIG_MAP, METRICS, METRICS_CHUNK_BYTES
+from kvpilot_operator.budget import CANARY_PROBE, CONFIG_MAP_BYTES, METRICS, METRICS_CHUNK_BYTES
 from kvpilot_operator.errors import ClusterError, ScrapeError
 from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.observe.probe_packs import texts_of
@@ -63,7 +63,7 @@ PARSERS = {
     "tokenize": DoorTest(lambda t: read_tokens("here", t), (MalformedAnswer,), TOKENS, CANARY_PROBE.read_bytes),
     "stream": DoorTest(lambda t: read_streamed("here", t), (MalformedAnswer, EngineRefused), TOKENS, 256 * 1024),
     "baseline": DoorTest(decode, (MalformedBaseline,), BASELINES, 900 * 1024),
-    "config map": DoorTest(texts_of, (ClusterError,), CONFIG_MAPS, CONFIG_MAP.read_bytes),
+    "config map": DoorTest(texts_of, (ClusterError,), CONFIG_MAPS, CONFIG_MAP_BYTES),
     "spec": DoorTest(read_spec, (), SPECS, 64 * 1024),
 }
 EVERY = [(parser, kind) for parser, one in PARSERS.items() for kind in one.texts]

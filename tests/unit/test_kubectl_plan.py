@@ -121,7 +121,6 @@ def test_where_nodes_may_not_be_read_the_gpu_is_what_the_spec_selects(
     "labels",
     [
         {"cloud.google.com/gke-accelerator": "nvidia-l4"},
-        {"node.kubernetes.io/instance-type": "g6.2xlarge"},
     ],
     ids=str,
 )

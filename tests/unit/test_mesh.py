@@ -23,7 +23,7 @@ from kvpilot_operator.probes.client import http_client, served_models
 from kvpilot_operator.probes.errors import EngineUnreachable
 from kvpilot_operator.state.decision import Capture, Captured
 from kvpilot_operator.state.snapshot import ServiceKey
-from kvpilot_operator.tracing import Tracer
+from kvpilot_operator.tracing import NO_TRACER
 from support.meshed import Mesh, Sidecar, sidecar
 from support.observed import pod
 from support.probe_engine import counting
@@ -201,7 +201,7 @@ def test_a_folder_that_is_not_there_is_refused_with_the_remedy(
     assert parse_arguments([f"--mesh-certificates={tmp_path}"]).mesh_certificates == tmp_path
     with pytest.raises(SystemExit):
         parse_arguments(["--mesh-certificates=/nowhere"])
-    assert "--mesh-certificates: /nowhere: is no folder; mount the volume" in capsys.readouterr().err
+    assert "--mesh-certificates: /nowhere: is not a folder; mount the volume" in capsys.readouterr().err
 
 
 class NothingKept:
@@ -219,7 +219,7 @@ async def test_a_probe_is_made_with_the_certificates_of_its_day(ours: Path, tmp_
         sidecar(plain, theirs) as meshed,
         scraping(Identity(ours)) as reading,
     ):
-        prober = Prober(NothingKept(), reading, Tracer())  # type: ignore[arg-type]  # the one method that it uses
+        prober = Prober(NothingKept(), reading, NO_TRACER)  # type: ignore[arg-type]  # the one method that it uses
         request = Capture("capture/x/0", "p", meshed.url, "m", "0123456789", "chat-baseline")
         with pytest.raises(EngineUnreachable):
             await prober.probe(SERVICE, SPEC, request, uid="u-1")

@@ -113,7 +113,7 @@ async def test_reviews_of_many_peers_are_few_at_once_too(access: MetricsAccess, 
     cluster.answers.clear()
     flood = [asyncio.create_task(status(access, f"Bearer bad-{n}", f"10.0.1.{n}")) for n in range(50)]
     await turns()
-    assert len(cluster.asked) == TOKEN_REVIEW.quick
+    assert len(cluster.asked) == TOKEN_REVIEW.permits
     cluster.answers.set()
     assert set(await asyncio.gather(*flood)) == {401}
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_operator.api.spec import Spec, parse
-from kvpilot_operator.budget import CONFIG_MAP, PACKS_BYTES
+from kvpilot_operator.budget import CONFIG_MAP_BYTES, PACKS_BYTES
 from kvpilot_operator.errors import ClusterError, OverBudget
 from kvpilot_operator.observe.probe_packs import PackTexts
 from kvpilot_operator.probes.errors import PackTooLarge
@@ -58,7 +58,7 @@ async def test_of_a_config_map_without_a_pack_a_few_keys_are_named() -> None:
 
 
 async def test_a_config_map_beyond_the_budget_is_refused_and_those_after_it_are_not_read() -> None:
-    cluster = FakeCluster({"large": config_map(more="x" * CONFIG_MAP.read_bytes), "b": config_map()})
+    cluster = FakeCluster({"large": config_map(more="x" * CONFIG_MAP_BYTES), "b": config_map()})
     with pytest.raises(PackTooLarge, match=r"configmap/large: the ConfigMap has more than \d+ bytes; give the pack"):
         await read(cluster, "large", "b")
     assert cluster.asked == ["large"]

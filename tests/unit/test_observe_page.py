@@ -11,9 +11,9 @@ from kvpilot_formats import dtypes
 from kvpilot_localcluster.engines import PAGE_LATER
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe import series
-from kvpilot_operator.observe.page import PageReader, parse_page
-from kvpilot_operator.observe.page_values import MOST_REQUESTS, VLLM_DTYPES
+from kvpilot_operator.observe.page import MOST_REQUESTS, VLLM_DTYPES, PageReader
 from kvpilot_operator.state.snapshot import ModelFacts
+from support.metrics_pages import parse_page
 
 REAL = PAGE_LATER.read_text()
 
@@ -39,7 +39,6 @@ vllm:time_to_first_token_seconds_sum{engine="0"} 4.5
 
 def test_a_real_page_is_read_whole() -> None:
     page = parse_page(REAL)
-    assert page.older_names == ()
     assert (page.running, page.waiting) == (8, 0)
     assert page.usage == pytest.approx(16 / 59)
     assert (page.capacity_tokens, page.blocks, page.dtype) == (7680, 60, "k4v4")
@@ -50,7 +49,6 @@ def test_a_real_page_is_read_whole() -> None:
     assert totals.ttft.count == 25
     # Every token but a request's first has one before it.
     assert totals.itl.count == totals.generation_tokens - totals.ttft.count
-    assert totals.prompt_lengths.total == 16 * 100 + 4
     assert totals.generation_lengths.total == 16 * 300 + 20
     assert 0 < totals.prefill_seconds < totals.decode_seconds
 
@@ -73,25 +71,6 @@ vllm:prompt_tokens_cached_by_source_total{engine="1",source="disk"} 10.0
 
 def test_capacity_comes_from_blocks_where_tokens_are_not_given() -> None:
     assert parse_page(PAGE.replace(',kv_cache_size_tokens="10240"', "")).capacity_tokens == 80 * 128
-
-
-def test_the_older_names_are_read_and_said() -> None:
-    old = PAGE.replace("kv_cache_usage_perc", "gpu_cache_usage_perc")
-    old += TTFT.replace("time_to_first_token", "time_per_output_token")
-    page = parse_page(old)
-    assert page.usage == 0.91
-    assert page.totals.itl.counts == (3, 2, 1)
-    assert page.older_names == ("vllm:gpu_cache_usage_perc", "vllm:time_per_output_token_seconds")
-    assert parse_page(REAL).older_names == ()
-
-
-def test_where_both_names_are_given_nothing_counts_twice() -> None:
-    both = PAGE + PAGE.replace("kv_cache_usage_perc", "gpu_cache_usage_perc").split("# TYPE vllm:num_requests_r")[0]
-    both += TTFT.replace("time_to_first_token", "time_per_output_token")
-    both += TTFT.replace("time_to_first_token", "inter_token_latency")
-    page = parse_page(both)
-    assert page.totals.itl.count == 6
-    assert page.older_names == ()
 
 
 def test_only_requests_that_wait_for_room_are_evidence_of_too_little_of_it() -> None:

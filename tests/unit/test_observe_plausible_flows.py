@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_localcluster.engines import PAGE_EARLY, PAGE_LATER
-from kvpilot_operator.observe.page import parse_page
 from kvpilot_operator.observe.pod_metrics import LONGEST_GAP_SECONDS, Totals
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows
+from support.metrics_pages import parse_page
 from support.scrape_loop import BUSY, START, ScrapeLoop, at, busy, counted
 
 

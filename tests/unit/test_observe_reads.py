@@ -14,7 +14,7 @@ from kvpilot_operator.api.names import API_VERSION, HTTP_ROUTE_API, KIND
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.observe import informers, probe_packs
-from kvpilot_operator.observe.node_cache import FORGET_SECONDS, NODE_SECONDS, NodeCache
+from kvpilot_operator.observe.nodes import FORGET_SECONDS, NODE_SECONDS, NodeCache
 from kvpilot_operator.observe.probe_packs import PACKS_SECONDS
 from kvpilot_operator.state.snapshot import NodeFacts, ProbePlan
 from support.observed import World, edited, route

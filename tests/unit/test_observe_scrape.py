@@ -82,13 +82,13 @@ async def test_a_good_service_is_scraped_while_all_of_forty_others_hang(namespac
     async with engines() as served, scraping() as scraper:
         bad = [ServiceKey(f"bad-{i % namespaces}", f"bad-{i}") for i in range(40)]
         hanging = [asyncio.create_task(failed(scraper, key, f"{served.url}/hang")) for key in bad for _ in range(10)]
-        while served.open < METRICS.quick:
+        while served.open < METRICS.permits:
             await asyncio.sleep(0.01)
         page = await scraper.scrape(GOOD, f"{served.url}/good", ignore)
         # It had its turn long before the others' end.
         assert page.running == 8
         assert served.asked["hang"] < 400
-        assert served.most_open <= METRICS.quick + METRICS.slow + 1
+        assert served.most_open <= METRICS.permits + 1
         for task in hanging:
             task.cancel()
         await asyncio.gather(*hanging, return_exceptions=True)

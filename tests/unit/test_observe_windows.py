@@ -32,7 +32,9 @@ def at(seconds: float) -> datetime:
 def page(i: int, **changes: float) -> PodMetrics:
     """The `i`-th page: every scrape brings ten requests, each with a first token after half a second."""
     first = Histogram((0.1, 1.0), (0, 10 * i, 0), 5.0 * i)
-    counted = replace(PAGE, totals=Totals(prompt_tokens=1000 * i, finished=10 * i, ttft=first, prompt_lengths=first))
+    counted = replace(
+        PAGE, totals=Totals(prompt_tokens=1000 * i, finished=10 * i, ttft=first, generation_lengths=first)
+    )
     return replace(counted, **changes)  # type: ignore[arg-type]
 
 
@@ -159,7 +161,7 @@ def test_without_a_canary_only_lengths_of_the_window_of_pressure_are_kept_of_his
         assert other.flows.finished == one.flows.finished
         recent = with_[-1].time - one.time <= timedelta(seconds=100)
         assert one.flows.ttft.count > 0 or one is with_[0]
-        assert other.flows.prompt_lengths == (one.flows.prompt_lengths if recent else Histogram())
+        assert other.flows.generation_lengths == (one.flows.generation_lengths if recent else Histogram())
 
 
 def test_a_clock_that_is_set_back_leaves_nothing_that_is_dated_later_than_now(caplog: pytest.LogCaptureFixture) -> None:
@@ -215,7 +217,6 @@ def test_a_busy_service_with_the_default_spec_takes_less_than_so_many_kib(trial:
             0.7 * i,
             ttft,
             itl,
-            lengths,
             lengths,
         )
         windows.add("r1", at(5 * i), {"a": replace(PAGE, usage=rng.random(), totals=totals)})

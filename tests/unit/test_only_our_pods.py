@@ -13,7 +13,7 @@ from aiohttp import web
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.views import is_ours
-from kvpilot_operator.probes.client import Engine, http_client
+from kvpilot_operator.probes.client import EngineClient, http_client
 from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer
 from support.scrape_loop import ignore, scraping
 from support.services import KEY
@@ -88,7 +88,7 @@ async def test_a_pod_cannot_send_a_scrape_elsewhere() -> None:
 
 async def test_a_pod_cannot_send_a_probe_elsewhere() -> None:
     async with listening() as other, listening(other.url) as pod_of_ours, http_client() as http:
-        engine = Engine(pod_of_ours.url, "chat", http)
+        engine = EngineClient(pod_of_ours.url, "chat", http)
         with pytest.raises(EngineRefused):
             async for _ in engine.decode([1, 2, 3], 1, 1):
                 pass
@@ -105,7 +105,7 @@ async def test_no_proxy_of_the_environment_sees_a_scrape_or_a_probe(monkeypatch:
                 await scraper.scrape(KEY, engine.url, ignore)
         async with http_client() as http:
             with pytest.raises(MalformedAnswer):
-                async for _ in Engine(engine.url, "chat", http).decode([1, 2, 3], 1, 1):
+                async for _ in EngineClient(engine.url, "chat", http).decode([1, 2, 3], 1, 1):
                     pass
     assert proxy.asked == []
     assert engine.asked == ["GET /metrics", "POST /v1/completions"]

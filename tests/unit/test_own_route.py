@@ -51,7 +51,7 @@ def observed(**about):
 
 
 def taken(*parents):
-    return RouteView(KEY.name, "1", tuple(TO_SERVICE), {}, parents)
+    return RouteView(KEY.name, "1", tuple(TO_SERVICE), parents)
 
 
 def made_of(decision):
@@ -100,7 +100,7 @@ def test_it_sends_to_what_is_ours_and_there(pool, there, rules):
 
 def test_while_a_pool_cannot_be_read_it_sends_to_what_it_sends_to():
     unread = (Unanswered(Question.POOLS, "ClusterError HTTP 403"),)
-    route = RouteView(KEY.name, "1", tuple(TO_POOL), {})
+    route = RouteView(KEY.name, "1", tuple(TO_POOL))
     s = observed(obj=asked(inferencePool={}), unanswered=unread, route=route)
     assert [one["spec"]["rules"] for one in made_of(decide(s))] == [TO_POOL]
 

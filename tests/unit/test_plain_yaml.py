@@ -160,8 +160,8 @@ def test_plain_scalars_mean_what_they_mean_in_manifests(text: str, meant: object
     ("text", "words"),
     [
         ("a: 1\nb: 2\na: 3", "line 3: the key 'a' a second time"),
-        ("1: a", "the key '1' is no text"),
-        ("[a]: b", "is no text"),
+        ("1: a", "the key '1' is not a text"),
+        ("[a]: b", "is not a text"),
         ("a: 9223372036854775808", "the number '9223372036854775808'"),
         ("a: 1.0e+999", "not finite"),
         ("a: 2026-01-01", "'2026-01-01'.*quotes"),

@@ -31,14 +31,14 @@ def test_a_kind_is_named_as_the_table_or_the_node_label_has_it() -> None:
 
 BAD = [
     ([("H900", 1.0)], "prices.H900: no GPU is known by this name; use B200, H200"),
-    ([("H200", -1.0)], "prices.H200: -1.0 is no price; give a number above 0"),
-    ([("H200", 0)], "prices.H200: 0 is no price"),
-    ([("H200", math.nan)], "prices.H200: nan is no price"),
-    ([("H200", math.inf)], "prices.H200: inf is no price"),
+    ([("H200", -1.0)], "prices.H200: -1.0 is not a price; give a number above 0"),
+    ([("H200", 0)], "prices.H200: 0 is not a price"),
+    ([("H200", math.nan)], "prices.H200: nan is not a price"),
+    ([("H200", math.inf)], "prices.H200: inf is not a price"),
     ([("H200", 10**400)], "prices.H200: 1000"),
-    ([("H200", True)], "prices.H200: True is no price"),
-    ([("H200", "3.5")], "prices.H200: '3.5' is no price"),
-    ([("H200", None)], "prices.H200: None is no price"),
+    ([("H200", True)], "prices.H200: True is not a price"),
+    ([("H200", "3.5")], "prices.H200: '3.5' is not a price"),
+    ([("H200", None)], "prices.H200: None is not a price"),
     ([("H200", 1.0), ("NVIDIA-H200", 2.0)], "prices.NVIDIA-H200: H200 has a price already; remove one of them"),
 ]
 
@@ -123,9 +123,9 @@ def test_a_plan_is_priced_by_the_hour_and_by_the_million_tokens(capsys, tmp_path
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ([*LOAD, "--price", "L40S=-1"], "--price: prices.L40S: -1.0 is no price"),
-        ([*LOAD, "--price", "L40S=nan"], "nan is no price"),
-        ([*LOAD, "--price", "L40S=cheap"], "'cheap' is no price"),
+        ([*LOAD, "--price", "L40S=-1"], "--price: prices.L40S: -1.0 is not a price"),
+        ([*LOAD, "--price", "L40S=nan"], "nan is not a price"),
+        ([*LOAD, "--price", "L40S=cheap"], "'cheap' is not a price"),
         ([*LOAD, "--price", "H900=1"], "no GPU is known by this name"),
         ([*LOAD, "--price", "H200=1"], "--price: L40S has none; give --price L40S=PER_HOUR"),
         ([*LOAD, "--price", "nothing.yaml"], "--price nothing.yaml: holds no prices (FileNotFoundError)"),

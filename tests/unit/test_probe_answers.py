@@ -54,7 +54,7 @@ async def test_logprobs_that_are_no_numbers_are_maximal_damage_in_a_candidate(to
 
 async def test_a_baseline_is_never_made_of_logprobs_that_are_no_numbers() -> None:
     async with engine(completing(event("token_id:3", None, None))) as url:
-        with pytest.raises(MalformedAnswer, match="no numbers"):
+        with pytest.raises(MalformedAnswer, match="not numbers"):
             await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
 
 
@@ -87,7 +87,7 @@ async def test_logprobs_that_no_distribution_has_make_neither_a_baseline_nor_a_m
 @pytest.mark.parametrize("logprob", [float("nan"), float("-inf"), float("inf"), None])
 async def test_a_chosen_token_without_a_finite_logprob_makes_no_baseline(logprob: object) -> None:
     async with engine(completing(event("token_id:3", {"token_id:3": logprob}, logprob))) as url:
-        with pytest.raises(MalformedAnswer, match="no numbers"):
+        with pytest.raises(MalformedAnswer, match="not numbers"):
             await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
 
 

@@ -132,7 +132,7 @@ def test_no_set_at_all_is_refused() -> None:
         (tool("[{name: t, description: d, parameters: [1]}]"), r"tools\[0\]\.parameters"),
         (tool("[{name: t, description: d, parameters: {a: 2026-01-01}}]"), "put it in quotes"),
         (tool("[{name: t, description: d, parameters: {a: .nan}}]"), "put it in quotes"),
-        (tool("[{name: t, description: d, parameters: {1: a}}]"), "the key '1' is no text"),
+        (tool("[{name: t, description: d, parameters: {1: a}}]"), "the key '1' is not a text"),
     ],
 )
 def test_a_malformed_pack_is_refused_by_field_and_value(text: str, names: str) -> None:

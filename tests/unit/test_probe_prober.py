@@ -23,7 +23,7 @@ from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.objects import baseline_config_map
 from kvpilot_operator.state.decision import Capture, Captured, Find, Measure, NothingKept, ProbeFailed, ProbeResult
 from kvpilot_operator.state.snapshot import ServiceKey
-from kvpilot_operator.tracing import Tracer
+from kvpilot_operator.tracing import NO_TRACER
 from support.probe_engine import Body, Writer, counting, engine, noisy, respond
 from support.services import KEY, manifest, spec_of
 
@@ -54,7 +54,7 @@ class Bench:
     def __init__(self) -> None:
         self.cluster = FakeCluster()
         self.scraper = Scraper()
-        self.prober = Prober(self.cluster, self.scraper, Tracer())  # type: ignore[arg-type]  # the one method that it uses
+        self.prober = Prober(self.cluster, self.scraper, NO_TRACER)  # type: ignore[arg-type]  # the one method that it uses
         self.done = asyncio.Event()
         self.probes: dict[ServiceKey, Probe] = {}
 
@@ -256,7 +256,7 @@ async def hangs(_path: str, _body: Body, _writer: Writer) -> None:
 
 
 async def test_checks_that_hang_hold_no_place_of_a_canary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHECK", replace(CHECK, quick=1, slow=0))
+    monkeypatch.setattr(module, "CHECK", replace(CHECK, permits=1))
     async with opened() as bench, engine(hangs) as stuck, sound() as (url, _):
         bench.cluster.keep(NAME, codec.encode(await captured(bench)))
         other = KEY._replace(name="other")
@@ -270,7 +270,7 @@ async def test_checks_that_hang_hold_no_place_of_a_canary(monkeypatch: pytest.Mo
 async def test_however_many_engines_hang_a_good_one_is_probed(
     monkeypatch: pytest.MonkeyPatch, serving: bool, namespace: str
 ) -> None:
-    limits = replace(CANARY_PROBE, quick=2, slow=2, quick_seconds=0.1, patience_seconds=0.1)
+    limits = replace(CANARY_PROBE, permits=4, patience_seconds=0.1)
     monkeypatch.setattr(module, "CANARY_PROBE", limits)
     monkeypatch.setattr(module, "CHECK", limits)
     async with opened() as bench, engine(hangs) as stuck, sound() as (url, _):
@@ -290,9 +290,7 @@ async def test_an_engine_that_is_slow_to_begin_is_probed_in_the_end_although_oth
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It loses its permit, which is no failure, and comes again with more patience."""
-    monkeypatch.setattr(
-        module, "CANARY_PROBE", replace(CANARY_PROBE, quick=1, slow=1, quick_seconds=0.1, patience_seconds=0.1)
-    )
+    monkeypatch.setattr(module, "CANARY_PROBE", replace(CANARY_PROBE, permits=2, patience_seconds=0.1))
     asked = 0
 
     async def slow(path: str, body: Body, writer: Writer) -> None:

@@ -42,7 +42,7 @@ async def test_the_engine_that_was_captured_shows_no_damage_against_itself() -> 
     assert (again.mean_kl_micronats, again.p99_kl_micronats, again.top1_agreement_permille) == (0, 0, 1000)
     # Of every prompt the first token comes from a prefill and proves nothing.
     # A half and a whole of each prompt, and one answer to show.
-    assert (again.prompts, again.positions, again.unmeasured, again.requests) == (4, 28, 4, 9)
+    assert (again.prompts, again.positions, again.requests) == (4, 28, 9)
 
 
 async def test_after_a_different_token_the_candidate_is_put_back_on_the_baselines_path() -> None:
@@ -57,7 +57,7 @@ async def test_after_a_different_token_the_candidate_is_put_back_on_the_baseline
     async with engine(parts_at_six) as url:
         found = await measure(url, "m", baseline(prompts=1), settings=SETTINGS)
     assert asked[:2] == [[1, 2, 3], [1, 2, 3, 3, 4, 5, 6]]
-    assert (found.positions, found.unmeasured, found.top1_agreement_permille) == (6, 2, 833)
+    assert (found.positions, found.top1_agreement_permille) == (6, 833)
     assert found.sample is not None and found.sample.canary == "x" * 8
 
 
@@ -199,14 +199,14 @@ async def test_a_prompt_is_prefilled_onto_cached_pages_as_the_next_turn_of_a_cha
     async with engine(handler) as url:
         found = await measure(url, "m", kept, settings=SETTINGS)
     assert asked[:2] == [(20, 1), (40, 8)]
-    assert (found.positions, found.unmeasured, found.mean_kl_micronats) == (7, 1, 0)
+    assert (found.positions, found.mean_kl_micronats) == (7, 0)
 
 
 async def test_a_run_stops_at_its_token_budget_and_says_what_it_did_not_measure() -> None:
     async with engine(counting) as url:
         # Each prompt costs 3 + 8 tokens: three of the five fit, and the answer to show does not.
         found = await measure(url, "m", baseline(prompts=5), settings=Settings(tokens=8, token_budget=40))
-    assert (found.prompts, found.positions, found.unmeasured) == (3, 21, 19)
+    assert (found.prompts, found.positions) == (3, 21)
     assert (found.tokens, found.requests, found.sample) == (33, 3, None)
 
 

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 
-from kvpilot_operator.observe.page import parse_page
 from kvpilot_operator.probes import session
 from kvpilot_operator.probes.codec import Baseline, BaselinePrompt
 from kvpilot_operator.probes.errors import EngineBusy
@@ -15,6 +14,7 @@ from kvpilot_operator.probes.packs import Message, ProbePrompt
 from kvpilot_operator.probes.run import capture, measure
 from kvpilot_operator.probes.session import GiveWay, Settings, Throttle
 from kvpilot_operator.probes.stats import Logprobs, Measurement
+from support.metrics_pages import parse_page
 from support.probe_engine import Body, Handler, Writer, counting, engine, respond
 from support.scrape_loop import scraping
 from support.services import KEY

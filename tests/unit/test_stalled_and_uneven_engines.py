@@ -15,12 +15,11 @@ from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.load.workload import Workload, classify
 from kvpilot_operator.decide.steps.policy import choose_step
 from kvpilot_operator.errors import ScrapeError
-from kvpilot_operator.observe.page import parse_page
-from kvpilot_operator.observe.pod_metrics import PodMetrics
-from kvpilot_operator.observe.ranks import MOST_RANKS
+from kvpilot_operator.observe.pod_metrics import MOST_RANKS, PodMetrics
 from kvpilot_operator.observe.windows import SampleRetention, Windows
 from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.status import Condition, KVCache, Status
+from support.metrics_pages import parse_page
 from support.policy_inputs import policy_input
 from support.services import KEY, NOW, manifest, revision_of, running
 

@@ -24,9 +24,7 @@ from kvpilot_operator.api.names import ENGINE_CONTAINER
 from kvpilot_operator.control.logs import FIELDS, JsonLines
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import ClusterError, KvpilotError, Rejected, ScrapeError
-from kvpilot_operator.observe.adapters import loaded
-from kvpilot_operator.observe.group_events import refusal_of
-from kvpilot_operator.observe.page import parse_page
+from kvpilot_operator.observe.api_reads import refusal_of
 from kvpilot_operator.observe.prefetch import prefetch_view
 from kvpilot_operator.observe.views import deployment_view, pod_view, route_view
 from kvpilot_operator.probes.answers import read_models, read_streamed, read_tokens
@@ -37,6 +35,7 @@ from kvpilot_operator.state.status import clip, dump_status
 from kvpilot_runtime import serve
 from kvpilot_runtime.errors import PreflightError
 from support.answering_server import Server, status
+from support.metrics_pages import parse_page
 from support.scrape_loop import ignore, scraping
 from support.service_states import settled
 from support.services import KEY
@@ -204,7 +203,7 @@ async def test_names_of_adapters() -> None:
 
     async with Server.up() as server, scraping() as scraper:
         server.answer = answer
-        found = await loaded(scraper, KEY, server.url, ignore)
+        found = await scraper.adapters(KEY, server.url, ignore)
     assert found
     check(found)
 

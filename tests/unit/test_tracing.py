@@ -1,17 +1,14 @@
-"""Spans of reconciles, scrapes and probes: what they say and never say; without an endpoint they are nothing."""
+"""Spans of reconciles, scrapes and probes: what they say and never say."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -20,7 +17,6 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from kvpilot_operator import tracing
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.names import KIND, baseline_name
@@ -35,8 +31,7 @@ from kvpilot_operator.probes import codec
 from kvpilot_operator.render.objects import baseline_config_map
 from kvpilot_operator.state.decision import Capture, Captured, Measure, ProbeFailed
 from kvpilot_operator.state.server import ServerFacts
-from kvpilot_operator.tracing import Span, Tracer
-from kvpilot_operator.tracing.otlp import OtlpTracer
+from kvpilot_operator.tracing import NO_TRACER, SpanSender, Tracer, span
 from support.collector import parsed
 from support.crd import apply_defaults
 from support.memory_api import MemoryApi, tell
@@ -57,12 +52,12 @@ def nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-async def ended(tracer: OtlpTracer, exporter: InMemorySpanExporter) -> dict[str, list[ReadableSpan]]:
-    """Every span that has ended, by its name; the tracer is closed."""
-    await tracer.close()
+async def ended(sender: SpanSender, exporter: InMemorySpanExporter) -> dict[str, list[ReadableSpan]]:
+    """Every span that has ended, by its name; the sender is closed."""
+    await sender.close()
     found: dict[str, list[ReadableSpan]] = {}
-    for span in exporter.get_finished_spans():
-        found.setdefault(span.name, []).append(span)
+    for one in exporter.get_finished_spans():
+        found.setdefault(one.name, []).append(one)
     return found
 
 
@@ -99,9 +94,9 @@ class World:
 
 
 async def test_a_reconcile_is_a_trace_of_its_own_with_its_three_phases() -> None:
-    tracer = OtlpTracer(exporter := InMemorySpanExporter())
-    await World(tracer).reconciled()
-    found = await ended(tracer, exporter)
+    sender = SpanSender(exporter := InMemorySpanExporter())
+    await World(sender.tracer).reconciled()
+    found = await ended(sender, exporter)
     assert set(found) == {"reconcile", "observe", "decide", "act"}
     for whole in found["reconcile"]:
         assert whole.parent is None
@@ -123,11 +118,11 @@ async def test_a_reconcile_is_a_trace_of_its_own_with_its_three_phases() -> None
 
 
 async def test_a_conflict_is_no_fault_and_what_is_one_says_its_type_and_not_its_words() -> None:
-    tracer = OtlpTracer(exporter := InMemorySpanExporter())
+    sender = SpanSender(exporter := InMemorySpanExporter())
     for error in (Conflict("PATCH", "/x", 409, SECRET), asyncio.CancelledError(SECRET), ValueError(SECRET)):
-        with pytest.raises(type(error)), tracer.span("outer", {}, root=True), tracer.span("inner", {}):
+        with pytest.raises(type(error)), span(sender.tracer, "outer", {}, root=True), span(sender.tracer, "inner", {}):
             raise error
-    found = await ended(tracer, exporter)
+    found = await ended(sender, exporter)
     for spans in found.values():
         assert [(s.attributes or {})["error.type"] for s in spans] == ["Conflict", "CancelledError", "ValueError"]
         assert [s.status.status_code for s in spans] == [StatusCode.UNSET, StatusCode.UNSET, StatusCode.ERROR]
@@ -137,11 +132,12 @@ async def test_a_conflict_is_no_fault_and_what_is_one_says_its_type_and_not_its_
 async def test_a_scrape_says_which_pods_were_asked_and_which_gave_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Observed(monkeypatch)
     world.put(pod("b", "10.0.0.2"))
-    world.observer.tracer = tracer = OtlpTracer(exporter := InMemorySpanExporter())
+    sender = SpanSender(exporter := InMemorySpanExporter())
+    world.observer.tracer = sender.tracer
     await world.scrape()
-    (span,) = (await ended(tracer, exporter))["scrape"]
-    assert span.parent is None
-    assert span.attributes == {
+    (found,) = (await ended(sender, exporter))["scrape"]
+    assert found.parent is None
+    assert found.attributes == {
         "kvpilot.namespace": KEY.namespace,
         "kvpilot.name": KEY.name,
         "kvpilot.pods": ("a", "b"),
@@ -153,9 +149,10 @@ async def test_a_scrape_says_which_pods_were_asked_and_which_gave_no_page(monkey
 async def test_a_service_without_an_engine_to_ask_makes_no_span(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Observed(monkeypatch)
     world.drop("Pod", "a")
-    world.observer.tracer = tracer = OtlpTracer(exporter := InMemorySpanExporter())
+    sender = SpanSender(exporter := InMemorySpanExporter())
+    world.observer.tracer = sender.tracer
     await world.scrape(3)
-    assert await ended(tracer, exporter) == {}
+    assert await ended(sender, exporter) == {}
     await world.scraper.close()
 
 
@@ -176,7 +173,7 @@ async def probed(handler: Handler, tracer: Tracer, ask: Callable[[str], Any], ma
     probe = Probe(KEY, partial(Prober(maps, scraper, tracer).probe, uid="u"), lambda _: done.set())  # type: ignore[arg-type]
     try:
         async with engine(handler, heads) as url:
-            with tracer.span("reconcile", {}, root=True):
+            with span(tracer, "reconcile", {}, root=True):
                 probe.ensure(SPEC, ask(url))
             await asyncio.wait_for(done.wait(), 300)
         assert probe.result is not None
@@ -202,46 +199,46 @@ def traces(heads: list[str]) -> set[tuple[str, str, bool] | None]:
 
 
 async def test_a_probe_says_dtype_and_verdict_and_every_request_of_it_carries_its_trace() -> None:
-    tracer, maps = OtlpTracer(exporter := InMemorySpanExporter()), Maps()
+    sender, maps = SpanSender(exporter := InMemorySpanExporter()), Maps()
     heads: list[list[str]] = [[], []]
-    kept = await probed(counting, tracer, capture, maps, heads[0])
+    kept = await probed(counting, sender.tracer, capture, maps, heads[0])
     assert isinstance(kept, Captured)
     maps.maps[NAME] = baseline_config_map(KEY, "u", "0123456789", codec.encode(kept.baseline))
-    await probed(counting, tracer, measure, maps, heads[1])
-    found = await ended(tracer, exporter)
-    said = [dict(span.attributes or {}) for span in found["probe"]]
+    await probed(counting, sender.tracer, measure, maps, heads[1])
+    found = await ended(sender, exporter)
+    said = [dict(one.attributes or {}) for one in found["probe"]]
     about = {"kvpilot.namespace": KEY.namespace, "kvpilot.name": KEY.name, "kvpilot.pod": "p"}
     verdict = {"kvpilot.probe.verdict": "Passed", "kvpilot.probe.reason": "WithinLimits"}
     assert said == [
         {**about, "kvpilot.probe": "capture", "kvpilot.probe.dtype": "auto"},
         {**about, "kvpilot.probe": "measure", "kvpilot.probe.dtype": "k4v4", **verdict},
     ]
-    for span, parent, asked in zip(found["probe"], found["reconcile"], heads, strict=True):
-        assert span.parent is not None
-        assert span.parent.span_id == parent.context.span_id
+    for probe, parent, asked in zip(found["probe"], found["reconcile"], heads, strict=True):
+        assert probe.parent is not None
+        assert probe.parent.span_id == parent.context.span_id
         assert len(asked) > 8
-        assert traces(asked) == {(f"{span.context.trace_id:032x}", f"{span.context.span_id:016x}", True)}
+        assert traces(asked) == {(f"{probe.context.trace_id:032x}", f"{probe.context.span_id:016x}", True)}
 
 
 async def test_without_an_endpoint_a_probe_sends_no_header_of_a_trace() -> None:
     heads: list[str] = []
-    await probed(counting, tracing.tracer(None), capture, Maps(), heads)
+    await probed(counting, NO_TRACER, capture, Maps(), heads)
     assert traces(heads) == {None}
 
 
 async def test_no_span_quotes_a_prompt_or_what_an_engine_says() -> None:
-    tracer = OtlpTracer(exporter := InMemorySpanExporter())
+    sender = SpanSender(exporter := InMemorySpanExporter())
 
     async def quoting(path: str, body: Body, writer: Writer) -> None:
         respond(writer, json.dumps({"error": f"{SECRET} {json.dumps(body)}"}).encode(), "500 Internal Server Error")
 
-    outcome = await probed(quoting, tracer, capture, Maps(), [])
+    outcome = await probed(quoting, sender.tracer, capture, Maps(), [])
     assert isinstance(outcome, ProbeFailed)
     assert SECRET in outcome.message
-    (span,) = (await ended(tracer, exporter))["probe"]
-    assert (span.attributes or {})["error.type"] == "EngineRefused"
-    assert span.status.status_code == StatusCode.ERROR
-    assert SECRET not in span.to_json()
+    (found,) = (await ended(sender, exporter))["probe"]
+    assert (found.attributes or {})["error.type"] == "EngineRefused"
+    assert found.status.status_code == StatusCode.ERROR
+    assert SECRET not in found.to_json()
 
 
 def test_the_operator_takes_the_options_that_the_documentation_gives_engines() -> None:
@@ -264,55 +261,3 @@ def test_every_attribute_is_in_the_documentation() -> None:
     }
     assert {"kvpilot.probe.verdict", "kvpilot.generation"} <= names
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
-
-
-STARTED = """
-import sys, threading
-{before}
-from kvpilot_operator import main, tracing
-from kvpilot_operator.control.telemetry import Telemetry
-tracer = Telemetry(tracing.tracer({endpoint})).tracer
-with tracer.span("reconcile", dict(), root=True) as span:
-    print(type(tracer).__name__, len(span.headers()), "opentelemetry" in sys.modules, threading.active_count())
-"""
-
-
-def started(endpoint: str | None, before: str = "") -> subprocess.CompletedProcess[str]:
-    code = STARTED.format(endpoint=repr(endpoint), before=before)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
-
-def test_without_an_endpoint_opentelemetry_is_not_loaded_and_no_thread_is_started() -> None:
-    assert started(None).stdout.split() == ["Tracer", "0", "False", "1"]
-
-
-def test_an_endpoint_without_the_extra_is_a_warning_and_no_traces() -> None:
-    done = started("http://collector:4318", before="sys.modules['opentelemetry'] = None")
-    assert done.stdout.split()[:2] == ["Tracer", "0"]
-    assert "install kvpilot with its extra `tracing`" in done.stderr
-
-
-def test_with_an_endpoint_and_the_extra_there_are_traces() -> None:
-    assert started("http://127.0.0.1:9").stdout.split()[:3] == ["OtlpTracer", "1", "True"]
-
-
-async def test_without_an_endpoint_a_reconcile_makes_thirteen_calls_for_its_spans_and_no_object() -> None:
-    """One call makes a span, two are its `with`; the reconcile's says more once: 4 x 3 + 1, and none goes deeper."""
-    called: list[str] = []
-
-    def count(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and "/kvpilot_operator/tracing/" in frame.f_code.co_filename:
-            called.append(frame.f_code.co_name)
-
-    tracer = tracing.tracer(None)
-    assert tracer.span("a", {}) is tracer.span("b", {}, root=True)
-    assert Span.__slots__ == ()
-    world = World(tracer)
-    sys.setprofile(count)
-    try:
-        await world.reconciled()
-    finally:
-        sys.setprofile(None)
-    times = called.count("tell")
-    assert times > 0
-    assert sorted(called) == sorted(["tell", *["span", "__enter__", "__exit__"] * 4] * times)

@@ -43,7 +43,7 @@ class Engine:
         self.decoding = Decoding(costs.block_size)
         self._flows: dict[str, float] = dict.fromkeys(_COUNTS, 0.0)
         self._ttft, self._itl = Tally(TTFT), Tally(ITL)
-        self._prompts, self._generations = Tally(LENGTHS), Tally(LENGTHS)
+        self._generations = Tally(LENGTHS)
         self._scraped = 0.0
         self.on_gap: Callable[[float, int], None] = lambda _seconds, _times: None
         """Called with the seconds between two tokens of a request and how many requests saw this very gap."""
@@ -73,7 +73,7 @@ class Engine:
         self._arrive()
         flows = Flows(
             seconds=self.now - self._scraped, ttft=self._ttft.take(), itl=self._itl.take(),
-            prompt_lengths=self._prompts.take(), generation_lengths=self._generations.take(), **self._flows,
+            generation_lengths=self._generations.take(), **self._flows,
         )  # fmt: skip
         self._flows = dict.fromkeys(_COUNTS, 0.0)
         self._scraped = self.now
@@ -268,7 +268,6 @@ class Engine:
         request.finished = self.now
         self.done.append(request)
         self._flows["finished"] += 1
-        self._prompts.add(request.prompt)
         self._generations.add(request.output)
 
 

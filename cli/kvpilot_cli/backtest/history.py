@@ -2,8 +2,8 @@
 
 Read are the answers of `/api/v1/query_range` (result type matrix), from a file or from a server. The rate of requests
 comes from vllm:request_success_total, mean lengths from vllm:prompt_tokens_total and vllm:generation_tokens_total, and
-the cache's use, to be compared with the simulation's, from vllm:kv_cache_usage_perc (vllm:gpu_cache_usage_perc in older
-engines). Counters may have been reset; what a server did not scrape is filled with the value before.
+the cache's use, to be compared with the simulation's, from vllm:kv_cache_usage_perc. Counters may have been reset; a
+gap between scrapes is filled with the value before.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvpilot_cli.backtest.costs import BacktestError
 from kvpilot_cli.backtest.loads import STEP, Array, Load, Shape
 
 REQUESTS, PROMPTS, GENERATED = "vllm:request_success_total", "vllm:prompt_tokens_total", "vllm:generation_tokens_total"
-USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
-METRICS = (REQUESTS, PROMPTS, GENERATED, *USAGE)
+USAGE = "vllm:kv_cache_usage_perc"
+METRICS = (REQUESTS, PROMPTS, GENERATED, USAGE)
 SIGMA = 0.6
 """Spread of the lengths around each minute's mean: a history of counters does not tell it."""
 _LEAST_POINTS = 10
@@ -79,7 +79,7 @@ def parse(answers: Sequence[Any], name: str, seed: int = 0) -> History:
         raise BacktestError(f"history: it spans {last - first:.0f} s; give at least {_LEAST_POINTS} minutes")
     edges = first + STEP * np.arange(steps + 1)
     counts = {
-        m: sum((_increase(s, edges) for s in series if s.name == m), np.zeros(steps)) for m in found if m not in USAGE
+        m: sum((_increase(s, edges) for s in series if s.name == m), np.zeros(steps)) for m in found if m != USAGE
     }
     requests = counts[REQUESTS]
     total = requests.sum()
@@ -146,7 +146,7 @@ def _increase(series: _Series, edges: Array) -> Array:
 
 def _usage(series: Sequence[_Series], edges: Array) -> Array:
     """Mean use over the engines at the end of each minute."""
-    rows = [np.interp(edges[1:], s.times, s.values, left=np.nan, right=np.nan) for s in series if s.name in USAGE]
+    rows = [np.interp(edges[1:], s.times, s.values, left=np.nan, right=np.nan) for s in series if s.name == USAGE]
     if not rows:
         return np.full(len(edges) - 1, np.nan)
     table = np.array(rows)

@@ -40,7 +40,6 @@ class Minute:
     decode_seconds: Array
     step_seconds: Array
     """Mean time of a decode step."""
-    wait_seconds: Array
 
 
 class Fleet:
@@ -92,7 +91,6 @@ class Fleet:
             usage=usage, running=self.inside.copy(), waiting=self.waiting.copy(), capacity=costs["kv_tokens"] * ready,
             preemptions=sums["preemptions"], finished=sums["finished"], lost=sums["lost"], good=sums["good"],
             prefill_seconds=sums["prefill"], decode_seconds=sums["decode"], step_seconds=self.step_seconds.copy(),
-            wait_seconds=wait,
         )  # fmt: skip
 
     def _substep(

@@ -164,7 +164,7 @@ def _prompts(options: argparse.Namespace) -> tuple[packs.ProbePrompt, ...]:
 
 
 def _default_limits() -> Accuracy:
-    """What the API has where a service says nothing."""
+    """Return the API's defaults."""
     least = {"metadata": {"name": "probe"}, "spec": {"model": {"source": "file:///m"}, "engine": {"image": "i"}}}
     return parse(least).accuracy
 
@@ -186,7 +186,7 @@ def _told(stage: str) -> Progress:
 
 
 def _in_options(message: str) -> str:
-    """A message of the operator's in the command's words."""
+    """Return a message of the operator in the command's words."""
     return message.replace("spec.accuracy.probeSets", "--probe-set").replace("configmap/", "")
 
 

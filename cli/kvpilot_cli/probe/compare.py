@@ -36,7 +36,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was found: the baseline's noise against itself, the candidate's damage, and the verdict."""
+    """The result: the baseline's noise against itself, the candidate's damage, and the verdict."""
 
     models: tuple[str, str]
     prompts: int

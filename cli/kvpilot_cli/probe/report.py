@@ -15,7 +15,7 @@ _BAR = 24
 
 
 def document(found: Comparison, limits: Accuracy, urls: tuple[str, str]) -> dict[str, Any]:
-    """The comparison as JSON values; KL in micronats, agreement in permille."""
+    """Return the comparison as JSON values; KL in micronats, agreement in permille."""
     return {
         "verdict": found.judgement.verdict,
         "reason": found.judgement.reason,

@@ -102,10 +102,9 @@ SPECS: dict[str, Make] = {
         _spec(engine={"image": "i", "extraArgs": [f"--x{next(_SERIAL)}={'y' * 1000}" for _ in range(n // 1008)]})
     ).encode(),
 }
-_BASELINE = b"kvpb\x02"
 BASELINES: dict[str, Make] = {
-    "a bomb of zeros": lambda n: _BASELINE + zlib.compress(bytes(1000 * n)),
-    "a long header": lambda n: _BASELINE + zlib.compress(n.to_bytes(4, "little") + b'{"prompts":[' + b"{}," * (n // 3)),
-    "nested lists": lambda n: _BASELINE + zlib.compress(n.to_bytes(4, "little") + b"[" * n),
-    "no stream": lambda n: _BASELINE + b"x" * n,
+    "a bomb of zeros": lambda n: zlib.compress(bytes(1000 * n)),
+    "many prompts": lambda n: zlib.compress(b"\x81\xa7prompts\xdd" + n.to_bytes(4, "big") + b"\x80" * n),
+    "nested lists": lambda n: zlib.compress(b"\x81\xa7prompts" + b"\x91" * n),
+    "no stream": lambda n: b"x" * n,
 }

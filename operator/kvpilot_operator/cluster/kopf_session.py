@@ -19,9 +19,10 @@ import kopf
 import msgspec
 from kubernetes.aio.client import ApiClient
 
+from kvpilot_operator.budget import whole_lines
 from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.objects import Object, path_of
-from kvpilot_operator.cluster.transport import REMEDIES, OnRequest, connector, whole_lines
+from kvpilot_operator.cluster.transport import REMEDIES, OnRequest, connector
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.rest import RESTClientObject
 
 from kvpilot_formats.untrusted import lines, shown
-from kvpilot_operator.budget import read_body
+from kvpilot_operator.budget import read_body, whole_lines
 from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, Conflict, NotFound, OverBudget, Rejected, Throttled
@@ -198,19 +198,6 @@ class Transport:
 class _Event(msgspec.Struct):
     type: str
     object: Object
-
-
-async def whole_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The lines of a stream that are not empty, put together here since a large object exceeds aiohttp's own limit."""
-    begun = bytearray()
-    async for chunk in chunks:
-        *lines, rest = chunk.split(b"\n")
-        for line in lines:
-            whole = bytes(begun) + line
-            begun.clear()
-            if whole.strip():
-                yield whole
-        begun += rest
 
 
 def _code(status: Object) -> int:

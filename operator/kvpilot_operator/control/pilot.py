@@ -22,6 +22,7 @@ from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.questions import keeps_probe
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
 from kvpilot_operator.state.status import JournalEntry
+from kvpilot_operator.tracing import span
 
 log = logging.getLogger(__name__)
 
@@ -75,19 +76,20 @@ class Pilot:
         record = self.registry.get(key)
         if record is None:
             return None
-        span, about = self.telemetry.tracer.span, {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name}
-        with self.telemetry.timed_reconcile(), span("reconcile", about, root=True) as reconcile:
-            with span("observe", about):
+        about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name}
+        part = partial(span, self.telemetry.tracer, attributes=about)
+        with self.telemetry.timed_reconcile(), part("reconcile", root=True) as reconcile:
+            with part("observe"):
                 snapshot = await self.observer.snapshot(record.observations, record.probe.result)
             if snapshot is None:
                 return None
             snapshot = replace(snapshot, rejections=record.actor.rejections)
-            with span("decide", about):
+            with part("decide"):
                 decision = decide(snapshot)
             news = [f"{entry.action}/{entry.reason}" for entry in _news(snapshot, decision)]
-            reconcile.tell({"kvpilot.generation": snapshot.generation, "kvpilot.decisions": news})
+            reconcile.set_attributes({"kvpilot.generation": snapshot.generation, "kvpilot.decisions": news})
             try:
-                with span("act", about):
+                with part("act"):
                     await record.actor.perform(snapshot, decision)
             except (Conflict, NotFound):
                 await self.observer.refresh(key)

@@ -40,7 +40,7 @@ from kvpilot_operator.state.decision import (
     Request,
 )
 from kvpilot_operator.state.snapshot import ServiceKey
-from kvpilot_operator.tracing import Span, Tracer
+from kvpilot_operator.tracing import Span, Tracer, span, trace_headers
 
 log = logging.getLogger(__name__)
 
@@ -160,13 +160,13 @@ class Prober:
         `uid` is the service's: a baseline that it does not own is no baseline.
         """
         about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name, **_about(spec, request)}
-        with self._tracer.span("probe", about) as span:
-            found = await self._placed(key, uid, spec, request, span)
+        with span(self._tracer, "probe", about) as told:
+            found = await self._placed(key, uid, spec, request, told)
             if isinstance(found, ProbeFailed):
-                span.tell({"kvpilot.probe.reason": found.reason})
+                told.set_attribute("kvpilot.probe.reason", found.reason)
             return found
 
-    async def _placed(self, key: ServiceKey, uid: str, spec: Spec, request: Request, span: Span) -> Found:
+    async def _placed(self, key: ServiceKey, uid: str, spec: Spec, request: Request, told: Span) -> Found:
         permits = self._checks if isinstance(request, Measure) and request.serving else self._probes
         patience = permits.limits.patience_seconds
         while True:
@@ -174,14 +174,14 @@ class Prober:
                 async with permits.of(key, key.namespace, patience) as permit:
                     tls = None if isinstance(request, Find) else self._scraper.tls(request.url)
                     asked = self._settings(key, spec, request)
-                    settings = replace(asked, progress=permit.progress, tls=tls, headers=span.headers())
-                    return await self._run(key, uid, spec, request, settings, span)
+                    settings = replace(asked, progress=permit.progress, tls=tls, headers=trace_headers(told))
+                    return await self._run(key, uid, spec, request, settings, told)
             except PermitLost as lost:
                 log.info("probe begins anew: %s", lost, extra={"service": str(key), "probe": request.identity})
                 patience = min(2 * patience, MAX_PATIENCE_SECONDS)
 
     async def _run(
-        self, key: ServiceKey, uid: str, spec: Spec, request: Request, settings: Settings, span: Span
+        self, key: ServiceKey, uid: str, spec: Spec, request: Request, settings: Settings, told: Span
     ) -> Found:
         if isinstance(request, Measure):
             try:
@@ -191,7 +191,7 @@ class Prober:
             found = await run.measure(request.url, request.model, baseline, settings=settings)
             if baseline.control is not None:
                 judged = judge(found, described(baseline, request.config_map), spec.accuracy)
-                span.tell({"kvpilot.probe.verdict": judged.verdict, "kvpilot.probe.reason": judged.reason})
+                told.set_attributes({"kvpilot.probe.verdict": judged.verdict, "kvpilot.probe.reason": judged.reason})
             return found
         try:
             kept = await self._kept(key, uid, request.config_map)

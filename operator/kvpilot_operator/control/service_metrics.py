@@ -1,7 +1,7 @@
-"""What the operator thinks of each service, as Prometheus gauges.
+"""The operator's view of each service, as Prometheus gauges.
 
-A reconcile hands over the whole picture of its service, which replaces the last one: what is no longer so is no longer
-shown, and a deleted service leaves nothing behind. Words (a dtype, a stage, a reason) are labels, and only the word
+A reconcile hands over all series of its service, which replace the last ones: an old series goes, and a deleted
+service leaves nothing behind. Words (a dtype, a stage, a reason) are labels, and only the word
 that holds now is shown, with the value 1; so a service has some 30 series, and at most 70, however many words there
 are.
 """
@@ -35,7 +35,7 @@ class Family:
 
     @property
     def series(self) -> str:
-        """The name that its series have."""
+        """The name of its series."""
         return f"{self.name}_total" if self.counts else self.name
 
 
@@ -44,76 +44,76 @@ Row = tuple[Family, tuple[str, ...], float]
 # Series of one counter that a service may have: an engine chooses among the reasons for which it does not start.
 MAX_REASONS = 64
 
-INFO = Family("kvpilot_service_info", "1, with what the spec asks for.", ("mode", "scaling", "model"))
+INFO = Family("kvpilot_service_info", "1, with the modes and the model of the spec.", ("mode", "scaling", "model"))
 CONDITION = Family(
-    "kvpilot_condition", "1 for the status and reason that a condition has.", ("type", "status", "reason")
+    "kvpilot_condition", "1 for the current status and reason of a condition.", ("type", "status", "reason")
 )
-LAST_PASS = Family("kvpilot_last_pass_timestamp_seconds", "When a reconcile of the service last succeeded.")
+LAST_PASS = Family("kvpilot_last_pass_timestamp_seconds", "Time of the last successful reconcile of the service.")
 
 USAGE = Family("kvpilot_kv_usage_ratio", "Share of the KV cache in use, 0 to 1.")
 CAPACITY = Family("kvpilot_kv_capacity_tokens", "KV cache capacity, in tokens, of all replicas.")
 RECENT = Family(
     "kvpilot_recent_tokens",
-    "The last tokens of each sequence that the engines say they read at 8 bits; 0 where they say none.",
+    "Recent window: last tokens of each sequence that the engines read at 8 bits; 0 for no window.",
 )
 HITS = Family(
     "kvpilot_prefix_hit_ratio",
-    "Share of the prompts' tokens that a tier held, 0 to 1; of services with kvCache.offload.",
+    "Share of prompt tokens that a tier held, 0 to 1, for services with kvCache.offload.",
     ("tier",),
 )
-RETENTION = Family(
-    "kvpilot_retention", "1 for the policy by which the engines say they free pages of a sequence.", ("policy",)
+RETENTION = Family("kvpilot_retention", "1 for the policy by which the engines free pages of a sequence.", ("policy",))
+ACTIVE = Family("kvpilot_active_dtype", "1 for the serving KV-cache dtype.", ("dtype",))
+RECOMMENDED = Family("kvpilot_recommended_dtype", "1 for the KV-cache dtype that kvpilot recommends.", ("dtype",))
+DENIED = Family(
+    "kvpilot_denied_until_timestamp_seconds", "Time until which a denied KV-cache dtype is not tried again.", ("dtype",)
 )
-ACTIVE = Family("kvpilot_active_dtype", "1 for the KV-cache dtype that serves.", ("dtype",))
-RECOMMENDED = Family("kvpilot_recommended_dtype", "1 for the KV-cache dtype that kvpilot would run.", ("dtype",))
-DENIED = Family("kvpilot_denied_until_timestamp_seconds", "Until when a KV-cache dtype is not tried again.", ("dtype",))
 
-REPLICAS = Family("kvpilot_replicas", "Replicas that are asked for, serving or on trial.")
-READY_REPLICAS = Family("kvpilot_ready_replicas", "Engine pods that answer.")
-DESIRED_REPLICAS = Family("kvpilot_desired_replicas", "Replicas that kvpilot sees to.")
-RECOMMENDED_REPLICAS = Family("kvpilot_recommended_replicas", "Replicas that kvpilot would run.")
-MAX_REPLICAS = Family("kvpilot_max_replicas", "Replicas that the spec allows.")
+REPLICAS = Family("kvpilot_replicas", "Replicas of all revisions, the canary's included, by their specs.")
+READY_REPLICAS = Family("kvpilot_ready_replicas", "Ready engine pods.")
+DESIRED_REPLICAS = Family("kvpilot_desired_replicas", "Target number of replicas.")
+RECOMMENDED_REPLICAS = Family("kvpilot_recommended_replicas", "Number of replicas that kvpilot recommends.")
+MAX_REPLICAS = Family("kvpilot_max_replicas", "Largest number of replicas that the spec allows.")
 
 _OBJECTIVE = ("metric", "percentile")
 OBJECTIVE = Family("kvpilot_objective_seconds", "A latency objective of the spec.", _OBJECTIVE)
 OBSERVED = Family(
-    "kvpilot_objective_observed_seconds", "What was last observed of it; absent for too few samples.", _OBJECTIVE
+    "kvpilot_objective_observed_seconds",
+    "Last observed latency at an objective's percentile; absent for too few samples.",
+    _OBJECTIVE,
 )
 
-COST = Family("kvpilot_cost_per_hour", "What the service's GPUs cost an hour, in the currency of the chart's prices.")
+COST = Family("kvpilot_cost_per_hour", "Cost of the service's GPUs an hour, in the currency of the chart's prices.")
 COST_TOKENS = Family(
-    "kvpilot_cost_per_million_tokens", "What a million generated tokens cost, at the rate of the last window."
+    "kvpilot_cost_per_million_tokens", "Cost of a million generated tokens, at the rate of the last window."
 )
 
-METRICS_TIME = Family("kvpilot_engine_metrics_timestamp_seconds", "When the service's engines were last scraped.")
-DOUBTED = Family("kvpilot_doubted_pods", "Pods that answer with implausible metrics.")
-UNANSWERED = Family("kvpilot_unanswered_pods", "Ready pods of which the last scrape has no metrics.")
+METRICS_TIME = Family("kvpilot_engine_metrics_timestamp_seconds", "Time of the last scrape of the service's engines.")
+DOUBTED = Family("kvpilot_doubted_pods", "Pods with implausible metrics.")
+UNANSWERED = Family("kvpilot_unanswered_pods", "Ready pods without metrics in the last scrape.")
 BACKED_OFF = Family(
-    "kvpilot_scrape_backoff_pods", "Ready pods that are scraped less often, after scrapes that failed in a row."
+    "kvpilot_scrape_backoff_pods", "Ready pods that are scraped less often, because their scrapes failed in a row."
 )
 
-PREFETCH_PHASE = Family("kvpilot_prefetch_phase", "1 for how far the claim of cache.prefetch is filled.", ("phase",))
-PREFETCHED = Family(
-    "kvpilot_prefetch_downloaded_bytes", "Bytes of the weights that are on the claim, until it is filled."
-)
-PREFETCH_SIZE = Family("kvpilot_prefetch_size_bytes", "Bytes of the weights in all, until the claim is filled.")
+PREFETCH_PHASE = Family("kvpilot_prefetch_phase", "1 for the phase of the claim of cache.prefetch.", ("phase",))
+PREFETCHED = Family("kvpilot_prefetch_downloaded_bytes", "Bytes of the weights on the claim, until it is filled.")
+PREFETCH_SIZE = Family("kvpilot_prefetch_size_bytes", "Bytes of all weights, until the claim is filled.")
 
 _OPTION = ("action", "dtype", "outcome")
 OPTION_GPUS = Family(
-    "kvpilot_option_gpus", "GPUs that a step weighed in the last decision takes, or frees where negative.", _OPTION
+    "kvpilot_option_gpus", "GPUs that a step of the last decision would take; negative where it frees some.", _OPTION
 )
 OPTION_CAPACITY = Family(
-    "kvpilot_option_capacity_tokens", "Capacity that a step weighed in the last decision leads to.", _OPTION
+    "kvpilot_option_capacity_tokens", "KV cache capacity in tokens after a step of the last decision.", _OPTION
 )
 
-CANARY_STAGE = Family("kvpilot_canary_stage", "1 for the stage that a canary is in.", ("stage", "dtype"))
+CANARY_STAGE = Family("kvpilot_canary_stage", "1 for the current stage of a canary.", ("stage", "dtype"))
 CANARY_DEADLINE = Family(
-    "kvpilot_canary_deadline_timestamp_seconds", "When the stage or step that a canary is in is given up."
+    "kvpilot_canary_deadline_timestamp_seconds", "Time at which the canary's stage or step is given up."
 )
-CANARY_WEIGHT = Family("kvpilot_canary_weight_ratio", "Share of the requests that a canary gets, 0 to 1.")
+CANARY_WEIGHT = Family("kvpilot_canary_weight_ratio", "Share of the requests that the canary gets, 0 to 1.")
 LAST_CANARY = Family(
     "kvpilot_last_canary_timestamp_seconds",
-    "When the last canary ended, and how.",
+    "Time at which the last canary ended, with its result.",
     ("stage", "dtype", "verdict", "reason"),
 )
 
@@ -123,13 +123,13 @@ PROBE_KL = Family(
 PROBE_TOP1 = Family(
     "kvpilot_probe_top1_agreement_ratio", "Share of tokens of the last probe that agree, 0 to 1.", ("dtype",)
 )
-PROBE_FAILURES = Family("kvpilot_probe_failures", "Periodic probes that failed in a row.")
-PROBE_ERRORS = Family("kvpilot_probe_errors", "Periodic probes that brought no verdict in a row.")
+PROBE_FAILURES = Family("kvpilot_probe_failures", "Periodic probes in a row that failed.")
+PROBE_ERRORS = Family("kvpilot_probe_errors", "Periodic probes in a row without a verdict.")
 
 DECISIONS = Family("kvpilot_decisions", "Entries of the decision journal.", ("action", "reason"), counts=True)
 UNANSWERED_QUESTIONS = Family(
     "kvpilot_unanswered_questions",
-    "Questions that a reconcile could not answer for an unexpected error; its others were answered.",
+    "Questions of a reconcile that an unexpected error left unanswered; the others were answered.",
     ("question",),
     counts=True,
 )
@@ -156,7 +156,7 @@ class ServiceSeries:
             self._counts[UNANSWERED_QUESTIONS, (str(question),)] += 1
 
     def collect(self) -> Iterator[Row]:
-        """All of it."""
+        """Return the rows and the counters."""
         yield from self._rows
         for (family, labels), count in list(self._counts.items()):
             yield family, labels, count
@@ -176,7 +176,7 @@ class ServiceMetrics(Collector):
         self.services: Callable[[], Iterable[tuple[ServiceKey, ServiceSeries]]] = tuple
 
     def collect(self) -> Iterator[Metric]:
-        """Every family, those without rows included, so that its name and help are always there."""
+        """Yield every family, also without rows, so that its name and help are always there."""
         metrics = {
             family: (CounterMetricFamily if family.counts else GaugeMetricFamily)(
                 family.name, family.help, labels=("namespace", "name", *family.labels)
@@ -190,7 +190,7 @@ class ServiceMetrics(Collector):
 
 
 def rows(s: Snapshot, status: Status) -> tuple[Row, ...]:
-    """The picture of one service after a reconcile: `s` as it was observed, `status` as it was decided."""
+    """Yield the rows of one service after a reconcile: `s` as it was observed, `status` as it was decided."""
     found = (
         *_plain(s, status),
         *_prefetch(s, status),

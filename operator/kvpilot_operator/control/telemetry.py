@@ -1,4 +1,4 @@
-"""The operator's own Prometheus metrics, and its spans: what it does, what it thinks of each service, its process."""
+"""The operator's own Prometheus metrics and its spans: its work, its view of each service, its process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prometheus_client import (
 from kvpilot_operator.control.service_metrics import ServiceMetrics, ServiceSeries
 from kvpilot_operator.errors import Conflict
 from kvpilot_operator.state.snapshot import ServiceKey
-from kvpilot_operator.tracing import Tracer
+from kvpilot_operator.tracing import NO_TRACER, Tracer
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
@@ -30,10 +30,10 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Telemetry:
-    """Counts what the operator does, and shows what it thinks of each service; `tracer` makes its spans."""
+    """Counts the operator's work, and shows its view of each service; `tracer` makes its spans."""
 
-    def __init__(self, tracer: Tracer | None = None) -> None:
-        self.tracer = tracer or Tracer()
+    def __init__(self, tracer: Tracer = NO_TRACER) -> None:
+        self.tracer = tracer
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
@@ -41,7 +41,7 @@ class Telemetry:
         Gauge("kvpilot_build_info", "1, with the operator's version.", ("version",), registry=registry).labels(
             version("kvpilot")
         ).set(1)
-        self._leader = Gauge("kvpilot_leader", "1 on the replica that decides, 0 on a standby.", registry=registry)
+        self._leader = Gauge("kvpilot_leader", "1 on the leader, 0 on a standby.", registry=registry)
         self._reconciles = Counter("kvpilot_passes", "Reconciles of services.", ("result",), registry=registry)
         for result in ("ok", "conflict", "error"):
             self._reconciles.labels(result)
@@ -53,7 +53,9 @@ class Telemetry:
             "kvpilot_scrape_cycle_duration_seconds", "Duration of the last scrape of the fleet.", registry=registry
         )
         self._cycle_time = Gauge(
-            "kvpilot_scrape_cycle_timestamp_seconds", "When the fleet was last scraped; 0 before.", registry=registry
+            "kvpilot_scrape_cycle_timestamp_seconds",
+            "Time of the last scrape of the fleet; 0 before the first.",
+            registry=registry,
         )
         self._scrapes = Counter(
             "kvpilot_engine_scrapes", "Scrapes of single engine pods.", ("result",), registry=registry
@@ -77,11 +79,11 @@ class Telemetry:
         registry.register(self._services)
 
     def services(self, series: Callable[[], Iterable[tuple[ServiceKey, ServiceSeries]]]) -> None:
-        """Where to ask for the series of all services, whenever the metrics are read."""
+        """Set the source of all services' series, which is asked whenever the metrics are read."""
         self._services.services = series
 
     def queue(self, depth: Callable[[], int]) -> None:
-        """Where to ask how many services wait, whenever the metrics are read."""
+        """Set the source of the queue's depth, which is asked whenever the metrics are read."""
         self._queue.set_function(depth)
 
     @contextmanager
@@ -102,20 +104,20 @@ class Telemetry:
             self._pass_seconds.observe(time.perf_counter() - began)
 
     def scraped(self, seconds: float) -> None:
-        """One cycle over the fleet is done."""
+        """Record one cycle over the fleet."""
         self._cycle_seconds.set(seconds)
         self._cycle_time.set_to_current_time()
 
     def engine_scraped(self, ok: bool) -> None:
-        """One engine pod was asked for its metrics."""
+        """Count a scrape of one engine pod."""
         self._scrapes.labels("ok" if ok else "error").inc()
 
     def api_request(self, method: str, kind: str, status: int, seconds: float) -> None:
-        """The Kubernetes API was asked: the HTTP status that it gave, 0 where it did not answer."""
+        """Count a request to the Kubernetes API by its HTTP status, 0 where there was no answer."""
         self._api_requests.labels(method, kind, str(status) if status else "none").inc()
         if method != "WATCH":  # It lasts as long as it is let.
             self._api_seconds.labels(method).observe(seconds)
 
     def leads(self, yes: bool) -> None:
-        """This replica decides, or it stands by."""
+        """Show whether this replica leads."""
         self._leader.set(yes)

@@ -1,4 +1,4 @@
-"""Makes one service's Snapshot out of what is known of the fleet, and scrapes the fleet's engines."""
+"""Makes one service's Snapshot out of the fleet's cache, and scrapes the fleet's engines."""
 
 from __future__ import annotations
 
@@ -24,17 +24,15 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import ClusterError, ScrapeError, Throttled
 from kvpilot_operator.gpus import by_product
-from kvpilot_operator.observe.adapters import loaded
-from kvpilot_operator.observe.group_events import GroupEvents
+from kvpilot_operator.observe.api_reads import GroupEvents, Served, not_served
 from kvpilot_operator.observe.informers import InformerCache, ServiceView
-from kvpilot_operator.observe.node_cache import NodeCache
+from kvpilot_operator.observe.nodes import NodeCache
 from kvpilot_operator.observe.plausible import Judged
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.prefetch import read_prefetch
 from kvpilot_operator.observe.probe_packs import PackTexts, PlanRead
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.observe.scrape_throttle import ScrapeThrottle
-from kvpilot_operator.observe.served import Served, not_served
 from kvpilot_operator.observe.views import named_view, pool_view, route_view, together
 from kvpilot_operator.observe.windows import Windows, retention_of
 from kvpilot_operator.state.decision import ProbeResult
@@ -42,7 +40,7 @@ from kvpilot_operator.state.objects import ObjectView, PodView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered, unanswered
 from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.state.snapshot import ProbePlan, ServiceKey, Snapshot
-from kvpilot_operator.tracing import Tracer
+from kvpilot_operator.tracing import NO_TRACER, Tracer, span
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +49,7 @@ Objects = dict[tuple[str, str], ObjectView]
 
 
 class Observations:
-    """What is remembered of one service that was observed."""
+    """The memory of one observed service."""
 
     __slots__ = ("adapters", "key", "plan", "throttle", "uid", "windows")
 
@@ -62,13 +60,13 @@ class Observations:
         self.throttle = ScrapeThrottle()
         self.plan: PlanRead | None = None
         self.adapters: dict[str, tuple[str, ...]] = {}
-        """What pods said that they have loaded, by name."""
+        """Loaded adapters by pod."""
 
 
 @dataclass(eq=False)
 class Observer:
     """Builds Snapshots from the fleet's cache; `clock` gives the time in UTC, `elapsed` seconds that never go back, and
-    `on_scrape` hears how a scrape went."""
+    `on_scrape` gets the outcome of each scrape."""
 
     cluster: Cluster
     cache: InformerCache
@@ -78,7 +76,7 @@ class Observer:
     on_scrape: Callable[[bool], None]
     elapsed: Callable[[], float] = time.monotonic
     prices: Mapping[str, int] = field(default_factory=dict)
-    tracer: Tracer = field(default_factory=Tracer)
+    tracer: Tracer = NO_TRACER
 
     def __post_init__(self) -> None:
         self._texts = PackTexts(self.cluster)
@@ -87,13 +85,13 @@ class Observer:
         self._groups = GroupEvents(self.cluster, lambda: self.elapsed())
 
     async def snapshot(self, known: Observations, probe_result: ProbeResult | None) -> Snapshot | None:
-        """Everything about one service now, or None where it does not exist any more, or is being deleted."""
+        """Return everything about one service now; None where it does not exist, or is being deleted."""
         key, windows = known.key, known.windows
         service = self.cache.services.get(*key)
         if service is None or service.uid != known.uid:
             return None
         spec = service.spec
-        # Whatever has to be asked for comes first: after it, nothing of the snapshot is older than the rest.
+        # Requests come first: after them, no part of the snapshot is older than the rest.
         failed: list[Unanswered] = []
         server = await _observed(Question.ROUTE, self._served.facts(spec), self.server, failed)
         route, routes = await _observed(Question.ROUTE, self._route(known, service, server), (None, {}), failed)
@@ -149,13 +147,13 @@ class Observer:
         )
 
     async def refresh(self, key: ServiceKey) -> None:
-        """Read a service from the API server: what the cache has of it has proved to be old."""
+        """Read a service from the API server, because the cache has proved to be old."""
         found = await self.cluster.find(API_VERSION, KIND, key.namespace, key.name)
         self.cache.wrote(KIND, key.namespace, key.name, found)
 
     @property
     def engines(self) -> int:
-        """Pods of the fleet, all of which may have to be scraped."""
+        """The number of pods of the fleet, which may all have to be scraped."""
         return len(self.cache.pods)
 
     async def scrape(self, known: Observations) -> None:
@@ -174,7 +172,7 @@ class Observer:
         told = {placed.view.revision for placed in self.cache.workloads(key) if placed.view.adapters}
         known.adapters = {name: names for name, names in known.adapters.items() if name in answering}
         about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name, "kvpilot.pods": sorted(due)}
-        with self.tracer.span("scrape", about, root=True) as span:
+        with span(self.tracer, "scrape", about, root=True) as whole:
             failed: list[str] = []
             for revision, views in by_revision.items():
                 asked = [view for view in views if view.name in due]
@@ -184,7 +182,7 @@ class Observer:
                 self._add(known, revision, views, pages)
                 if revision in told:
                     await asyncio.gather(*(self._ask_adapters(known, view) for view in asked if view.name in pages))
-            span.tell({"kvpilot.pods.failed": failed})
+            whole.set_attribute("kvpilot.pods.failed", failed)
 
     def _add(
         self, known: Observations, revision: str, views: Sequence[PodView], pages: Mapping[str, PodMetrics]
@@ -192,7 +190,7 @@ class Observer:
         if pages:
             gpus, unanswered = self._nodes.gpus(views), len(views) - len(pages)
             judged = known.windows.add(revision, self.clock(), pages, unanswered=unanswered, gpus=gpus)
-            _tell(known, revision, pages, judged)
+            _tell(known, revision, judged)
 
     async def _scrape_pod(self, key: ServiceKey, pod: PodView, throttle: ScrapeThrottle) -> PodMetrics | None:
         try:
@@ -210,7 +208,7 @@ class Observer:
     async def _ask_adapters(self, known: Observations, pod: PodView) -> None:
         url = engine_url(pod.ip, pod.mesh)
         try:
-            names = await loaded(self.scraper, known.key, url, lambda work: known.throttle.spend(work, self.elapsed()))
+            names = await self.scraper.adapters(known.key, url, lambda work: known.throttle.spend(work, self.elapsed()))
         except ScrapeError as error:
             log.warning("adapters: %s", error, extra={"service": str(known.key), "pod": pod.name})
             known.adapters.pop(pod.name, None)
@@ -222,7 +220,7 @@ class Observer:
         return await self._groups.refusals(key, views, self.cache.replicas(key))
 
     async def _pools(self, known: Observations, service: ServiceView, server: ServerFacts) -> Objects:
-        """The InferencePools that the service has, or had: the status names them until they are gone."""
+        """Return the InferencePools that the service has, or had: the status names them until they are gone."""
         if not server.inference_pools and service.status.inference_pool is None:
             return {}
         names = (known.key.name, canary_service(known.key.name))
@@ -233,7 +231,7 @@ class Observer:
     async def _route(
         self, known: Observations, service: ServiceView, server: ServerFacts
     ) -> tuple[RouteView | None, Objects]:
-        """The route that takes a canary's share, and the one of ours: the status names it until it is gone."""
+        """Return the route that takes a canary's share, and ours: the status names it until it is gone."""
         key, spec, kept = known.key, service.spec, service.status.route is not None
         find = partial(self.cluster.find, HTTP_ROUTE_API, "HTTPRoute", key.namespace)
         asked = spec is not None and spec.route is not None
@@ -256,10 +254,10 @@ class Observer:
 
 
 async def _observed(question: Question, reading: Awaitable[T], otherwise: T, failed: list[Unanswered]) -> T:
-    """What was read; where that fails, `otherwise`, with the reason added to `failed`.
+    """Return the reading; where it fails, `otherwise`, with the reason added to `failed`.
 
     Raises:
-        ClusterError: the API server answers nobody now; the whole reconcile is to be tried again.
+        ClusterError: the API server answers no request now; the whole reconcile must be tried again.
     """
     try:
         return await reading
@@ -280,12 +278,11 @@ def _traffic(service: ObjectView | None, pool: ObjectView | None, failed: Sequen
     return together(selects, pool)
 
 
-def _tell(known: Observations, revision: str, pages: Mapping[str, PodMetrics], judged: Judged) -> None:
-    """Log what is odd about a revision's pages, once for as long as it lasts."""
-    odd = {f"{name} is read, the older name": f"vLLM's {name}" for page in pages.values() for name in page.older_names}
-    odd |= {f"implausible: {words}": words.partition(":")[0] for words in judged.sample.implausible}
+def _tell(known: Observations, revision: str, judged: Judged) -> None:
+    """Log contradictions in a revision's pages, once for as long as they last."""
+    odd = {f"implausible: {words}": words.partition(":")[0] for words in judged.sample.implausible}
     odd |= {f"stalled: {words}": f"stalled {words.partition(':')[0]}" for words in judged.sample.stalled}
-    odd |= {f"not taken as it is: {words}": words.partition(":")[0] for words in judged.cut}
+    odd |= {f"cut: {words}": words.partition(":")[0] for words in judged.cut}
     news = known.windows.news(revision, odd.values())
     for words, about in odd.items():
         if about in news:

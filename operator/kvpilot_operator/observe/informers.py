@@ -1,11 +1,11 @@
-"""All services and what they own, as the operator knows them without asking: a reconcile reads from here.
+"""The informer cache: all services and their objects. A reconcile reads from here.
 
 kopf's watch brings the services, watches of our own their workloads, pods and Services
-(docs/decisions/0012-kopf-and-the-official-client.md). What the operator writes is put here at once, as the API server
-answered it: no reconcile sees a state from before an earlier reconcile's writes.
+(docs/decisions/0012-kopf-and-the-official-client.md). The API server's answer to a write is put here at once: no
+reconcile sees a state from before an earlier reconcile's writes.
 
-After HTTP 410 kopf lists the services again, and what was deleted meanwhile is missing from that list, which it never
-says. So each list of kopf's is followed by one of ours, of names alone, and what is not on it is dropped.
+After HTTP 410 kopf lists the services again, and never says which ones were deleted meanwhile. So a list of names of
+our own follows each list of kopf's, and services that are not on it are dropped.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class ServiceFeed:
         self.filled = asyncio.Event()
 
     def take(self, event: str | None, obj: Object) -> None:
-        """One event: ADDED, MODIFIED, DELETED, or None for an object of a list."""
+        """Take one event: ADDED, MODIFIED, DELETED, or None for an object of a list."""
         try:
             if event == "DELETED":
                 self._store.drop(obj)
             else:
                 self._store.put(obj)
         finally:
-            # One that nobody can make sense of is told, too.
+            # An object that cannot be read counts, too.
             if not self.filled.is_set():
                 name = (obj["metadata"]["namespace"], obj["metadata"]["name"])
                 self._told.add(name)
@@ -68,7 +68,7 @@ class ServiceFeed:
                 self._fill()
 
     def listed(self, namespace: str) -> None:
-        """kopf has listed the services anew, and tells of each of them now."""
+        """Note that kopf has listed the services anew; an event for each of them follows."""
         self._lists.put_nowait(namespace)
 
     async def run(self) -> None:
@@ -117,8 +117,8 @@ class ServiceView:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed(Generic[V]):
-    """What a workload or a Service says, and which one it is."""
+class Owned(Generic[V]):
+    """A workload or a Service, and its identity."""
 
     view: V
     kind: str
@@ -131,10 +131,10 @@ class Placed(Generic[V]):
 
 
 class InformerCache:
-    """`on_change` is called with a service whenever something about it is not what it was.
+    """`on_change` is called with a service whenever something about it changes.
 
-    `host_access` is what engines may have of their nodes (api.pod_template.KINDS), `mesh` whether those in a mesh are
-    reached by its mutual TLS.
+    `host_access` is the access to nodes that engines may have (api.pod_template.KINDS); with `mesh` engines in a mesh
+    are reached by its mutual TLS.
     """
 
     def __init__(
@@ -147,12 +147,12 @@ class InformerCache:
             self.on_change(key)
 
         self.services: Store[ServiceKey, ServiceView] = Store(self._service_view, _itself, changed)
-        self._workloads: dict[str, Store[ServiceKey, Placed[DeploymentView]]] = {
+        self._workloads: dict[str, Store[ServiceKey, Owned[DeploymentView]]] = {
             kind: Store(partial(_placed, kind, partial(deployment_view, kind=kind)), _owner, changed) for kind in KINDS
         }
         self.pods: Store[ServiceKey, PodView] = Store(partial(_pod, mesh), _owner, changed)
         self._workers: Store[ServiceKey, tuple[str, PodView]] = Store(_worker, _group, changed)
-        self.traffic: Store[ServiceKey, Placed[str | None]] = Store(
+        self.traffic: Store[ServiceKey, Owned[str | None]] = Store(
             partial(_placed, "Service", traffic_of), _owner, changed
         )
         self._stores: dict[str, Store[Any, Any]] = {
@@ -184,7 +184,7 @@ class InformerCache:
             await reflector.filled.wait()
 
     def wrote(self, kind: str, namespace: str, name: str, obj: Object | None) -> None:
-        """One of our own writes was answered: the object as it is now, or None where it was deleted."""
+        """Take the answer to one of our own writes: the object, or None where it was deleted."""
         store = self._stores.get(kind)
         if store is None:
             return
@@ -194,16 +194,16 @@ class InformerCache:
             store.put(obj)
 
     def serves_groups(self, namespace: str) -> bool:
-        """Whether there are LeaderWorkerSets in this namespace that we can see."""
+        """Return True if LeaderWorkerSets can be seen in this namespace."""
         kind, everywhere = LEADER_WORKER_SET.name, ("", namespace)
         return any(one.served for one in self._reflectors if one.kind == kind and one.namespace in everywhere)
 
-    def workloads(self, key: ServiceKey) -> list[Placed[DeploymentView]]:
-        """What carries a service's label and runs pods, of all kinds."""
+    def workloads(self, key: ServiceKey) -> list[Owned[DeploymentView]]:
+        """Return the workloads of all kinds that carry a service's label."""
         return [one for store in self._workloads.values() for one in store.of(key)]
 
     def replicas(self, key: ServiceKey) -> tuple[PodView, ...]:
-        """The pods of a service that take requests, each with the workers that it leads."""
+        """Return the pods of a service that take requests, each with the workers that it leads."""
         workers: dict[str, tuple[PodView, ...]] = {}
         for leader, view in self._workers.of(key):
             workers[leader] = (*workers.get(leader, ()), view)
@@ -211,7 +211,7 @@ class InformerCache:
         return tuple(replace(one, workers=workers[one.name]) if one.name in workers else one for one in pods)
 
     def objects(self, key: ServiceKey, uid: str) -> dict[tuple[str, str], ObjectView]:
-        """By kind and name, the workloads and Services that carry a service's label; `uid` is the service's."""
+        """Return the workloads and Services that carry a service's label, by kind and name; `uid` is the service's."""
         placed = [(one, None) for one in self.workloads(key)] + [(one, one.view) for one in self.traffic.of(key)]
         return {
             (one.kind, one.name): ObjectView(one.uid, uid in one.owners, one.version, selects)
@@ -233,7 +233,7 @@ class InformerCache:
 
 
 def _judged(obj: Object, host_access: Collection[str]) -> tuple[tuple[Fault, ...], Spec | None]:
-    """Return the spec, or what is wrong with it, foreseen or not."""
+    """Return the spec or its faults; an unforeseen error is a fault, too."""
     try:
         judged = judge(obj, host_access)
         return ((), judged) if isinstance(judged, Spec) else (judged, None)
@@ -259,10 +259,10 @@ def _group(obj: Object) -> ServiceKey | None:
     return ServiceKey(obj["metadata"]["namespace"], name) if name else None
 
 
-def _placed(kind: str, view: Callable[[Object], V], obj: Object) -> Placed[V]:
+def _placed(kind: str, view: Callable[[Object], V], obj: Object) -> Owned[V]:
     metadata = obj["metadata"]
     owners = frozenset(str(owner.get("uid")) for owner in metadata.get("ownerReferences") or ())
-    return Placed(view(obj), kind, metadata["name"], metadata.get("uid", ""), owners, version_of(kind, obj))
+    return Owned(view(obj), kind, metadata["name"], metadata.get("uid", ""), owners, version_of(kind, obj))
 
 
 def _pod(mesh: bool, obj: Object) -> PodView | None:
@@ -273,6 +273,6 @@ def _pod(mesh: bool, obj: Object) -> PodView | None:
 
 
 def _worker(obj: Object) -> tuple[str, PodView] | None:
-    """The name of a worker's leader, and what is seen of the worker itself."""
+    """Return the name of a worker's leader, and the view of the worker."""
     leader = leader_name(obj, obj["metadata"]["labels"][GROUP_LABEL])
     return (leader, pod_view(obj)) if leader is not None else None

@@ -1,32 +1,37 @@
-"""From a node's labels, allocatable resources and instance type to what is known of its accelerator. Pure.
+"""Nodes: which accelerator do their labels and resources name, and a cache of them.
 
-The first of these that is there names an NVIDIA GPU, as GPU feature discovery would:
+The first of these names an NVIDIA GPU, as GPU feature discovery would:
 
 1. `nvidia.com/gpu.product`, which GPU feature discovery sets (a part of the GPU operator), or an administrator;
-2. `cloud.google.com/gke-accelerator`, which GKE sets (values: "GPU platforms" of Compute Engine's documentation);
-3. `node.kubernetes.io/instance-type` on EKS ("Amazon EC2 instance types", accelerated computing) and on AKS ("GPU
-   accelerated virtual machine sizes" of Azure's documentation).
+2. `cloud.google.com/gke-accelerator`, which GKE sets (values: "GPU platforms" of Compute Engine's documentation).
 
-AMD's GPUs are named by AMD's node labeller, Intel's by the rules of Intel's device plugin, TPUs by GKE. Names that are
-not in these tables rule nothing out.
+Names that are not in these tables rule nothing out. An accelerator without CUDA is known by its resource.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
 
 from kvpilot_operator.gpus import GPUS, by_product
 from kvpilot_operator.numbers import whole
+from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.state.snapshot import NodeFacts
 
-_PRODUCT = "nvidia.com/gpu.product"
-_INSTANCE_TYPES = ("node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type")
+if TYPE_CHECKING:
+    from kvpilot_operator.cluster.client import Cluster
 
-# By what a cloud calls it, the GPU's name in the table of GPUs. A family of EC2 has one kind of GPU in every size; of
-# Azure's sizes only those with whole GPUs are here.
+# A node with GPUs is read again after so long, and one that shows none: its labels may still come.
+NODE_SECONDS = 600.0
+BARE_NODE_SECONDS = 30.0
+# A node with engines is read again long before; one that an autoscaler has taken away never is.
+FORGET_SECONDS = 2 * NODE_SECONDS
+
+_PRODUCT = "nvidia.com/gpu.product"
+# The GPU's name in our table, by GKE's.
 _GKE = {
     "nvidia-b200": "B200",
     "nvidia-h200-141gb": "H200",
@@ -38,31 +43,8 @@ _GKE = {
     "nvidia-l4": "L4",
     "nvidia-tesla-t4": "T4",
 }
-_EC2 = {
-    "p6-b200": "B200",
-    "p5en": "H200",
-    "p5e": "H200",
-    "p5": "H100-80GB",
-    "p4de": "A100-80GB",
-    "p4d": "A100-40GB",
-    "g7e": "RTX-PRO-6000",
-    "g6e": "L40S",
-    "g6": "L4",
-    "gr6": "L4",
-    "g5": "A10G",
-    "g4dn": "T4",
-}
-_AZURE = (
-    ("nd[0-9]+isr?f?_h200_v5", "H200"),
-    ("nd[0-9]+isr?f?_h100_v5", "H100-80GB"),
-    ("ncc?[0-9]+adi?s_h100_v5", "H100-NVL"),
-    ("nd[0-9]+amsr?_a100_v4", "A100-80GB"),
-    ("nd[0-9]+asr(_a100)?_v4", "A100-40GB"),
-    ("nc[0-9]+ads_a100_v4", "A100-80GB-PCIe"),
-    ("nv(36|72)adm?s_a10_v5", "A10"),
-    ("nc[0-9]+as_t4_v3", "T4"),
-)
 _PRODUCTS = {gpu.name: gpu.products[0] for gpu in GPUS}
+_WITHOUT_CUDA = ("amd.com/gpu", "gpu.intel.com/i915", "gpu.intel.com/xe", "google.com/tpu")
 
 _SLICE_RESOURCE = re.compile(r"nvidia\.com/mig-([0-9]+g\.[0-9]+gb[a-z0-9.]*)")
 _SLICE_MEMORY = re.compile(r"[0-9]+g\.([0-9]+)gb")
@@ -71,37 +53,70 @@ _MAX_GB = 10**6
 _MAX_NAME = 128  # of status.history[].gpu and its likes
 
 
-@dataclass(frozen=True, slots=True)
-class _Vendor:
-    """Accelerators that have no CUDA: the resources that are asked for, and the labels that name them."""
+class NodeCache:
+    """Reads each node once in a while, and watches none."""
 
-    name: str
-    resources: tuple[str, ...]
-    labels: tuple[str, ...]
-    memory: str = ""
-    """The label of one accelerator's memory, such as 192G."""
+    def __init__(self, cluster: Cluster, clock: Callable[[], datetime]) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._read: dict[str, tuple[datetime, NodeFacts]] = {}
+
+    async def facts(self, pods: Sequence[PodView]) -> NodeFacts:
+        """Return the accelerator of the first of the pods' nodes that has one.
+
+        Raises:
+            ClusterError: a node could not be read.
+        """
+        await asyncio.gather(*(self._read_again(name) for name in _nodes_of(pods)))
+        return self.known(pods)
+
+    def known(self, pods: Sequence[PodView]) -> NodeFacts:
+        """Return the same from nodes that have been read already."""
+        known = (self._read[name][1] for name in _nodes_of(pods) if name in self._read)
+        return next((facts for facts in known if facts.gpu != "cpu"), NodeFacts())
+
+    def gpus(self, pods: Sequence[PodView]) -> dict[str, str]:
+        """Return the accelerator by pod, for pods on nodes that have been read."""
+        return {pod.name: self._read[pod.node][1].gpu for pod in pods if pod.node in self._read}
+
+    async def _read_again(self, name: str) -> None:
+        known, now = self._read.get(name), self._clock()
+        keep = NODE_SECONDS if known is not None and known[1].gpu != "cpu" else BARE_NODE_SECONDS
+        if known is not None and 0 <= (now - known[0]).total_seconds() < keep:
+            return
+        found = await self._cluster.find("v1", "Node", "", name)
+        if found is None:
+            self._read.pop(name, None)
+        else:
+            self._read[name] = (now, node_facts(found))
+            self._forget(now)
+
+    def _forget(self, now: datetime) -> None:
+        """Drop nodes that were not asked for in a long time."""
+        for name in [name for name, (read, _) in self._read.items() if (now - read).total_seconds() > FORGET_SECONDS]:
+            del self._read[name]
 
 
-_OTHER_VENDORS = (
-    _Vendor("AMD", ("amd.com/gpu",), ("amd.com/gpu.product-name", "beta.amd.com/gpu.product-name"), "amd.com/gpu.vram"),
-    _Vendor("Intel", ("gpu.intel.com/i915", "gpu.intel.com/xe"), ("gpu.intel.com/product", "gpu.intel.com/family")),
-    _Vendor("Google", ("google.com/tpu",), ("cloud.google.com/gke-tpu-accelerator",)),
-)
+def _nodes_of(pods: Sequence[PodView]) -> list[str]:
+    return sorted({pod.node for pod in pods if pod.node})
 
 
 def node_facts(node: Mapping[str, Any]) -> NodeFacts:
-    """What a Node, as the API server gives it, says of its accelerator; NodeFacts() where it shows none.
+    """Return the accelerator of a Node, as the API server gives it; NodeFacts() where it shows none.
 
     Never raises: whatever is not text where Kubernetes has text counts as not there.
     """
     labels, allocatable = _texts(node, "metadata", "labels"), _texts(node, "status", "allocatable")
-    return _nvidia(labels, allocatable) or _of_other_vendor(labels, allocatable) or NodeFacts()
+    if (nvidia := _nvidia(labels, allocatable)) is not None:
+        return nvidia
+    other = next((resource for resource in _WITHOUT_CUDA if _has(allocatable, resource)), None)
+    return NodeFacts(other, cuda=False) if other is not None else NodeFacts()
 
 
 def _nvidia(labels: Mapping[str, str], allocatable: Mapping[str, str]) -> NodeFacts | None:
     shared, slices = _has(allocatable, "nvidia.com/gpu.shared"), _slices(allocatable)
     whole_gpus = shared or _has(allocatable, "nvidia.com/gpu")
-    product = labels.get(_PRODUCT) or _product_of_cloud(labels) or ("unlabelled-gpu" if whole_gpus or slices else "")
+    product = labels.get(_PRODUCT) or _product_of_gke(labels) or ("unlabelled-gpu" if whole_gpus or slices else "")
     if not product:
         return None
     kind, _, profile = product.removesuffix("-SHARED").partition("-MIG-")
@@ -129,53 +144,28 @@ def _nvidia(labels: Mapping[str, str], allocatable: Mapping[str, str]) -> NodeFa
     return NodeFacts(product[:_MAX_NAME], capability, memory)
 
 
-def _of_other_vendor(labels: Mapping[str, str], allocatable: Mapping[str, str]) -> NodeFacts | None:
-    for vendor in _OTHER_VENDORS:
-        label = next((labels[label] for label in vendor.labels if labels.get(label)), "")
-        if label or any(_has(allocatable, resource) for resource in vendor.resources):
-            named = label if label.lower().startswith(vendor.name.lower()) else f"{vendor.name}_{label}"
-            gpu = named[:_MAX_NAME] if label else f"unlabelled-{vendor.name.lower()}-accelerator"
-            return NodeFacts(gpu, memory_mib=_vram_mib(labels.get(vendor.memory, "")), cuda=False)
-    return None
-
-
-def _product_of_cloud(labels: Mapping[str, str]) -> str:
-    """What GPU feature discovery would call the GPU, by what a cloud says of the node; empty where nothing does."""
+def _product_of_gke(labels: Mapping[str, str]) -> str:
+    """Return GPU feature discovery's name of the GPU; empty where GKE says nothing."""
     accelerator = labels.get("cloud.google.com/gke-accelerator", "")
-    if accelerator.startswith("nvidia-"):
-        product = _PRODUCTS[_GKE[accelerator]] if accelerator in _GKE else accelerator
-        partition = labels.get("cloud.google.com/gke-gpu-partition-size")
-        shared = labels.get("cloud.google.com/gke-gpu-sharing-strategy") in ("time-sharing", "mps")
-        return f"{product}{f'-MIG-{partition}' if partition else ''}{'-SHARED' if shared else ''}"
-    for label in _INSTANCE_TYPES:
-        kind = labels.get(label, "").lower()
-        # SageMaker's nodes in EKS have EC2's types behind a prefix.
-        family, _, size = kind.removeprefix("ml.").partition(".")
-        if size and family in _EC2:
-            return _PRODUCTS[_EC2[family]]
-        azure = kind.removeprefix("standard_")
-        name = next((name for pattern, name in _AZURE if re.fullmatch(pattern, azure)), None)
-        if name is not None:
-            return _PRODUCTS[name]
-    return ""
+    if not accelerator.startswith("nvidia-"):
+        return ""
+    product = _PRODUCTS[_GKE[accelerator]] if accelerator in _GKE else accelerator
+    partition = labels.get("cloud.google.com/gke-gpu-partition-size")
+    shared = labels.get("cloud.google.com/gke-gpu-sharing-strategy") in ("time-sharing", "mps")
+    return f"{product}{f'-MIG-{partition}' if partition else ''}{'-SHARED' if shared else ''}"
 
 
 def _slices(allocatable: Mapping[str, str]) -> tuple[str, ...]:
-    """Profiles of the MIG slices that can be asked for (strategy `mixed`), such as 3g.40gb."""
+    """Return the profiles of the MIG slices that can be asked for (strategy `mixed`), such as 3g.40gb."""
     found = (_SLICE_RESOURCE.fullmatch(resource) for resource in allocatable if _has(allocatable, resource))
     return tuple(sorted(one[1] for one in found if one is not None))
 
 
 def _nominal_mib(profile: str) -> int | None:
-    """The memory that a MIG profile has in its name, which is within some percent of what it has."""
+    """Return the memory in a MIG profile's name, which is within some percent of the real one."""
     found = _SLICE_MEMORY.match(profile)
     gigabytes = whole(found[1], _MAX_GB) if found is not None else None
     return gigabytes * 10**9 // 2**20 if gigabytes else None
-
-
-def _vram_mib(text: str) -> int | None:
-    gibibytes = whole(text.removesuffix("G"), _MAX_GB) if text.endswith("G") else None
-    return gibibytes * 2**10 if gibibytes else None
 
 
 def _has(allocatable: Mapping[str, str], resource: str) -> bool:
@@ -183,7 +173,7 @@ def _has(allocatable: Mapping[str, str], resource: str) -> bool:
 
 
 def _texts(value: object, *path: str) -> Mapping[str, str]:
-    """The texts by name that stand at this path."""
+    """Return the texts by name at this path."""
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
     entries = value.items() if isinstance(value, Mapping) else ()

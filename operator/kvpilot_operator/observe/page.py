@@ -1,30 +1,33 @@
 """vLLM's page of metrics: from the text of /metrics to the numbers that decisions need.
 
-A page is read chunk by chunk (`series.py`) and added up at once: what is held is the same for a page of any size.
-
-Read against the sources of vLLM 0.28, 0.30 and 0.32, which agree on every name. Two are accepted in their older
-spelling too: a page that has both says the same twice, and the newer one is read.
+A page is read chunk by chunk (`series.py`) and added up at once, so memory does not grow with the page. An engine that
+is broken or hostile may write anything: every value is checked. The names are those of vLLM 0.32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
+from kvpilot_formats import dtypes, formats
 from kvpilot_operator.errors import ScrapeError
-from kvpilot_operator.observe import page_values as values
-from kvpilot_operator.observe import ranks
-from kvpilot_operator.observe.pod_metrics import DONE, PodMetrics, Totals
+from kvpilot_operator.numbers import whole
+from kvpilot_operator.observe import pod_metrics as engine
+from kvpilot_operator.observe.pod_metrics import PodMetrics, Ranks, Totals
 from kvpilot_operator.observe.series import SeriesReader, labels_of
 from kvpilot_operator.state.histogram import Histogram
+from kvpilot_operator.state.samples import NOTHING_OBSERVED
 from kvpilot_operator.state.snapshot import ModelFacts
 
-# The newer spelling first.
-_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
-_ITL = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
+_USAGE = "vllm:kv_cache_usage_perc"
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
-# Of the waiting requests, those that wait for room; others wait for a grammar, an adapter or a transfer (from 0.28).
+# Some waiting requests wait for room, others for a grammar, an adapter or a transfer.
 _WAITING_BY_REASON = "vllm:num_requests_waiting_by_reason"
 _HTTP = "http_requests_total"
 _CONFIG = "vllm:cache_config_info"
@@ -32,7 +35,7 @@ _MODEL = "kvpilot_model_info"
 _FACTORS = "kvpilot_calibration_info"
 _RECENT = "kvpilot_recent_window_info"
 _RETENTION = "kvpilot_retention_info"
-# Tokens of prompts by the tier that had them, from vLLM 0.32 on.
+# Prompt tokens by the tier that held them.
 _SOURCES = "vllm:prompt_tokens_cached_by_source_total"
 _START = "process_start_time_seconds"
 
@@ -51,58 +54,64 @@ _SECONDS = {
     "decode_seconds": "vllm:request_decode_time_seconds_sum",
 }
 _HISTOGRAMS = {
-    "ttft": ("vllm:time_to_first_token_seconds",),
-    "itl": _ITL,
-    "prompt_lengths": ("vllm:request_prompt_tokens",),
-    "generation_lengths": ("vllm:request_generation_tokens",),
+    "ttft": "vllm:time_to_first_token_seconds",
+    "itl": "vllm:inter_token_latency_seconds",
+    "generation_lengths": "vllm:request_generation_tokens",
 }
 
-# Read for each engine of a page, too.
-_DONE = tuple(_COUNTED[field] for field in DONE)
-_OF_A_RANK = {
-    **{name: f"{ranks.USAGE} {name}" for name in _USAGE},
-    **dict.fromkeys(_DONE, ranks.DONE),
-    _RUNNING: ranks.RUNNING,
-    _WAITING: ranks.WAITING,
-}
-# Of these a part is counted by itself, told by a label.
+# These are kept for each engine of a page, too.
+_DONE = tuple(_COUNTED[field] for field in engine.DONE_COUNTS)
+_OF_A_RANK = {**dict.fromkeys(_DONE, engine.DONE), _RUNNING: engine.RUNNING, _WAITING: engine.WAITING}
+# A label tells a part of these that is counted by itself.
 _PARTED = (_WAITING_BY_REASON, _COUNTED["finished"], _HTTP, _SOURCES)
 _COUNTERS = frozenset((*_COUNTED.values(), *_PARTED, _RUNNING, _WAITING, _START))
-_BUCKETS = {f"{name}_bucket": name for names in _HISTOGRAMS.values() for name in names}
-# Seconds and lengths, which a request that failed may lower.
-_SUMS = frozenset([*_SECONDS.values(), *(f"{name}_sum" for name in _BUCKETS.values())])
+_BUCKETS = {f"{name}_bucket": name for name in _HISTOGRAMS.values()}
+# A request that failed may lower these.
+_SUMS = frozenset([*_SECONDS.values(), *(f"{name}_sum" for name in _HISTOGRAMS.values())])
 _INFO = (_CONFIG, _MODEL, _FACTORS, _RECENT, _RETENTION)
-WANTED = frozenset(name.encode() for name in (*_USAGE, *_COUNTERS, *_SUMS, *_BUCKETS, *_INFO))
+WANTED = frozenset(name.encode() for name in (_USAGE, *_COUNTERS, *_SUMS, *_BUCKETS, *_INFO))
 """The names of the series that are read."""
 
-
-def parse_page(text: str) -> PodMetrics:
-    """Read a whole page; raises ScrapeError, as `PageReader` does."""
-    reader = PageReader()
-    for _ in reader.steps(text.encode("utf-8", errors="replace")):
-        pass
-    return reader.close()
+# One pod holds a connection for each request; a process may open about a million files.
+MOST_REQUESTS = 1_000_000
+# Far beyond any machine and any uptime, and still exact enough to count with.
+MOST_COUNTED = 1e18
+MOST_TOKENS = 1e12
+# vLLM's histograms have some thirty. The bounds of a page are kept, so a page must not invent more at every scrape.
+MOST_BUCKETS = 200
+_LONGEST_BOUND = 32
+# status.kvCache.observedDtype holds no more.
+_LONGEST_DTYPE = 63
+_HASH = re.compile(r"[0-9a-f]{4,64}")
+# A page may name another dtype and policy at every scrape: each would be a write of the status, and a new series.
+OTHER = "Other"
+POLICIES = ("All", "SinksAndWindow", "HeavyHitters")
+VLLM_DTYPES = (
+    "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4_ds_mla", "turboquant_k8v4",
+    "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "ultraquant_4bit", "int4_per_token_head",
+    "int8_per_token_head", "fp8_per_token_head", "nvfp4", "nvfp4_4over6",
+)  # fmt: skip
+"""The dtypes of vLLM 0.32 that no service can ask for by our names."""
+_DTYPES = (*dtypes.names(), *VLLM_DTYPES)
 
 
 class PageReader:
     """Takes one page of Prometheus text in chunks.
 
-    `steps` and `close` raise ScrapeError: the page is larger than one may be, use of the cache is missing, a line
-    cannot be read, or a value cannot be true (negative, not a number, infinite, a share above 1, buckets that fall or
-    are too many, more requests than a process has connections, more tokens than memory holds, a dtype too long to be
-    one).
+    `steps` and `close` raise ScrapeError: the page is too large, use of the cache is missing, a line cannot be read, or
+    a value cannot be true. Such values are negative, not a number, infinite, or larger than any engine has.
     """
 
     def __init__(self) -> None:
         self._series = SeriesReader(WANTED, self._add)
         # One series an engine (data-parallel ranks): the fullest one's share counts, all else adds up.
-        self._shares: dict[str, float] = {}
-        self._ranks = ranks.Ranks()
+        self._usage: float | None = None
+        self._ranks = Ranks()
         self._sums: dict[str, float] = {}
         self._buckets: dict[str, dict[str, float]] = {}
         self._for_room: float | None = None
         self._errors = self._server_errors = self._disk_hits = 0.0
-        self._capacity = self._blocks = 0
+        self._capacity = self._blocks = 0.0
         self._dtypes: list[str] = []
         self._model: ModelFacts | None = None
         self._factors = ""
@@ -111,73 +120,60 @@ class PageReader:
 
     @property
     def work(self) -> int:
-        """What has been read so far (`SeriesReader.work`)."""
+        """The work of the bytes so far (`SeriesReader.work`)."""
         return self._series.work
 
     def steps(self, chunk: bytes) -> Iterator[None]:
-        """Read the next bytes of the page while it is gone through, a small step at a time."""
+        """Read the next bytes of the page while it is iterated, a small step at a time."""
         return self._series.steps(chunk)
 
     def close(self) -> PodMetrics:
-        """What the page said; it is over."""
+        """Return the numbers of the page, which is over."""
         self._series.close()
-        usage_name = _first(_USAGE, self._shares)
-        if usage_name is None:
-            raise ScrapeError(f"none of {', '.join(_USAGE)} is on the page: is this a vLLM server?")
+        if self._usage is None:
+            raise ScrapeError(f"{_USAGE} is not on the page: is this a vLLM server?")
         waiting = self._for_room if self._for_room is not None else self._sums.get(_WAITING, 0.0)
         return PodMetrics(
-            usage=self._shares[usage_name],
-            running=values.requests(_RUNNING, self._sums.get(_RUNNING, 0.0)),
-            waiting=values.requests(_WAITING, waiting),
-            capacity_tokens=values.tokens(_CONFIG, "the capacity", self._capacity),
-            blocks=values.tokens(_CONFIG, "num_gpu_blocks", self._blocks),
-            # Ranks that differ are told as such: no dtype has such a name.
-            dtype="+".join(self._dtypes)[: values.LONGEST_DTYPE],
-            process_start=self._count(_START) if _START in self._sums else None,
+            usage=self._usage,
+            running=_count(_RUNNING, self._sums.get(_RUNNING, 0.0), MOST_REQUESTS),
+            waiting=_count(_WAITING, waiting, MOST_REQUESTS),
+            capacity_tokens=int(_count(f"{_CONFIG}: the capacity", self._capacity, MOST_TOKENS)),
+            blocks=int(_count(f"{_CONFIG}: num_gpu_blocks", self._blocks, MOST_TOKENS)),
+            # Ranks that differ show both: no dtype has such a name.
+            dtype="+".join(self._dtypes)[:_LONGEST_DTYPE],
+            process_start=self._total(_START) if _START in self._sums else None,
             totals=self._totals(),
             model=self._model,
             factors=self._factors,
             recent_tokens=self._recent,
             retention=self._retention,
-            older_names=tuple(
-                name for name in (usage_name, _first(_ITL, self._buckets)) if name in (_USAGE[1], _ITL[1])
-            ),
-            ranks=self._ranks.close(_OF_A_RANK[usage_name], sum(map(self._count, _DONE))),
+            ranks=self._ranks.close(sum(map(self._total, _DONE))),
         )
 
     def _add(self, name: str, labels: str, value: float) -> None:
-        """One series more."""
+        """Add one series."""
         if name in _COUNTERS:
-            self._sums[name] = self._sums.get(name, 0.0) + values.counted(name, value)
+            self._sums[name] = self._sums.get(name, 0.0) + _not_negative(name, value)
             if name in _OF_A_RANK:
                 self._ranks.add(_OF_A_RANK[name], labels_of(labels), value)
             if name in _PARTED:
                 self._add_part(name, labels_of(labels), value)
         elif name in _BUCKETS:
-            reached = self._buckets.setdefault(_BUCKETS[name], {})
-            values.add_bucket(name, reached, labels_of(labels).get("le", ""), values.counted(name, value))
+            self._add_bucket(_BUCKETS[name], labels_of(labels).get("le", ""), _not_negative(name, value))
         elif name in _SUMS:
             self._sums[name] = self._sums.get(name, 0.0) + value
-        elif name in _USAGE:
+        elif name == _USAGE:
             if not 0.0 <= value <= 1.0:
                 raise ScrapeError(f"{name} is {value}, not a share between 0 and 1")
-            self._shares[name] = max(value, self._shares.get(name, 0.0))
-            self._ranks.add(_OF_A_RANK[name], labels_of(labels), value)
-        elif name == _CONFIG:
-            self._add_config(labels_of(labels))
-        elif name == _FACTORS:
-            self._factors = self._factors or values.hash_of_factors(labels_of(labels).get("hash", ""))
-        elif name == _RECENT:
-            self._recent = values.recent_tokens(labels_of(labels).get("tokens", ""))
-        elif name == _RETENTION:
-            self._retention = values.policy(labels_of(labels).get("policy", ""))
-        elif self._model is None:
-            self._model = values.model_facts(labels_of(labels))
+            self._usage = max(value, self._usage or 0.0)
+            self._ranks.add(engine.USAGE, labels_of(labels), value)
+        else:
+            self._add_info(name, labels_of(labels))
 
     def _add_part(self, name: str, labels: Mapping[str, str], value: float) -> None:
         if name == _WAITING_BY_REASON and labels.get("reason") == "capacity":
             self._for_room = (self._for_room or 0.0) + value
-            self._ranks.add(ranks.FOR_ROOM, labels, value)
+            self._ranks.add(engine.FOR_ROOM, labels, value)
         elif name == _COUNTED["finished"] and labels.get("finished_reason") == "error":
             self._errors += value
         elif name == _SOURCES and labels.get("source") == "disk":
@@ -187,36 +183,120 @@ class PageReader:
         ):
             self._server_errors += value
 
+    def _add_bucket(self, name: str, edge: str, value: float) -> None:
+        reached = self._buckets.setdefault(name, {})
+        reached[edge] = reached.get(edge, 0.0) + value
+        if len(reached) > MOST_BUCKETS or len(edge) > _LONGEST_BOUND:
+            raise ScrapeError(
+                f"{name}_bucket: {len(reached)} bounds, one of {len(edge)} characters; no engine has more than "
+                f"{MOST_BUCKETS} of {_LONGEST_BOUND}"
+            )
+
+    def _add_info(self, name: str, labels: Mapping[str, str]) -> None:
+        if name == _CONFIG:
+            self._add_config(labels)
+        elif name == _FACTORS:
+            found = labels.get("hash", "")
+            # Interned: one string for all pages that have it.
+            self._factors = self._factors or (sys.intern(found) if _HASH.fullmatch(found) else "")
+        elif name == _RECENT:
+            tokens = whole(labels.get("tokens", ""), max(formats.RECENT_CHOICES))
+            self._recent = tokens if tokens in formats.RECENT_CHOICES else None
+        elif name == _RETENTION:
+            self._retention = _known(labels.get("policy", ""), POLICIES)
+        elif self._model is None:
+            self._model = _model_facts(labels)
+
     def _add_config(self, labels: Mapping[str, str]) -> None:
-        blocks, dtype = values.number(labels.get("num_gpu_blocks", "")), labels.get("cache_dtype", "")
-        if len(dtype) > values.LONGEST_DTYPE:
+        blocks, dtype = _number(labels.get("num_gpu_blocks", "")), labels.get("cache_dtype", "")
+        if len(dtype) > _LONGEST_DTYPE:
             raise ScrapeError(f"{_CONFIG}: cache_dtype has {len(dtype)} characters: no dtype's name has so many")
         self._blocks += blocks
-        self._capacity += values.number(labels.get("kv_cache_size_tokens", "")) or blocks * values.number(
-            labels.get("block_size", "")
-        )
-        if (known := values.dtype(dtype)) and known not in self._dtypes and len(self._dtypes) < 2:
+        size = _number(labels.get("block_size", ""))
+        self._capacity += _number(labels.get("kv_cache_size_tokens", "")) or blocks * size
+        if (known := _known(dtype, _DTYPES)) and known not in self._dtypes and len(self._dtypes) < 2:
             self._dtypes.append(known)
 
     def _totals(self) -> Totals:
-        counts: dict[str, Any] = {field: self._count(name) for field, name in _COUNTED.items()}
-        counts |= {field: self._sum(name) for field, name in _SECONDS.items()}
-        counts |= {field: self._histogram(_first(names, self._buckets) or "") for field, names in _HISTOGRAMS.items()}
-        errors = values.whole_count(_COUNTED["finished"], self._errors)
-        counts["disk_hits"] = values.whole_count(_SOURCES, self._disk_hits)
-        return Totals(errors=errors, server_errors=values.whole_count(_HTTP, self._server_errors), **counts)
+        counts: dict[str, Any] = {field: self._total(name) for field, name in _COUNTED.items()}
+        counts |= {field: _sum(name, self._sums.get(name, 0.0)) for field, name in _SECONDS.items()}
+        counts |= {field: self._histogram(name) for field, name in _HISTOGRAMS.items()}
+        return Totals(
+            errors=_count(_COUNTED["finished"], self._errors),
+            server_errors=_count(_HTTP, self._server_errors),
+            disk_hits=_count(_SOURCES, self._disk_hits),
+            **counts,
+        )
 
-    def _count(self, name: str) -> float:
-        return values.whole_count(name, self._sums.get(name, 0.0))
-
-    def _sum(self, name: str) -> float:
-        return values.total_of(name, self._sums.get(name, 0.0))
+    def _total(self, name: str) -> float:
+        return _count(name, self._sums.get(name, 0.0))
 
     def _histogram(self, name: str) -> Histogram:
-        """The histogram over all of its series."""
-        return values.histogram(name, self._buckets.get(name, {}), self._sums.get(f"{name}_sum", 0.0))
+        """Return the histogram over all of its series; an empty one where there are none."""
+        reached = self._buckets.get(name)
+        if not reached:
+            return NOTHING_OBSERVED
+        bounds = _bounds(name, tuple(reached))
+        counts: list[float] = []
+        below = 0.0
+        for edge in sorted(reached, key=float):
+            upto = _count(f"{name}_bucket", reached[edge])
+            if upto < below:
+                raise ScrapeError(f"{name}_bucket: {upto:g} up to {edge} and {below:g} up to the bound before it")
+            counts.append(int(upto - below))
+            below = upto
+        return Histogram(bounds, tuple(counts), _sum(f"{name}_sum", self._sums.get(f"{name}_sum", 0.0)))
 
 
-def _first(names: tuple[str, ...], found: Collection[str]) -> str | None:
-    """The newest spelling that is there."""
-    return next((name for name in names if name in found), None)
+def _not_negative(name: str, value: float) -> float:
+    if not (math.isfinite(value) and value >= 0):
+        raise ScrapeError(f"{name} is {value}: negative or not a number")
+    return value
+
+
+def _count(name: str, total: float, most: float = MOST_COUNTED) -> float:
+    """Return the sum of a counter's series, as an int where it is whole: small ints cost no memory."""
+    if total > most:
+        raise ScrapeError(f"{name} is {total:g}: impossible, no engine has more than {most:g}")
+    return int(total) if total.is_integer() else total
+
+
+def _sum(name: str, total: float) -> float:
+    """Return a sum that may fall."""
+    if not abs(total) <= MOST_COUNTED:
+        raise ScrapeError(f"{name} is {total}: not a number, or beyond {MOST_COUNTED:g}")
+    return total
+
+
+@lru_cache(maxsize=256)
+def _bounds(name: str, edges: tuple[str, ...]) -> tuple[float, ...]:
+    """Return the finite bounds, rising; cached so that all pages of a fleet share one tuple."""
+    try:
+        rising = sorted(map(float, edges))
+    except ValueError as error:
+        raise ScrapeError(f"{name}_bucket: le: {error}") from error
+    if rising[-1] != math.inf or any(not math.isfinite(bound) for bound in rising[:-1]):
+        raise ScrapeError(f"{name}_bucket: le is {', '.join(edges)}; finite bounds and one +Inf are needed")
+    if len(set(rising)) != len(rising):
+        raise ScrapeError(f"{name}_bucket: le is {', '.join(edges)}: one bound twice")
+    return tuple(rising[:-1])
+
+
+def _model_facts(labels: Mapping[str, str]) -> ModelFacts | None:
+    """Return the model's sizes; None where one of them is not a number."""
+    sizes = {f.name: whole(labels.get(f.name), 10**15) for f in fields(ModelFacts) if f.name != "mla"}
+    mla = labels.get("mla")
+    if None in sizes.values() or mla not in ("true", "false"):
+        return None
+    known: dict[str, Any] = sizes
+    return ModelFacts(**known, mla=mla == "true")
+
+
+def _number(text: str) -> int:
+    """Return a label's whole number; 0 for anything else (vLLM writes "None" for an unknown one)."""
+    return whole(text, 10**15) or 0
+
+
+def _known(text: str, names: tuple[str, ...]) -> str:
+    """Return a known name, `OTHER` for an unknown one, and nothing for none."""
+    return text if text in names or not text else OTHER

@@ -1,6 +1,6 @@
-"""Which pods are plausible? From the pages of one revision's pods, and what they said before, to one Sample. Pure.
+"""Tell plausible pods from others: from the last pages of one revision's pods to one Sample. Pure.
 
-A page that contradicts itself is no answer. That can happen in good faith for a moment, for gauges are not written at
+A page that contradicts itself is not an answer. That can happen in good faith for a moment: gauges are not written at
 one instant: only a pod that goes on like that is named as implausible. The rules, and why an honest engine keeps them:
 
 - *Nothing runs, but blocks are held.* Blocks belong to running requests; cached ones count as free. (An engine that
@@ -26,8 +26,7 @@ from statistics import median
 from typing import TypeVar
 
 from kvpilot_operator.observe.pod_metrics import LONGEST_GAP_SECONDS, PodMetrics, increments
-from kvpilot_operator.observe.stalls import stalled, watch
-from kvpilot_operator.observe.streaks import Streak
+from kvpilot_operator.observe.stalls import Streak, stalled, watch
 from kvpilot_operator.state.samples import Flows, Sample, Spread
 
 _T = TypeVar("_T", int, str)
@@ -58,7 +57,7 @@ class Standstill:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is remembered of a pod: its last page, and what was odd about it."""
+    """The memory of a pod: its last page, and contradictions in it."""
 
     time: datetime
     page: PodMetrics
@@ -76,7 +75,7 @@ class Judged:
     known: Mapping[str, Known]
     """Give this to the next call."""
     cut: tuple[str, ...]
-    """Figures that are not taken as they are, each as "POD: what, and what is taken instead"."""
+    """Figures that were cut, each as "POD: figure, and the value that is taken instead"."""
 
 
 def plausible_sample(
@@ -90,8 +89,8 @@ def plausible_sample(
     """Judge the pages that one revision's pods gave at `time`; `gpus` names each pod's GPU, as far as it is known.
 
     Of three plausible pods or more, the one with the most waiting requests (or preemptions) counts as the one with the
-    second most: pressure on memory is seen by two, or it is not the revision's. Load may well be uneven, so the most
-    running requests count up to ten times the second most (and no page has more of them than blocks in use). Use needs
+    second most: pressure on memory is seen by two, or it is not the revision's. Load may well be uneven: the most
+    running requests count up to ten times the second most. No page has more of them than blocks in use. Use needs
     no such bound: it is a share, and capacity, its weight, is checked.
     """
     flows = {pod: _flows(known.get(pod), page, time) for pod, page in pages.items()}
@@ -127,7 +126,7 @@ def plausible_sample(
 
 
 def _most(values: Iterable[_T]) -> _T | None:
-    """The most common value, the largest of several; None where there is none."""
+    """Return the most common value, the largest of several; None where there is none."""
     counts = Counter(values)
     return max(counts, key=lambda value: (counts[value], value), default=None)
 
@@ -163,7 +162,7 @@ def _contradictions(before: PodMetrics, page: PodMetrics, flows: Flows) -> list[
 
 
 def _room(page: PodMetrics) -> float:
-    """The most requests that can run in the blocks in use, give or take one."""
+    """Return the largest number of requests that can run in the blocks in use, give or take one."""
     return page.usage * page.blocks + 1 if page.blocks else page.running
 
 
@@ -180,7 +179,7 @@ def _standstill(known: Known, page: PodMetrics, flows: Flows, time: datetime) ->
 
 
 def _implausible(now: Known, flows: Flows, time: datetime) -> str | None:
-    """Why the pod is implausible, or None."""
+    """Return the reason why the pod is implausible, or None."""
     page = now.page
     for name, most in _MOST_A_SECOND.items():
         rate = getattr(flows, name) / flows.seconds if flows.seconds else 0.0
@@ -225,7 +224,7 @@ def _odd_capacity(pod: str, pages: Mapping[str, PodMetrics], gpus: Mapping[str, 
 
 
 def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> tuple[Sample, tuple[str, ...]]:
-    """The plausible pods' sums."""
+    """Return the plausible pods' sums."""
     if not pods:
         return Sample(_whole(time), 0, 0.0, 0.0, 0.0, 0, ""), ()
     names = [name for name, _, _ in pods]
@@ -251,14 +250,14 @@ def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> 
 
 
 def _whole(time: datetime) -> datetime:
-    """Decisions count in whole seconds: a sample must not be later than the reconcile that it led to."""
+    """Cut to whole seconds, as decisions have them: a sample must not be later than its reconcile."""
     return time.replace(microsecond=0)
 
 
 def _cut(
     what: str, names: Sequence[str], values: Sequence[float], *, times: float = 1, more: float = 0
 ) -> tuple[float, list[str]]:
-    """The sum of `values`, the highest counted as at most `times` the second highest plus `more`, and a word about it.
+    """Return the sum of `values`, the highest cut to `times` the second highest plus `more`, and a message about it.
 
     For three pods and no allowance, that is the median in place of the highest.
     """

@@ -1,10 +1,13 @@
-"""What one pod's page says, and what happened on it between two of them. Pure."""
+"""The numbers of one pod's page, and the increments between two of its pages. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvpilot_operator.errors import ScrapeError
+from kvpilot_operator.numbers import whole
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows
 from kvpilot_operator.state.snapshot import ModelFacts
@@ -13,25 +16,33 @@ _COUNTS = (
     "preemptions", "prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "host_hits", "disk_hits",
     "finished",
 )  # fmt: skip
-DONE = ("prompt_tokens", "generation_tokens", "finished", "preemptions")
-"""The counts of which one moves at least while an engine works."""
-_HISTOGRAMS = ("ttft", "itl", "prompt_lengths", "generation_lengths")
+DONE_COUNTS = ("prompt_tokens", "generation_tokens", "finished", "preemptions")
+"""At least one of these counts moves while an engine works."""
+_HISTOGRAMS = ("ttft", "itl", "generation_lengths")
 # Two pages further apart say nothing of the time that decisions look at: the later one counts as a first page.
 LONGEST_GAP_SECONDS = 600.0
 # A process' start is derived from the host's boot time, which a clock that is set moves by a little.
 _START_JITTER_SECONDS = 5.0
 
 
+# An API server in front of every rank of a large deployment has a few hundred.
+MOST_RANKS = 512
+# The figures of an engine.
+USAGE, RUNNING, WAITING, FOR_ROOM, DONE = "usage", "running", "waiting", "for_room", "done"
+_LARGEST_LABEL = 10**10
+_Key = tuple[int | None, int | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Totals(Flows):
-    """What an engine counted since its process started, but for `seconds` and `failed`. Counts are never negative.
+    """The counts of an engine since its process started, but for `seconds` and `failed`; never negative.
 
-    Of `finished` are requests whose end the engine saw, mostly without those whose client left. A request that failed
+    `finished` counts requests whose end the engine saw, mostly without those whose client left. A request that failed
     before its first token may lower `prefill_seconds`, in vLLM, even below zero.
     """
 
     errors: float = 0
-    """Of the finished requests, those that ended in an error of the engine (finished_reason "error")."""
+    """Finished requests that ended in an error of the engine (finished_reason "error")."""
     server_errors: float = 0
     """HTTP answers 5xx of the API (/v1/...)."""
 
@@ -46,7 +57,44 @@ class Rank:
     running: float
     waiting: float
     done: float
-    """Return what `done` says of it, or of the whole page where it has no counters of its own."""
+    """Its work (`done`); the whole page's where it has no counters of its own."""
+
+
+class Ranks:
+    """Gathers the figures of each engine of a page: data-parallel ranks (label `engine`) or processes (`pid`)."""
+
+    def __init__(self) -> None:
+        self._found: dict[_Key, dict[str, float]] = {}
+
+    def add(self, figure: str, labels: Mapping[str, str], value: float) -> None:
+        """Add a series: an engine's largest use counts, all else adds up; raises ScrapeError at too many engines."""
+        key = whole(labels.get("engine", ""), _LARGEST_LABEL), whole(labels.get("pid", ""), _LARGEST_LABEL)
+        rank = self._found.setdefault(key, {})
+        if len(self._found) > MOST_RANKS:
+            raise ScrapeError(f"more than {MOST_RANKS} engines are on the page, by the labels engine and pid")
+        before = rank.get(figure, 0.0)
+        rank[figure] = max(before, value) if figure == USAGE else before + value
+
+    def close(self, done: float) -> tuple[Rank, ...]:
+        """Return the engines that say their use; none where there is only one of them."""
+        keys = sorted((key for key, rank in self._found.items() if USAGE in rank), key=str)
+        if len(keys) < 2:
+            return ()
+        return tuple(self._rank(key, keys, done) for key in keys)
+
+    def _rank(self, key: _Key, keys: list[_Key], done: float) -> Rank:
+        rank = self._found[key]
+        waiting = rank.get(FOR_ROOM, rank.get(WAITING, 0.0))
+        return Rank(_name(key, keys), rank[USAGE], rank.get(RUNNING, 0.0), waiting, rank.get(DONE, done))
+
+
+def _name(key: _Key, keys: list[_Key]) -> str:
+    words = [
+        f"{word} {'?' if key[i] is None else key[i]}"
+        for i, word in enumerate(("engine", "process"))
+        if len({other[i] for other in keys}) > 1
+    ]
+    return " ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +121,6 @@ class PodMetrics:
     """The last tokens of each sequence that are read at 8 bits; None where the page does not say it."""
     retention: str = ""
     """The policy by which pages of a sequence are freed; empty where the page names none."""
-    older_names: tuple[str, ...] = ()
-    """The names on this page that newer vLLMs have given up."""
     ranks: tuple[Rank, ...] = ()
     """The engines of a page that has several."""
 
@@ -85,19 +131,19 @@ class PodMetrics:
 
 
 def done(counts: Flows) -> float:
-    """Add up what moves while an engine works: tokens, requests that ended, and preemptions."""
+    """Add up the counts that move while an engine works: tokens, requests that ended, and preemptions."""
     return counts.prompt_tokens + counts.generation_tokens + counts.finished + counts.preemptions
 
 
 def restarted(before: PodMetrics, after: PodMetrics) -> bool:
-    """True where both pages say when their process started, and they say it of two processes."""
+    """Return True if the pages name two different starts of the process."""
     if before.process_start is None or after.process_start is None:
         return False
     return abs(after.process_start - before.process_start) > _START_JITTER_SECONDS
 
 
 def increments(before: PodMetrics, after: PodMetrics, elapsed: float, now: float) -> Flows:
-    """The flows between two pages `elapsed` seconds apart; `now` is the later one's Unix time.
+    """Return the flows between two pages `elapsed` seconds apart; `now` is the later one's Unix time.
 
     After a restart everything counts from zero. Without a word about the process, a counter that fell was reset and
     counts from zero, and the others go on, as PromQL's increase() has it: that never counts what happened before.
@@ -138,6 +184,6 @@ def _grown(was: Histogram, now_is: Histogram, fresh: bool) -> Histogram:
 
 
 def _covered(after: PodMetrics, elapsed: float, now: float) -> float:
-    """Seconds that a new process has run, as far as the clocks of pod and operator agree."""
+    """Return the seconds that a new process has run, if the clocks of pod and operator agree."""
     age = now - (after.process_start or 0.0)
     return age if 0 < age < elapsed else elapsed

@@ -1,4 +1,4 @@
-"""How far is the Job that fills a claim? Its own status, its pod's, and the bytes on the pod's page of metrics."""
+"""The progress of the Job that fills a claim: its status, its pod's, and the bytes on the pod's page of metrics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MOST = 2**60
 
 
 class Progress(NamedTuple):
-    """Bytes that are on the claim, and that will be."""
+    """Bytes that are on the claim, and those of the whole model."""
 
     there: int
     total: int
@@ -49,15 +49,15 @@ class ProgressReader:
 
     @property
     def work(self) -> int:
-        """What has been read so far (`SeriesReader.work`)."""
+        """The work of the bytes so far (`SeriesReader.work`)."""
         return self._series.work
 
     def steps(self, chunk: bytes) -> Iterator[None]:
-        """Read the next bytes of the page while it is gone through, a small step at a time."""
+        """Read the next bytes of the page while it is iterated, a small step at a time."""
         return self._series.steps(chunk)
 
     def close(self) -> Progress:
-        """What the page said; it is over."""
+        """Return the progress; the page is over."""
         self._series.close()
         if len(self._found) < len(_WANTED):
             raise ScrapeError(f"{_THERE} or {_TOTAL} is not on the page: is this kvpilot-prefetch?")
@@ -65,14 +65,14 @@ class ProgressReader:
 
     def _add(self, name: str, _: str, value: float) -> None:
         if not 0 <= value <= _MOST:
-            raise ScrapeError(f"{name} is {value}: no number of bytes")
+            raise ScrapeError(f"{name} is {value}: not a number of bytes")
         self._found[name] = int(value)
 
 
 async def read_prefetch(
     cluster: Cluster, scraper: Scraper, key: ServiceKey, service: ServiceView
 ) -> PrefetchView | None:
-    """The service's Job; None where it has none, or none is asked for and none was.
+    """Return the service's Job; None where it has none, or none is asked for and none was.
 
     It is read, and watched never: few services fill a claim at a time, and each once.
     """
@@ -93,7 +93,7 @@ async def read_prefetch(
 
 
 def _asked(key: ServiceKey, service: ServiceView) -> bool:
-    """Whether a Job has to be there, or to go."""
+    """Return True if a Job has to be there, or to go."""
     spec, known = service.spec, service.status.cache
     if spec is None or not spec.cache.prefetch:
         return spec is not None and known is not None
@@ -101,7 +101,7 @@ def _asked(key: ServiceKey, service: ServiceView) -> bool:
 
 
 def _pods_of(job: Object, pods: Sequence[Object], *, mesh: bool) -> tuple[PodView, ...]:
-    """Those of these pods that are the Job's, by its uid, and not over."""
+    """Return the pods that are the Job's, by its uid, and not over."""
     uid = job["metadata"].get("uid")
     ours = (
         pod
@@ -113,7 +113,7 @@ def _pods_of(job: Object, pods: Sequence[Object], *, mesh: bool) -> tuple[PodVie
 
 
 def prefetch_view(job: Object, pods: tuple[PodView, ...], progress: Progress | None) -> PrefetchView:
-    """The Job with its pods."""
+    """Return the Job with its pods."""
     ended = {one.get("type"): one for one in (job.get("status") or {}).get("conditions") or () if _holds(one)}
     failed = ended.get("Failed")
     return PrefetchView(

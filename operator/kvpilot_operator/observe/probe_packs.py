@@ -1,7 +1,8 @@
-"""Which prompts is accuracy measured on? The packs that a service names, its own ones read from ConfigMaps."""
+"""The prompts that accuracy is measured on: the packs that a service names, its own ones read from ConfigMaps."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ import msgspec
 
 from kvpilot_formats.untrusted import lines
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.budget import CONFIG_MAP, PACKS_BYTES, Permits
+from kvpilot_operator.budget import CONFIG_MAP_BYTES, CONFIG_MAPS, PACKS_BYTES
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.errors import ClusterError, OverBudget
 from kvpilot_operator.probes import codec, packs
@@ -34,7 +35,7 @@ class _ConfigMap(msgspec.Struct):
 
 
 class PlanRead(NamedTuple):
-    """What a service's packs said when they were last read."""
+    """A service's packs when they were last read."""
 
     read: datetime
     spec: Spec
@@ -44,14 +45,14 @@ class PlanRead(NamedTuple):
 
 
 class PackTexts:
-    """Reads ConfigMaps one at a time for each service, and a few for the whole fleet."""
+    """Reads ConfigMaps, a few at a time for the whole fleet."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._permits = Permits(CONFIG_MAP)
+        self._turns = asyncio.Semaphore(CONFIG_MAPS)
 
     async def of(self, key: ServiceKey, spec: Spec) -> dict[str, Mapping[str, str]]:
-        """By ConfigMap that `spec.accuracy.probeSets` names, the text under `prompts.yaml`.
+        """Return the text under `prompts.yaml`, by ConfigMap that `spec.accuracy.probeSets` names.
 
         A ConfigMap that does not exist is left out; of one without that key, some of its keys are there, without texts.
 
@@ -62,7 +63,7 @@ class PackTexts:
         found: dict[str, Mapping[str, str]] = {}
         left = PACKS_BYTES
         for name in (one.partition("/")[2] for one in spec.accuracy.probe_sets if one.startswith("configmap/")):
-            async with self._permits.of(key, key.namespace):
+            async with self._turns:
                 data = await self._data(key, name)
             if data is None:
                 continue
@@ -76,7 +77,7 @@ class PackTexts:
         return found
 
     async def plan(self, key: ServiceKey, spec: Spec, known: PlanRead | None, now: datetime) -> PlanRead:
-        """The service's probe plan: the one that is known, while that is of now.
+        """Return the service's probe plan; the known one, while it is young enough.
 
         Raises:
             ClusterError: the API server did not answer.
@@ -96,7 +97,7 @@ class PackTexts:
 
     async def _data(self, key: ServiceKey, name: str) -> Mapping[str, str] | None:
         try:
-            most = CONFIG_MAP.read_bytes
+            most = CONFIG_MAP_BYTES
             answer = await self._cluster.find_json("v1", "ConfigMap", key.namespace, name, most=most)
         except OverBudget as error:
             raise PackTooLarge(
@@ -106,7 +107,7 @@ class PackTexts:
 
 
 def texts_of(answer: bytes) -> dict[str, str]:
-    """The pack in a ConfigMap's JSON, or some of the other keys, without texts; ClusterError where it is none."""
+    """Return the pack in a ConfigMap's JSON, or some other keys without texts; raises ClusterError."""
     try:
         data = msgspec.json.decode(answer, type=_ConfigMap).data or {}
         text = data.get(CONFIG_MAP_KEY)
@@ -114,17 +115,17 @@ def texts_of(answer: bytes) -> dict[str, str]:
             return dict.fromkeys(sorted(data)[:_OTHER_KEYS], "")
         return {CONFIG_MAP_KEY: msgspec.json.decode(text, type=str)}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ClusterError("GET", "a ConfigMap", 200, f"the answer is none: {lines(str(error))[:300]}") from error
+        raise ClusterError("GET", "a ConfigMap", 200, f"the answer is not one: {lines(str(error))[:300]}") from error
 
 
 def probe_prompts(spec: Spec, config_maps: Mapping[str, Mapping[str, str]]) -> tuple[ProbePrompt, ...]:
-    """The prompts of `spec.accuracy.probeSets`; raises PackError."""
+    """Return the prompts of `spec.accuracy.probeSets`; raises PackError."""
     context = spec.model.max_model_len or packs.DEFAULT_CONTEXT_TOKENS
     return packs.load(spec.accuracy.probe_sets, config_maps, context)
 
 
 def probe_plan(spec: Spec, config_maps: Mapping[str, Mapping[str, str]]) -> ProbePlan:
-    """The packs' identity, which their content names, or the fault that keeps them from being used."""
+    """Return the packs' identity, made of their content, or the fault that keeps them from being used."""
     try:
         prompts = probe_prompts(spec, config_maps)
     except PackError as error:

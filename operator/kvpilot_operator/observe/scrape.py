@@ -11,17 +11,29 @@ from typing import Protocol, TypeVar
 import aiohttp
 
 from kvpilot_formats.untrusted import shown
-from kvpilot_operator.budget import METRICS, METRICS_CHUNK_BYTES, METRICS_SOCKET_BYTES, METRICS_STEP, Permits
+from kvpilot_operator.budget import (
+    METRICS,
+    METRICS_CHUNK_BYTES,
+    METRICS_SOCKET_BYTES,
+    METRICS_STEPS,
+    METRICS_WORK_BYTES,
+    Permits,
+)
 from kvpilot_operator.engine_http import EngineConnector
 from kvpilot_operator.errors import NoIdentity, PermitLost, ScrapeError, ScrapeTimeout
 from kvpilot_operator.mesh import Identity
 from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.observe.pod_metrics import PodMetrics
+from kvpilot_operator.probes.answers import read_models
+from kvpilot_operator.probes.errors import MalformedAnswer
 from kvpilot_operator.state.snapshot import ServiceKey
 
 # For all that an engine sends: a server that drips a byte a second must not hold a scrape.
 TIMEOUT_SECONDS = 5.0
 _EXCERPT = 200
+_MODELS_PATH = "/v1/models"
+# A model takes some 500 bytes of it.
+_MAX_MODELS_BYTES = 64 * 1024
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -31,13 +43,37 @@ class Page(Protocol[T_co]):
 
     @property
     def work(self) -> int:
-        """What has been read so far."""
+        """The work of the bytes so far."""
 
     def steps(self, chunk: bytes) -> Iterator[None]:
         """Read the next bytes, a small step at a time."""
 
     def close(self) -> T_co:
-        """What the page said."""
+        """Return the result of the page, which is over."""
+
+
+class _ModelsPage:
+    """Keeps an answer of /v1/models until it is whole."""
+
+    def __init__(self) -> None:
+        self._text = bytearray()
+
+    @property
+    def work(self) -> int:
+        return len(self._text) // METRICS_WORK_BYTES
+
+    def steps(self, chunk: bytes) -> Iterator[None]:
+        if len(self._text) + len(chunk) > _MAX_MODELS_BYTES:
+            raise ScrapeError(f"more than {_MAX_MODELS_BYTES} bytes")
+        self._text += chunk
+        yield
+
+    def close(self) -> tuple[str, ...]:
+        try:
+            models = read_models(_MODELS_PATH, bytes(self._text))
+        except MalformedAnswer as error:
+            raise ScrapeError(f"not a list of models: {error}") from error
+        return tuple(shown(one.id) for one in models if one.parent is not None)
 
 
 class Scraper:
@@ -49,7 +85,7 @@ class Scraper:
     def __init__(self, identity: Identity | None = None) -> None:
         self.identity = identity
         self._permits = Permits(METRICS)
-        self._steps = Permits(METRICS_STEP)
+        self._steps = asyncio.Semaphore(METRICS_STEPS)
         self._http = aiohttp.ClientSession(
             connector=EngineConnector(limit=0, socket_factory=_socket),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -67,11 +103,22 @@ class Scraper:
     async def scrape(self, service: ServiceKey, url: str, spend: Callable[[int], None]) -> PodMetrics:
         """Fetch and read the page of one engine of a service; every failure is a ScrapeError that names the address.
 
-        `spend` is told the work (`PageReader.work`) that it took, after a failure, too.
+        `spend` gets the work (`PageReader.work`) of the page, after a failure, too.
         """
         page = PageReader()
         try:
             return await self.read(service, url, page)
+        finally:
+            spend(page.work)
+
+    async def adapters(self, service: ServiceKey, url: str, spend: Callable[[int], None]) -> tuple[str, ...]:
+        """Return the LoRA adapters that one engine has loaded, in its order; the rest is as in `scrape`.
+
+        At /v1/models they are models that have a parent.
+        """
+        page = _ModelsPage()
+        try:
+            return await self.read(service, url, page, _MODELS_PATH)
         finally:
             spend(page.work)
 
@@ -80,7 +127,7 @@ class Scraper:
         address = f"{url}{path}"
         try:
             async with self._permits.of(service, service.namespace):
-                await self._fetch(service, address, page)
+                await self._fetch(address, page)
                 return page.close()
         except (ScrapeError, PermitLost, NoIdentity) as error:
             raise ScrapeError(f"{address}: {error}") from error
@@ -91,7 +138,7 @@ class Scraper:
             raise ScrapeError(f"{address}: {type(error).__name__}: {shown(str(error))[:_EXCERPT]}") from error
 
     async def waiting(self, service: ServiceKey, url: str) -> float:
-        """Requests that wait for room in one pod; 0 where it does not say, 1 where it is too busy to say."""
+        """Return the requests that wait for room in one pod; 0 where it does not say, 1 where it is too busy."""
         try:
             # What this takes is bounded by the questions of the probe that asks.
             return (await self.scrape(service, url, lambda _: None)).waiting
@@ -101,14 +148,14 @@ class Scraper:
             return 0.0
 
     def tls(self, url: str) -> ssl.SSLContext | None:
-        """For one more connection to this address; None for one that is reached in the clear.
+        """Return the TLS context for this address; None for one that is reached in the clear.
 
         Raises:
             NoIdentity: the mesh has given no certificate yet.
         """
         return self.identity.tls() if self.identity is not None and url.startswith("https:") else None
 
-    async def _fetch(self, service: ServiceKey, address: str, page: Page[object]) -> None:
+    async def _fetch(self, address: str, page: Page[object]) -> None:
         clock = asyncio.get_running_loop().time
         limit = asyncio.timeout(TIMEOUT_SECONDS)
         tls = self.tls(address) or True
@@ -126,21 +173,21 @@ class Scraper:
                 # The engine is not to blame for what it waits here.
                 came, until = clock(), limit.when() or 0.0
                 limit.reschedule(None)
-                await self._read(service, page.steps(chunk))
+                await self._read(page.steps(chunk))
                 limit.reschedule(until + clock() - came)
 
-    async def _read(self, service: ServiceKey, steps: Iterator[None]) -> None:
-        """Go through these steps; each waits for a permit."""
+    async def _read(self, steps: Iterator[None]) -> None:
+        """Iterate over these steps; each waits for its turn."""
         more = True
         while more:
-            async with self._steps.of(service, service.namespace):
+            async with self._steps:
                 more = next(steps, steps) is None
                 # Whatever else is ready comes before the next steps, whoever's they are.
                 await asyncio.sleep(0)
 
 
 def _socket(address: aiohttp.connector.AddrInfoType) -> socket.socket:
-    """A socket for this address whose buffer is bounded: the kernel's memory counts as the container's, too."""
+    """Make a socket with a bounded buffer: the kernel's memory counts as the container's, too."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, METRICS_SOCKET_BYTES)

@@ -1,4 +1,4 @@
-"""How often the engines of a service are asked for their pages: seldom where those are refused, or take long to read.
+"""The pace at which a service's engines are asked for pages: slow where those are refused, or take long to read.
 
 An engine that answers well, with a page as large as any real one, is asked in every cycle.
 """
@@ -24,7 +24,7 @@ class _Failed:
 
 
 class ScrapeThrottle:
-    """One service's. Before a cycle `due` says whom to ask, after it `answered` or `failed` are told what came.
+    """The throttle of one service: `due` says before a cycle whom to ask; `answered` and `failed` take the outcome.
 
     Times are seconds on a clock that never goes back.
     """
@@ -36,11 +36,11 @@ class ScrapeThrottle:
 
     @property
     def backed_off(self) -> Mapping[str, str]:
-        """The pods that failed more than once in a row, and so are asked less often, each with why."""
+        """Pods that failed more than once in a row and are asked less often, each with the reason."""
         return {pod: one.why for pod, one in self._failed.items() if one.times > 1}
 
     def due(self, pods: Collection[str], now: float) -> list[str]:
-        """Of a service's ready pods those to ask now; all others of its pods are forgotten."""
+        """Return the ready pods to ask now; all other pods of the service are forgotten."""
         for gone in self._failed.keys() - pods:
             del self._failed[gone]
         if now < self._paid_at:
@@ -50,7 +50,7 @@ class ScrapeThrottle:
         return due
 
     def spend(self, work: int, now: float) -> None:
-        """A page took so much work (`PageReader.work`), whether it was good or not.
+        """Count the work of a page (`PageReader.work`), whether it was good or not.
 
         The service is asked again when the pods that were asked may have taken so much together: in samples of all
         pods or of none, a large page makes no pod look as if it did not answer.
@@ -58,11 +58,11 @@ class ScrapeThrottle:
         self._paid_at = max(self._paid_at, now) + work / (METRICS_WORK_PER_SECOND * max(1, self._asked))
 
     def answered(self, pod: str) -> None:
-        """A pod's page was good: earlier failures are forgotten."""
+        """Forget a pod's failures: its page was good."""
         self._failed.pop(pod, None)
 
     def failed(self, pod: str, now: float, why: str) -> None:
-        """A pod gave no page, or one that was refused."""
+        """Count a pod that gave no page, or one that was refused."""
         known = self._failed.get(pod)
         times = known.times + 1 if known is not None else 1
         pause = BACKOFF.pause(times - 2) if times > 1 else 0.0

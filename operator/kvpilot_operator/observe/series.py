@@ -1,9 +1,9 @@
-"""The lines of a page in Prometheus' text format: from chunks of bytes to the series that are wanted, one by one.
+"""The lines of a page in Prometheus' text format: from chunks of bytes to the wanted series, one by one.
 
 Linear in the bytes of the page, whatever they are: lines are found by one search, and told apart by the name that they
-begin with; what is read further is at most `METRICS_LINE_BYTES` long, and the expressions that read it cannot go back
-(possessive quantifiers). Nothing of a page is kept but the line that a chunk ends in.
-docs/decisions/0013-our-own-reader-of-pages.md has the figures beside prometheus_client's parser.
+begin with. A line is at most `METRICS_LINE_BYTES` long, and the expressions that read it cannot go back (possessive
+quantifiers). Only the line that a chunk ends in is held. docs/decisions/0013-our-own-reader-of-pages.md
+compares it with prometheus_client's parser.
 """
 
 from __future__ import annotations
@@ -37,66 +37,52 @@ _PAIR = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*+)[ \t]*+=[ \t]*+"([^"\\]*+(?:\\.[^"
 
 
 class SeriesReader:
-    """Takes a page in chunks, and calls `on_series` for the series whose names are `wanted`."""
+    """Takes a page in chunks, and calls `on_series` for each series with a `wanted` name."""
 
     def __init__(self, wanted: Set[bytes], on_series: OnSeries) -> None:
         self._wanted = wanted
         self._on_series = on_series
-        self._rest = bytearray()
+        self._rest = b""
         """The line that the last chunk ended in."""
-        self._skipping = False
-        """Within a line of no interest that is longer than a line may be."""
         self._bytes = 0
         self._lines = 0
 
     @property
     def work(self) -> int:
-        """What has been read so far, in lines: the time that it took is proportional to it."""
+        """The lines so far, and a line more for each 128 bytes: the time that they took is proportional to it."""
         return self._lines + self._bytes // METRICS_WORK_BYTES
 
     def steps(self, chunk: bytes) -> Iterator[None]:
-        """Read the next bytes while it is gone through, METRICS_STEP_LINES lines at a time.
+        """Read the next bytes while it is iterated, METRICS_STEP_LINES lines at a time.
 
         Raises:
-            ScrapeError: more bytes or lines than a page may have, or a wanted line that is too long or cannot be read.
+            ScrapeError: more bytes or lines than a page may have, or a line that is too long or cannot be read.
         """
         if self._bytes + len(chunk) > METRICS.read_bytes:
             raise ScrapeError(f"more than {METRICS.read_bytes} bytes")
-        if self._lines + chunk.count(b"\n") > METRICS_LINES:
-            raise ScrapeError(f"more than {METRICS_LINES} lines")
         self._bytes += len(chunk)
-        *lines, rest = chunk.split(b"\n")
-        if lines:
-            lines[0] = bytes(self._rest) + lines[0]
-            self._rest.clear()
-            if self._skipping:
-                lines[0] = b""
-                self._skipping = False
-            for start in range(0, len(lines), METRICS_STEP_LINES):
-                if start:
-                    yield
-                step = lines[start : start + METRICS_STEP_LINES]
-                self._lines += len(step)
-                for line in step:
-                    self._read(line)
-        if not self._skipping:
-            self._rest += rest
-        if len(self._rest) > METRICS_LINE_BYTES:
-            self._read(bytes(self._rest))
-            self._skipping = True
-            self._rest.clear()
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if self._lines + len(lines) > METRICS_LINES:
+            raise ScrapeError(f"more than {METRICS_LINES} lines")
+        longest = max((*lines, self._rest), key=len)
+        if len(longest) > METRICS_LINE_BYTES:
+            raise ScrapeError(f"a line of more than {METRICS_LINE_BYTES} bytes: {_excerpt(longest)}")
+        for start in range(0, len(lines), METRICS_STEP_LINES):
+            if start:
+                yield
+            step = lines[start : start + METRICS_STEP_LINES]
+            self._lines += len(step)
+            for line in step:
+                self._read(line)
 
     def close(self) -> None:
-        """The page is over: read its last line. Raises ScrapeError, as `steps` does."""
-        if not self._skipping:
-            self._read(bytes(self._rest))
+        """Read the last line; raises ScrapeError, as `steps` does."""
+        self._read(self._rest)
 
     def _read(self, line: bytes) -> None:
         name = _NAME.match(line)
         if name is None or name[0] not in self._wanted:
             return
-        if len(line) > METRICS_LINE_BYTES:
-            raise ScrapeError(f"a line of more than {METRICS_LINE_BYTES} bytes: {_excerpt(line)}")
         text = line.decode("utf-8", errors="replace").rstrip()
         parts = _LINE.fullmatch(text)
         try:
@@ -109,7 +95,7 @@ class SeriesReader:
 
 
 def labels_of(text: str) -> dict[str, str]:
-    """The labels of a series, from the text between its braces; escapes are left as they are."""
+    """Return the labels of a series, from the text between its braces; escapes are left as they are."""
     return dict(_PAIR.findall(text))
 
 

@@ -1,4 +1,4 @@
-"""Which engines have work and do none of it? From two pages of a pod, and what was seen before them. Pure.
+"""Find engines that have work and do none of it, from two pages of a pod and what was seen before them. Pure.
 
 Gauges of an engine that hangs stay where they were: they look like a full cache that requests wait for. Counters tell:
 no token was made, and no request ended. vLLM counts a prompt when it ends, so a long one moves no counter either; but
@@ -8,13 +8,28 @@ it fills blocks meanwhile. So an engine stands still where neither its counters 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 
 from kvpilot_operator.observe.pod_metrics import PodMetrics, Rank, restarted
-from kvpilot_operator.observe.streaks import Streak
 
+# A contradiction that lasts this long, over so many pages in a row at least, is not a coincidence of the moment.
+LASTING_SECONDS = 15.0
+LASTING_PAGES = 4
 # Longer than other contradictions: a prompt fills no more blocks where every layer has a window or a state.
 STALLED_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Streak:
+    """Consecutive pages with the same contradiction."""
+
+    since: datetime
+    pages: int = 1
+
+    def lasts(self, now: datetime, seconds: float = LASTING_SECONDS) -> bool:
+        """Return True once it is not a coincidence."""
+        return self.pages >= LASTING_PAGES and (now - self.since).total_seconds() >= seconds
 
 
 def watch(known: Mapping[str, Streak], before: PodMetrics, page: PodMetrics, since: datetime) -> Mapping[str, Streak]:
@@ -30,7 +45,7 @@ def watch(known: Mapping[str, Streak], before: PodMetrics, page: PodMetrics, sin
 
 
 def stalled(known: Mapping[str, Streak], page: PodMetrics, time: datetime) -> str | None:
-    """Say which engine has done nothing for so long that it is no coincidence; None where none has."""
+    """Name an engine that has done nothing for too long to be a coincidence; None where none has."""
     for rank in page.engines:
         streak = known.get(rank.name)
         if streak is not None and streak.lasts(time, STALLED_SECONDS):

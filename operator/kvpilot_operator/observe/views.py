@@ -40,7 +40,7 @@ _POD_NAME = re.compile(r'^(?:pods|Pod) "[^"]*" is (?:forbidden|invalid): ')
 
 
 def pod_view(pod: Object, mesh: bool = False, container_name: str = ENGINE_CONTAINER) -> PodView:
-    """One pod, by its container that counts; `mesh` says whether the operator has an identity for those in a mesh."""
+    """Return the view of one pod by its main container; `mesh`: the operator has an identity for a mesh."""
     labels, status = pod["metadata"].get("labels") or {}, pod.get("status") or {}
     conditions = {c.get("type"): c for c in status.get("conditions") or ()}
     container = _named(status.get("containerStatuses") or (), container_name)
@@ -72,18 +72,18 @@ def pod_view(pod: Object, mesh: bool = False, container_name: str = ENGINE_CONTA
 
 
 def _words(said: Object, field: str = "message") -> str | None:
-    """Return what a kubelet, a scheduler or a controller says there; None where it says nothing."""
+    """Return the words of a kubelet, a scheduler or a controller; None where there are none."""
     return None if said.get(field) is None else lines(str(said[field]))
 
 
 def _no_volume(scheduled: Object) -> str | None:
-    """What the scheduler says where a volume was not made in time; it calls that an error of its own."""
+    """Return the scheduler's words on a volume that was not made in time; it calls that its own error."""
     message = _words(scheduled) or ""
     return message if scheduled.get("reason") == "SchedulerError" and "VolumeBinding" in message else None
 
 
 def _held_up(status: Object, container_name: str) -> tuple[str, str] | None:
-    """Reason and message of the first container beside the one that counts that waits for what may never come."""
+    """Return reason and message of the first other container that waits for what may never come."""
     for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
         waiting = (container.get("state") or {}).get("waiting") or {}
         reason = waiting.get("reason") or ON_ITS_WAY[0]
@@ -94,7 +94,7 @@ def _held_up(status: Object, container_name: str) -> tuple[str, str] | None:
 
 
 def _begun(status: Object) -> bool:
-    """Whether any container was started, for which its volumes must have been there; or none is waited for yet."""
+    """Return True if a container was started, so its volumes are there; or none is waited for yet."""
     containers = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
     return not containers or any(
         one.get("lastState") or (one.get("state") or {}).keys() & {"running", "terminated"} for one in containers
@@ -102,7 +102,7 @@ def _begun(status: Object) -> bool:
 
 
 def _needs(pod: Object) -> tuple[str, ...]:
-    """What the kubelet makes a pod's volumes from and waits for while it is not there, in their order."""
+    """Return the objects that a pod's volumes need and the kubelet waits for, in their order."""
     volumes = (pod.get("spec") or {}).get("volumes") or ()
     parts = [part for one in volumes for part in ((one.get("projected") or {}).get("sources") or (one,))]
     found = [
@@ -115,14 +115,14 @@ def _needs(pod: Object) -> tuple[str, ...]:
 
 
 def is_ours(pod: Object, service: str) -> bool:
-    """True for a pod of one of our workloads: a label is easily copied, a controller's reference less so."""
+    """Return True for a pod of one of our workloads: a label is easily copied, a controller's reference less so."""
     labels = pod["metadata"].get("labels") or {}
     owners = pod["metadata"].get("ownerReferences") or ()
     return any(makes(service, labels.get(REVISION_LABEL, ""), owner) for owner in owners)
 
 
 def leader_name(pod: Object, service: str) -> str | None:
-    """The leader of a worker of one of our groups; None for any other pod."""
+    """Return the leader of a worker of one of our groups; None for any other pod."""
     labels = pod["metadata"].get("labels") or {}
     owners = pod["metadata"].get("ownerReferences") or ()
     found = (leader_of(service, labels.get(REVISION_LABEL, ""), owner) for owner in owners)
@@ -130,7 +130,7 @@ def leader_name(pod: Object, service: str) -> str | None:
 
 
 def deployment_view(deployment: Object, kind: str = "Deployment") -> DeploymentView:
-    """What runs one revision."""
+    """Return the view of the workload that runs one revision."""
     labels, spec = deployment["metadata"].get("labels") or {}, deployment.get("spec") or {}
     template = KINDS[kind].pod_template(deployment).get("spec") or {}
     engine = _named(template.get("containers") or (), ENGINE_CONTAINER)
@@ -152,7 +152,7 @@ def deployment_view(deployment: Object, kind: str = "Deployment") -> DeploymentV
 
 
 def _replica_failure(status: Object) -> str | None:
-    """What the condition ReplicaFailure says."""
+    """Return the message of the condition ReplicaFailure."""
     for condition in status.get("conditions") or ():
         if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
             return without_pod_name(str(condition.get("message") or condition.get("reason") or "FailedCreate"))
@@ -160,31 +160,31 @@ def _replica_failure(status: Object) -> str | None:
 
 
 def without_pod_name(message: str) -> str:
-    """Why a pod was not created, without its name: each attempt has another one."""
+    """Return a refusal of a pod without the pod's name: each attempt has another one."""
     return _POD_NAME.sub("", shown(message))[:1000]
 
 
 def traffic_of(service: Object) -> str | None:
-    """The revision that a Service of ours sends requests to, "" for every one; None where its selector is not ours."""
+    """Return the revision that a Service sends requests to, "" for all; None where the selector is not ours."""
     return _selected(service, (service.get("spec") or {}).get("selector") or {})
 
 
 def pool_view(pool: Object, uid: str) -> ObjectView:
-    """An InferencePool of the name of one of ours; `uid` is the service's."""
+    """Return the view of an InferencePool with a name of ours; `uid` is the service's."""
     spec = pool.get("spec") or {}
     selects = _selected(pool, (spec.get("selector") or {}).get("matchLabels") or {})
     return replace(named_view("InferencePool", pool, uid), selects=selects, picker=spec.get("endpointPickerRef"))
 
 
 def named_view(kind: str, obj: Object, uid: str) -> ObjectView:
-    """An object of the name of one of ours; `uid` is the service's."""
+    """Return the view of an object with a name of ours; `uid` is the service's."""
     metadata = obj["metadata"]
     owned = any(owner.get("uid") == uid for owner in metadata.get("ownerReferences") or ())
     return ObjectView(metadata.get("uid", ""), owned, version_of(kind, dict(obj)))
 
 
 def together(service: str | None, pool: ObjectView | None) -> str | None:
-    """What gets requests through a Service, as `traffic_of` tells it, and a pool: every revision where they differ."""
+    """Return the revision behind a Service (`traffic_of`) and a pool: every revision where they differ."""
     if service is None or pool is None or not pool.owned or pool.selects == service:
         return service
     return ""
@@ -198,18 +198,12 @@ def _selected(service: Object, selector: Object) -> str | None:
 
 
 def route_view(route: Object | None, key: ServiceKey) -> RouteView | None:
-    """An HTTPRoute, with the weights that its rules together give to this service's Services (1 where none is set)."""
+    """Read an HTTPRoute."""
     if route is None:
         return None
     rules = tuple((route.get("spec") or {}).get("rules") or ())
-    weights: dict[str, int] = {}
-    for backend in (backend for rule in rules for backend in rule.get("backendRefs") or ()):
-        name = backend.get("name")
-        ours = name in (key.name, f"{key.name}-canary") and backend.get("namespace", key.namespace) == key.namespace
-        if ours and backend.get("kind", "Service") == "Service" and backend.get("group", "") == "":
-            weights[name] = weights.get(name, 0) + int(backend.get("weight", 1))
     metadata = route["metadata"]
-    return RouteView(metadata["name"], metadata.get("resourceVersion", ""), rules, weights, _parents(route, key))
+    return RouteView(metadata["name"], metadata.get("resourceVersion", ""), rules, _parents(route, key))
 
 
 def _parents(route: Object, key: ServiceKey) -> tuple[Parent, ...]:
@@ -223,7 +217,7 @@ def _parents(route: Object, key: ServiceKey) -> tuple[Parent, ...]:
 
 
 def _answer(name: str, conditions: Sequence[Object], generation: int) -> Parent:
-    """What counts is said of the route as it is now."""
+    """Return a parent's answer to the route as it is now; older conditions do not count."""
     now = [one for one in conditions if one.get("observedGeneration", generation) >= generation]
     for one in now:
         if one.get("type") in ("Accepted", "ResolvedRefs") and one.get("status") == "False":

@@ -1,4 +1,4 @@
-"""The recent scrapes of every revision, kept in memory: what a restart forgets it measures again."""
+"""The recent scrapes of every revision, kept in memory: a restart forgets them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FAR_BUCKETS = 24
 
 @dataclass(frozen=True, slots=True)
 class SampleRetention:
-    """What a service's decisions look back on, in seconds: `bucket` apart over `near`, and wider apart over `far`."""
+    """The samples that a service's decisions need, in seconds: `bucket` apart over `near`, wider apart over `far`."""
 
     near: float = 600.0
     far: float = 3600.0
@@ -37,9 +37,9 @@ class SampleRetention:
     pressure: float = 300.0
     """Without a trial, histograms are kept of these last seconds alone, and those of latencies only for objectives."""
     trial: bool = True
-    """Whether a canary is compared with the stable side."""
+    """A canary is compared with the stable side."""
     latencies: bool = False
-    """Whether histograms of latencies are kept without one, for objectives."""
+    """Histograms of latencies are kept without a trial, for objectives."""
 
     @property
     def far_bucket(self) -> float:
@@ -48,7 +48,7 @@ class SampleRetention:
 
 
 def retention_of(spec: Spec, *, trial: bool) -> SampleRetention:
-    """The windows of a spec: those that the workload is judged by, and beyond them the longest that a step may take."""
+    """Return the windows of a spec: those of the workload, and beyond them the longest time of a step."""
     canary, sustained = spec.canary, spec.kv_cache.pressure.sustained_seconds
     holds = [step.hold_seconds for step in canary.steps if step.hold_seconds]
     near = max(sustained, spec.scaling.scale_down_stabilization_seconds)
@@ -60,13 +60,13 @@ def retention_of(spec: Spec, *, trial: bool) -> SampleRetention:
 
 
 @dataclass(slots=True)
-class _Bucket:
+class _Merged:
     """Scrapes that are merged into one sample, and how many they are."""
 
     sample: Sample
     scrapes: int = 1
 
-    def merge(self, other: _Bucket) -> None:
+    def merge(self, other: _Merged) -> None:
         """Take in a later bucket: flows add up, gauges are averaged, all else is the later one's."""
         ours, theirs = self.sample, other.sample
         if not theirs.pods:
@@ -102,12 +102,12 @@ class _Series:
 
     known: Mapping[str, Known] = field(default_factory=dict)
     odd: frozenset[str] = frozenset()
-    """What was odd about the last pages."""
-    far: deque[_Bucket] = field(default_factory=deque)
-    near: deque[_Bucket] = field(default_factory=deque)
+    """Oddities of the last pages."""
+    far: deque[_Merged] = field(default_factory=deque)
+    near: deque[_Merged] = field(default_factory=deque)
 
     def turned_back(self, now: datetime) -> bool:
-        """Forget what is dated later than now, and say whether anything was; the clock has been set back then."""
+        """Forget samples that are dated later than now; return True if there were any: the clock was set back."""
         ahead = now + timedelta(seconds=1)
         later = [pod for pod, known in self.known.items() if known.time > ahead]
         if not later:
@@ -119,10 +119,10 @@ class _Series:
         return True
 
     def add(self, sample: Sample, retention: SampleRetention) -> None:
-        """Append a sample, thin what has grown older, drop what nobody looks back on."""
+        """Append a sample, thin older ones, drop those beyond every window."""
         if not retention.trial and not retention.latencies:
             sample = replace(sample, flows=replace(sample.flows, ttft=NOTHING_OBSERVED, itl=NOTHING_OBSERVED))
-        _append(self.near, _Bucket(sample), retention.bucket)
+        _append(self.near, _Merged(sample), retention.bucket)
         if not retention.trial:
             self._thin(sample.time, retention.pressure)
         while _age(self.near[0], sample.time) > retention.near:
@@ -131,14 +131,14 @@ class _Series:
             self.far.popleft()
 
     def _thin(self, now: datetime, seconds: float) -> None:
-        """Drop the histograms of what is older, most of what a sample takes; older still, they are gone already."""
+        """Drop the histograms of older samples, which take most of the memory."""
         for bucket in reversed(self.near):
             flows = bucket.sample.flows
             if _age(bucket, now) > seconds:
-                if flows.prompt_lengths is flows.generation_lengths is NOTHING_OBSERVED:
+                if flows.generation_lengths is NOTHING_OBSERVED:
                     return
                 none = NOTHING_OBSERVED
-                scalars = replace(flows, ttft=none, itl=none, prompt_lengths=none, generation_lengths=none)
+                scalars = replace(flows, ttft=none, itl=none, generation_lengths=none)
                 bucket.sample = replace(bucket.sample, flows=scalars)
 
 
@@ -165,7 +165,7 @@ class Windows:
         unanswered: int = 0,
         gpus: Mapping[str, str] | None = None,
     ) -> Judged:
-        """Judge what a revision's pods answered, and keep it."""
+        """Judge the answers of a revision's pods, and keep them."""
         series = self._series.setdefault(revision, _Series())
         if series.turned_back(time):
             log.warning(
@@ -178,17 +178,17 @@ class Windows:
         return judged
 
     def news(self, revision: str, odd: Collection[str]) -> Collection[str]:
-        """What of all that is odd about a revision's pages now was not so about those before."""
+        """Return the oddities of a revision's pages that the pages before did not have."""
         series = self._series[revision]
         before, series.odd = series.odd, frozenset(odd)
         return series.odd - before
 
     def samples(self) -> dict[str, tuple[Sample, ...]]:
-        """All series, by revision."""
+        """Return all samples, by revision."""
         return {name: tuple(bucket.sample for bucket in (*one.far, *one.near)) for name, one in self._series.items()}
 
     def model(self) -> ModelFacts | None:
-        """The model's architecture as most of the service's pods have it; None where none has said it."""
+        """Return the architecture of most of the service's pods; None where no pod has said it."""
         every = self._series.values()
         said = Counter(pod.page.model for one in every for pod in one.known.values() if pod.page.model is not None)
         return said.most_common(1)[0][0] if said else None
@@ -199,12 +199,12 @@ class Windows:
             del self._series[name]
 
 
-def _append(buckets: deque[_Bucket], bucket: _Bucket, width: float) -> None:
+def _append(buckets: deque[_Merged], bucket: _Merged, width: float) -> None:
     if buckets and buckets[-1].sample.time.timestamp() // width == bucket.sample.time.timestamp() // width:
         buckets[-1].merge(bucket)
     else:
         buckets.append(bucket)
 
 
-def _age(bucket: _Bucket, now: datetime) -> float:
+def _age(bucket: _Merged, now: datetime) -> float:
     return (now - bucket.sample.time).total_seconds()

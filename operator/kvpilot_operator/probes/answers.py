@@ -18,9 +18,9 @@ from msgspec import Meta
 
 from kvpilot_formats.untrusted import shown
 from kvpilot_operator.numbers import whole
-from kvpilot_operator.probes.codec import MAX_TEXT, MAX_TOKEN_ID, MAX_TOP
+from kvpilot_operator.probes.codec import MAX_TOKEN_ID, MAX_TOP
 from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer
-from kvpilot_operator.probes.stats import MIN_LOGPROB, Logprobs, impossible
+from kvpilot_operator.probes.stats import MAX_TEXT, MIN_LOGPROB, Logprobs, impossible
 
 MAX_EXCERPT = 300
 # A token id with its comma and space.
@@ -58,12 +58,15 @@ class _Tokenized(msgspec.Struct):
     max_model_len: Annotated[int, Meta(ge=1)]
 
 
-class _Model(msgspec.Struct):
+class Model(msgspec.Struct):
+    """A served name; a LoRA adapter has the model that it belongs to as its parent."""
+
     id: Annotated[str, Meta(min_length=1, max_length=512)]
+    parent: str | None = None
 
 
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    data: list[Model]
 
 
 class _Logprobs(msgspec.Struct):
@@ -93,9 +96,9 @@ def read_tokens(url: str, data: bytes) -> Tokenized:
     return Tokenized(array("I", answer.tokens), answer.max_model_len)
 
 
-def read_models(url: str, data: bytes) -> tuple[str, ...]:
-    """Return the names that /v1/models lists; raises `MalformedAnswer`."""
-    return tuple(model.id for model in _decoded(url, data, _Models).data)
+def read_models(url: str, data: bytes) -> tuple[Model, ...]:
+    """Return the models that /v1/models lists; raises `MalformedAnswer`."""
+    return tuple(_decoded(url, data, _Models).data)
 
 
 def read_streamed(url: str, data: bytes) -> Chunk:
@@ -146,7 +149,7 @@ def _code(error: msgspec.Raw) -> int:
 def _top(
     url: str, token: int, logprob: float | str | None, top: Mapping[str, float | str | None] | None
 ) -> dict[int, float]:
-    """Return the position's logprobs, or nothing at all when one of them is no number.
+    """Return the position's logprobs, or nothing at all when one of them is not a number.
 
     Raises:
         MalformedAnswer: they are numbers that no distribution has.
@@ -162,7 +165,7 @@ def _top(
     fault = impossible(numbers, token)
     if fault is not None:
         raise MalformedAnswer(
-            f"{url}: {fault}: these are no logprobs. Start the engine without --logprobs-mode, or see its log"
+            f"{url}: {fault}: these are not logprobs. Start the engine without --logprobs-mode, or see its log"
         )
     return {key: min(max(value, MIN_LOGPROB), 0.0) for key, value in numbers.items()}
 

@@ -1,8 +1,8 @@
 """The one place that talks to an engine: vLLM's OpenAI-compatible API over HTTP, with nothing taken on trust.
 
-Used: POST /tokenize (chat messages to token ids, by the engine's own template), POST /v1/completions as a stream with
-token ids in and token ids with logprobs out, and GET /v1/models. Every size is bounded, and a connection failure is
-tried once more.
+Used: POST /tokenize (chat messages to token ids, by the engine's own template), GET /v1/models, and
+POST /v1/completions as a stream: token ids in, token ids with logprobs out. Every size is bounded, and a
+connection failure is tried once more.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 from kvpilot_formats.untrusted import shown
-from kvpilot_operator.budget import CANARY_PROBE, read_body
+from kvpilot_operator.budget import CANARY_PROBE, read_body, whole_lines
 from kvpilot_operator.engine_http import EngineConnector
 from kvpilot_operator.errors import OverBudget
 from kvpilot_operator.probes.answers import (
@@ -61,11 +61,11 @@ _TOOLS_AS_TEXT = "You can call these tools. To call one, answer only with a JSON
 
 
 def untold() -> None:
-    """Nobody wants to know how an engine gets on."""
+    """Ignore an engine's progress."""
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineClient:
     """An engine's address (`http://host:port`) and the model's served name; `http` is shared by all requests.
 
     `progress` is called whenever the engine has answered a question, or a token of one. `priority` is for an engine
@@ -170,10 +170,11 @@ class Engine:
     async def _stream(self, asked: bytes, tokens: int, past_end: bool) -> AsyncGenerator[StreamedToken, None]:
         url = f"{self.base_url}/v1/completions"
         count, ended = 0, ""
+        most = _MAX_STREAM_BYTES + tokens * _MAX_TOKEN_BYTES
         try:
             async with self.http.post(url, data=asked, headers=_JSON, allow_redirects=False) as response:
                 await _check(url, response)
-                async for line in _lines(url, response, _MAX_STREAM_BYTES + tokens * _MAX_TOKEN_BYTES):
+                async for line in whole_lines(response.content.iter_any(), url, most, _MAX_LINE_BYTES):
                     if not line.startswith(b"data:"):
                         continue
                     data = line[5:].strip()
@@ -189,6 +190,8 @@ class Engine:
                         yield step
         except _BROKEN as error:
             raise _unreachable(url, error) from error
+        except OverBudget as error:
+            raise MalformedAnswer(str(error)) from error
         if count < tokens and (past_end or ended != "stop"):
             # Answers that end early agree with each other at every position, of which there are too few, or none.
             raise MalformedAnswer(
@@ -198,13 +201,14 @@ class Engine:
 
 
 async def served_models(base_url: str, http: aiohttp.ClientSession) -> tuple[str, ...]:
-    """The names under which an engine serves; raises a `ProbeError`."""
+    """Return the names under which an engine serves; raises a `ProbeError`."""
     url = f"{base_url}/v1/models"
 
     async def ask() -> tuple[str, ...]:
         async with http.get(url, allow_redirects=False) as response:
             await _check(url, response)
-            return read_models(url, await _read(url, response, _MAX_MODELS_BYTES))
+            models = read_models(url, await _read(url, response, _MAX_MODELS_BYTES))
+            return tuple(model.id for model in models)
 
     return await _twice(url, ask)
 
@@ -260,23 +264,3 @@ async def _read(url: str, response: aiohttp.ClientResponse, limit: int) -> bytes
         return await read_body(response.content.iter_any(), limit, url)
     except OverBudget as error:
         raise MalformedAnswer(str(error)) from error
-
-
-async def _lines(url: str, response: aiohttp.ClientResponse, limit: int) -> AsyncIterator[bytes]:
-    """Yield the lines of a stream of at most `limit` bytes."""
-    rest = bytearray()
-    async for chunk in response.content.iter_any():
-        limit -= len(chunk)
-        if limit < 0:
-            raise MalformedAnswer(f"{url}: more bytes than its tokens can take")
-        first, *lines = chunk.split(b"\n")
-        rest += first
-        if max(len(rest), max(map(len, lines), default=0)) > _MAX_LINE_BYTES:
-            raise MalformedAnswer(f"{url}: a line of more than {_MAX_LINE_BYTES} bytes")
-        if lines:
-            yield bytes(rest)
-            rest = bytearray(lines.pop())
-        for line in lines:
-            yield line
-    if rest:
-        yield bytes(rest)

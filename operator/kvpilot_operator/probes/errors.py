@@ -36,7 +36,7 @@ class EngineUnreachable(ProbeError):
 
 
 class EngineBusy(ProbeError):
-    """Users' requests waited for longer than a probe gives way: no verdict, and nobody's fault."""
+    """Users' requests waited for longer than a probe gives way: no verdict, and no failure of the candidate."""
 
 
 class EngineRefused(ProbeError):

@@ -11,9 +11,9 @@ A pack is YAML (a ConfigMap keeps it under the key `prompts.yaml`):
         description: The area of a country.
         parameters: {type: object, properties: {country: {type: string}}}   # a JSON schema
 
-A prompt may hold the word `{{filler}}` once in one of its messages: a text made here then takes its place, with the
-prompt's `fact` inside it, `fillPercent` of the room that the model's context leaves and the fact `depthPercent` into
-it. That is how `builtin/long-context` follows a model's context without storing long texts.
+A prompt may hold the word `{{filler}}` once in one of its messages: a text made here then takes its place.
+It has `fillPercent` of the room that the model's context leaves, with the prompt's `fact` `depthPercent` into it.
+That is how `builtin/long-context` follows a model's context without storing long texts.
 
 The YAML is plain (`probes/plain_yaml.py`): no tags, anchors, aliases or merge keys. Bounds keep a probe cheap wherever
 it runs: at most 64 prompts over all packs, 32 KiB of YAML text a pack and 16 messages a prompt. On two CPU cores a

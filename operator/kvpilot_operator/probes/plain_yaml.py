@@ -1,8 +1,7 @@
 """YAML that says no more than JSON does: no tags, anchors, aliases or merge keys, one document, within bounds. Pure.
 
-The text is a tenant's. It is judged event by event, and a value is made only of what has been judged, so no text costs
-more than in proportion to its length: what makes a small text large (an alias, a merge key) or runs a constructor (a
-tag) is refused where it stands, before anything is made of it.
+The text is a tenant's. Each event is judged before a value is made of it, so the cost of a text is proportional to its
+length. Whatever makes a small text large (an alias, a merge key) or runs a constructor (a tag) is refused on the spot.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class NotPlainYaml(ValueError):
 
 
 def read(text: str) -> Json:
-    """The value of the one document in `text`: None, bool, int (64 bits), float (finite), str, list or dict of str.
+    """Return the value of the one document: None, bool, int (64 bits), float (finite), str, list or dict of str.
 
     Plain scalars mean what they mean in YAML 1.1, as in Kubernetes' manifests. Raises `NotPlainYaml`, and nothing else,
     for any other text, for more than `MAX_NODES` values or keys, and for more than `MAX_DEPTH` levels.
@@ -87,7 +86,7 @@ class _Reader:
         for event in self._until(yaml.MappingEndEvent):
             key = self._value(event, depth + 1)
             if not isinstance(key, str):
-                raise _refused(event, f"the key {_excerpt(event)} is no text: put it in quotes")
+                raise _refused(event, f"the key {_excerpt(event)} is not a text: put it in quotes")
             if key in found:
                 raise _refused(event, f"the key {_excerpt(event)} a second time: remove one")
             found[key] = self._value(next(self._events), depth + 1)
@@ -115,7 +114,7 @@ def _scalar(event: yaml.Event) -> Json:
         return _number(event, kind)
     if kind == "merge":
         raise _refused(event, "a merge key: write the values out")
-    raise _refused(event, f"{_excerpt(event)} is no text, number, true, false or null: put it in quotes")
+    raise _refused(event, f"{_excerpt(event)} is not a text, number, true, false or null: put it in quotes")
 
 
 def _number(event: yaml.ScalarEvent, kind: str) -> int | float:

@@ -2,15 +2,15 @@
 
 A prefill need not read what it has just stored: backends with packed caches attend to the fresh 16-bit keys and
 values of a first chunk, so logprobs of a *prompt* may see no damage at all. Every backend decodes from its pages, and
-users live on decode. So the candidate decodes: it continues the baseline's prompt greedily, and as long as its token
-equals the baseline's, both sides stand in the same context and their distributions can be compared. Where they part,
+users live on decode. So the candidate decodes: it continues the baseline's prompt greedily. As long as its token
+equals the baseline's, both sides have the same context, and their distributions can be compared. Where they part,
 that position still counts; the request is closed, and a new one resumes with the baseline's tokens up to there as its
 prompt. A request's first token comes from a prefill and is judged only if it differs.
 
-Before a prompt is followed, its first half is asked alone: the rest is then prefilled onto cached pages, as the next
-turn of a chat is, which is where a cache can be wrong while every fresh prompt is right.
+Before a prompt is followed, its first half is asked alone: the rest is then prefilled onto cached pages, like the
+next turn of a chat. There a cache can be wrong while every fresh prompt is right.
 
-A candidate that answers garbage parts at every step, so resumes are bounded: what is left of such a prompt stays
+A candidate that answers garbage parts at every step, so resumes are bounded: the rest of such a prompt stays
 unmeasured, long after the verdict is clear. docs/decisions/0003-decode-probes.md has the alternatives.
 """
 
@@ -26,13 +26,13 @@ from typing import TypeVar
 
 from kvpilot_formats.untrusted import lines
 from kvpilot_operator.probes.answers import Tokenized
-from kvpilot_operator.probes.client import Engine
-from kvpilot_operator.probes.codec import MAX_TEXT, Baseline, BaselinePrompt, check_limits
+from kvpilot_operator.probes.client import EngineClient
+from kvpilot_operator.probes.codec import Baseline, BaselinePrompt, check_limits
 from kvpilot_operator.probes.errors import MalformedAnswer, NothingFits, ProbeError
 from kvpilot_operator.probes.packs import ProbePrompt
 from kvpilot_operator.probes.session import TOP_K, USUAL, Settings, Throttle, allow, probing
 from kvpilot_operator.probes.stats import (
-    MAX_SAMPLE_CHARACTERS,
+    MAX_TEXT,
     AnswerPair,
     Answers,
     Compared,
@@ -124,7 +124,6 @@ async def _measure(base_url: str, model: str, baseline: Baseline, order: range, 
         sample = None if worst is None else await _sample(engine, throttle, baseline.prompts[worst])
     return summarise(
         compared,
-        unmeasured=baseline.positions - len(compared),
         requests=sum(requests for _, requests in found) + (sample is not None),
         tokens=throttle.spent,
         milliseconds=round((time.monotonic() - began) * 1000),
@@ -132,15 +131,17 @@ async def _measure(base_url: str, model: str, baseline: Baseline, order: range, 
     )
 
 
-async def _answer(engine: Engine, prompt: ProbePrompt, tokens: Sequence[int], settings: Settings) -> BaselinePrompt:
+async def _answer(
+    engine: EngineClient, prompt: ProbePrompt, tokens: Sequence[int], settings: Settings
+) -> BaselinePrompt:
     answer: list[Logprobs] = []
     text = ""
     async with aclosing(engine.decode(tokens, settings.tokens, TOP_K)) as steps:
         async for step in steps:
             if not step.logprobs.top:
                 raise MalformedAnswer(
-                    f"{engine.base_url}: prompt {prompt.name!r}: the logprobs after {len(answer)} tokens are no "
-                    "numbers; a baseline needs a sound engine"
+                    f"{engine.base_url}: prompt {prompt.name!r}: the logprobs after {len(answer)} tokens are "
+                    "not numbers; a baseline needs a sound engine"
                 )
             answer.append(step.logprobs)
             text += step.text
@@ -158,7 +159,7 @@ async def _answer(engine: Engine, prompt: ProbePrompt, tokens: Sequence[int], se
 
 
 async def _follow(
-    engine: Engine, throttle: Throttle, index: int, prompt: BaselinePrompt, settings: Settings
+    engine: EngineClient, throttle: Throttle, index: int, prompt: BaselinePrompt, settings: Settings
 ) -> tuple[list[Compared], int]:
     """Decode along the baseline's answer, with a new request after every position where the candidate parts from it.
 
@@ -196,7 +197,7 @@ async def _follow(
     return compared, requests
 
 
-async def _ask_half(engine: Engine, throttle: Throttle, prompt: BaselinePrompt) -> int:
+async def _ask_half(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> int:
     """Leave the first half of the prompt in the engine's prefix cache; return the number of requests that it took."""
     half = prompt.tokens[: len(prompt.tokens) // 2]
     if len(half) < MIN_HALF_TOKENS or not throttle.afford(len(half) + 1):
@@ -207,15 +208,14 @@ async def _ask_half(engine: Engine, throttle: Throttle, prompt: BaselinePrompt) 
     return 1
 
 
-async def _sample(engine: Engine, throttle: Throttle, prompt: BaselinePrompt) -> AnswerPair | None:
+async def _sample(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> AnswerPair | None:
     if not throttle.afford(len(prompt.tokens) + len(prompt.answer)):
         return None
     text = ""
     async with aclosing(engine.decode(prompt.tokens, len(prompt.answer), TOP_K)) as steps:
         async for step in steps:
             text += step.text
-    size = MAX_SAMPLE_CHARACTERS
-    return AnswerPair(prompt=prompt.tail[-size:], stable=prompt.text[:size], canary=lines(text)[:size])
+    return AnswerPair(prompt=prompt.tail, stable=prompt.text, canary=lines(text)[:MAX_TEXT])
 
 
 async def _bounded(items: Sequence[A], work: Callable[[A], Awaitable[B]], concurrency: int) -> list[B]:

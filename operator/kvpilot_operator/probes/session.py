@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from kvpilot_operator.probes.client import Engine, Progress, http_client, untold
+from kvpilot_operator.probes.client import EngineClient, Progress, http_client, untold
 from kvpilot_operator.probes.codec import MAX_PROMPT_TOKENS
 from kvpilot_operator.probes.errors import EngineBusy, ProbeTimeout
 
@@ -21,7 +21,7 @@ LOOK_AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """To users: `waiting` tells how many of their requests are queued, and for `seconds` in all they go first.
+    """Precedence of users: `waiting` returns the number of their queued requests; they go first for `seconds` in all.
 
     With `insist` a run that has waited for long enough goes on; without it, it ends as `EngineBusy`.
     """
@@ -32,7 +32,7 @@ class GiveWay:
 
 
 class Throttle:
-    """Of one probe run: whom it gives way to, and the tokens that it may send and ask for. None is no bound."""
+    """The courtesy of one run: the users that it gives way to, and its budget of tokens (None: no bound)."""
 
     def __init__(self, url: str, give_way: GiveWay | None, token_budget: int | None) -> None:
         self._url = url
@@ -60,7 +60,7 @@ class Throttle:
         self._left -= time.monotonic() - began
 
     def afford(self, tokens: int) -> bool:
-        """Whether a request of this many tokens, prompt and answer, is still within the budget; if so, it is spent."""
+        """Spend this many tokens, prompt and answer; return False if the budget does not cover them."""
         if self._budget is not None and self.spent + tokens > self._budget:
             return False
         self.spent += tokens
@@ -88,13 +88,13 @@ TOKEN_BUDGET = 4 * MAX_PROMPT_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How deep and how gently to probe: `concurrency` requests in flight, `deadline_seconds` for the whole run.
+    """Depth and courtesy of a probe: `concurrency` requests in flight, `deadline_seconds` for the whole run.
 
-    Without `deadline_seconds` a run has as long as its prompts and answers need at the slowest pace that is worth
-    probing, and the time that it gives way.
+    Without `deadline_seconds` a run has the time of its prompts and answers at the slowest pace that is worth probing,
+    and the time that it gives way.
 
     `give_way` lets users' requests go first (None: it does not look). `token_budget` bounds the tokens of all requests
-    together, prompts included; what it does not cover stays unmeasured. `priority` goes with each request, for an
+    together, prompts included; the rest stays unmeasured. `priority` goes with each request, for an
     engine that schedules by priority: a larger one is served later. `api_key` is what an engine behind a gateway wants,
     `tls` how one in a mesh is reached. `headers` go with each request: by a trace's an engine's own spans join it.
     `progress` is called at each of an engine's answers. `from_host` is for an engine that offloads: what it answers is
@@ -131,13 +131,15 @@ USUAL = Settings()
 @asynccontextmanager
 async def probing(
     base_url: str, model: str, settings: Settings
-) -> AsyncIterator[tuple[Engine, Throttle, asyncio.Timeout]]:
-    """The engine, how its users are treated, and the deadline of all that is done, when a `ProbeTimeout` is raised."""
+) -> AsyncIterator[tuple[EngineClient, Throttle, asyncio.Timeout]]:
+    """Yield the engine, the throttle and the deadline of the whole run, at which `ProbeTimeout` is raised."""
     began = asyncio.get_running_loop().time()
     deadline = asyncio.timeout(settings.deadline_seconds or START_SECONDS)
     try:
         async with deadline, http_client(settings.api_key, settings.tls, settings.headers) as http:
-            engine = Engine(base_url.rstrip("/"), model, http, settings.progress, settings.priority, settings.from_host)
+            engine = EngineClient(
+                base_url.rstrip("/"), model, http, settings.progress, settings.priority, settings.from_host
+            )
             yield engine, Throttle(engine.base_url, settings.give_way, settings.token_budget), deadline
     except TimeoutError as error:
         raise ProbeTimeout(

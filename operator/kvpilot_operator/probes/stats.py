@@ -24,12 +24,12 @@ MIN_LOGPROB = -30.0
 MAX_KL = -MIN_LOGPROB
 # Mass below this is rounding: float32 logprobs of 20 tokens add up to 1 only within about 1e-6.
 MIN_REST = 1e-6
-# Probabilities that add up to more are no distribution: logprobs that were rounded to 16 bits stay below.
+# Probabilities that add up to more are not a distribution: logprobs that were rounded to 16 bits stay below.
 MAX_MASS = 1.01
 # Absolute positions in the context, doubling, so that buckets of different services and days can be compared.
 BUCKET_EDGES = (0, 128, 256, 512, 1024, 2048, 4096, 16384)
 MICRO = 1_000_000
-MAX_SAMPLE_CHARACTERS = 400
+MAX_TEXT = 400
 
 
 class Logprobs(NamedTuple):
@@ -59,7 +59,7 @@ class Answers(Sequence[Logprobs]):
         return len(self._ends)
 
     def __getitem__(self, index: Any) -> Any:
-        """One position; slices are not made."""
+        """Return one position; slices are not supported."""
         end = self._ends[index]
         start = self._ends[index - 1] if index % len(self) else 0
         ids = self._ids[start:end]
@@ -77,7 +77,7 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class DamageBucket:
     """Damage at context positions [from_position, to_position)."""
 
     from_position: int
@@ -98,10 +98,8 @@ class AnswerPair:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a candidate's cache did to the baseline's answers; compare it with a control's, not with zero.
+    """The damage of a candidate's cache to the baseline's answers; compare it with a control's, not with zero.
 
-    `unmeasured` counts the baseline's positions that were not judged: first tokens of requests that agreed (they come
-    from a prefill, which need not read the quantized pages) and what lay beyond a prompt's last resume.
     `stderr_kl_micronats` is the standard error of the mean with prompts as clusters (positions of one prompt are
     not independent); 0 for a single prompt, which says nothing about it. `tokens` is what all requests together sent
     and asked for.
@@ -109,14 +107,13 @@ class Measurement:
 
     prompts: int
     positions: int
-    unmeasured: int
     requests: int
     milliseconds: int
     mean_kl_micronats: int
     p99_kl_micronats: int
     stderr_kl_micronats: int
     top1_agreement_permille: int
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[DamageBucket, ...]
     sample: AnswerPair | None
     tokens: int = 0
 
@@ -171,7 +168,7 @@ def percentile(values: Iterable[float], share: float) -> float:
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0
 
 
-def buckets(compared: Iterable[Compared]) -> tuple[Bucket, ...]:
+def buckets(compared: Iterable[Compared]) -> tuple[DamageBucket, ...]:
     """Return the non-empty buckets by absolute position, at most `len(BUCKET_EDGES)`; the last ends after its data."""
     found: dict[int, list[Compared]] = {}
     for c in compared:
@@ -179,7 +176,7 @@ def buckets(compared: Iterable[Compared]) -> tuple[Bucket, ...]:
         found.setdefault(index, []).append(c)
     last = len(BUCKET_EDGES) - 1
     return tuple(
-        Bucket(
+        DamageBucket(
             from_position=BUCKET_EDGES[i],
             to_position=BUCKET_EDGES[i + 1] if i < last else max(c.position for c in group) + 1,
             positions=len(group),
@@ -193,7 +190,6 @@ def buckets(compared: Iterable[Compared]) -> tuple[Bucket, ...]:
 def summarise(
     compared: Sequence[Compared],
     *,
-    unmeasured: int = 0,
     requests: int = 0,
     tokens: int = 0,
     milliseconds: int = 0,
@@ -203,7 +199,6 @@ def summarise(
     return Measurement(
         prompts=len({c.prompt for c in compared}),
         positions=len(compared),
-        unmeasured=unmeasured,
         requests=requests,
         tokens=tokens,
         milliseconds=milliseconds,
@@ -231,7 +226,7 @@ def _mean_micronats(compared: Sequence[Compared]) -> int:
 
 
 def _agreement_permille(compared: Sequence[Compared]) -> int:
-    """Rounded down: 1000 means that every position agreed."""
+    """Return the share, rounded down: 1000 means that every position agreed."""
     return sum(c.agrees for c in compared) * 1000 // len(compared) if compared else 0
 
 

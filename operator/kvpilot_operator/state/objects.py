@@ -143,7 +143,5 @@ class RouteView:
     resource_version: str
     rules: tuple[Mapping[str, Any], ...]
     """`spec.rules`, raw."""
-    weights: Mapping[str, int]
-    """Weight by backend Service name, over the rules that send traffic to this service."""
     parents: tuple[Parent, ...] = ()
     """In the order of `spec.parentRefs`."""

@@ -45,7 +45,6 @@ class Flows:
     """Time to first token, seconds."""
     itl: Histogram = NOTHING_OBSERVED
     """Inter-token latency, seconds."""
-    prompt_lengths: Histogram = NOTHING_OBSERVED
     generation_lengths: Histogram = NOTHING_OBSERVED
     disk_hits: float = 0.0
     """Of `host_hits` the ones that came from a disk below host memory."""

@@ -44,7 +44,7 @@ class NodeFacts:
     """What the nodes that run the service say of their accelerator."""
 
     gpu: str = "cpu"
-    """As the node label nvidia.com/gpu.product says it, or would; another vendor's by the vendor's own label."""
+    """The value of the node label nvidia.com/gpu.product; for another vendor's the resource, such as amd.com/gpu."""
     compute_capability: tuple[int, int] | None = None
     memory_mib: int | None = None
     """Memory of one GPU, or of one slice where the GPUs are divided (MIG)."""

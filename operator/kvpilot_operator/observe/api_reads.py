@@ -1,21 +1,26 @@
-"""Why can a pod of a group not be created? StatefulSets, which make them, say it in Events and nowhere else."""
+"""Reads of the API server that are repeated once in a while, without a watch: served APIs, Events of groups."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvpilot_operator.api.names import deployment_name
+from kvpilot_operator.api.faults import Fault
+from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, LEADER_WORKER_SET_API, deployment_name
+from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.observe.views import without_pod_name
 from kvpilot_operator.render.workloads import LEADER_WORKER_SET
 from kvpilot_operator.state.objects import DeploymentView, PodView
+from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.state.snapshot import ServiceKey
 
 Object = Mapping[str, Any]
 
+API_SECONDS = 30.0
+"""A server that lacked an API is asked again after so long: definitions come and go."""
 READ_SECONDS = 30.0
 """Events of one StatefulSet are read again after so long, and only while pods of it are missing."""
 FORGET_SECONDS = 600.0
@@ -24,8 +29,44 @@ _MOST = 50
 
 
 @dataclass(eq=False)
+class Served:
+    """Asks for an API only where a spec names it; `always` holds the server's other facts."""
+
+    cluster: Cluster
+    always: ServerFacts
+    elapsed: Callable[[], float]
+    _apis: dict[str, tuple[float, bool]] = field(default_factory=dict)
+
+    async def facts(self, spec: Spec | None) -> ServerFacts:
+        """Return the optional APIs that the spec names and the server serves."""
+        named = spec is not None and spec.route_of("") is not None
+        routes = named and await self._serves(HTTP_ROUTE_API)
+        pools = spec is not None and spec.inference_pool is not None and await self._serves(INFERENCE_POOL_API)
+        return replace(self.always, http_routes=routes, inference_pools=pools)
+
+    async def _serves(self, api_version: str) -> bool:
+        asked, served = self._apis.get(api_version, (-math.inf, False))
+        if self.elapsed() - asked >= API_SECONDS:
+            served = await self.cluster.serves(api_version)
+            self._apis[api_version] = (self.elapsed(), served)
+        return served
+
+
+def not_served(spec: Spec | None, groups: bool) -> tuple[Fault, ...]:
+    """Return the faults of a spec that this API server cannot fulfil; `groups`: it serves LeaderWorkerSets."""
+    if spec is None or spec.engine.nodes == 1 or groups:
+        return ()
+    text = (
+        f"a replica over {spec.engine.nodes} nodes is a group of pods of a LeaderWorkerSet, and this API server does "
+        f"not show the operator {LEADER_WORKER_SET_API}: install LeaderWorkerSet, which is noticed in half a minute "
+        "(and let the chart have rbac.leaderWorkerSets), or set nodes to 1 and take nodes with as many GPUs"
+    )
+    return (Fault("spec.engine.nodes", text),)
+
+
+@dataclass(eq=False)
 class GroupEvents:
-    """Reads the Events of StatefulSets that lack pods; `elapsed` gives seconds that never go back."""
+    """Reads why a pod of a group cannot be created: StatefulSets say it in Events and nowhere else."""
 
     cluster: Cluster
     elapsed: Callable[[], float]
@@ -34,7 +75,7 @@ class GroupEvents:
     async def refusals(
         self, key: ServiceKey, workloads: Iterable[DeploymentView], leaders: Sequence[PodView]
     ) -> dict[str, str]:
-        """By revision, why its groups lack pods.
+        """Return the reason why groups lack pods, by revision.
 
         Raises:
             ClusterError: the Events could not be read.
@@ -57,7 +98,7 @@ class GroupEvents:
 
 
 def incomplete(key: ServiceKey, view: DeploymentView, leaders: Sequence[PodView]) -> str | None:
-    """The StatefulSet of a revision's groups that lacks pods: that of leaders, or one leader's of its workers."""
+    """Return the StatefulSet of a revision's groups that lacks pods: that of leaders, or of one leader's workers."""
     if view.kind != LEADER_WORKER_SET.name:
         return None
     there = [one for one in leaders if one.revision == view.revision]
@@ -67,7 +108,7 @@ def incomplete(key: ServiceKey, view: DeploymentView, leaders: Sequence[PodView]
 
 
 def refusal_of(events: Sequence[Object]) -> str | None:
-    """The newest refusal of a pod, without the pod's name; None where a pod was created since."""
+    """Return the newest refusal of a pod, without the pod's name; None where a pod was created since."""
     about = [one for one in events if one.get("reason") in ("FailedCreate", "SuccessfulCreate")]
     newest = max(about, key=_time, default=None)
     if newest is None or newest["reason"] == "SuccessfulCreate":
@@ -77,5 +118,5 @@ def refusal_of(events: Sequence[Object]) -> str | None:
 
 
 def _time(event: Object) -> str:
-    """RFC 3339 in UTC, which sorts as text; the two fields are of older and of newer recorders."""
+    """Return RFC 3339 in UTC, which sorts as text; older and newer recorders use different fields."""
     return str(event.get("lastTimestamp") or event.get("eventTime") or "")
