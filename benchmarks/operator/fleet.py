@@ -37,6 +37,7 @@ from benchmarks.operator.fleet_kubelets import NODES, numbered, set_ready
 from kvpilot_localcluster import build
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.controlplane import ControlPlane
+from kvpilot_localcluster.definitions import define
 from kvpilot_localcluster.engines import PAGE_EARLY, PAGE_LATER
 from kvpilot_operator.api.names import API_VERSION, KIND, SERVICE_LABEL
 from kvpilot_operator.cluster.client import Cluster
@@ -197,8 +198,7 @@ def service(key: tuple[str, str]) -> Object:
 def plane_of(folder: Path, namespaces: Sequence[str]) -> Iterator[ControlPlane]:
     """An API server that knows our API, with these namespaces and nodes with GPUs."""
     with ApiServer(folder / "plane", build.build()) as plane:
-        crd = yaml.safe_load((ROOT / "crds" / "kvpilot.io_quantizedllmservices.yaml").read_text())
-        plane.rest.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd)
+        define(plane.rest, [yaml.safe_load((ROOT / "crds" / "kvpilot.io_quantizedllmservices.yaml").read_text())])
         for name in namespaces:
             plane.rest.create("/api/v1/namespaces", {"metadata": {"name": name}})
             account = {"metadata": {"name": "default"}, "automountServiceAccountToken": False}

@@ -20,13 +20,13 @@ from kubernetes.aio.client import ApiClient
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.cache import cache_folder
 from kvpilot_localcluster.cluster import LocalCluster
+from kvpilot_localcluster.definitions import define
 from kvpilot_localcluster.images import DEFAULT_TABLE
 from kvpilot_localcluster.pod import LOGS_ANNOTATION
 from kvpilot_localcluster.rest import Rest
 from kvpilot_operator.api.names import API_VERSION, DTYPE_LABEL, ENGINE_CONTAINER, KIND, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object
-from kvpilot_operator.errors import ClusterError
 from kvpilot_smallmodels.models import smollm2_135m
 
 ROOT = Path(__file__).parents[2]
@@ -160,15 +160,7 @@ class World:
         return ""
 
     async def _install_crd(self) -> None:
-        crd = yaml.safe_load(CRD.read_text())
-        path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-        await asyncio.to_thread(self.rest.create, path, crd)
-        async with asyncio.timeout(30):
-            while True:
-                with contextlib.suppress(ClusterError):
-                    if await self.cluster.serves(API_VERSION):
-                        return
-                await asyncio.sleep(0.1)
+        await asyncio.to_thread(define, self.rest, [yaml.safe_load(CRD.read_text())])
 
     async def _down(self) -> None:
         if self._operator is not None and self._operator.poll() is None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpilot_localcluster.cluster import LocalCluster
-from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.definitions import define, undefine
 from kvpilot_localcluster.rest import Rest, until
 from support.leader_workers import GROUP, LEADER_WORKER_SET_CRD
 from support.operated import create, engine, exists, services, told
@@ -19,10 +19,9 @@ Json = dict[str, Any]
 @pytest.fixture(scope="module")
 def groups(cluster: LocalCluster) -> Iterator[None]:
     """The kind, without its controller."""
-    directly(cluster.rest, [LEADER_WORKER_SET_CRD])
+    define(cluster.rest, [LEADER_WORKER_SET_CRD])
     yield
-    name = LEADER_WORKER_SET_CRD["metadata"]["name"]
-    cluster.rest.delete(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}")
+    undefine(cluster.rest, LEADER_WORKER_SET_CRD)
 
 
 def stateful_set(of: Json) -> Json:

@@ -13,7 +13,7 @@ from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
 from kvpilot_localcluster.cluster import LocalCluster
-from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.definitions import define, undefine
 from kvpilot_localcluster.rest import ApiError, Rest, until
 from kvpilot_operator.act.ownership import claim
 from kvpilot_operator.act.perform import Actor
@@ -34,12 +34,12 @@ OTHER = {"name": "other-epp", "port": {"number": 9003}, "failureMode": "FailOpen
 
 
 @pytest.fixture(scope="module")
-def server(modern_cluster: LocalCluster) -> Iterator[Rest]:
-    """The newer server of definitions, with the kind."""
-    rest = Rest.of_kubeconfig(modern_cluster.plane.modern_kubeconfig)
-    directly(rest, [POOL_CRD])
+def server(cluster: LocalCluster) -> Iterator[Rest]:
+    """The API server, with the kind."""
+    rest = cluster.rest
+    define(rest, [POOL_CRD])
     yield rest
-    rest.delete(DEFINITION)
+    undefine(rest, POOL_CRD)
 
 
 @pytest.fixture
@@ -61,10 +61,10 @@ def server_1_6(server: Rest) -> Iterator[Rest]:
 
 
 @pytest_asyncio.fixture
-async def cluster_of_pools(modern_cluster: LocalCluster, server: Rest) -> AsyncIterator[Cluster]:
-    """That server as the operator sees it."""
+async def cluster_of_pools(cluster: LocalCluster, server: Rest) -> AsyncIterator[Cluster]:
+    """The server as the operator sees it."""
     configuration = Configuration()
-    kubeconfig = str(modern_cluster.plane.modern_kubeconfig)
+    kubeconfig = str(cluster.kubeconfig)
     await config.load_kube_config(config_file=kubeconfig, client_configuration=configuration)
     cluster = Cluster(ApiClient(configuration))
     yield cluster

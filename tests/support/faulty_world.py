@@ -22,7 +22,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kvpilot_demo.load import Load
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.cluster import LocalCluster
-from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.definitions import define
 from kvpilot_localcluster.engines import faulty
 from kvpilot_localcluster.procs import tail
 from kvpilot_localcluster.rest import HANGS, Rest
@@ -63,7 +63,7 @@ class FaultyWorld:
         local = LocalCluster(folder / "cluster", table=table, backoff=1.0)
         await asyncio.to_thread(local.start)
         try:
-            await asyncio.to_thread(directly, local.rest, [yaml.safe_load(CRD.read_text())])
+            await asyncio.to_thread(define, local.rest, [yaml.safe_load(CRD.read_text())])
             rest, configuration = local.rest, Configuration()
             await config.load_kube_config(config_file=str(local.kubeconfig), client_configuration=configuration)
             cluster = Cluster(ApiClient(configuration))
@@ -194,7 +194,7 @@ class FaultyWorld:
         """Create those CustomResourceDefinitions that no earlier test of this world has created."""
         groups = (await asyncio.to_thread(self.rest.get, "/apis"))["groups"]
         served = {group["name"] for group in groups}
-        await asyncio.to_thread(directly, self.rest, [one for one in definitions if one["spec"]["group"] not in served])
+        await asyncio.to_thread(define, self.rest, [one for one in definitions if one["spec"]["group"] not in served])
 
     async def delete(self, name: str) -> None:
         """Delete a service and wait until its pods are gone."""

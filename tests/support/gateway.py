@@ -34,8 +34,7 @@ _BACKEND = {
     "type": "object",
     "required": ["name"],
     "properties": {
-        # The published one has "" by default, which a server of 1.20 refuses as null.
-        "group": {"type": "string", "maxLength": 253},
+        "group": {"type": "string", "default": "", "maxLength": 253},
         "kind": {"type": "string", "default": "Service", "minLength": 1, "maxLength": 63},
         "namespace": {"type": "string", "minLength": 1, "maxLength": 63},
         "name": _NAME,

@@ -106,6 +106,9 @@ class MemoryApi:
         if known is not None and subresource:
             # The operator alone writes what it applies to here, so what it leaves out is gone.
             known = {key: value for key, value in known.items() if key != subresource}
+        if known is not None and manifest["kind"] == "Service":
+            # A Service's selector is one value to an apply, whoever wrote its labels.
+            known = {**known, "spec": {key: value for key, value in known["spec"].items() if key != "selector"}}
         return self.put(_merged(known or {}, manifest))
 
     async def merge(self, api_version: str, kind: str, namespace: str, name: str, patch: Object) -> Object:

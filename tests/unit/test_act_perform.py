@@ -169,7 +169,7 @@ async def test_what_must_not_be_there_is_deleted_once():
     for _ in range(3):
         await actor.perform(s, Decision(s.status, gone))
     assert recorder.writes == [("delete", *budget)]
-    there = Objects((disruption_budget(KEY, "u-1", "x", 1, evict_unready=True),), {}, frozenset())
+    there = Objects((disruption_budget(KEY, "u-1", "x", 1),), {}, frozenset())
     await actor.perform(s, Decision(s.status, there))
     await actor.perform(s, Decision(s.status, gone))
     assert recorder.writes[1:] == [("create", *budget), ("apply", *budget), ("delete", *budget)]
@@ -211,7 +211,7 @@ def test_a_service_and_its_budget_select_one_revision_or_every_one():
     for name in ("abc", ""):
         selector = service(KEY, "u-1", "chat", name)["spec"]["selector"]
         assert selector.get(REVISION_LABEL, "") == name
-        budget = disruption_budget(KEY, "u-1", name, 1, evict_unready=True)["spec"]
+        budget = disruption_budget(KEY, "u-1", name, 1)["spec"]
         assert budget["selector"]["matchLabels"] == selector
         assert budget["minAvailable"] == 1
 

@@ -223,10 +223,6 @@ class Actor:
         if there and last is not None and same and last.version == (seen.version if seen is not None else ""):
             return
         uid = await self._uid(s, manifest)
-        if kind == "Service" and seen is not None and seen.owned and seen.selects is None:
-            # Another manager's labels in a selector outlive an apply (before Kubernetes 1.21): none of it stays.
-            empty = {"metadata": {"uid": uid}, "spec": {"selector": None}}
-            await self._cluster.merge(manifest["apiVersion"], kind, s.key.namespace, name, empty)
         if kind == "InferencePool" and seen is not None and seen.picker and "endpointPickerRef" not in manifest["spec"]:
             # Who has claimed the name, or changed the pool, keeps the picker beside us: an apply would leave it there.
             none = {"metadata": {"uid": uid}, "spec": {"endpointPickerRef": None}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 from kubernetes.aio import config
@@ -206,13 +205,6 @@ class Cluster:
         except NotFound:
             return False
         return True
-
-    async def version(self) -> tuple[int, int]:
-        """The server's version, e.g. (1, 27)."""
-        found = await self._transport.send(Request("GET", "", "/version"))
-        numbers = [re.match(r"\d+", str(found.get(part, ""))) for part in ("major", "minor")]
-        major, minor = (int(number[0]) if number else 0 for number in numbers)
-        return major, minor
 
     async def _write(self, request: Request) -> Object:
         answer = await self._transport.send(request)

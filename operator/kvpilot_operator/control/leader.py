@@ -47,11 +47,7 @@ class Leader:
     async def start(self) -> Leader:
         """Begin to lead."""
         cluster, telemetry = self.cluster, self.telemetry
-        server = ServerFacts(
-            pod_disruption_budgets=await cluster.serves("policy/v1"),
-            assigns_users=await cluster.serves(OPENSHIFT_SECURITY_API),
-            unhealthy_pod_eviction=await cluster.version() >= (1, 27),
-        )
+        server = ServerFacts(assigns_users=await cluster.serves(OPENSHIFT_SECURITY_API))
         cache = InformerCache(cluster, self.namespaces, self.host_access, mesh=self.identity is not None)
         self.services = cache.feed
         self._scraper = Scraper(self.identity)
