@@ -94,7 +94,7 @@ class NameTaken(Rejected):
     """An object of the name that a service needs is there already, and is somebody else's: nothing was sent."""
 
     def __init__(self, kind: str, namespace: str, name: str) -> None:
-        words = f"{kind} {namespace}/{name} exists and is not kvpilot's"
+        words = f"{kind} {namespace}/{name} exists and is not kvpilot's: {_way_out(kind)}"
         super().__init__("PATCH", f"{namespace}/{name}", 409, words, "NameTaken")
 
 
@@ -102,9 +102,18 @@ class NotStarted(Rejected):
     """Pods were not started: an object that they name is missing, or is somebody else's; nothing was sent."""
 
     def __init__(self, kind: str, needed: str, namespace: str, name: str, *, missing: bool) -> None:
-        state = "does not exist" if missing else "exists and is not kvpilot's"
+        state = "does not exist" if missing else f"exists and is not kvpilot's: {_way_out(needed)}"
         words = f"no pod of this {kind} is started: {needed} {namespace}/{name}, which it names, {state}"
         super().__init__("PATCH", f"{namespace}/{name}", 409, words, "ObjectMissing" if missing else "NameTaken")
+
+
+def _way_out(kind: str) -> str:
+    if kind == "PersistentVolumeClaim":
+        return (
+            "rename the QuantizedLLMService, or delete the claim if nobody needs it; to use its weights, name it in "
+            "spec.cache.weightsClaimName instead of spec.cache.weights"
+        )
+    return "rename the QuantizedLLMService, or delete the other object if nobody needs it"
 
 
 class BadName(ClusterError):

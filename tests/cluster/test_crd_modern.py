@@ -102,7 +102,7 @@ def test_the_server_refuses_the_pods_of_a_service_that_it_accepts(cluster: Local
     assert isinstance(spec, Spec)
     made = workload(ServiceKey("default", "good"), "u-1", pod_template("good", spec, "auto"), 1, 600, nodes=1)
     with pytest.raises(ApiError) as refused:
-        modern_cluster.rest.create("/apis/apps/v1/namespaces/default/deployments?dryRun=All", made)
+        cluster.rest.create("/apis/apps/v1/namespaces/default/deployments?dryRun=All", made)
     assert refused.value.status == 422
     told = [cause["message"] for cause in json.loads(refused.value.body)["details"]["causes"]]
     assert any(bad.word in message for message in told), told

