@@ -41,7 +41,7 @@ from kvpilot_localcluster.definitions import define
 from kvpilot_localcluster.engines import PAGE_EARLY, PAGE_LATER
 from kvpilot_operator.api.names import API_VERSION, KIND, SERVICE_LABEL
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.cluster.objects import Object, Ref
 from kvpilot_operator.control.pilot import PAGES_PER_SECOND
 
 ROOT = Path(__file__).parents[2]
@@ -139,7 +139,7 @@ class Fleet:
     async def _edit(self, key: tuple[str, str], value: int) -> float:
         patch = {"spec": {"rollout": {"denySeconds": value}}}
         since = time.monotonic()
-        made = await self.cluster.merge(API_VERSION, KIND, *key, patch)
+        made = await self.cluster.merge(Ref(API_VERSION, KIND, *key), patch)
         answered, generation = time.monotonic(), made["metadata"]["generation"]
         done = await self.watched.until(
             key, lambda one: ((one.get("status") or {}).get("observedGeneration") or 0) >= generation, since

@@ -18,6 +18,7 @@ from kvpilot_localcluster.rest import ApiError, Rest, until
 from kvpilot_operator.act.ownership import claim
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.decide.rejections import finding, rejected
 from kvpilot_operator.observe.views import pool_view
 from kvpilot_operator.render.objects import inference_pool
@@ -82,7 +83,7 @@ def made(picker: dict[str, Any], name: str = KEY.name) -> dict[str, Any]:
 async def told(cluster: Cluster, actor: Actor, whole: dict[str, Any]) -> Cause | None:
     """A reconcile that asks for this pool; returns why it was refused."""
     name = whole["metadata"]["name"]
-    found = await cluster.find(whole["apiVersion"], whole["kind"], KEY.namespace, name)
+    found = await cluster.find(Ref(whole["apiVersion"], whole["kind"], KEY.namespace, name))
     seen = {} if found is None else {("InferencePool", name): pool_view(found, "u-1")}
     s = replace(snapshot(manifest()), key=KEY, objects=seen)
     await actor.perform(s, Decision(s.status, Objects((whole,), {}, frozenset())))

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from kvpilot_localcluster.rest import HANGS
+from kvpilot_operator.cluster.objects import Ref
 from support.faulty_api import Storm, is_write
 from support.faulty_plane import Component, compact
 from support.faulty_record import record
@@ -77,7 +78,7 @@ class Changes:
         return await self.world.wanted(self.old) is None
 
     async def _delete(self, name: str) -> None:
-        await insist(lambda: self.world.cluster.delete(API_VERSION, KIND, NAMESPACE, name))
+        await insist(lambda: self.world.cluster.delete(Ref(API_VERSION, KIND, NAMESPACE, name)))
 
 
 async def answers(world: FaultyWorld) -> None:

@@ -28,7 +28,7 @@ from kvpilot_localcluster.procs import tail
 from kvpilot_localcluster.rest import HANGS, Rest
 from kvpilot_operator.api.names import API_VERSION, ENGINE_PORT, KIND, SERVICE_LABEL
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.cluster.objects import Object, Ref
 from kvpilot_operator.errors import ClusterError, Conflict
 from support.faulty_api import FaultyApi
 from support.faulty_record import record_machine
@@ -198,7 +198,7 @@ class FaultyWorld:
 
     async def delete(self, name: str) -> None:
         """Delete a service and wait until its pods are gone."""
-        await self.cluster.delete(API_VERSION, KIND, NAMESPACE, name)
+        await self.cluster.delete(Ref(API_VERSION, KIND, NAMESPACE, name))
 
         async def gone() -> bool:
             return not await self.pods(name)
@@ -215,11 +215,11 @@ class FaultyWorld:
 
     async def patch(self, name: str, spec: Object) -> None:
         """kubectl patch qllm --type=merge"""
-        await self.cluster.merge(API_VERSION, KIND, NAMESPACE, name, {"spec": spec})
+        await self.cluster.merge(Ref(API_VERSION, KIND, NAMESPACE, name), {"spec": spec})
 
     async def status(self, name: str) -> Object:
         """The status of a service; empty where there is none."""
-        found = await self.cluster.find(API_VERSION, KIND, NAMESPACE, name)
+        found = await self.cluster.find(Ref(API_VERSION, KIND, NAMESPACE, name))
         status: Object = (found or {}).get("status") or {}
         return status
 
@@ -245,7 +245,7 @@ class FaultyWorld:
 
     async def service_url(self, name: str) -> str:
         """The Service's own address."""
-        found = await self.cluster.get("v1", "Service", NAMESPACE, name)
+        found = await self.cluster.get(Ref("v1", "Service", NAMESPACE, name))
         address: str = found["spec"]["clusterIP"]
         return f"http://{address}" if os.geteuid() == 0 else f"http://{address}:20080"
 

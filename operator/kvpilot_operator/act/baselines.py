@@ -7,7 +7,7 @@ import logging
 from kvpilot_operator.act.ownership import is_owned
 from kvpilot_operator.api.names import SERVICE_LABEL, baseline_name
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.cluster.objects import Object, Ref
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.state.snapshot import Snapshot
@@ -35,6 +35,6 @@ async def prune(cluster: Cluster, s: Snapshot, but: Baseline) -> None:
                 ours.append(metadata)
         ours.sort(key=lambda metadata: (metadata.get("creationTimestamp") or "", metadata["name"]), reverse=True)
         for metadata in ours[MAX_KEPT - 1 :]:
-            await cluster.delete("v1", "ConfigMap", s.key.namespace, metadata["name"], uid=metadata["uid"])
+            await cluster.delete(Ref("v1", "ConfigMap", s.key.namespace, metadata["name"]), uid=metadata["uid"])
     except ClusterError as error:
         log.warning("old baselines are not deleted: %s", error, extra={"service": str(s.key)})

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 
 from kvpilot_operator.api.names import API_VERSION, KIND
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.cluster.objects import Object, Ref
 from kvpilot_operator.errors import ClusterError, NotFound
 from kvpilot_operator.state.decision import Event
 from kvpilot_operator.state.snapshot import Snapshot
@@ -56,7 +56,7 @@ class Events:
         if known is not None and s.now - known.last < timedelta(seconds=SAME_SECONDS):
             patch = {"count": known.count + 1, "lastTimestamp": _time(s.now)}
             try:
-                await self._cluster.merge("v1", "Event", s.key.namespace, known.name, patch)
+                await self._cluster.merge(Ref("v1", "Event", s.key.namespace, known.name), patch)
             except NotFound:
                 pass  # Deleted by a person, or forgotten by the server: it stands there anew.
             else:

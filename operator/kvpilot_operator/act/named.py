@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from kvpilot_operator.act.ownership import is_owned, own
 from kvpilot_operator.api.names import REVISION_LABEL
 from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import NameTaken, NotStarted
 from kvpilot_operator.render.objects import group_service
 from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET
@@ -39,7 +40,7 @@ async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: 
         Conflict: it is an earlier service's of this name, and about to be collected.
     """
     for api_version, needed, about in named:
-        found = await cluster.find(api_version, needed, s.key.namespace, about)
+        found = await cluster.find(Ref(api_version, needed, s.key.namespace, about))
         if found is None:
             raise NotStarted(kind, needed, s.key.namespace, about, missing=True)
         try:
@@ -55,7 +56,7 @@ async def _claim_names_of_groups(cluster: Cluster, s: Snapshot, name: str) -> No
 
     LeaderWorkerSet takes any Service of the set's name, and makes one only where there is none.
     """
-    found = await cluster.find("v1", "Service", s.key.namespace, name)
+    found = await cluster.find(Ref("v1", "Service", s.key.namespace, name))
     if found is None:
         await cluster.create(group_service(s.key, s.uid, name))
         return

@@ -24,7 +24,7 @@ from kvpilot_operator.act.ownership import claim, is_owned, own
 from kvpilot_operator.act.rejections import Rejections
 from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL, deployment_name
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.objects import version_of
+from kvpilot_operator.cluster.objects import Ref, version_of
 from kvpilot_operator.errors import ClusterError, Conflict, NameTaken, NotFound, Rejected
 from kvpilot_operator.probes import codec
 from kvpilot_operator.probes.codec import Baseline
@@ -207,19 +207,19 @@ class Actor:
                 what = _workload(s, revision)
                 seen, api_version = s.objects.get(what), KINDS[what[0]].api_version
                 patch = {"metadata": {"uid": seen.uid} if seen is not None else {}, "spec": {"replicas": replicas}}
-                write = partial(self._cluster.merge, api_version, what[0], s.key.namespace, what[1], patch)
+                write = partial(self._cluster.merge, Ref(api_version, what[0], s.key.namespace, what[1]), patch)
                 start = partial(self._start, s, named, what, write)
                 await self._attempt(s, what, _hash(patch), start if replicas > _replicas(s, revision) else write)
 
     async def _route(self, manifest: Manifest) -> None:
         """Conflict where the route has changed since it was observed: the next reconcile reads it again."""
-        about = manifest["metadata"]
-        patch = {"metadata": {"resourceVersion": about["resourceVersion"]}, "spec": manifest["spec"]}
-        await self._cluster.merge(manifest["apiVersion"], manifest["kind"], about["namespace"], about["name"], patch)
+        version = manifest["metadata"]["resourceVersion"]
+        patch = {"metadata": {"resourceVersion": version}, "spec": manifest["spec"]}
+        await self._cluster.merge(Ref.to(manifest), patch)
 
     async def _apply(self, s: Snapshot, manifest: Manifest, content: bytes) -> None:
         """Server-side apply, unless the object is as it was when this was last applied."""
-        kind, name = what = manifest["kind"], manifest["metadata"]["name"]
+        kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)
         # The Job is in a snapshot for as long as it is asked for.
         there = s.prefetch is not None if kind == "Job" else kind not in _WATCHED or (seen is not None and seen.owned)
@@ -230,7 +230,7 @@ class Actor:
         if kind == "InferencePool" and seen is not None and seen.picker and "endpointPickerRef" not in manifest["spec"]:
             # Who has claimed the name, or changed the pool, keeps the picker beside us: an apply would leave it there.
             none = {"metadata": {"uid": uid}, "spec": {"endpointPickerRef": None}}
-            await self._cluster.merge(manifest["apiVersion"], kind, s.key.namespace, name, none)
+            await self._cluster.merge(Ref.to(manifest), none)
         pinned = {**manifest, "metadata": {**manifest["metadata"], **({"uid": uid} if uid else {})}}
         answer = await self._cluster.apply(pinned)
         # What was applied together, at the operator's start, is not to be due together for ever after.
@@ -243,13 +243,13 @@ class Actor:
         Raises:
             NameTaken: the object of this name is somebody else's.
         """
-        kind, name = what = manifest["kind"], manifest["metadata"]["name"]
+        kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)
         if seen is not None and seen.owned:
             return seen.uid
         if kind not in _WATCHED and last is not None:
             return last.uid
-        found = await self._cluster.find(manifest["apiVersion"], kind, s.key.namespace, name)
+        found = await self._cluster.find(Ref.to(manifest))
         if found is not None:
             return own(s, kind, found)
         claimed = claim(manifest)
@@ -257,16 +257,16 @@ class Actor:
 
     async def _remove(self, s: Snapshot, api_version: str, kind: str, name: str) -> None:
         """Delete what is ours; what is not watched is looked for once in a life of the operator, or after an apply."""
-        what = (kind, name)
+        what, ref = (kind, name), Ref(api_version, kind, s.key.namespace, name)
         if kind in _WATCHED:
             seen = s.objects.get(what)
             uid = seen.uid if seen is not None and seen.owned else ""
         elif what in self._applied and self._applied[what] is None:
             return
         else:
-            found = await self._cluster.find(api_version, kind, s.key.namespace, name)
+            found = await self._cluster.find(ref)
             uid = found["metadata"]["uid"] if found is not None and is_owned(found, s.uid) else ""
-        delete = partial(self._cluster.delete, api_version, kind, s.key.namespace, name, uid=uid)
+        delete = partial(self._cluster.delete, ref, uid=uid)
         if not uid or await self._attempt(s, what, b"", delete):
             self._applied[what] = None
 

@@ -11,7 +11,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 
 from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.kopf_session import KopfSession
-from kvpilot_operator.cluster.objects import Object, name_of, path_of
+from kvpilot_operator.cluster.objects import Object, Ref, name_of, path_of
 from kvpilot_operator.cluster.transport import OnRequest, Request, Transport, give_up_early
 from kvpilot_operator.errors import ClusterError, NotFound
 
@@ -63,27 +63,25 @@ class Cluster:
         """Close the connections."""
         await self._transport.close()
 
-    async def get(self, api_version: str, kind: str, namespace: str, name: str) -> Object:
-        """One object; NotFound where there is none."""
-        path = path_of(api_version, kind, namespace, name)
-        answer = await self._transport.send(Request("GET", kind, path))
-        if name_of(answer) != name:
-            raise _not_what_was_asked("GET", path, kind, answer)
+    async def get(self, ref: Ref) -> Object:
+        """Read one object; raise NotFound where there is none."""
+        request = Request("GET", ref.kind, ref.path)
+        answer = await self._transport.send(request)
+        if name_of(answer) != ref.name:
+            raise _unexpected(request, answer)
         return answer
 
-    async def find(self, api_version: str, kind: str, namespace: str, name: str) -> Object | None:
-        """One object or None."""
+    async def find(self, ref: Ref) -> Object | None:
+        """Read one object; return None where there is none."""
         try:
-            return await self.get(api_version, kind, namespace, name)
+            return await self.get(ref)
         except NotFound:
             return None
 
-    async def find_json(self, api_version: str, kind: str, namespace: str, name: str, *, most: int) -> bytes | None:
-        """One object's JSON, unparsed, or None; OverBudget where it has more than `most` bytes."""
+    async def find_json(self, ref: Ref, *, most: int) -> bytes | None:
+        """Read one object's JSON, unparsed, or None; raise OverBudget if it has more than `most` bytes."""
         try:
-            return await self._transport.read(
-                Request("GET", kind, path_of(api_version, kind, namespace, name)), most=most
-            )
+            return await self._transport.read(Request("GET", ref.kind, ref.path), most=most)
         except NotFound:
             return None
 
@@ -157,18 +155,17 @@ class Cluster:
 
     async def apply(self, manifest: Object, *, subresource: str = "") -> Object:
         """Server-side apply with our field manager: the object, or its subresource, as this manifest says."""
-        path = _path(manifest) + (f"/{subresource}" if subresource else "")
-        query = {**_FIELD_MANAGER, "force": "true"}
-        return await self._write(
-            Request("PATCH", manifest["kind"], path, query, manifest, "application/apply-patch+yaml")
-        )
+        return await self._patch(Ref.to(manifest), subresource, manifest, "apply-patch+yaml", {"force": "true"})
 
-    async def merge(
-        self, api_version: str, kind: str, namespace: str, name: str, patch: Object, *, subresource: str = ""
-    ) -> Object:
-        """JSON merge patch of an object, or of its subresource."""
-        path = path_of(api_version, kind, namespace, name) + (f"/{subresource}" if subresource else "")
-        return await self._write(Request("PATCH", kind, path, _FIELD_MANAGER, patch, "application/merge-patch+json"))
+    async def merge(self, ref: Ref, patch: Object, *, subresource: str = "") -> Object:
+        """Write a JSON merge patch of an object, or of its subresource."""
+        return await self._patch(ref, subresource, patch, "merge-patch+json", {})
+
+    async def _patch(self, ref: Ref, subresource: str, body: Object, content: str, more: dict[str, str]) -> Object:
+        path = f"{ref.path}/{subresource}" if subresource else ref.path
+        return await self._write(
+            Request("PATCH", ref.kind, path, _FIELD_MANAGER | more, body, f"application/{content}")
+        )
 
     async def create(self, manifest: Object) -> Object:
         """Create a new object."""
@@ -177,9 +174,9 @@ class Cluster:
 
     async def replace(self, manifest: Object) -> Object:
         """Write a whole object; Conflict where its resourceVersion has moved on."""
-        return await self._write(Request("PUT", manifest["kind"], _path(manifest), _FIELD_MANAGER, manifest))
+        return await self._write(Request("PUT", manifest["kind"], Ref.to(manifest).path, _FIELD_MANAGER, manifest))
 
-    async def delete(self, api_version: str, kind: str, namespace: str, name: str, *, uid: str = "") -> None:
+    async def delete(self, ref: Ref, *, uid: str = "") -> None:
         """Delete an object and, in the background, what it owns; fine if it is gone already.
 
         Conflict where the object of that name is not the one with this uid.
@@ -188,9 +185,8 @@ class Cluster:
         if uid:
             options["preconditions"] = {"uid": uid}
         with contextlib.suppress(NotFound):
-            path = path_of(api_version, kind, namespace, name)
-            await self._transport.send(Request("DELETE", kind, path, body=options))
-        self._on_write(kind, namespace, name, None)
+            await self._transport.send(Request("DELETE", ref.kind, ref.path, body=options))
+        self._on_write(ref.kind, ref.namespace, ref.name, None)
 
     async def review(self, api_version: str, kind: str, spec: Object) -> Object:
         """The API server's verdict, as a TokenReview or a SubjectAccessReview has it in its status; nothing is kept."""
@@ -210,16 +206,12 @@ class Cluster:
         answer = await self._transport.send(request)
         name = name_of(answer)
         if not (name and answer["metadata"].get("resourceVersion")):
-            raise _not_what_was_asked(request.method, request.path, request.kind, answer)
+            raise _unexpected(request, answer)
         self._on_write(request.kind, answer["metadata"].get("namespace", ""), name, answer)
         return answer
 
 
-def _not_what_was_asked(method: str, path: str, kind: str, answer: Object) -> ClusterError:
+def _unexpected(request: Request, answer: Object) -> ClusterError:
     what = f"{str(answer.get('kind'))[:60]} {name_of(answer)[:60]}".strip()
-    return ClusterError(method, path, 200, f"the answer is no {kind} of this name but {what!r}")
-
-
-def _path(manifest: Object) -> str:
-    metadata = manifest["metadata"]
-    return path_of(manifest["apiVersion"], manifest["kind"], metadata["namespace"], metadata["name"])
+    words = f"the answer is no {request.kind} of this name but {what!r}"
+    return ClusterError(request.method, request.path, 200, words)

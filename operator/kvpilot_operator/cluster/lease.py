@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.cluster.objects import Object, Ref
 
 API_VERSION = "coordination.k8s.io/v1"
 KIND = "Lease"
@@ -68,6 +68,11 @@ class Candidate:
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
+
+    @property
+    def ref(self) -> Ref:
+        """The Lease."""
+        return Ref(API_VERSION, KIND, self.namespace, self.name)
 
     @property
     def holder(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from kvpilot_operator.errors import BadName
@@ -39,6 +39,26 @@ _COLLECTIONS = {
         "/apis/kvpilot.io/v1alpha1/namespaces/{namespace}/quantizedllmservices"
     ),
 }
+
+
+class Ref(NamedTuple):
+    """Names one object; `namespace` is empty where its kind has none."""
+
+    api_version: str
+    kind: str
+    namespace: str
+    name: str
+
+    @classmethod
+    def to(cls, manifest: Object) -> Ref:
+        """Return the reference to the object that a manifest describes."""
+        metadata = manifest["metadata"]
+        return cls(manifest["apiVersion"], manifest["kind"], metadata["namespace"], metadata["name"])
+
+    @property
+    def path(self) -> str:
+        """The REST path; BadName for a name that no object can have."""
+        return path_of(*self)
 
 
 def path_of(api_version: str, kind: str, namespace: str = "", name: str | None = None) -> str:

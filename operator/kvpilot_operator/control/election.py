@@ -97,8 +97,7 @@ class Election:
         return True
 
     async def _read(self) -> None:
-        found = await self.leases.find(lease.API_VERSION, lease.KIND, self.candidate.namespace, self.candidate.name)
-        self.candidate.observe(found, self.clock())
+        self.candidate.observe(await self.leases.find(self.candidate.ref), self.clock())
         self.observed.set()
 
 

@@ -20,6 +20,7 @@ from kvpilot_operator.api.words import Reason
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.budget import CANARY_PROBE, CHECK, Permits
 from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.decide import control_fault, described, judge
 from kvpilot_operator.errors import KvpilotError, PermitLost
 from kvpilot_operator.observe.probe_packs import PackTexts, probe_prompts
@@ -209,7 +210,7 @@ class Prober:
 
     async def _kept(self, key: ServiceKey, uid: str, config_map: str) -> Baseline:
         """The baseline in a ConfigMap; raises `MalformedBaseline` where there is none of ours that can be read."""
-        found = await self._cluster.find("v1", "ConfigMap", key.namespace, config_map)
+        found = await self._cluster.find(Ref("v1", "ConfigMap", key.namespace, config_map))
         if found is not None and not is_owned(found, uid):
             # Whoever may write ConfigMaps would decide otherwise which answers are right.
             raise MalformedBaseline(f"ConfigMap {config_map} is not the service's own: delete it to capture a baseline")
