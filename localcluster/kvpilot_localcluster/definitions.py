@@ -83,7 +83,7 @@ class Aggregation:
         Other versions of the group that the core serves itself stay preferred.
         """
         name = f"{version}.{group}"
-        body = {
+        body: dict[str, Any] = {
             "metadata": {"name": name},
             "spec": {
                 "group": group,

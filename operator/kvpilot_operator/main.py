@@ -133,8 +133,7 @@ class Operator:
                 raise kopf.PermanentError(str(error)) from error
             self._end = asyncio.create_task(self._until_ended())
         namespaces = self._options.namespace or [""]
-        session = self._cluster.session_for_kopf(API_VERSION, KIND, namespaces, self.leader.services.listed)
-        return session.login()
+        return self._cluster.session_for_kopf(API_VERSION, KIND, namespaces, self.leader.services.listed)
 
     async def stop(self) -> None:
         """Hand over, and close all connections."""

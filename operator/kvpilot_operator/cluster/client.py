@@ -6,11 +6,12 @@ import contextlib
 import copy
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
+import kopf
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
 from kvpilot_operator.cluster.fence import WriteFence
-from kvpilot_operator.cluster.kopf_session import KopfSession
+from kvpilot_operator.cluster.kopf_session import KopfSession, Listed
 from kvpilot_operator.cluster.objects import Object, Ref, name_of, path_of
 from kvpilot_operator.cluster.transport import OnRequest, Request, Transport, give_up_early
 from kvpilot_operator.errors import ClusterError, NotFound
@@ -53,11 +54,10 @@ class Cluster:
         return other
 
     def session_for_kopf(
-        self, api_version: str, kind: str, namespaces: Sequence[str], listed: Callable[[str], None]
-    ) -> KopfSession:
-        """Connections of kopf's own, to watch this kind by, with the same server, credentials, fence and counts."""
-        about = (self._transport.api, self._transport.fence, self._transport.on_request)
-        return KopfSession(*about, api_version, kind, namespaces, listed)
+        self, api_version: str, kind: str, namespaces: Sequence[str], listed: Listed
+    ) -> kopf.AiohttpSession:
+        """Return a session by which kopf watches this kind: with the same server, credentials, fence and counts."""
+        return KopfSession(self._transport, api_version, kind, namespaces, listed).login()
 
     async def close(self) -> None:
         """Close the connections."""
@@ -119,15 +119,6 @@ class Cluster:
             if not metadata.get("continue"):
                 return
             query["continue"] = metadata["continue"]
-
-    async def names(self, api_version: str, kind: str, namespace: str) -> tuple[set[tuple[str, str]], str]:
-        """Namespace and name of all objects of a collection, and the list's resourceVersion; nothing else is sent."""
-        names: set[tuple[str, str]] = set()
-        version = ""
-        async for items, listed in self.pages(api_version, kind, namespace, "", accept=_METADATA_ALONE):
-            version = listed
-            names.update((item["metadata"].get("namespace", ""), item["metadata"]["name"]) for item in items)
-        return names, version
 
     async def metadata(
         self, api_version: str, kind: str, namespace: str, selector: str, *, most: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -50,7 +51,7 @@ class Ref(NamedTuple):
     name: str
 
     @classmethod
-    def to(cls, manifest: Object) -> Ref:
+    def to(cls, manifest: Mapping[str, Any]) -> Ref:
         """Return the reference to the object that a manifest describes."""
         metadata = manifest["metadata"]
         return cls(manifest["apiVersion"], manifest["kind"], metadata["namespace"], metadata["name"])
