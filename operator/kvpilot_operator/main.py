@@ -24,9 +24,8 @@ from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.lease import Candidate, Timing
 from kvpilot_operator.control.election import Election
 from kvpilot_operator.control.http import MetricsAccess, serve_http
-from kvpilot_operator.control.leader import Leader, prepare
+from kvpilot_operator.control.leader import FleetOptions, Leader, Replica, prepare
 from kvpilot_operator.control.logs import configure
-from kvpilot_operator.control.replica import Replica
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import LeadershipLost
 from kvpilot_operator.mesh import Identity
@@ -119,8 +118,9 @@ class Operator:
         self._closing.push_async_callback(http.cleanup)
         election = None
         if options.leader_elect:
-            lease = (options.lease_namespace, options.lease_name, Timing(options.lease_seconds))
-            election = Election(beside, self._fence, Candidate(self.identity, *lease), self._ready)
+            timing = Timing(options.lease_seconds)
+            candidate = Candidate(self.identity, options.lease_namespace, options.lease_name, timing)
+            election = Election(beside, self._fence, candidate, self._ready)
         self._replica = Replica(self._fence, self._begin, election)
 
     async def lead(self) -> kopf.AiohttpSession:
@@ -145,9 +145,14 @@ class Operator:
 
     async def _begin(self) -> Leader:
         options = self._options
-        identity = Identity(options.mesh_certificates) if options.mesh_certificates is not None else None
-        fleet = (options.namespace, options.allow_host_access, options.scrape_seconds, options.prices, identity)
-        return await Leader(self._cluster, self._fence, self._telemetry, *fleet, self._ready).start()
+        fleet = FleetOptions(
+            namespaces=options.namespace,
+            host_access=options.allow_host_access,
+            scrape_seconds=options.scrape_seconds,
+            prices=options.prices,
+            identity=Identity(options.mesh_certificates) if options.mesh_certificates is not None else None,
+        )
+        return await Leader(self._cluster, self._fence, self._telemetry, fleet, self._ready).start()
 
     async def _until_ended(self) -> None:
         try:

@@ -150,7 +150,7 @@ class Transport:
             async with await self._call(request, more, limits) as answer:
                 status = answer.status
                 if status != 200:
-                    raise _typed("WATCH", request.path, status, await answer.read(), answer.headers)
+                    raise _typed(request, status, await answer.read(), answer.headers)
                 async for line in whole_lines(answer.content.iter_any()):
                     event = msgspec.json.decode(line, type=_Event)
                     if event.type == "ERROR":
@@ -165,7 +165,6 @@ class Transport:
             self.on_request("WATCH", request.kind, status, time.perf_counter() - began)
 
     async def _body(self, request: Request, more: Mapping[str, str], seconds: float, most: float) -> bytes:
-        about = (request.method, request.path)
         # For the whole request; without the second argument it would be rounded up to a full second.
         limit = aiohttp.ClientTimeout(total=seconds, ceil_threshold=math.inf)
         try:
@@ -174,9 +173,9 @@ class Transport:
                     raise OverBudget(f"{request.path}: {answer.content_length} bytes, more than {most}")
                 body = await read_body(answer.content.iter_any(), most, request.path)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise ClusterError(*about, 0, f"{type(error).__name__}: {error}") from error
+            raise ClusterError(request.method, request.path, 0, f"{type(error).__name__}: {error}") from error
         if not 200 <= answer.status < 300:
-            raise _typed(*about, answer.status, body, answer.headers)
+            raise _typed(request, answer.status, body, answer.headers)
         return body
 
     async def _call(
@@ -205,7 +204,8 @@ def _code(status: Object) -> int:
     return code if isinstance(code, int) and code else 500
 
 
-def _typed(method: str, path: str, status: int, body: bytes, headers: Mapping[str, str]) -> ClusterError:
+def _typed(request: Request, status: int, body: bytes, headers: Mapping[str, str]) -> ClusterError:
+    method, path = request.method, request.path
     try:
         said = msgspec.json.decode(body, type=Object)
     except msgspec.DecodeError:

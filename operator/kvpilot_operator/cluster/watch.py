@@ -46,7 +46,6 @@ class Reflector:
     optional: bool = False
 
     def __post_init__(self) -> None:
-        self._what = (self.api_version, self.kind, self.namespace, self.selector)
         self._version = ""
         self.filled = asyncio.Event()
         self.served = False
@@ -66,7 +65,8 @@ class Reflector:
                 if not self._version:
                     await self._list()
                 began = time.monotonic()
-                async for event, obj in self.cluster.watch(*self._what, self._version):
+                events = self.cluster.watch(self.api_version, self.kind, self.namespace, self.selector, self._version)
+                async for event, obj in events:
                     self._take(event, obj)
                     failures, pause = 0, _BACKOFF.first
                 if time.monotonic() - began > _SHORT_WATCH_SECONDS:
@@ -92,7 +92,7 @@ class Reflector:
     async def _list(self) -> None:
         names: set[Name] = set()
         version = ""
-        async for items, listed in self.cluster.pages(*self._what):
+        async for items, listed in self.cluster.pages(self.api_version, self.kind, self.namespace, self.selector):
             version = listed
             for item in items:
                 self.store.put(item)

@@ -223,9 +223,9 @@ class Prober:
 
     async def _capture(self, key: ServiceKey, spec: Spec, request: Capture, settings: Settings) -> Found:
         prompts, dtype = probe_prompts(spec, await self._texts.of(key, spec)), spec.kv_cache.baseline
-        about = (request.url, request.model)
-        baseline = await run.capture(*about, prompts, identity=request.baseline, dtype=dtype, settings=settings)
-        noise = await run.control(*about, baseline, settings=settings)
+        url, model = request.url, request.model
+        baseline = await run.capture(url, model, prompts, identity=request.baseline, dtype=dtype, settings=settings)
+        noise = await run.control(url, model, baseline, settings=settings)
         captured = codec.with_control(baseline, noise, datetime.now(UTC).replace(microsecond=0))
         fault = control_fault(described(captured, request.config_map), spec.accuracy)
         if fault is not None:
