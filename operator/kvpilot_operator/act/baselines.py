@@ -1,4 +1,4 @@
-"""The ConfigMap that keeps a captured baseline, and the number of those that a service has small."""
+"""Deletes old baselines, so that a service keeps only a few."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvpilot_operator.state.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
-# Baselines that a service keeps, so that going back to a model or to probe sets finds the answers of then.
+# Going back to a model or to probe sets finds the answers captured then.
 MAX_KEPT = 4
-# Whoever writes ConfigMaps in the namespace may give any number of them our label: so many are looked at.
+# Others may give any number of ConfigMaps our label.
 MAX_SEEN = 64
 
 
 async def prune(cluster: Cluster, s: Snapshot, but: Baseline) -> None:
     """Delete the service's oldest baselines, other than this one, beyond `MAX_KEPT` with it.
 
-    Where the API server refuses to delete, one too many is kept: no reason to throw away a capture.
+    If the API server refuses to delete, one too many is kept: the capture is worth more.
     """
     kept = baseline_name(s.key.name, but.identity)
     selector, beginning = f"{SERVICE_LABEL}={s.key.name}", baseline_name(s.key.name, "")

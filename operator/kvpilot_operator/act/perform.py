@@ -1,8 +1,8 @@
-"""Carries out one Decision: what must be kept first, then the status, then objects and pods, then events.
+"""Carries out one Decision: first the baseline, then the status, then objects and pods, then events.
 
-What the API server will not have (a quota, a webhook, a field) is data: it is noted with the service, the other
-objects are written all the same, and the next decision is made from it. Only what passes by itself (a conflict, a
-server that is away) is raised, and ends the reconcile.
+A refusal (a quota, a webhook, a field) is data: it is noted with the service, the other objects are written all the
+same, and the next decision takes it into account. Only errors that pass by themselves (a conflict, a server that is
+away) end the reconcile.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from kvpilot_operator.state.status import dump_status, without_figures
 
 log = logging.getLogger(__name__)
 
-# An object that was applied as it is is applied again after this long, or half of it, to mend what others changed: of a
-# Deployment's spec and a Service the cache tells at once, of all else (labels, a budget) nobody does.
+# An object is applied again after this time, or half of it, to mend changes by others. The cache tells of a changed
+# workload or Service at once, but of labels or a budget nobody does.
 REAPPLY_SECONDS = 600.0
-# Figures alone are written this often at most: an engine may report others at every scrape, and metrics have them all.
+# A status in which only figures changed is written this often at most: metrics have all of them.
 FIGURES_SECONDS = 30.0
-# Of these kinds the snapshot has all that carry the service's label, or (of pools and routes) its names.
+# The snapshot has all objects of these kinds that carry the service's label, or (pools and routes) its names.
 _WATCHED = (*KINDS, "Service", "InferencePool", "HTTPRoute")
 
 
@@ -53,7 +53,7 @@ class _Applied(NamedTuple):
     """When to apply it again, on the actor's clock."""
     uid: str
     version: str
-    """That of the object as it was answered; another one means that somebody else has changed what it should be."""
+    """The version in the answer; another one means that somebody else has changed the object."""
 
 
 class Actor:
@@ -70,9 +70,12 @@ class Actor:
         self._told = -math.inf
 
     async def perform(self, s: Snapshot, decision: Decision) -> None:
-        """Raises Conflict where the service changed since it was observed; nothing but a baseline is written then.
+        """Write everything that the decision asks for.
 
-        A baseline that is refused ends the reconcile, too: the status of this decision would name it.
+        A baseline that is refused ends the reconcile, because the status would name it.
+
+        Raises:
+            Conflict: the service changed since it was observed; only a baseline may have been written.
         """
         if decision.baseline is not None and not await self._keep(s, decision.baseline):
             return
@@ -90,11 +93,11 @@ class Actor:
 
     @property
     def rejections(self) -> tuple[Rejection, ...] | None:
-        """What the API server would not have when it was last asked; None before anything was written."""
+        """Objects that the API server refused when it was last asked; None before anything was written."""
         return self._rejections.now()
 
     async def _keep(self, s: Snapshot, baseline: Baseline) -> bool:
-        """Write a captured baseline; False where it is refused."""
+        """Write a captured baseline; return False if it is refused."""
         await baselines.prune(self._cluster, s, baseline)
         manifest = baseline_config_map(s.key, s.uid, baseline.identity, codec.encode(baseline))
         about = ("ConfigMap", manifest["metadata"]["name"])
@@ -104,7 +107,7 @@ class Actor:
         return await self._attempt(s, about, content, partial(self._apply, s, manifest, content))
 
     def _waits(self, s: Snapshot, decision: Decision) -> bool:
-        """Return True where nothing but figures has changed, and the status was written not long ago."""
+        """Return True if only figures have changed and the status was written not long ago."""
         return (
             self._clock() - self._told < FIGURES_SECONDS
             and decision.status != s.status
@@ -127,7 +130,7 @@ class Actor:
         await self._attempt(s, (KIND, s.key.name), _hash(status), write)
 
     async def _set_gates(self, s: Snapshot, names: Collection[str], *, admitted: bool) -> None:
-        """Open or close the readiness gates of these pods; one that has just gone fails nothing."""
+        """Open or close the readiness gates of these pods; skip one that has just gone."""
         for pod in (one for one in s.pods if one.name in names):
             manifest = pod_admission(s.key, pod, admitted, s.now)
             write = partial(self._cluster.apply, manifest, subresource="status")
@@ -165,7 +168,7 @@ class Actor:
     async def _attempt(
         self, s: Snapshot, what: tuple[str, str], content: bytes, write: Callable[[], Awaitable[object]]
     ) -> bool:
-        """One write; False where it is refused, now or not long ago."""
+        """Try one write; return False if it is refused, now or not long ago."""
         if self._rejections.waits(what, content):
             return False
         try:
@@ -197,7 +200,7 @@ class Actor:
     async def _start(
         self, s: Snapshot, named: Sequence[Reference], what: tuple[str, str], write: Callable[[], Awaitable[object]]
     ) -> None:
-        """A write that adds pods, which waits until all that they name is ours."""
+        """Write something that adds pods, once all objects that they name are ours."""
         await hold(self._cluster, s, named, *what)
         await write()
 
@@ -212,13 +215,13 @@ class Actor:
                 await self._attempt(s, what, _hash(patch), start if replicas > _replicas(s, revision) else write)
 
     async def _route(self, manifest: Manifest) -> None:
-        """Conflict where the route has changed since it was observed: the next reconcile reads it again."""
+        """Write a route's rules; raise Conflict if the route has changed since it was observed."""
         version = manifest["metadata"]["resourceVersion"]
         patch = {"metadata": {"resourceVersion": version}, "spec": manifest["spec"]}
         await self._cluster.merge(Ref.to(manifest), patch)
 
     async def _apply(self, s: Snapshot, manifest: Manifest, content: bytes) -> None:
-        """Server-side apply, unless the object is as it was when this was last applied."""
+        """Apply a manifest, unless it was applied already and the object has not changed since."""
         kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)
         # The Job is in a snapshot for as long as it is asked for.
@@ -238,10 +241,12 @@ class Actor:
         self._applied[what] = _Applied(content, due, answer["metadata"]["uid"], version_of(kind, answer))
 
     async def _uid(self, s: Snapshot, manifest: Manifest) -> str:
-        """The uid of the service's own object of this name, which is made where there is none; "" for a new Deployment.
+        """Return the uid of the service's own object of this name; "" for a new Deployment.
+
+        Create the object, without the parts that make it act, if there is none.
 
         Raises:
-            NameTaken: the object of this name is somebody else's.
+            NameTaken: the object of this name belongs to somebody else.
         """
         kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)
@@ -256,7 +261,7 @@ class Actor:
         return "" if claimed is None else str((await self._cluster.create(claimed))["metadata"]["uid"])
 
     async def _remove(self, s: Snapshot, api_version: str, kind: str, name: str) -> None:
-        """Delete what is ours; what is not watched is looked for once in a life of the operator, or after an apply."""
+        """Delete an object of ours. Look for one that is not watched only once, and after each apply."""
         what, ref = (kind, name), Ref(api_version, kind, s.key.namespace, name)
         if kind in _WATCHED:
             seen = s.objects.get(what)
@@ -272,10 +277,10 @@ class Actor:
 
 
 async def mark_do_not_evict(cluster: Cluster, s: Snapshot, wanted: frozenset[str]) -> None:
-    """Ask cluster autoscalers to leave these pods and their workers where they are, and take it back of all others.
+    """Ask cluster autoscalers to leave these pods and their workers where they are, and only these.
 
-    The annotations are applied under our field manager to single pods: a change of the pod template would roll them,
-    and what a user has annotated stays. A pod that cannot be annotated fails nothing.
+    Annotate single pods, under our field manager: a change of the pod template would roll them, and a user's own
+    annotations stay. Log a pod that cannot be annotated, and go on.
     """
     for asked, pod in ((leader.name in wanted, pod) for leader in s.pods for pod in leader.group):
         if pod.terminating or pod.do_not_evict == asked:
@@ -292,7 +297,7 @@ def _hash(manifest: Manifest) -> bytes:
 
 
 def _workload(s: Snapshot, revision: str) -> tuple[str, str]:
-    """Kind and name of what runs a revision that is there."""
+    """Return kind and name of the workload of a revision that is there."""
     return s.deployments[revision].kind, deployment_name(s.key.name, revision)
 
 

@@ -1,4 +1,4 @@
-"""The API server as the operator needs it: plain JSON objects in and out, typed errors."""
+"""A client of the API server: plain JSON objects in and out, typed errors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvpilot_operator.cluster.transport import OnRequest, Request, Transport, gi
 from kvpilot_operator.errors import ClusterError, NotFound
 
 _PAGE = 500
-# Of each object, its metadata alone may have more than a mebibyte.
+# The metadata of one object may have more than a mebibyte.
 _METADATA_PAGE = 4
 _METADATA_ALONE = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _FIELD_MANAGER = {"fieldManager": "kvpilot"}
 
-# Called after every write: kind, namespace, name, and the object as it is now, or None where it was deleted.
+# Called after every write: kind, namespace, name, and the object as it is now, or None if it was deleted.
 OnWrite = Callable[[str, str, str, Object | None], None]
 
 
@@ -37,7 +37,7 @@ class Cluster:
     async def connect(
         cls, fence: WriteFence | None = None, agent: str = "kvpilot-operator", on_request: OnRequest | None = None
     ) -> Cluster:
-        """Use KUBECONFIG, the default kubeconfig or the pod's service account; `agent` stands in audit logs."""
+        """Connect by KUBECONFIG, the default kubeconfig or the pod's service account; audit logs show `agent`."""
         try:
             config.load_incluster_config()
         except config.ConfigException:
@@ -48,7 +48,7 @@ class Cluster:
         return cls(api, fence, on_request)
 
     def telling(self, on_write: OnWrite) -> Cluster:
-        """The same connections, for one who wants to know of every write."""
+        """Return a client with the same connections that calls `on_write` after every write."""
         other = copy.copy(self)
         other._on_write = on_write
         return other
@@ -86,13 +86,13 @@ class Cluster:
             return None
 
     async def list(self, api_version: str, kind: str, namespace: str, selector: str) -> list[Object]:
-        """The objects with these labels."""
+        """List the objects with these labels."""
         return [item async for items, _ in self.pages(api_version, kind, namespace, selector) for item in items]
 
     async def first(
         self, api_version: str, kind: str, namespace: str, selector: str = "", *, fields: str = "", limit: int
     ) -> Sequence[Object]:
-        """At most `limit` of the objects with these labels and fields, in the order of their names."""
+        """List at most `limit` of the objects with these labels and fields, in the order of their names."""
         async with contextlib.aclosing(
             self.pages(api_version, kind, namespace, selector, fields=fields, limit=limit)
         ) as pages:
@@ -109,7 +109,7 @@ class Cluster:
         accept: str = "application/json",
         limit: int = _PAGE,
     ) -> AsyncGenerator[tuple[Sequence[Object], str], None]:
-        """The objects with these labels and fields, `limit` at a time, each time with the list's resourceVersion."""
+        """Yield the objects with these labels and fields, `limit` at a time, with the list's resourceVersion."""
         query = {"labelSelector": selector, "limit": str(limit)} | ({"fieldSelector": fields} if fields else {})
         while True:
             request = Request("GET", kind, path_of(api_version, kind, namespace), query, accept=accept)
@@ -123,7 +123,7 @@ class Cluster:
     async def metadata(
         self, api_version: str, kind: str, namespace: str, selector: str, *, most: int
     ) -> AsyncIterator[Object]:
-        """The metadata of some `most` objects with these labels, a few at a time: their content is not sent."""
+        """Yield the metadata of about `most` objects with these labels; the server does not send their content."""
         seen = 0
         pages = self.pages(api_version, kind, namespace, selector, accept=_METADATA_ALONE, limit=_METADATA_PAGE)
         async for items, _ in pages:
@@ -136,16 +136,19 @@ class Cluster:
     def watch(
         self, api_version: str, kind: str, namespace: str, selector: str, version: str
     ) -> AsyncIterator[tuple[str, Object]]:
-        """What happens after `version`: ADDED, MODIFIED, DELETED and BOOKMARK, each with its object.
+        """Yield the events after `version` (ADDED, MODIFIED, DELETED, BOOKMARK) with their objects.
 
-        Ends when the server has had enough, which is the usual end. Raises ClusterError: status 410 where the server
-        does not know the version any more, 0 where the connection broke or nothing, not even a bookmark, came.
+        The usual end is the server's.
+
+        Raises:
+            ClusterError: status 410 if the server does not know the version any more; 0 if the connection broke, or
+                not even a bookmark came.
         """
         query = {"labelSelector": selector, "resourceVersion": version}
         return self._transport.watch(Request("GET", kind, path_of(api_version, kind, namespace), query))
 
     async def apply(self, manifest: Object, *, subresource: str = "") -> Object:
-        """Server-side apply with our field manager: the object, or its subresource, as this manifest says."""
+        """Apply a manifest, or its subresource, on the server's side with our field manager."""
         return await self._patch(Ref.to(manifest), subresource, manifest, "apply-patch+yaml", {"force": "true"})
 
     async def merge(self, ref: Ref, patch: Object, *, subresource: str = "") -> Object:
@@ -164,13 +167,14 @@ class Cluster:
         return await self._write(Request("POST", manifest["kind"], path, _FIELD_MANAGER, manifest))
 
     async def replace(self, manifest: Object) -> Object:
-        """Write a whole object; Conflict where its resourceVersion has moved on."""
+        """Write a whole object; raise Conflict if its resourceVersion has moved on."""
         return await self._write(Request("PUT", manifest["kind"], Ref.to(manifest).path, _FIELD_MANAGER, manifest))
 
     async def delete(self, ref: Ref, *, uid: str = "") -> None:
-        """Delete an object and, in the background, what it owns; fine if it is gone already.
+        """Delete an object and, in the background, what it owns; do nothing if it is gone already.
 
-        Conflict where the object of that name is not the one with this uid.
+        Raises:
+            Conflict: the object of that name has another uid.
         """
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if uid:
@@ -180,13 +184,13 @@ class Cluster:
         self._on_write(ref.kind, ref.namespace, ref.name, None)
 
     async def review(self, api_version: str, kind: str, spec: Object) -> Object:
-        """The API server's verdict, as a TokenReview or a SubjectAccessReview has it in its status; nothing is kept."""
+        """Ask for a TokenReview or a SubjectAccessReview and return its status; nothing is stored."""
         body = {"apiVersion": api_version, "kind": kind, "spec": spec}
         answer = await self._transport.send(Request("POST", kind, path_of(api_version, kind), body=body))
         return answer.get("status") or {}
 
     async def serves(self, api_version: str) -> bool:
-        """True where the server knows this API version."""
+        """Return True if the server knows this API version."""
         try:
             await self._transport.send(Request("GET", "", f"/apis/{api_version}"))
         except NotFound:

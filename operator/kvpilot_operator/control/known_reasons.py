@@ -1,4 +1,4 @@
-"""The reasons that may be labels of metrics. Engines and webhooks make up others, each of which would be a series."""
+"""The reasons that may be labels of metrics. Engines and webhooks invent others, and each would be a series."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from kvpilot_operator.probes.errors import ProbeError
 from kvpilot_operator.state.questions import Question
 
 OTHER = "Other"
-# Why kvpilot-serve and kvpilot-prefetch refuse (kvpilot_runtime.errors).
+# Refusals of kvpilot-serve and kvpilot-prefetch (kvpilot_runtime.errors).
 ENGINE = (
     "ModelNotFound", "ModelUnsupported", "DtypeUnsupported", "DoesNotFit", "BadArguments", "VolumeFull",
     "VolumeNotWritable", "HubUnreachable",
 )  # fmt: skip
-# Why a kubelet has not started a container, or starts it no more.
+# Reasons of a kubelet for a container that does not run.
 _KUBELET = (
     "ContainerCreating", "PodInitializing", "CrashLoopBackOff", "ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull",
     "ImageInspectError", "InvalidImageName", "RegistryUnavailable", "SignatureValidationFailed",
@@ -21,7 +21,7 @@ _KUBELET = (
     "PostStartHookError", "RunContainerError", "StartError", "ContainerStatusUnknown", "Error", "OOMKilled",
     "Completed", "DeadlineExceeded", "Evicted", "Terminated",
 )  # fmt: skip
-# Why an API server refuses an object (metav1.StatusReason), or a controller cannot create a pod.
+# Refusals of an API server (metav1.StatusReason), or of a controller that cannot create a pod.
 _API_SERVER = (
     "Invalid", "Forbidden", "BadRequest", "Conflict", "AlreadyExists", "NotFound", "Gone", "Expired", "InternalError",
     "MethodNotAllowed", "NotAcceptable", "UnsupportedMediaType", "RequestEntityTooLarge", "Unauthorized", "Timeout",

@@ -83,11 +83,11 @@ class Leader:
         return self
 
     async def ended(self) -> None:
-        """Return, or raise, when the work ends that should go on for ever."""
+        """Wait until the work ends, which should go on for ever."""
         await asyncio.shield(self._work)
 
     async def quiet(self, seconds: float = DRAIN_SECONDS) -> bool:
-        """Let no write start, and wait for those under way; True where none can reach the API server any more."""
+        """Let no write start, and wait for those under way; return True if none can reach the server any more."""
         self.fence.close()
         self.telemetry.leads(False)
         drained = await self.fence.drained(seconds)
@@ -102,7 +102,7 @@ class Leader:
 
 
 class Replica:
-    """`lead` returns once this replica leads, `ended` when it may or can no longer, and `end` hands over in order.
+    """One replica: `lead` returns once it leads, `ended` when it no longer may or can, and `end` hands over in order.
 
     Without an election it leads at once, and for ever.
     """
@@ -142,18 +142,18 @@ class Replica:
         await first_of(self.leader.ended(), *holding)
 
     async def end(self) -> None:
-        """Stop working; the Lease is let go as soon as the last write has its answer."""
+        """Stop working, and let the Lease go as soon as the last write has its answer."""
         lost = self._hold is not None and self._hold.done()
         if self._hold is not None:
             # First of all: a renewal would open the fence again.
             self._hold.cancel()
             await asyncio.gather(self._hold, return_exceptions=True)
-        # Who has lost the Lease has nothing to hand over, and ends at once.
+        # A replica that lost the Lease has nothing to hand over.
         quiet = self.leader is None or await self.leader.quiet(0 if lost else DRAIN_SECONDS)
         self._fence.close()
         if self._election is not None and not lost:
             if quiet:
-                # Also one that stood by: its claim may have come through in the moment that it was told to stop.
+                # Even if it stood by: its last claim may have come through.
                 await self._election.release()
             else:
                 log.warning("the Lease has to run out: a write that got no answer may still arrive")
@@ -165,14 +165,14 @@ class Replica:
             try:
                 self.leader = await self._start()
             except ClusterError as error:
-                # An API server that has just come back refuses some requests: no reason to give the Lease away.
+                # An API server that has just come back refuses some requests.
                 log.warning("not leading yet, again in %g s: %s", _PAUSE_SECONDS, error)
                 await asyncio.sleep(_PAUSE_SECONDS)
         return self.leader
 
 
 async def first_of(*ends: Awaitable[object]) -> None:
-    """Wait for whatever ends first, cancel the others, and raise what it raised."""
+    """Wait for the first of them to end, cancel the others, and raise its error."""
     tasks = [asyncio.ensure_future(end) for end in ends]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -26,14 +26,17 @@ from kvpilot_operator.tracing import span
 
 log = logging.getLogger(__name__)
 
-# Pages that are fetched in a second at most: a page with its part of a reconcile takes up to 2 ms of a core. A larger
+# At most so many pages are fetched a second: a page with its part of a reconcile takes up to 2 ms of a core. A larger
 # fleet is scraped less often, 6,000 pods every 13 s.
 PAGES_PER_SECOND = 450.0
 
 
 @dataclass(slots=True, eq=False)
 class ServiceRecord:
-    """One service: what was observed of it and written for it, its probe, its series, and its place in the queue."""
+    """The operator's memory of one service: observations, writes, probe, series, and place in the queue.
+
+    It lasts as long as the service is in the cache. Facts that must outlive the process stand in the status.
+    """
 
     key: ServiceKey
     uid: str
@@ -45,13 +48,13 @@ class ServiceRecord:
     scraping: bool = False
 
     def close(self) -> None:
-        """The service is gone: nothing of it goes on by itself."""
+        """Stop everything that goes on by itself: the service is gone."""
         self.probe.close()
         self.attempts.stop()
 
 
 class Registry:
-    """The records of the services in the cache; `make` makes a new one of a service's key and uid."""
+    """The records of the services in the cache; `make` creates one from a service's key and uid."""
 
     def __init__(self, make: Callable[[ServiceKey, str], ServiceRecord]) -> None:
         self._make = make
@@ -64,13 +67,13 @@ class Registry:
         return iter(list(self._records.values()))
 
     def get(self, key: ServiceKey) -> ServiceRecord | None:
-        """The record of a service, None where it is gone."""
+        """Return the record of a service, None if it is gone."""
         return self._records.get(key)
 
     def follow(self, key: ServiceKey, uid: str | None) -> ServiceRecord | None:
-        """The record of the service that has this name now, None where none has.
+        """Return the record of the service that has this name now, None if there is none.
 
-        Here alone a service is forgotten: when it is gone, or when another one with its name has taken its place.
+        Only this method forgets a service: when it is gone, or when another one has taken its name.
         """
         known = self._records.get(key)
         if known is not None and known.uid != uid:
@@ -82,7 +85,7 @@ class Registry:
         return known
 
     async def close(self) -> None:
-        """Let nothing go on by itself, and wait until nothing does."""
+        """Stop everything that goes on by itself, and wait for it."""
         for record in self:
             record.close()
         await asyncio.gather(*(record.probe.ended() for record in self))
@@ -90,7 +93,7 @@ class Registry:
 
 @dataclass(eq=False)
 class Pilot:
-    """All services of the fleet: one reconcile of one of them, and the loop that scrapes them."""
+    """All services of the fleet: their reconciles, and the loop that scrapes them."""
 
     cache: InformerCache
     observer: Observer
@@ -107,7 +110,7 @@ class Pilot:
         self.cache.on_change = self._changed
 
     async def run(self, ready: asyncio.Event) -> None:
-        """Work until cancelled; nothing is decided before the cluster's state has been read once (`ready` is set)."""
+        """Work until cancelled; decide nothing before the cluster's state has been read once (`ready` is set)."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.cache.run())
             await self.cache.filled()
@@ -124,7 +127,7 @@ class Pilot:
         return record.attempts if record is not None else None
 
     def _changed(self, key: ServiceKey) -> None:
-        """Something about a service is not what it was in the cache: it may have come, gone, or be another one."""
+        """Follow a change in the cache: a service may have come, gone or been replaced."""
         service = self.cache.services.get(*key)
         self.registry.follow(key, service.uid if service is not None else None)
         self.queue.add(key)
@@ -155,12 +158,12 @@ class Pilot:
                 record.probe.ensure(snapshot.spec, decision.probe)
         record.series.show(snapshot, decision)
         _tell(snapshot, decision)
-        # What has just been refused, or is so no more, is decided upon at once.
+        # A new refusal, or the end of one, is decided upon at once.
         anew = (record.actor.rejections or ()) != (snapshot.rejections or ())
         return 0.0 if anew else decision.again_seconds
 
     async def _scrape_for_ever(self, group: asyncio.TaskGroup) -> None:
-        """Scrape every service once a cycle, evenly spread over it; one that still hangs from the last is left out."""
+        """Scrape every service once a cycle, evenly spread; skip one whose last scrape still hangs."""
         clock = asyncio.get_running_loop().time
         while True:
             began = clock()
@@ -179,7 +182,7 @@ class Pilot:
         try:
             await self.observer.scrape(record.observations)
         except Exception:
-            # Whatever one service's engines say must not stop the fleet.
+            # The engines of one service must not stop the fleet.
             log.exception("scrape failed", extra={"service": str(record.key)})
         finally:
             record.scraping = False
@@ -202,5 +205,5 @@ def _tell(s: Snapshot, decision: Decision) -> None:
 
 
 def _news(s: Snapshot, decision: Decision) -> Iterator[JournalEntry]:
-    """What this decision has added to the journal."""
+    """Yield the entries that this decision adds to the journal."""
     return (one for one in decision.status.decisions if one.time == s.now and one not in s.status.decisions)

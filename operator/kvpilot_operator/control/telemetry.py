@@ -25,7 +25,7 @@ from kvpilot_operator.tracing import NO_TRACER, Tracer
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-# A series of its own for when each counter began would double the counters, and Prometheus 2 does not use it.
+# A second series for the start of each counter would double them, and Prometheus 2 does not use it.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -88,7 +88,7 @@ class Telemetry:
 
     @contextmanager
     def timed_reconcile(self) -> Iterator[None]:
-        """Time one reconcile and count how it ended. A conflict is no error: somebody wrote first, it is repeated."""
+        """Time one reconcile and count its end. A conflict is not an error: the reconcile is repeated."""
         began = time.perf_counter()
         try:
             yield
