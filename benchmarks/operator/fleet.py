@@ -125,9 +125,9 @@ class Fleet:
             "scrapes_per_second": rate(before, after, "kvpilot_engine_scrapes_total", wall),
             "scrapes_failed": total(after, "kvpilot_engine_scrapes_total", "error")
             - total(before, "kvpilot_engine_scrapes_total", "error"),
-            "passes_per_second": rate(before, after, "kvpilot_passes_total", wall),
-            "passes_failed": total(after, "kvpilot_passes_total", "error")
-            - total(before, "kvpilot_passes_total", "error"),
+            "passes_per_second": rate(before, after, "kvpilot_reconciles_total", wall),
+            "passes_failed": total(after, "kvpilot_reconciles_total", "error")
+            - total(before, "kvpilot_reconciles_total", "error"),
             "api_requests_per_second": round(requests / wall, 2),
             "own_page_seconds": shares([took for took, _ in await asyncio.gather(*pages)]),
             "own_page_kib": round(max(size for _, size in await asyncio.gather(*pages)) / 1024, 1),

@@ -56,7 +56,9 @@ INFO = _family("kvpilot_service_info", "1, with the modes and the model of the s
 CONDITION = _family(
     "kvpilot_condition", "1 for the current status and reason of a condition.", ("type", "status", "reason")
 )
-LAST_PASS = _family("kvpilot_last_pass_timestamp_seconds", "Time of the last successful reconcile of the service.")
+LAST_RECONCILE = _family(
+    "kvpilot_last_reconcile_timestamp_seconds", "Time of the last successful reconcile of the service."
+)
 
 USAGE = _family("kvpilot_kv_usage_ratio", "Share of the KV cache in use, 0 to 1.")
 CAPACITY = _family("kvpilot_kv_capacity_tokens", "KV cache capacity, in tokens, of all replicas.")
@@ -213,7 +215,7 @@ _Rows = Iterator[tuple[Family, tuple[str, ...], float | None]]
 
 def _plain(s: Snapshot, status: Status) -> _Rows:
     usage = status.kv_cache.usage_percent
-    yield LAST_PASS, (), s.now.timestamp()
+    yield LAST_RECONCILE, (), s.now.timestamp()
     yield USAGE, (), usage / 100 if usage is not None else None
     yield CAPACITY, (), status.kv_cache.capacity_tokens
     yield RECENT, (), status.kv_cache.recent_tokens or 0

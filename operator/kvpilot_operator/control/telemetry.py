@@ -42,11 +42,11 @@ class Telemetry:
             version("kvpilot")
         ).set(1)
         self._leader = Gauge("kvpilot_leader", "1 on the leader, 0 on a standby.", registry=registry)
-        self._reconciles = Counter("kvpilot_passes", "Reconciles of services.", ("result",), registry=registry)
+        self._reconciles = Counter("kvpilot_reconciles", "Reconciles of services.", ("result",), registry=registry)
         for result in ("ok", "conflict", "error"):
             self._reconciles.labels(result)
-        self._pass_seconds = Histogram(
-            "kvpilot_pass_duration_seconds", "Duration of a reconcile.", registry=registry, buckets=_SECONDS
+        self._reconcile_seconds = Histogram(
+            "kvpilot_reconcile_duration_seconds", "Duration of a reconcile.", registry=registry, buckets=_SECONDS
         )
         self._queue = Gauge("kvpilot_queue_depth", "Services that wait for a reconcile.", registry=registry)
         self._cycle_seconds = Gauge(
@@ -101,7 +101,7 @@ class Telemetry:
         else:
             self._reconciles.labels("ok").inc()
         finally:
-            self._pass_seconds.observe(time.perf_counter() - began)
+            self._reconcile_seconds.observe(time.perf_counter() - began)
 
     def scraped(self, seconds: float) -> None:
         """Record one cycle over the fleet."""
