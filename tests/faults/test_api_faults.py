@@ -154,14 +154,16 @@ async def test_a_slow_etcd_delays_changes_and_loses_none(world):
 async def test_what_changed_before_etcd_was_compacted_is_seen_by_watches_that_were_away(world):
     """Nothing of what happened meanwhile is left to be told: only a list shows it."""
     folder = world.local.plane.folder
-    server, store = Component(folder, "kube-apiserver"), Component(folder, "etcd")
+    servers = [Component(folder, name) for name in ("kube-apiserver", "apiextensions-apiserver")]
+    store = Component(folder, "etcd")
     changes = await Changes.prepared(world)
     async with world.load("steady") as load:
         await world.api.away()
         await changes.make()
         await asyncio.to_thread(compact, store)
-        server.kill()  # its own memory of what was
-        server.start()
+        for server in servers:
+            server.kill()  # its own memory of what was
+            server.start()
         await answers(world)
         began = time.monotonic()
         await world.api.back()
