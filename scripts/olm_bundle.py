@@ -20,7 +20,7 @@ CHANNEL = "candidate"
 PACKED = ("Service", "PodDisruptionBudget")
 """Kinds that lie beside the ClusterServiceVersion as they are."""
 
-_OPENSHIFT = ("--api-versions", "security.openshift.io/v1", "--api-versions", "policy/v1")
+_OPENSHIFT = ("--api-versions", "security.openshift.io/v1")
 """Pods without a fixed user, which OpenShift would refuse; the image names one for all other clusters."""
 
 _CATEGORIES = {"ai-machine-learning": "AI/Machine Learning"}
