@@ -4,8 +4,7 @@ For each KV-cache dtype the same prompts are answered greedily: alone (one at a 
 in one piece), crowded (CUDA graphs, prefix caching, prompts cut into small chunks, many at once, and so little cache
 that requests are preempted), with --tp N crowded on N GPUs, and with --drafters crowded with a model that drafts.
 The control is `auto`: batches of another shape round differently, so its runs differ too. Every dtype is also compared
-with `auto`, alone.
-Writes OUT/equality-MODEL.json; `gpu_equality_page.py` makes the page.
+with `auto`, alone. Writes OUT/equality-MODEL.json; `gpu_equality_page.py` makes the page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM gets import paths of ours as text: each leads to a module that has what it names."""
+"""Import paths that vLLM gets as text lead to modules with the named classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpilot_runtime.vllm_api import compat, contract, hooks
 
 
 def names_in(module: str) -> set[str]:
-    """What a module's file defines at its top; nothing of it is imported, since some need a GPU's packages."""
+    """Return the top-level names of a module's file, without importing it: some need a GPU's packages."""
     spec = find_spec(module)
     assert spec is not None, module
     assert spec.origin is not None, module

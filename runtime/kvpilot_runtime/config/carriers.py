@@ -1,7 +1,7 @@
-"""The connectors of vLLM that carry pages of ours between engines: in which forms, and beside what, all was right.
+"""Connectors of vLLM that may carry our pages between engines, and the configurations of them that are supported.
 
-A page of ours is bytes that only the factors it was quantized with give their meaning back. So each of them is one of
-ours behind vLLM's name, which lets pages travel only between engines that agree on their terms (`transfer.terms`).
+The bytes of a page have a meaning only with the factors that they were quantized with. So we replace each connector
+by a class of ours, which lets pages travel only between engines that agree on their terms (`transfer.terms`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvpilot_runtime.vllm_api import compat
 
 @dataclass(frozen=True)
 class Carrier:
-    """A connector, and the configurations of it that our dtypes take.
+    """Connector, and its configurations that our dtypes support.
 
     Attributes:
-        name: vLLM's. package: what it imports. release: the only one of it that was read and run; None for any.
-        ours: the import path of the class that is made in its place.
-        extra: what `kv_connector_extra_config` may have, and with which values; None for any.
-        needed: what it must have. sends_alone: whether it loads nothing for a `kv_producer`.
-        layouts: those of the KV cache that it was seen right with.
+        name: vLLM's. package: what it imports. release: the only release that was run; None for any.
+        ours: import path of our class that replaces it.
+        extra: allowed keys of `kv_connector_extra_config`, with allowed values; None for any value.
+        needed: required keys, with their values. sends_alone: a `kv_producer` loads nothing.
+        layouts: supported layouts of the KV cache.
     """
 
     name: str
@@ -60,17 +60,17 @@ LMCACHE = Carrier(
 )  # fmt: skip
 
 SERVED = {one.name: one for one in (NIXL, LMCACHE)}
-"""By name: those of `rules.CARRIERS`."""
+"""Supported connectors by name, those of `rules.CARRIERS`."""
 
 LAYOUT = "VLLM_KV_CACHE_LAYOUT"
-"""vLLM's variable that names the layout of the KV cache."""
+"""Environment variable of vLLM with the layout of the KV cache."""
 
 _EXTRA = "kv_connector_extra_config"
 _MISSING = object()
 
 
 def unsupported(transfer: Mapping[str, Any], device: str) -> str | None:
-    """What of a served connector's configuration does not go together with our dtypes; None for nothing.
+    """Name the part of a supported connector's configuration that our dtypes do not support; None for none.
 
     Args:
         transfer: fields of vLLM's `KVTransferConfig`. device: `cuda` or `cpu`.
@@ -94,9 +94,9 @@ def unsupported(transfer: Mapping[str, Any], device: str) -> str | None:
 
 
 def beside(config: Any) -> str | None:
-    """The part of an engine's vLLM configuration that was never seen right beside its connector and our dtypes."""
+    """Name the part of vLLM's configuration that is not supported together with the connector; None for none."""
     carrier = SERVED[config.kv_transfer_config.kv_connector]
-    if compat.vllm_version() != compat.CARRIES:
+    if compat.lacks_for_pinned():
         return f"{carrier.name} of vllm {compat.version_text()}"
     if other := other_release(carrier):
         return f"{carrier.name} of {carrier.package} {other}"
@@ -109,16 +109,16 @@ def beside(config: Any) -> str | None:
 
 
 def misplaced(connector: str, layout: str | None) -> str | None:
-    """The layout in which a served connector was not seen right; None where it is another, or not known yet."""
+    """Name the layout if a connector is known not to support it; None otherwise."""
     wrong = layout in compat.BLOCK_OUTERMOST and layout not in SERVED[connector].layouts
     return f"{connector} beside {LAYOUT}={layout}" if wrong else None
 
 
 def other_release(carrier: Carrier) -> str | None:
-    """The installed release of a connector's package where it is not the one that was seen right."""
+    """Return the installed release of a connector's package if another one is required; None otherwise."""
     try:
         found = importlib.metadata.version(carrier.package)
     except importlib.metadata.PackageNotFoundError:
         return None
-    wanted = carrier.release and ".".join(map(str, carrier.release))
+    wanted = carrier.release and compat.shown(carrier.release)
     return found if wanted and not f"{found}.".startswith(f"{wanted}.") else None
