@@ -1,4 +1,4 @@
-"""The codecs of the accuracy table: what they take, and how far off they are on rows whose answer is known."""
+"""Codecs of the accuracy table: their size, and their error on rows with a known answer."""
 
 import pytest
 import torch
