@@ -5,8 +5,7 @@ Each dtype has two engines (dummy weights) with vLLM's NixlConnector, `DTYPE/win
 connector asks for. Prompts are read on GPU 0, one by one, and answered on GPU 1. Written down are the bytes that
 travel, the copies that NIXL makes of them (blocks in a row on both sides are one), how long that takes, the time to the
 first token, whether every block came as it left, and how many tokens of an answer are those that the first engine gives
-over the same blocks.
-Writes OUT/disaggregated-SHAPE.json and prints a table.
+over the same blocks. Writes OUT/disaggregated-SHAPE.json and prints a table.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from support.interpreter import mend
 
 
 class InterpretedBackend(CudaLatentBackend):
-    """What both dtypes share: vLLM's blocks on a CPU have 16 tokens, and there is no GPU to ask."""
+    """Backend with vLLM's blocks of 16 tokens on a CPU, without a GPU to ask."""
 
     supported_dtypes = (torch.float32,)  # type: ignore[assignment]
 
