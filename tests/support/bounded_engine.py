@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
+from kvpilot_smallmodels.stepping import in_steps
 from support.own_process import ask
 
 
@@ -148,7 +150,7 @@ def main() -> None:
     """Serve the request on stdin."""
     asked = Asked(**json.load(sys.stdin))
     from prometheus_client import generate_latest
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     options = {"enforce_eager": True, "skip_tokenizer_init": True, **asked.options}
     llm = LLM(asked.model, kv_cache_dtype=asked.dtype, dtype="float32", **options)
@@ -159,23 +161,18 @@ def main() -> None:
     told.blocks = core.scheduler.kv_cache_config.num_blocks
     told.tokens_of_cache, told.concurrency = config.kv_cache_size_tokens, config.kv_cache_max_concurrency
     Watched(core, asked, told)
+
+    def give_up(_steps: int, outputs: Sequence[Any]) -> None:
+        for output in outputs:
+            if len(output.outputs[0].token_ids) == asked.abort.get(output.request_id):
+                engine.abort_request([output.request_id])
+
     number = 0
     for prompts, tokens in zip(asked.rounds, asked.tokens, strict=True):
-        first = number
-        answers: dict[int, list[int]] = {}
-        cached: dict[int, int] = {}
-        for prompt, count in zip(prompts, tokens, strict=True):
-            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-            number += 1
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                answers[int(output.request_id)] = list(output.outputs[0].token_ids)
-                if len(output.outputs[0].token_ids) == asked.abort.get(output.request_id):
-                    engine.abort_request([output.request_id])
-                cached[int(output.request_id)] = output.num_cached_tokens or 0
-        told.answers.append([answers[n] for n in range(first, number)])
-        told.cached.append([cached[n] for n in range(first, number)])
+        answers, cached = in_steps(engine, prompts, tokens, number, give_up)
+        number += len(prompts)
+        told.answers.append(answers)
+        told.cached.append(cached)
     pool = core.scheduler.kv_cache_manager.block_pool
     told.left = told.blocks - 1 - pool.get_num_free_blocks()
     engine.engine_core.shutdown()

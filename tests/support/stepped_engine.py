@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
 from kvpilot_runtime.config.offload import below_host
+from kvpilot_smallmodels.stepping import in_steps
 from support import disk_faults
 from support.own_process import ask
 from support.right_drafts import right_drafts
@@ -230,7 +231,7 @@ def main() -> None:
     """Serve the request on stdin."""
     asked = Asked(**json.load(sys.stdin))
     from prometheus_client import generate_latest
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     if asked.trusting:
         from kvpilot_kernels import ring
@@ -260,21 +261,15 @@ def main() -> None:
     for turn, (prompts, tokens) in enumerate(zip(asked.rounds, asked.tokens, strict=True)):
         if fault := asked.disk.get("faults", {}).get(str(turn)):
             getattr(disk_faults, fault)(steps_of.disk)
-        first, steps = number, 0
-        answers: dict[int, list[int]] = {}
-        cached: dict[int, int] = {}
-        for prompt, count in zip(prompts, tokens, strict=True):
-            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-            number += 1
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                answers[int(output.request_id)] = list(output.outputs[0].token_ids)
-                cached[int(output.request_id)] = output.num_cached_tokens or 0
-            steps += 1
-            engine.abort_request([str(n) for n, after in asked.given_up if first <= n < number and after == steps])
-        told.answers.append([answers.get(n, []) for n in range(first, number)])
-        told.cached.append([cached.get(n, 0) for n in range(first, number)])
+        leaving = [(n, after) for n, after in asked.given_up if number <= n < number + len(prompts)]
+
+        def give_up(steps: int, _outputs: Sequence[Any], leaving: Sequence[tuple[int, int]] = leaving) -> None:
+            engine.abort_request([str(n) for n, after in leaving if after == steps])
+
+        answers, cached = in_steps(engine, prompts, tokens, number, give_up)
+        number += len(prompts)
+        told.answers.append(answers)
+        told.cached.append(cached)
     engine.engine_core.shutdown()  # several workers log their end to stdout
     print(json.dumps(asdict(told)), flush=True)
 
