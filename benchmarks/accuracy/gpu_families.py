@@ -50,8 +50,12 @@ QUICK: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """How a family is served: `dtype` of weights and activations, further `fields` of config.json, further arguments of
-    all its engines, and of those with `auto`."""
+    """Serving of a family.
+
+    Attributes:
+        dtype: of weights and activations. fields: further ones of config.json.
+        engine: further arguments of all its engines. auto: of those with `auto`.
+    """
 
     dtype: str = "float16"
     fields: dict[str, Any] = field(default_factory=dict)

@@ -33,8 +33,11 @@ class Plain:
 
     @torch.inference_mode()
     def __call__(self, prompt: list[int], answer: list[int], seen: torch.Tensor) -> tuple[list[float], torch.Tensor]:
-        """How far each token of an answer is below the best of its step, in logits; and the attention that each token
-        gave to each, float64 [tokens, tokens], summed over heads and layers. `seen`: bool, who attends to whom."""
+        """Return each answer token's distance below the best of its step, in logits, and the attention.
+
+        The attention from each token to each is float64 [tokens, tokens], summed over heads and layers. `seen` is a
+        bool mask of the same shape.
+        """
         tokens = torch.tensor([prompt + answer[:-1]], device=self.device)
         count = tokens.shape[1]
         self.seen = seen.to(self.device) & torch.ones(count, count, dtype=torch.bool, device=self.device).tril_()

@@ -28,8 +28,7 @@ class Job:
 
 
 def block_sums(layers: dict[str, Any], num_blocks: int, blocks: Sequence[int]) -> list[int]:
-    """Of blocks their bytes in all layers that are stored: 8-byte words, each times its own number; what overflows
-    wraps."""
+    """Return checksums of blocks over all stored layers: 8-byte words, each times its number, with wrap-around."""
     import torch
 
     caches = [layer.kv_cache for name, layer in layers.items()

@@ -151,8 +151,15 @@ def test_vllms_tier_in_host_memory_is_served_but_beside_layers_with_a_window_or_
         packed.refuse_unsupported_options(engine({"chunks": SimpleNamespace(attention_chunk_size=64)}, **tier))
 
 
-SWITCHES = {one for group in (rules.BESIDE_ANY, rules.BESIDE_BOUNDED, rules.BESIDE_DRAFT_MODELS, rules.BESIDE_CARRIERS)
-            for one in group if one.setting}  # fmt: skip
+SWITCHES = {
+    one
+    for group in (
+        rules.BESIDE_ANY, rules.BESIDE_BOUNDED, rules.BESIDE_LATENT, rules.BESIDE_DRAFT_MODELS, rules.BESIDE_CONNECTORS,
+        rules.BESIDE_HEAVY_HITTERS,
+    )
+    for one in group
+    if one.setting
+}  # fmt: skip
 
 
 def test_every_setting_of_a_rule_is_in_vllms_configuration_and_off_by_default() -> None:

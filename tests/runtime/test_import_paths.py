@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 
 from kvpilot_formats import formats, latent
 from kvpilot_runtime import plugin
-from kvpilot_runtime.config import carriers, offload
+from kvpilot_runtime.config import connectors, offload
 from kvpilot_runtime.vllm_api import compat, contract, hooks
 
 
@@ -46,7 +46,7 @@ def test_every_backend_that_the_plugin_names_leads_somewhere(on_cuda: bool, monk
     assert own == set(told.values())
 
 
-@pytest.mark.parametrize("path", [one.ours for one in carriers.SERVED.values()])
+@pytest.mark.parametrize("path", [one.ours for one in connectors.SERVED.values()])
 def test_a_connector_of_ours_is_where_its_carrier_says(path: str) -> None:
     module, _, name = path.rpartition(".")
     assert name in names_in(module)

@@ -22,7 +22,7 @@ PIPELINE_PARALLEL = "--pipeline-parallel-size"
 SPECULATION = ("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens")
 RETENTION = ("--retention", "--retention-sink-tokens", "--retention-window-tokens", "--retention-budget-tokens")
 
-CARRIERS = ("NixlConnector", "LMCacheMPConnector")
+CONNECTORS = ("NixlConnector", "LMCacheMPConnector")
 """Connectors of vLLM that carry pages of our dtypes between engines."""
 
 
@@ -91,8 +91,8 @@ BESIDE_HEAVY_HITTERS = (_TENSOR, _PIPELINE)
 BESIDE_DRAFT_MODELS = (_TENSOR, _PIPELINE, _ADAPTERS, _OFFLOADING)
 """Features that are not known to work beside a draft model."""
 
-BESIDE_CARRIERS = (_PIPELINE, _DATA, _SPECULATIVE, _ADAPTERS, _OFFLOADING._replace(setting=""))
-"""Features that are not known to work beside a connector of `CARRIERS`."""
+BESIDE_CONNECTORS = (_PIPELINE, _DATA, _SPECULATIVE, _ADAPTERS, _OFFLOADING._replace(setting=""))
+"""Features that are not known to work beside a connector of `CONNECTORS`."""
 
 SEVERAL_ENGINES = (
     DATA_PARALLEL, "--data-parallel-size-local", "--data-parallel-address", "--data-parallel-rpc-port",
@@ -134,9 +134,9 @@ def beside_ours(arguments: Arguments, variables: Mapping[str, str]) -> tuple[str
         return found[0], f"a model that drafts, beside {found[1]},"
     if arguments.on(TRANSFER):
         connector = transfer(arguments).get("kv_connector")
-        if connector not in CARRIERS:
-            return TRANSFER, f"KV transfer other than by {', '.join((OFFLOAD, *CARRIERS))}"
-        if (found := first_on(arguments, BESIDE_CARRIERS)) is not None:
+        if connector not in CONNECTORS:
+            return TRANSFER, f"KV transfer other than by {', '.join((OFFLOAD, *CONNECTORS))}"
+        if (found := first_on(arguments, BESIDE_CONNECTORS)) is not None:
             return found[0], f"{connector} beside {found[1]}"
     on = (name for name in VARIABLES_BESIDE_OURS if variables.get(name, "0").strip() not in ("", "0"))
     return next(((name, VARIABLES_BESIDE_OURS[name]) for name in on), None)

@@ -31,7 +31,7 @@ from kvpilot_formats.arguments import rules
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime.calibration import info as calibration_info
 from kvpilot_runtime.calibration.of_engine import calibration_of
-from kvpilot_runtime.config import carriers, offload, retention
+from kvpilot_runtime.config import connectors, offload, retention
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent.ring_layers import RecentLayer, Rings, attach
 from kvpilot_runtime.speculation import drafts, has_draft_model, refuse_other_drafters
@@ -213,14 +213,14 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
         return
     from vllm.platforms import current_platform
 
-    carried = transfer.kv_connector in carriers.SERVED
+    between = transfer.kv_connector in connectors.SERVED
     what = offload.unsupported(transfer, current_platform.device_type) or (
-        carriers.beside(vllm_config) if carried else None
+        connectors.beside(vllm_config) if between else None
     )
     if what is not None:
         raise UnsupportedModelError(f"--kv-transfer-config: {what} is not supported with kv-cache dtype {dtype!r}; use "
                                     "--kv-offloading-size alone, or --kv-cache-dtype auto")  # fmt: skip
-    asked = "--kv-transfer-config" if carried else "--kv-offloading-size"
+    asked = "--kv-transfer-config" if between else "--kv-offloading-size"
     layers = vllm_config.compilation_config.static_forward_context.values()
     for name, what in (("sliding_window", "sliding-window layers"), ("attention_chunk_size", "chunked attention")):
         if any(getattr(layer, name, None) is not None for layer in layers):

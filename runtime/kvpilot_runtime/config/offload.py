@@ -2,7 +2,7 @@
 
 The bytes of a page have a meaning only with the factors that they were quantized with. vLLM's tier in host memory
 belongs to one engine and ends with it, and an engine fixes its factors before it makes its KV cache. So pages return
-to the same factors. Connectors between engines are supported if they are in `carriers`. All others identify pages
+to the same factors. Connectors between engines are supported if they are in `connectors`. All others identify pages
 without their factors, and are refused.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpilot_runtime.config import carriers
+from kvpilot_runtime.config import connectors
 
 CONNECTOR, TIER = "OffloadingConnector", "CPUOffloadingSpec"
 
@@ -30,8 +30,8 @@ def unsupported(transfer: Any, device: str) -> str | None:
     Args:
         device: `cuda` or `cpu`.
     """
-    if transfer.kv_connector in carriers.SERVED:
-        return carriers.unsupported(vars(transfer), device)
+    if transfer.kv_connector in connectors.SERVED:
+        return connectors.unsupported(vars(transfer), device)
     extra = transfer.kv_connector_extra_config
     if transfer.kv_connector != CONNECTOR:
         return f"the connector {transfer.kv_connector!r}"

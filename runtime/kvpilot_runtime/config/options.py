@@ -10,7 +10,7 @@ from kvpilot_formats.arguments import drafts as drafting
 from kvpilot_formats.arguments import rules
 from kvpilot_formats.arguments.drafts import DRAFT_MODELS, unsupported_drafts
 from kvpilot_formats.arguments.rules import OFFLOAD, SIMPLE_OFFLOAD, TRANSFER
-from kvpilot_runtime.config import carriers
+from kvpilot_runtime.config import connectors
 
 __all__ = ["DRAFT_MODELS", "OFFLOAD", "SIMPLE_OFFLOAD", "TRANSFER", "unsupported_drafts"]
 
@@ -42,10 +42,10 @@ def refused(arguments: Sequence[str], environment: Mapping[str, str], device: st
     found = vllm.read(arguments)
     if (what := rules.beside_ours(found, environment)) is not None:
         return what
-    if (moves := rules.transfer(found)) and (unfit := carriers.unsupported(moves, device)) is not None:
+    if (moves := rules.transfer(found)) and (unfit := connectors.unsupported(moves, device)) is not None:
         return TRANSFER, unfit
-    if moves and (apart := carriers.misplaced(str(moves["kv_connector"]), environment.get(carriers.LAYOUT))):
-        return carriers.LAYOUT, apart
+    if moves and (apart := connectors.misplaced(str(moves["kv_connector"]), environment.get(connectors.LAYOUT))):
+        return connectors.LAYOUT, apart
     return None
 
 

@@ -7,7 +7,7 @@ import functools
 import importlib.util
 from pathlib import Path
 
-from kvpilot_runtime.config.carriers import Carrier, other_release
+from kvpilot_runtime.config.connectors import Connector, other_release
 from kvpilot_runtime.vllm_api import compat
 
 _NOT_SERVED = {"_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS"}
@@ -61,16 +61,16 @@ def known_model_types() -> frozenset[str]:
     return frozenset(names)
 
 
-def lacks(carrier: Carrier) -> str:
+def lacks(connector: Connector) -> str:
     """Name the version or package that a connector needs and this machine lacks; nothing where vLLM is absent."""
     if lacks := compat.lacks_for_pinned():
         return lacks
     if importlib.util.find_spec("vllm") is None:
         return ""
-    if importlib.util.find_spec(carrier.package) is None:
-        return f"the package {carrier.package}"
-    if (other := other_release(carrier)) and carrier.release:
-        return f"{carrier.package} {compat.shown(carrier.release)} (here is {other})"
+    if importlib.util.find_spec(connector.package) is None:
+        return f"the package {connector.package}"
+    if (other := other_release(connector)) and connector.release:
+        return f"{connector.package} {compat.shown(connector.release)} (here is {other})"
     return ""
 
 

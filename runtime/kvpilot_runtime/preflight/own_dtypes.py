@@ -8,7 +8,7 @@ from pathlib import Path
 from kvpilot_formats import formats, hardware, latent, models
 from kvpilot_formats.arguments import read, rules
 from kvpilot_formats.dtypes import Dtype
-from kvpilot_runtime.config import carriers, options
+from kvpilot_runtime.config import connectors, options
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import installed, machine, vllm_layers
 from kvpilot_runtime.preflight.request import CALIBRATION_OFF, Findings, Request, model_folder
@@ -25,9 +25,9 @@ def check_options(fmt: Dtype, request: Request) -> None:
         option, what = found
         raise PreflightError("BadArguments", f"{option}: {what} does not work with kv-cache dtype {fmt.name!r}; leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     _check_blocks(fmt, request, machine.platform())
-    carrier = carriers.SERVED.get(str(options.transfer(request.others).get("kv_connector")))
-    if carrier is not None and (lacks := installed.lacks(carrier)):
-        raise PreflightError("BadArguments", f"{options.TRANSFER}: {carrier.name} with kv-cache dtype {fmt.name!r} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
+    connector = connectors.SERVED.get(str(options.transfer(request.others).get("kv_connector")))
+    if connector is not None and (lacks := installed.lacks(connector)):
+        raise PreflightError("BadArguments", f"{options.TRANSFER}: {connector.name} with kv-cache dtype {fmt.name!r} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
     named = request.calibration not in (None, CALIBRATION_OFF)
     if fmt.calibrated_only and request.calibration == CALIBRATION_OFF:
         raise PreflightError("BadArguments", f"--calibration off: without calibration kv-cache dtype {fmt.name!r} is not accurate; leave the option out, so that the engine calibrates itself, or give a file of `kvpilot calibrate`")  # fmt: skip  # noqa: E501

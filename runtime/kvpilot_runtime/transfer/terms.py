@@ -15,7 +15,7 @@ import torch
 
 from kvpilot_formats import formats
 from kvpilot_runtime.calibration.of_engine import factors_hash
-from kvpilot_runtime.config.carriers import NIXL, SERVED
+from kvpilot_runtime.config.connectors import NIXL, SERVED
 from kvpilot_runtime.ranks import of_all_ranks
 from kvpilot_runtime.vllm_api import compat
 
@@ -78,12 +78,12 @@ def agree(worker: Any, layers: dict[str, Any]) -> None:
 
 def connector_class(config: Any) -> type[Any] | None:
     """Return our class of an engine's connector, or None for vLLM's."""
-    carrier = SERVED.get(config.kv_transfer_config.kv_connector)
-    if carrier is None or config.cache_config.cache_dtype not in formats.own_names():
+    connector = SERVED.get(config.kv_transfer_config.kv_connector)
+    if connector is None or config.cache_config.cache_dtype not in formats.own_names():
         return None
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    found: type[Any] = resolve_obj_by_qualname(carrier.ours)
+    found: type[Any] = resolve_obj_by_qualname(connector.ours)
     return found
 
 

@@ -16,7 +16,7 @@ from kvpilot_runtime.errors import UnsupportedEngineError
 PINNED = (0, 32)
 """Version in `requirements.lock`, which errors advise.
 
-Only its connectors (`config.carriers`) and its tiers below host memory were run. Both change from version to version.
+Only its connectors (`config.connectors`) and its tiers below host memory were run. Both change from version to version.
 """
 
 OLDEST, NEWEST = PINNED, (0, 33)

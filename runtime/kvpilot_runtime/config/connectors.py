@@ -16,7 +16,7 @@ from kvpilot_runtime.vllm_api import compat
 
 
 @dataclass(frozen=True)
-class Carrier:
+class Connector:
     """Connector, and its configurations that our dtypes support.
 
     Attributes:
@@ -37,7 +37,7 @@ class Carrier:
     layouts: tuple[str, ...] = (compat.LAYER_OUTERMOST,)
 
 
-NIXL = Carrier(
+NIXL = Connector(
     "NixlConnector",
     package="nixl",
     ours="kvpilot_runtime.transfer.nixl_connector.PackedNixlConnector",
@@ -49,7 +49,7 @@ NIXL = Carrier(
     layouts=(compat.LAYER_OUTERMOST, *compat.BLOCK_OUTERMOST),
 )  # fmt: skip
 
-LMCACHE = Carrier(
+LMCACHE = Connector(
     "LMCacheMPConnector",
     package="lmcache",
     release=(0, 5),
@@ -60,7 +60,7 @@ LMCACHE = Carrier(
 )  # fmt: skip
 
 SERVED = {one.name: one for one in (NIXL, LMCACHE)}
-"""Supported connectors by name, those of `rules.CARRIERS`."""
+"""Supported connectors by name, those of `rules.CONNECTORS`."""
 
 LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 """Environment variable of vLLM with the layout of the KV cache."""
@@ -75,37 +75,37 @@ def unsupported(transfer: Mapping[str, Any], device: str) -> str | None:
     Args:
         transfer: fields of vLLM's `KVTransferConfig`. device: `cuda` or `cpu`.
     """
-    carrier, extra = SERVED[transfer["kv_connector"]], transfer.get(_EXTRA) or {}
+    connector, extra = SERVED[transfer["kv_connector"]], transfer.get(_EXTRA) or {}
     for key, value in extra.items():
-        allowed = (carrier.needed[key],) if key in carrier.needed else carrier.extra.get(key, ())
+        allowed = (connector.needed[key],) if key in connector.needed else connector.extra.get(key, ())
         if allowed is not None and value not in allowed:
-            return f"{carrier.name} with {key} {value!r} in {_EXTRA}"
-    for key, only in carrier.needed.items():
+            return f"{connector.name} with {key} {value!r} in {_EXTRA}"
+    for key, only in connector.needed.items():
         if key not in extra:
-            return f'{carrier.name} without "{key}": "{only}" in {_EXTRA}'
-    sends = carrier.sends_alone and transfer.get("kv_role") == "kv_producer"
+            return f'{connector.name} without "{key}": "{only}" in {_EXTRA}'
+    sends = connector.sends_alone and transfer.get("kv_role") == "kv_producer"
     if not sends and transfer.get("kv_load_failure_policy") != "recompute":
-        return f'{carrier.name} without "kv_load_failure_policy": "recompute"'
+        return f'{connector.name} without "kv_load_failure_policy": "recompute"'
     for key, only in (("kv_connector_module_path", None), ("enable_permute_local_kv", False),
                       ("kv_buffer_device", device)):  # fmt: skip
         if (value := transfer.get(key, _MISSING)) not in (_MISSING, None, only):
-            return f"{carrier.name} with {key} {value!r}"
+            return f"{connector.name} with {key} {value!r}"
     return None
 
 
 def beside(config: Any) -> str | None:
     """Name the part of vLLM's configuration that is not supported together with the connector; None for none."""
-    carrier = SERVED[config.kv_transfer_config.kv_connector]
+    connector = SERVED[config.kv_transfer_config.kv_connector]
     if compat.lacks_for_pinned():
-        return f"{carrier.name} of vllm {compat.version_text()}"
-    if other := other_release(carrier):
-        return f"{carrier.name} of {carrier.package} {other}"
-    if apart := misplaced(carrier.name, getattr(config.cache_config, "kv_cache_layout", None)):
+        return f"{connector.name} of vllm {compat.version_text()}"
+    if other := other_release(connector):
+        return f"{connector.name} of {connector.package} {other}"
+    if apart := misplaced(connector.name, getattr(config.cache_config, "kv_cache_layout", None)):
         return apart
-    found = rules.first_set(config, rules.BESIDE_CARRIERS)
+    found = rules.first_set(config, rules.BESIDE_CONNECTORS)
     if found is None and config.cache_config.kv_cache_dtype_skip_layers:
-        return f"{carrier.name} beside layers that stay in 16 bits"
-    return None if found is None else f"{carrier.name} beside {found[1]}"
+        return f"{connector.name} beside layers that stay in 16 bits"
+    return None if found is None else f"{connector.name} beside {found[1]}"
 
 
 def misplaced(connector: str, layout: str | None) -> str | None:
@@ -114,11 +114,11 @@ def misplaced(connector: str, layout: str | None) -> str | None:
     return f"{connector} beside {LAYOUT}={layout}" if wrong else None
 
 
-def other_release(carrier: Carrier) -> str | None:
+def other_release(connector: Connector) -> str | None:
     """Return the installed release of a connector's package if another one is required; None otherwise."""
     try:
-        found = importlib.metadata.version(carrier.package)
+        found = importlib.metadata.version(connector.package)
     except importlib.metadata.PackageNotFoundError:
         return None
-    wanted = carrier.release and compat.shown(carrier.release)
+    wanted = connector.release and compat.shown(connector.release)
     return found if wanted and not f"{found}.".startswith(f"{wanted}.") else None
