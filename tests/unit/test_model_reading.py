@@ -1,4 +1,4 @@
-"""What a model's config.json says of its KV cache, held against transformers' own classes where these say it."""
+"""Facts of a model's KV cache from its config.json, compared with transformers' own classes where these have them."""
 
 import importlib.metadata
 import importlib.util
