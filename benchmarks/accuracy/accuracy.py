@@ -28,7 +28,7 @@ from benchmarks.accuracy.accuracy_needle import needles
 from benchmarks.accuracy.accuracy_report import SMOLLM2
 from benchmarks.accuracy.accuracy_rows import SELF, Reading, every_name, reading
 from benchmarks.accuracy.accuracy_texts import CALIBRATION, Sequence, sequences
-from kvpilot_kernels.reference import plain
+from benchmarks.accuracy.rivals import plain
 from kvpilot_runtime.calibration import command as calibrate
 from kvpilot_runtime.calibration import factors_file
 from kvpilot_runtime.calibration.text import text_ids

@@ -33,8 +33,8 @@ from benchmarks.accuracy.accuracy_model import Probe
 from benchmarks.accuracy.accuracy_rows import SELF, Reading, engine, reading
 from benchmarks.accuracy.accuracy_texts import Sequence, sequences
 from benchmarks.accuracy.engine_kl_run import Job
+from benchmarks.accuracy.rivals import plain
 from benchmarks.engine.gpu_engine_process import ChildFailedError, environment, run_child, say
-from kvpilot_kernels.reference import plain
 from kvpilot_runtime.calibration.text import text_ids
 from kvpilot_smallmodels.models import smollm2_135m
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import torch
 
+from benchmarks.accuracy.rivals.turboquant import signs
 from kvpilot_kernels.reference.codec import Codec, half, min_max
 from kvpilot_kernels.reference.hadamard import hadamard
-from kvpilot_kernels.reference.turboquant import signs
 
 
 def bf16() -> Codec:
