@@ -38,7 +38,7 @@ SAID = "What the engines said of it:\n\n"
 
 
 def markdown(data: dict[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     return HEAD + "\n".join(_section(name, section) for name, section in sorted(data.items()))
 
 

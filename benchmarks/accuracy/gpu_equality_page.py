@@ -28,7 +28,7 @@ the 20 most likely tokens.
 
 
 def row(facts: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     names = f"| `{facts['run']}` | `{facts['against']}` "
     if facts.get("errors"):
         return names + "| " + "; ".join(f"{at}: {error}" for at, error in facts["errors"].items()) + " |" * 8

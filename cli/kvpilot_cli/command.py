@@ -1,4 +1,4 @@
-"""`kvpilot COMMAND ...`: each package brings its own commands, as entry points of the group `kvpilot.commands`.
+"""`kvpilot COMMAND ...`: each package adds its commands, as entry points of the group `kvpilot.commands`.
 
 They are looked up by name, so that one of them can run where another's dependencies are not installed.
 """
@@ -12,15 +12,14 @@ from importlib.metadata import entry_points
 
 GROUP = "kvpilot.commands"
 EXTRAS = {"backtest": "cli", "calibrate": "runtime", "plan": "cli", "probe": "operator"}
-"""The optional dependencies (pyproject.toml) that a command needs."""
+"""Optional dependencies (pyproject.toml) that each command needs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names with the others, and return its exit status.
 
-    2 for a wrong name, and for a command whose dependencies are not installed.
-
-    130 where it was interrupted, and 141 where its reader has left: what a shell says of SIGINT and SIGPIPE.
+    The status is 2 for a wrong name, and for a command whose dependencies are not installed. It is 130 after an
+    interrupt and 141 after a broken pipe, a shell's statuses for SIGINT and SIGPIPE.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands = {entry.name: entry for entry in entry_points(group=GROUP)}
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = commands[name].load()
     except ModuleNotFoundError as error:
-        # Ours are all installed together: one that is missing is a defect, and its traceback helps.
+        # Our packages are installed together: a missing one is a defect, and its traceback helps.
         if name not in EXTRAS or (error.name or "").startswith("kvpilot_"):
             raise
         remedy = f"pip install 'kvpilot[{EXTRAS[name]}]', in a checkout pip install '.[{EXTRAS[name]}]'"
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = int(run(arguments[1:]))
         sys.stdout.flush()
     except BrokenPipeError:
-        # Nothing more is written at the end of the process either.
+        # Python must not write to the pipe at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
