@@ -48,7 +48,7 @@ def test_a_definition_is_served_with_its_rules_until_it_goes(cluster: LocalClust
         "apiVersion": "test.kvpilot.io/v1", "kind": "Pair", "metadata": {"name": "a"}, "spec": {"least": 2, "most": 1},
     }  # fmt: skip
     define(cluster.rest, [DEFINITION])
-    with pytest.raises(ApiError, match="failed rule: self.least") as refused:
+    with pytest.raises(ApiError, match=r"failed rule: self\.least") as refused:
         cluster.rest.create(pairs, bad)
     assert refused.value.status == 422
     undefine(cluster.rest, DEFINITION)
