@@ -1,7 +1,12 @@
 """Codecs of the accuracy table: their size, and their error on rows with a known answer."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.accuracy.rivals import plain
 from benchmarks.accuracy.rivals.kivi import kivi
