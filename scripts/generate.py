@@ -28,6 +28,7 @@ COMMANDS = (
     ("scripts/models_page.py", "docs/models.json", "docs/models.md"),
     ("scripts/model_defaults.py", "formats/kvpilot_formats/models/defaults.json"),
     ("scripts/api_reference.py", "docs/reference"),
+    ("scripts/decisions_page.py", "docs/decisions"),
     (
         "-m",
         "benchmarks.backtest.backtest_profile",
