@@ -19,7 +19,7 @@ HEAD = """# Models
 
 Made by `make generate` of [models.json](models.json), which holds the fields that matter of {count} published
 configurations, each with its source. Figures are what `kvpilot-serve` and `kvpilot plan` read of them
-([decision 21](decisions/0021-facts-of-a-model-from-a-table-of-defaults.md)). Tests hold layers, heads and head_dim
+([decision 21](decisions/0021-read-configs-over-a-table-of-class-defaults.md)). Tests hold layers, heads and head_dim
 against transformers' own config classes, and those of {built} against the KV-cache specs that vLLM {vllm} builds
 without weights. It builds the text part of models with images or sound. A config class that only the model's
 repository has is replaced by one of transformers with the same fields. `kvpilot plan` takes those by name that

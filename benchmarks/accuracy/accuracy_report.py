@@ -69,10 +69,10 @@ pages.""",
 Rows `+self` have the factors that an engine gives itself at start, from 8,192 tokens of built-in text. Rows
 `+calibrated` use `kvpilot calibrate` on 16,384 tokens of other documents (licences, docstrings, the manual of
 findutils, other source code), three sequences of 4,096 and four of 1,024, in bf16 on a GPU. In rows `+wN` a query
-reads its last N tokens at 8 bits, as the ring of the [recent window](../decisions/0016-a-ring-of-residuals.md) keeps
+reads its last N tokens at 8 bits, as the ring of the [recent window](../decisions/0016-keep-the-recent-window-as-residuals-in-a-ring.md) keeps
 them. The row `+first128` keeps the first 128 tokens in 16 bits, to compare with KVarN (`+exact`), which keeps them and
 the open tile. The row `k4v4+calibrated` is from before the first key of a sequence had
-[a mean of its own](../decisions/0022-a-mean-of-its-own-for-the-first-key.md), which lowers it. Of the other rows
+[a mean of its own](../decisions/0022-store-the-first-key-relative-to-its-own-mean.md), which lowers it. Of the other rows
 `+calibrated` that of `k4v4` was computed on a CPU, with a file that was made on an H200; those of 2 bits, and
 their needles, are of 2026-11-24, on an H100 with a file that was made there.
 """,
@@ -90,7 +90,7 @@ model.""",
         rows="""\
 Rows `+self` have the factors that an engine gives itself at start, from 8,192 tokens of built-in text. In rows `+wN` a
 query reads its last N tokens at 8 bits, as the ring of the
-[recent window](../decisions/0016-a-ring-of-residuals.md) keeps them.
+[recent window](../decisions/0016-keep-the-recent-window-as-residuals-in-a-ring.md) keeps them.
 """,
         head_dim=256,
     ),
@@ -100,7 +100,7 @@ query reads its last N tokens at 8 bits, as the ring of the
 SERVED_HEAD = """
 ## As served
 
-Each dtype with its [default recent window](../decisions/0023-a-default-window-for-each-dtype.md); `+calibrated` with a
+Each dtype with its [default recent window](../decisions/0016-keep-the-recent-window-as-residuals-in-a-ring.md); `+calibrated` with a
 file, fitted for a window of 64. After them `k4v2` with a window of 64.
 {missing}
 """

@@ -16,7 +16,7 @@ whole vocabulary, made from the engine's states after the last norm, with those 
 model's dtype, in millinats of KL. `model` is what the table's model says of the same tokens. The control is the latter
 engine again, with each text in one prefill: two kernels of attention.
 The H200's rows after a hit are, on both sides, from before the first key of a sequence had
-[a mean of its own](../decisions/0022-a-mean-of-its-own-for-the-first-key.md); all others are not. In bfloat16 the
+[a mean of its own](../decisions/0022-store-the-first-key-relative-to-its-own-mean.md); all others are not. In bfloat16 the
 control is part of each row's KL.
 `fp8_e4m3` is vLLM's own code: on a GPU it also rounds queries to e4m3, which the model does not; on a CPU it does more
 yet, and why has not been looked into.
