@@ -27,7 +27,7 @@ _START = round(START_SECONDS / STEP)
 
 @dataclass(frozen=True, slots=True)
 class FleetRow:
-    """One policy over all services of one kind of load. Seconds; percentiles over all requests, of gaps over tokens."""
+    """One policy over all services of one kind of load. Times are in seconds; percentiles cover all requests."""
 
     load: str
     policy: str
@@ -42,11 +42,11 @@ class FleetRow:
     flips: int
     scalings: int
     asked: int = 0
-    """How often a pilot was asked."""
+    """Number of questions to a pilot."""
 
 
 def services(count: int, days: float, seed: int, first: int = 0) -> list[Load]:
-    """Services `first` to `first + count` of a fleet: the four kinds in turn, each of its own size and time zone."""
+    """Return services `first` to `first + count` of a fleet: four kinds in turn, each with its size and time zone."""
     loads = []
     for i in range(first, first + count):
         chance = np.random.default_rng((seed, i))
@@ -58,7 +58,7 @@ def services(count: int, days: float, seed: int, first: int = 0) -> list[Load]:
 
 
 class Pods:
-    """Replicas of all services: those that answer, and those that start, by the minute in which they will."""
+    """Replicas of all services: answering ones, and starting ones by the minute of their first answer."""
 
     def __init__(self, replicas: NDArray[np.int64]) -> None:
         self.ready = replicas.copy()
@@ -66,17 +66,17 @@ class Pods:
 
     @property
     def asked(self) -> NDArray[np.int64]:
-        """Replicas that are asked for."""
+        """Return the requested replicas."""
         return np.asarray(self.ready + self._starting.sum(axis=0))
 
     def pass_minute(self) -> None:
-        """Those whose time has come answer."""
+        """Let starting replicas answer whose time has come."""
         self.ready = self.ready + self._starting[0]
         self._starting = np.roll(self._starting, -1, axis=0)
         self._starting[-1] = 0
 
     def scale(self, wanted: NDArray[np.int64]) -> None:
-        """Start what is missing; drop the youngest of what is too many."""
+        """Start missing replicas, or drop the youngest superfluous ones."""
         more = wanted - self.asked
         self._starting[-1] += np.maximum(more, 0)
         fewer = np.maximum(-more, 0)
@@ -91,7 +91,7 @@ def run_fleet(
     loads: Sequence[Load], policy: str, spec: Spec, profile: Profile, objective: Objective, seed: int,
     *, hpa_target: float = HPA_TARGET, ask_all: bool = False, trail: list[tuple[int, int, str, str, int]] | None = None,
 ) -> list[FleetRow]:  # fmt: skip
-    """Drive all loads; `trail` takes every step of the pilots: minute, service, action, dtype, replicas."""
+    """Drive all loads. `trail` gets every step of the pilots: minute, service, action, dtype, replicas."""
     size = len(loads)
     dtypes = tuple(dict.fromkeys((spec.kv_cache.baseline, "fp8", *spec.kv_cache.ladder)))
     costs = profile.of(spec.kv_cache.baseline)
@@ -129,7 +129,7 @@ def _pilot(
     dtype: NDArray[np.int64], dtypes: tuple[str, ...], flips: NDArray[np.int64], scalings: NDArray[np.int64],
     trail: list[tuple[int, int, str, str, int]] | None,
 ) -> None:  # fmt: skip
-    """One minute of every pilot. A canary costs a GPU more until all replicas are rolled; then the dtype changes."""
+    """Run one minute of every pilot. A canary costs one more GPU until all replicas are rolled."""
     crew.take(seen, pods.ready.astype(float))
     for i in [i for i, (end, _) in rolls.items() if minute >= end]:
         _, new = rolls.pop(i)
@@ -143,7 +143,7 @@ def _pilot(
         if trail is not None:
             trail.append((minute, i, step.action, step.dtype, step.replicas))
         if step.dtype != crew.pilots[i].dtype:
-            # The canary starts and is probed; then one replica after the other takes an old one's place.
+            # The canary starts and is probed. Then replicas are replaced one by one.
             rolls[i] = (minute + _START + round(PROBE_SECONDS / STEP) + _START * (step.replicas - 1), step.dtype)
             busy[i] = True
         else:

@@ -1,4 +1,4 @@
-"""A fleet's figures: all services of a kind together, and how long the simulation took."""
+"""Figures of a fleet: sums over all services of a kind, and the time of the simulation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROCESSES = 2
 def part(
     count: int, first: int, days: float, seed: int, policy: str, spec: Spec, profile: Profile, objective: Objective
 ) -> list[FleetRow]:
-    """One process' share of the fleet."""
+    """Simulate one process' share of the fleet."""
     return run_fleet(services(count, days, seed, first), policy, spec, profile, objective, seed + first)
 
 
@@ -52,7 +52,7 @@ def show(
 
 
 def figures_of(row: FleetRow) -> dict[str, Any]:
-    """What is told of one kind of load under one policy."""
+    """Return the figures of one kind of load under one policy."""
     return {
         "load": row.load, "policy": row.policy, "services": row.services, "gpu_hours": round(row.gpu_hours),
         "good_percent": round(100 * row.good / max(row.finished + row.lost, 1e-9), 2), "lost": round(row.lost),

@@ -1,4 +1,4 @@
-"""GPU-hours against the share of good requests, a panel a load. Needs matplotlib (the extra `planning`)."""
+"""Plot of GPU-hours against the share of good requests, a panel for each load (extra `cli`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpilot_cli.backtest.report import NAMES
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write the figure; its type is the file's ending."""
+    """Write the figure in the format of the file's suffix."""
     import matplotlib
 
     matplotlib.use("Agg")

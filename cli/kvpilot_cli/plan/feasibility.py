@@ -1,4 +1,4 @@
-"""What rules a KV-cache dtype out for a model on a GPU, and what else should be known of it."""
+"""Reasons against a KV-cache dtype for a model on a GPU, and notes about it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvpilot_operator.gpus import Gpu
 
 
 def infeasible(model: Model, dtype: str, gpu: Gpu) -> str | None:
-    """Why this dtype cannot serve the model there, or None.
+    """Return the reason why this dtype cannot serve the model there, or None.
 
     Raises:
         UnknownFormatError: no dtype has this name.
@@ -25,7 +25,7 @@ def infeasible(model: Model, dtype: str, gpu: Gpu) -> str | None:
 
 
 def notes(model: Model, dtype: str) -> tuple[str, ...]:
-    """What to know of a dtype that is not ruled out."""
+    """Return notes about a dtype that is not ruled out."""
     found = []
     if dtype.startswith("fp8") and model.head_dim >= 256:
         found.append(

@@ -1,4 +1,4 @@
-"""Damage by place in the context, beside the baseline's noise: what only long contexts suffer is hidden in a mean."""
+"""Plot of damage by context position beside the baseline's noise: a mean hides damage of long contexts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ _NOISE, _DAMAGE, _WIDTH = "#9a9a9a", "#d1491f", 0.4
 
 
 def draw(found: Comparison, file: Path) -> None:
-    """Write the plot; `plots.check` must have passed. Raises `plots.PlotError` where the file cannot be written."""
+    """Write the plot; `plots.check` must have passed.
+
+    Raises:
+        PlotError: the file cannot be written.
+    """
     sides = (("baseline", found.control, _NOISE), ("candidate", found.measured, _DAMAGE))
     places = sorted({(b.from_position, b.to_position) for _, side, _ in sides for b in side.buckets})
     with plots.drawing(file, 7.5, 4) as axes:

@@ -1,4 +1,4 @@
-"""A comparison for people, as a table, and for programs, as JSON with units in the names of its keys."""
+"""Report of a comparison: a table for people, JSON with units in its keys for programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BAR = 24
 
 
 def document(found: Comparison, limits: Accuracy, urls: tuple[str, str]) -> dict[str, Any]:
-    """Return the comparison as JSON values; KL in micronats, agreement in permille."""
+    """Return the comparison as JSON values: KL in micronats, agreement in permille."""
     return {
         "verdict": found.judgement.verdict,
         "reason": found.judgement.reason,
@@ -39,7 +39,7 @@ def document(found: Comparison, limits: Accuracy, urls: tuple[str, str]) -> dict
 
 
 def text(found: Comparison, urls: tuple[str, str]) -> str:
-    """Both sides' figures, damage by position, and the verdict in the last line."""
+    """Return both sides' figures, damage by position, and the verdict in the last line."""
     control, measured = found.control, found.measured
     rows = [
         ("", "baseline", "candidate"),
@@ -63,7 +63,7 @@ def text(found: Comparison, urls: tuple[str, str]) -> str:
 
 
 def _by_position(measured: Measurement) -> str:
-    """Damage by place in the context: what only long contexts suffer is hidden in the mean."""
+    """Return the damage by context position: a mean hides damage of long contexts."""
     most = max((b.mean_kl_micronats for b in measured.buckets), default=0)
     rows = [("tokens before", "positions", "mean KL", "same choice", "")]
     for b in measured.buckets:
