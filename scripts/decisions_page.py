@@ -12,7 +12,10 @@ import re
 import sys
 from pathlib import Path
 
-HEAD = re.compile(r"# (?P<number>\d+)\. (?P<title>.+)\n\nStatus: (?P<status>accepted|superseded by (?P<by>\d+))\b")
+HEAD = re.compile(
+    r"# (?P<number>\d+)\. (?P<title>.+)\n\n(?:Status: )?(?P<status>accepted|superseded by \[?(?P<by>\d+))\b",
+    re.IGNORECASE,
+)
 FORMER = re.compile(r"(?:Holds|Replaces)(?: the former)? decisions? (?P<list>.*?)\.(?:\s|$)", re.DOTALL)
 INTRODUCTION = """\
 # Decisions
@@ -41,7 +44,7 @@ def row(page: Path, numbers: dict[int, str]) -> str:
             f"{page}: begin with '# {int(page.name[:4])}. Title', an empty line and 'Status: accepted' "
             "or 'Status: superseded by NUMBER'"
         )
-    status = head["status"]
+    status = head["status"].lower()
     if head["by"]:
         if int(head["by"]) not in numbers:
             raise ValueError(f"{page}: superseded by {head['by']}, which is no decision in this folder")

@@ -119,7 +119,7 @@ def test_the_command_writes_table_and_json(tmp_path: Path, capsys: pytest.Captur
         (["--services", "4", "--journal"], "journal: True has no effect with --services; leave out one of the two"),
         (["--services", "4", "--report", "x.md"], "report: 'x.md' has no effect with --services; leave out one"),
         (["--services", "4", "--plot", "x.svg"], "plot: 'x.svg' has no effect with --services; leave out one"),
-        (["--services", "4", "--requests-target", "8"], "requests-target: 8.0 has no effect with --services; leave out"),
+        (["--services", "4", "--requests-target", "8"], "requests-target: 8.0 has no effect with --services; leave"),
         (["--policies", "pilot,max", "--requests-target", "8"], "requests-target: 8.0 has no effect without a policy"),
         (
             ["--policies", "max,wva", "--journal"],

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvpilot_cli import plots
-from kvpilot_cli.backtest import fleet_report, recorded, report
+from kvpilot_cli.backtest import fleet, recorded, report
 from kvpilot_cli.backtest.compare import FLEET_POLICIES, POLICIES, Row, run
 from kvpilot_cli.backtest.costs import BacktestError, Profile, load_profile
 from kvpilot_cli.backtest.history import read_file, read_server
@@ -52,7 +52,7 @@ def _backtest(a: argparse.Namespace) -> int:
         policies = a.policies or list(FLEET_POLICIES)
         if unknown := [name for name in policies if name not in FLEET_POLICIES]:
             raise BacktestError(f"policies: {unknown[0]!r} is not for fleets; use {', '.join(FLEET_POLICIES)}")
-        return fleet_report.show(a.services, a.days, a.seed, spec, profile, objective, policies, a.json)
+        return fleet.show(a.services, a.days, a.seed, spec, profile, objective, policies, a.json)
     loads, note = _loads(a)
     began = time.monotonic()
     jobs = [
@@ -70,9 +70,7 @@ def _backtest(a: argparse.Namespace) -> int:
     if a.report:
         a.report.write_text(report.markdown(rows, objective), encoding="utf-8")
     if a.plot:
-        from kvpilot_cli.backtest.plot import draw  # matplotlib is only for those who ask for it
-
-        draw(rows, a.plot)
+        report.plot(rows, a.plot)
     return 0
 
 

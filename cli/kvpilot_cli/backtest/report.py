@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -116,3 +117,23 @@ def mean_use(usage: Array) -> str:
     if not len(seen):
         return "not in the history"
     return f"{100 * seen.mean():.0f}% on average, {100 * float(np.quantile(seen, 0.95)):.0f}% at the 95th percentile"
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Plot GPU-hours against the share of good requests, a panel a load, in the format of the file's suffix."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    loads = list(dict.fromkeys(r.load for r in rows))
+    figure, axes = pyplot.subplots(1, len(loads), figsize=(4 * len(loads), 3.4), squeeze=False)
+    for panel, load in zip(axes[0], loads, strict=True):
+        for row in (r for r in rows if r.load == load):
+            panel.scatter(row.gpu_hours, row.good_percent, label=NAMES[row.policy], s=50)
+        panel.set(title=load, xlabel="GPU-hours", ylabel="good requests, %")
+        panel.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpilot_cli.plan import feasibility as plan_feasibility
 from kvpilot_cli.plan.capacity import Cache, Memory, cache, kv_heads_per_gpu, memory, weight_bytes
 from kvpilot_cli.plan.facts import Model, PlanError
 from kvpilot_cli.plan.kept import Bound, check_bound, host_tokens
 from kvpilot_cli.plan.load import Cost, Load, cost
 from kvpilot_cli.plan.speed import Speed, attention_efficiency
-from kvpilot_formats import dtypes
+from kvpilot_formats import dtypes, hardware, models
 from kvpilot_operator.gpus import Gpu
 
 
@@ -169,7 +168,7 @@ def _too_large(request: Request, weights: int, split: Memory) -> str:
 
 def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[int, ...]) -> Row:
     model, gpus, served = request.model, request.gpus, request.model.served(dtype)
-    refusal = plan_feasibility.infeasible(model, served, request.gpu)
+    refusal = infeasible(model, served, request.gpu)
     if refusal is not None:
         return Row(dtype, infeasible=refusal)
     layout = cache(model, dtype, gpus, request.recent_tokens)
@@ -186,7 +185,7 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
         bounded=() if bounded is None else _fits(bounded, kv, contexts),
         bounded_bytes=0 if bounded is None else bounded.most_pages * bounded.page_bytes * bounded.group_layers * gpus,
         host_tokens=host_tokens(model, layout, gpus, request.host) if request.host else None,
-        notes=plan_feasibility.notes(model, served),
+        notes=dtype_notes(model, served),
         cost=_cost(request, dtype, layout, kv, weights),
     )
 
@@ -236,4 +235,31 @@ def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:
         found.append("kvCache.retention and kvCache.offload do not go together: a service has one or the other")
     if model.source == "config.json" and model.weight_bytes is None and request.weights is None and request.kv is None:
         found.append("no weights beside config.json: their size is counted from the shapes of the text model")
+    return tuple(found)
+
+
+def infeasible(model: Model, dtype: str, gpu: Gpu) -> str | None:
+    """Return the reason why this dtype cannot serve the model there, or None.
+
+    Raises:
+        UnknownFormatError: no dtype has this name.
+    """
+    stored, latent = dtypes.parse(dtype), bool(model.latent_dim)
+    fault = hardware.gpu_fault(dtype, gpu.compute_capability, model.head_dim, latent)
+    if fault is not None:
+        return f"{dtype} {fault}; {gpu.name} has {hardware.shown(gpu.compute_capability)}"
+    if not stored.ours:
+        unserved = hardware.latent_fault(dtype) if latent else None
+        return None if unserved is None else f"{dtype} {unserved}"
+    refusal = (models.unsupported_latent if stored.latent else models.unsupported)(model.architecture)
+    return None if refusal is None else f"{dtype} does not support {refusal}"
+
+
+def dtype_notes(model: Model, dtype: str) -> tuple[str, ...]:
+    """Return notes about a dtype that is not ruled out."""
+    found = []
+    if dtype.startswith("fp8") and model.head_dim >= 256:
+        found.append(
+            f"{dtype} at head_dim {model.head_dim} decodes slower than 16 bits (docs/benchmarks/h200-decode.md)"
+        )
     return tuple(found)

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvpilot_cli import plots
-from kvpilot_cli.probe import plot, report
+from kvpilot_cli.probe import report
 from kvpilot_cli.probe.compare import Endpoint, compare
 from kvpilot_operator.api.spec import Accuracy, parse
 from kvpilot_operator.errors import KvpilotError
@@ -84,7 +84,7 @@ def _judged(options: argparse.Namespace) -> int:
     print(json.dumps(report.document(found, limits, urls), indent=2) if options.json else report.text(found, urls))
     if options.plot is not None:
         try:
-            plot.draw(found, options.plot)
+            report.plot(found, options.plot)
         except plots.PlotError as error:
             # The verdict took minutes and remains valid.
             print(f"kvpilot probe: {error}", file=sys.stderr)
