@@ -16,7 +16,7 @@ _BACKEND = "modern-crds"
 
 
 def served_paths(definition: Definition) -> Iterable[str]:
-    """The paths of a definition's collections, one for each served version."""
+    """Return the paths of a CRD's collections, one for each served version."""
     spec = definition["spec"]
     for version in spec["versions"]:
         if version["served"]:

@@ -146,7 +146,7 @@ async def test_an_engine_that_cannot_be_reached_or_is_none_is_no_verdict(capsys:
         (("--baseline", "http://a:99999", "--candidate", "http://b"), "--baseline 'http://a:99999': Port out of range"),
         (("--baseline", "http://me:s3cr3t@a", "--candidate", "http://b"), "give the key by --baseline-key-variable"),
         (("--baseline", "http://a?key=s3cr3t", "--candidate", "http://b"), "give the key by --baseline-key-variable"),
-        (("--probe-set", "builtin/all"), "--probe-set: 'builtin/all' is not known; use builtin/general"),
+        (("--probe-set", "builtin/all"), "--probe-set: 'builtin/all' is unknown; use builtin/general"),
         (("--probe-set", "configmap/mine"), "give the pack's file with --prompts"),
         (("--prompts", "/nowhere.yaml"), "--prompts '/nowhere.yaml' cannot be read"),
         (("--plot", "plot.pdf"), "--plot 'plot.pdf': the suffix must be .svg or .png"),
