@@ -56,7 +56,7 @@ def old_server(program: str) -> list[str]:
 
 
 def invocation(one: Command, *more: str) -> list[str]:
-    """What is run for a command of the page."""
+    """Return what is run for a command of the page."""
     program, *rest = one.words
     verb = subcommand(one.words)[0]
     if program == "helm":
@@ -102,7 +102,7 @@ class Person:
         return found
 
     def has(self, path: str) -> bool:
-        """Whether the API server has something there."""
+        """Return True if the API server has something there."""
         collection, _, name = path.rpartition("/")
         return any(one["metadata"]["name"] == name for one in self.rest.get(collection)["items"])
 
@@ -126,7 +126,7 @@ def person(cluster: LocalCluster) -> Iterator[Person]:
 
 
 def clear(person: Person) -> None:
-    """What other tests have left."""
+    """Remove the objects of other tests."""
     inline = Command(("kubectl", "delete", "-k", "config/base"), "")
     assert f"`{' '.join(inline.words)}`" in PAGE
     person.tries(inline, "--ignore-not-found")

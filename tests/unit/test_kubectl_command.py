@@ -380,7 +380,7 @@ def test_a_terminal_of_few_characters_shows_what_it_can(api: LoopbackApi) -> Non
 
 
 def test_without_its_dependencies_it_says_what_to_install(tmp_path: Path) -> None:
-    """As in the operator's image, which has the script and not the extra."""
+    """The operator's image has the script but not the extra."""
     (tmp_path / "rich.py").write_text("raise ModuleNotFoundError(\"No module named 'rich'\", name='rich')")
     program = Path(sys.executable).with_name("kubectl-kvpilot")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What `kubectl kvpilot` shows of a service with a status that the operator's own rules wrote."""
+"""Views of `kubectl kvpilot` on a service whose status the operator's own rules wrote."""
 
 from __future__ import annotations
 
