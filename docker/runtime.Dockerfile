@@ -1,5 +1,5 @@
 # The engine: vLLM's own image and our wheel without dependencies, which vLLM brings.
-# requirements.lock pins the vLLM that `make test` runs; VLLM_IMAGE may be another of 0.28 to 0.33 (docs/serving.md).
+# requirements.lock pins the vLLM that `make test` runs; VLLM_IMAGE may be one of 0.33 (docs/serving.md).
 # Tags pin no base image: a release fails while VLLM_DIGEST or PYTHON_DIGEST is empty (docs/releasing.md).
 ARG VLLM_IMAGE=docker.io/vllm/vllm-openai:v0.32.0
 ARG VLLM_DIGEST=

@@ -27,9 +27,9 @@ LONG_LINES: tuple[str, ...] = (
     "docs/clouds/aks.md", "docs/clouds/eks.md", "docs/clouds/gke.md", "docs/clouds/kind.md",
     "docs/clouds/openshift.md", "docs/conditions.md", "docs/disaggregation.md", "docs/faq.md", "docs/formats.md",
     "docs/gateways.md", "docs/high-availability.md", "docs/install.md", "docs/kubectl.md", "docs/lmcache.md",
-    "docs/localcluster.md", "docs/meshes.md", "docs/multi-node.md", "docs/observability.md", "docs/offloading.md",
-    "docs/pilot.md", "docs/planning.md", "docs/pods.md", "docs/quickstart.md", "docs/reliability.md",
-    "docs/retention.md", "docs/security.md", "docs/serving.md", "docs/storage.md",
+    "docs/meshes.md", "docs/multi-node.md", "docs/observability.md", "docs/offloading.md", "docs/pilot.md",
+    "docs/planning.md", "docs/pods.md", "docs/quickstart.md", "docs/reliability.md", "docs/retention.md",
+    "docs/security.md", "docs/serving.md", "docs/storage.md",
 )  # fmt: skip
 """Pages that still hold lines beyond the limit. Remove yours once it passes."""
 LONG_PAGES: tuple[str, ...] = (

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Run tests/runtime with other versions of vLLM's CPU build, each in its own virtual environment outside the clone.
-#   scripts/engine_matrix.sh 0.28.0 0.30.0                  all of tests/runtime with each of these
+#   scripts/engine_matrix.sh 0.32.0                         all of tests/runtime with this version
 #   scripts/engine_matrix.sh newest                         the newest version that pip finds
-#   scripts/engine_matrix.sh 0.30.0 -- -k preemption        arguments behind -- go to pytest
+#   scripts/engine_matrix.sh newest -- -k preemption        arguments behind -- go to pytest
 # The environments are kept under ${KVPILOT_CACHE:-~/.cache/kvpilot}/engines/VERSION.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,7 +13,7 @@ export UV_CACHE_DIR=$cache/uv UV_LINK_MODE=hardlink
 versions=()
 while (($#)) && [[ $1 != -- ]]; do
   [[ $1 =~ ^([0-9]+\.[0-9]+\.[0-9]+|newest)$ ]] ||
-    { echo "engine_matrix: $1 is no version of vLLM; write 0.30.0, or newest" >&2; exit 2; }
+    { echo "engine_matrix: $1 is no version of vLLM; write 0.32.0, or newest" >&2; exit 2; }
   versions+=("$1")
   shift
 done

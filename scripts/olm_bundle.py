@@ -20,7 +20,7 @@ CHANNEL = "candidate"
 PACKED = ("Service", "PodDisruptionBudget")
 """Kinds that the bundle holds unchanged beside the ClusterServiceVersion."""
 
-_OPENSHIFT = ("--api-versions", "security.openshift.io/v1", "--api-versions", "policy/v1")
+_OPENSHIFT = ("--api-versions", "security.openshift.io/v1")
 """Values for pods without a fixed user: OpenShift refuses one, and the image names one for other clusters."""
 
 _CATEGORIES = {"ai-machine-learning": "AI/Machine Learning"}

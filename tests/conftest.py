@@ -29,14 +29,14 @@ settings.register_profile(
 settings.load_profile("kvpilot")
 
 PARTS_WITH_CLUSTERS = {"cluster", "e2e", "faults", "scale"}
-FIXTURES_WITH_CLUSTERS = {"cluster", "releases", "modern_cluster"}
+FIXTURES_WITH_CLUSTERS = {"cluster", "releases"}
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build the control plane if a test is to have one and it is not there, and the newer CRD server likewise."""
+    """Build the control plane if a test is to have one and it is not there."""
     if session.config.option.collectonly:
         return
     parts = {item.path.relative_to(Path(__file__).parent).parts[0] for item in session.items}
     fixtures = {name for item in session.items for name in getattr(item, "fixturenames", ())}
     if parts & PARTS_WITH_CLUSTERS or fixtures & FIXTURES_WITH_CLUSTERS:
-        build.build(modern="modern_cluster" in fixtures)
+        build.build()

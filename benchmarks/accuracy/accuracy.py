@@ -28,7 +28,7 @@ from benchmarks.accuracy.accuracy_needle import needles
 from benchmarks.accuracy.accuracy_report import SMOLLM2
 from benchmarks.accuracy.accuracy_rows import SELF, Reading, every_name, reading
 from benchmarks.accuracy.accuracy_texts import CALIBRATION, Sequence, sequences
-from kvpilot_kernels.reference import plain
+from benchmarks.accuracy.rivals import plain
 from kvpilot_runtime.calibration import command as calibrate
 from kvpilot_runtime.calibration import factors_file
 from kvpilot_runtime.calibration.text import text_ids
@@ -98,7 +98,7 @@ class Tally:
             mine += theirs
 
     def summary(self) -> dict[str, Any]:
-        """The row: divergences in millinats, agreement in percent, perplexity change in percent."""
+        """Return the row: KL divergences (nats x 1000), agreement in percent, perplexity change in percent."""
         kl, at = torch.cat(self.kl), torch.cat(self.at)
         buckets, start = {}, 0
         for end in BUCKETS:
@@ -183,7 +183,7 @@ def merge(file: Path, section: str, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--codecs", nargs="*", help="rows to run, `control` among them; default: all")

@@ -44,13 +44,13 @@ class Probe:
 
     @torch.inference_mode()
     def hidden(self, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
-        """The last layer's states [tokens, hidden] of one sequence [tokens]; None is the model's own dtype."""
+        """Return the last layer's states [tokens, hidden] of one sequence [tokens]; None is the model's own dtype."""
         self.reading = reading
         return self.model.model(tokens[None], use_cache=False).last_hidden_state[0]
 
     @torch.inference_mode()
     def self_calibrated(self, tokens: torch.Tensor, context: int) -> dict[int, Factors]:
-        """The factors by layer as an engine that serves `context` tokens finds them at start, from `tokens`."""
+        """Return the factors by layer that an engine for `context` tokens finds at start, from `tokens`."""
         self._seen, self.reading, at = {}, None, 0
         for length, first in passes(tokens.numel(), context):
             ids, positions = tokens[at : at + length], torch.arange(first, first + length)
@@ -71,7 +71,7 @@ class Probe:
     def _attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
-        """transformers' attention hook: query [1, heads, tokens, D], key and value [1, kv_heads, tokens, D]."""
+        """Attend as transformers' hook: query [1, heads, tokens, D], key and value [1, kv_heads, tokens, D]."""
         scale, window = options["scaling"], options.get("sliding_window")
         if self._seen is not None and window is None:
             seen = self._seen.setdefault(module.layer_idx, Observed(key.shape[1], key.shape[3], key.device))
@@ -116,7 +116,7 @@ def _read(query: torch.Tensor, fresh: Sides, reading: Reading, layer: int, scale
 
 
 def _with_first(stored: Sides, fresh: Sides, first: int) -> Sides:
-    """`stored` with the first tokens as they came."""
+    """Return `stored` with exact first tokens."""
     key, value = (torch.cat([x[:, :, :first], y[:, :, first:]], 2) for x, y in zip(fresh, stored, strict=True))
     return key, value
 
@@ -154,7 +154,7 @@ def _after(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, scal
 def _exact_ends(
     q: torch.Tensor, fresh: tuple[torch.Tensor, ...], stored: tuple[torch.Tensor, ...], scale: float, tile: int
 ) -> torch.Tensor:
-    """Queries of a tile see that tile and the sequence's first one in 16 bits, and the tiles between quantized."""
+    """Attend from a tile to that tile and the sequence's first one in 16 bits, and to those between quantized."""
     outs = []
     for i in range(0, q.shape[2], tile):
         k, v = (

@@ -40,7 +40,7 @@ nats x 1000 (millinats), with its standard error. PPL is the change of perplexit
 
 @dataclass(frozen=True)
 class Model:
-    """What a page says of its model.
+    """Description of a model on its page.
 
     Attributes:
         title: the end of the page's title. page: its file's name. option: the benchmark's. about: what the model is.
@@ -96,7 +96,7 @@ query reads its last N tokens at 8 bits, as the ring of the
         head_dim=256,
     ),
 }  # fmt: skip
-"""By the name of the model's folder."""
+"""Models by the name of their folder."""
 
 SERVED_HEAD = """
 ## As served
@@ -120,7 +120,7 @@ nats.
 
 
 def markdown(data: dict[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     texts: dict[str, Any] = data["texts"]
     name = data.get("model", {}).get("name", SMOLLM2)
     model = MODELS[name]
@@ -164,7 +164,7 @@ def _label(name: str) -> str:
 
 
 def _figure(value: float | None) -> str:
-    """A row that was stopped early lacks some columns."""
+    """Return a figure; a row that was stopped early lacks some columns."""
     return "-" if value is None else f"{value:.1f}"
 
 

@@ -11,14 +11,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.accuracy.rivals import plain
+from benchmarks.accuracy.rivals.kivi import kivi
+from benchmarks.accuracy.rivals.kvarn import kvarn
+from benchmarks.accuracy.rivals.turboquant import turboquant
 from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.reference import plain
 from kvpilot_kernels.reference.codec import Codec
-from kvpilot_kernels.reference.kivi import kivi
-from kvpilot_kernels.reference.kvarn import kvarn
 from kvpilot_kernels.reference.own import own
-from kvpilot_kernels.reference.turboquant import turboquant
 
 ByLayer = Callable[[int], Codec]
 """The codec of a layer."""
@@ -51,7 +51,7 @@ _PAGE = 64
 
 @dataclass(frozen=True)
 class Reading:
-    """How attention reads a cache.
+    """Way in which attention reads a cache.
 
     Attributes:
         pages: what the pages give back.
@@ -76,13 +76,13 @@ def rivals() -> dict[str, Codec]:
 
 
 def every_name(labels: Sequence[str]) -> list[str]:
-    """The table's rows with factors of `labels`."""
+    """Return the table's rows with factors of `labels`."""
     mine = [name + suffix for name in formats.own_names() for suffix in ("", *(f"+{label}" for label in labels))]
     return [*rivals(), *mine, *SERVED, *OTHER_WINDOWS, *AGAINST_EXACT]
 
 
 def reading(name: str, factors: Mapping[str, Mapping[int, Factors]]) -> Reading:
-    """How the row `name` reads. `factors`: by label and layer.
+    """Return the reading of the row `name`. `factors`: by label and layer.
 
     Raises:
         ValueError: there is no such row.

@@ -29,7 +29,7 @@ CALIBRATION = {
     ],
     "calibrated-on-licences": [("licences", 4096, 4)],
 }
-"""What `kvpilot calibrate` reads for each label: texts, tokens a sequence, how many. After 16,384 it holds back."""
+"""Input of `kvpilot calibrate` for each label: texts, tokens a sequence, count. After 16,384 it holds back."""
 
 Sequence = tuple[str, torch.Tensor]
 """The text's name and its tokens, int64 [tokens]."""
@@ -79,7 +79,7 @@ def _read(paths: list[Path], package: str) -> str:
 
 
 def _prose(info: str) -> str:
-    """An info file without its node headers and separators."""
+    """Return an info file without its node headers and separators."""
     return re.sub(r"\x1f\n[^\n]*\n", "", info).replace("\x1f", "")
 
 

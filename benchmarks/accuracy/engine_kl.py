@@ -1,4 +1,4 @@
-"""What a KV cache costs in real vLLM, every position decoded: `python -m benchmarks.accuracy.engine_kl --out FILE`.
+"""Cost of a KV cache in real vLLM, every position decoded: `python -m benchmarks.accuracy.engine_kl --out FILE`.
 
 The accuracy table (accuracy.py) models an engine; this asks one. The table's texts go through vLLM a token of each at a
 time, so that every position is a decode step over pages, and so they do through one with the cache in 16 bits. Taken
@@ -33,8 +33,8 @@ from benchmarks.accuracy.accuracy_model import Probe
 from benchmarks.accuracy.accuracy_rows import SELF, Reading, engine, reading
 from benchmarks.accuracy.accuracy_texts import Sequence, sequences
 from benchmarks.accuracy.engine_kl_run import Job
+from benchmarks.accuracy.rivals import plain
 from benchmarks.engine.gpu_engine_process import ChildFailedError, environment, run_child, say
-from kvpilot_kernels.reference import plain
 from kvpilot_runtime.calibration.text import text_ids
 from kvpilot_smallmodels.models import smollm2_135m
 
@@ -50,7 +50,7 @@ MEMORY = 2 << 30
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON that the figures are merged into")
     parser.add_argument("--rows", default=ROWS, help="comma-separated (default: %(default)s)")
@@ -69,7 +69,7 @@ def arguments() -> argparse.Namespace:
 
 
 def answers(args: argparse.Namespace, name: str, texts: list[Sequence]) -> dict[str, Any]:
-    """What the engine of one row found for every text (`base`, `control`, or a row of the table), or its error."""
+    """Return the results of one row's engine for every text (`base`, `control`, or a row), or its error."""
     dtype, extra = ("auto", {}) if name in ("base", "control") else engine(name)
     options = {
         "model": str(args.model), "kv_cache_dtype": dtype, "dtype": args.dtype, "max_model_len": args.context,
@@ -101,7 +101,7 @@ def answers(args: argparse.Namespace, name: str, texts: list[Sequence]) -> dict[
 
 
 def unlike(probe: Probe, found: dict[str, Any], texts: list[Sequence], hit: int) -> float:
-    """How far the engine's own log-probabilities are from those of the states, at most, in nats."""
+    """Return the largest distance of the engine's log-probabilities from those of the states, in nats."""
     worst = 0.0
     for (_, tokens), answer in zip(texts, found["answers"], strict=True):
         own = Base(probe, tokens[hit:], answer["states"].float()).log_prob
@@ -110,7 +110,7 @@ def unlike(probe: Probe, found: dict[str, Any], texts: list[Sequence], hit: int)
 
 
 def modelled(probe: Probe, row: Reading, texts: list[Sequence], hit: int) -> dict[str, Any]:
-    """What the table's model says of the same tokens."""
+    """Return the results of the table's model for the same tokens."""
     tally, base_codec = Tally(), plain.bf16()
     base_row = Reading(lambda _layer: base_codec)
     for text, tokens in texts:
@@ -120,7 +120,7 @@ def modelled(probe: Probe, row: Reading, texts: list[Sequence], hit: int) -> dic
 
 
 def compared(probe: Probe, found: dict[str, Any], base: dict[str, Any], texts: list[Sequence], hit: int) -> Any:
-    """The row of an engine against that with 16 bits."""
+    """Compare the row of an engine with that in 16 bits."""
     tally = Tally()
     for (text, tokens), answer, reference in zip(texts, found["answers"], base["answers"], strict=True):
         of_base = Base(probe, tokens[hit:], reference["states"].float())
@@ -129,7 +129,7 @@ def compared(probe: Probe, found: dict[str, Any], base: dict[str, Any], texts: l
 
 
 def cut(args: argparse.Namespace, probe: Probe) -> list[Sequence]:
-    """The texts; for `--hit`, as many pieces of them as there are, a hit and what is measured after it each."""
+    """Return the texts; for `--hit`, as many pieces of them as fit, each with a hit and the tokens after it."""
     whole = torch.load(args.texts)["evaluation"] if args.texts else sequences(probe.tokenizer, PLAN)
     whole = [(name, tokens[: args.tokens].to(args.device)) for name, tokens in whole[: args.sequences]]
     if not args.hit:
@@ -139,7 +139,7 @@ def cut(args: argparse.Namespace, probe: Probe) -> list[Sequence]:
 
 
 def command_line(words: list[str]) -> str:
-    """The command, without what names folders of one machine."""
+    """Return the command, without folders of one machine."""
     kept = list(words)
     for option in ("--out", "--model", "--texts", "--raw"):
         if option in kept:

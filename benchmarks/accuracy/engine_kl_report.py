@@ -41,7 +41,7 @@ SAID = "The engines' messages:\n\n"
 
 
 def markdown(data: dict[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     return HEAD + "\n".join(_section(name, section) for name, section in sorted(data.items()))
 
 

@@ -1,11 +1,10 @@
-"""Whether scheduling changes answers, in real vLLM: `python -m benchmarks.accuracy.gpu_equality [--model PATH]`.
+"""Effect of scheduling on answers, in real vLLM: `python -m benchmarks.accuracy.gpu_equality [--model PATH]`.
 
 For each KV-cache dtype the same prompts are answered greedily: alone (one at a time, eager, no prefix caching, a prompt
 in one piece), crowded (CUDA graphs, prefix caching, prompts cut into small chunks, many at once, and so little cache
 that requests are preempted), with --tp N crowded on N GPUs, and with --drafters crowded with a model that drafts.
 The control is `auto`: batches of another shape round differently, so its runs differ too. Every dtype is also compared
-with `auto`, alone.
-Writes OUT/equality-MODEL.json; `gpu_equality_page.py` makes the page.
+with `auto`, alone. Writes OUT/equality-MODEL.json; `gpu_equality_page.py` makes the page.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def methods(text: str) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", default="auto,k4v4", help="comma-separated, `auto` first (default: %(default)s)")
     parser.add_argument("--model", type=Path, help="a model folder with weights and tokenizer (default: a random one)")
@@ -64,7 +63,7 @@ def arguments() -> argparse.Namespace:
 
 
 def random_model(folder: Path, latent: bool, mtp: bool) -> Path:
-    """A Llama of 4 layers, 8/2 heads of 128, with seeded random weights; or a DeepSeek V2 of 4 layers, 16 heads.
+    """Make a Llama of 4 layers, 8/2 heads of 128, with seeded weights; or a DeepSeek V2 of 4 layers, 16 heads.
 
     With MTP it is a Qwen2, whose heads have 64 channels, and FOLDER-with-mtp the same with a layer that predicts.
     """
@@ -139,7 +138,7 @@ def prompts_of(model: Path, count: int) -> list[list[int]]:
 
 
 def variants(args: argparse.Namespace, model: Path) -> dict[str, tuple[bool, dict[str, Any]]]:
-    """Of each run: whether all prompts are asked at once, and its engine arguments."""
+    """Return, for each run, True if all prompts are asked at once, and its engine arguments."""
     alone = {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": 1,
              "max_num_batched_tokens": MAX_MODEL_LEN}  # fmt: skip
     # One block more: vLLM keeps one for itself.
@@ -155,7 +154,7 @@ def variants(args: argparse.Namespace, model: Path) -> dict[str, tuple[bool, dic
 
 
 def answer(args: argparse.Namespace, model: Path, scratch: Path, env: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """What every dtype and variant answered (or its error), by "dtype/variant"."""
+    """Return the answers of every dtype and variant (or its error), by "dtype/variant"."""
     prompts, found, runs = prompts_of(model, args.prompts), {}, variants(args, model)
     for dtype in args.dtypes.split(","):
         for variant, (at_once, options) in runs.items():
@@ -176,7 +175,7 @@ def answer(args: argparse.Namespace, model: Path, scratch: Path, env: dict[str, 
 
 
 def compare(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row per pair of runs: alone against `auto` alone, several GPUs against crowded, others against alone."""
+    """Return a row per pair of runs: alone against `auto` alone, several GPUs against crowded, others against alone."""
     rows = []
     for name, run in found.items():
         dtype, variant = name.split("/")

@@ -1,4 +1,4 @@
-"""How far two greedy runs of the same prompts agree, where both had seen the same tokens.
+"""Agreement of two greedy runs of the same prompts, where both had seen the same tokens.
 
 After its first difference a greedy answer goes its own way, so logprobs are compared up to and with the position of
 that difference: there both engines predicted from the same tokens. The Kullback-Leibler divergence is of the tokens

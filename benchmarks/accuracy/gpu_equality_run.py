@@ -43,14 +43,14 @@ def sampling(job: Job) -> Any:
 
 
 def answer(request: Any) -> dict[str, Any]:
-    """What a request that is done was answered: tokens, and the most likely ones of each step."""
+    """Return the answer to a finished request: tokens, and the most likely ones of each step."""
     (done,) = request.outputs
     steps = [{str(token): entry.logprob for token, entry in top.items()} for top in done.logprobs]
     return {"tokens": list(done.token_ids), "logprobs": steps}
 
 
 def answered(llm: Any, job: Job, **more: Any) -> dict[str, Any]:
-    """What an engine answers to a job's prompts, with its counters, its capacity and its versions.
+    """Return an engine's answers to a job's prompts, with its counters, its capacity and its versions.
 
     `more` goes to vLLM's `generate`.
     """

@@ -33,7 +33,7 @@ RUNS: dict[str, tuple[str, bool, dict[str, str]]] = {
     "k4v4/codec": ("k4v4", True, CODEC), "auto/crowded": ("auto", True, {}), "k4v4/crowded": ("k4v4", True, {}),
     "k4v4/alone": ("k4v4", False, {}), "auto/alone": ("auto", False, {}),
 }  # fmt: skip
-"""By name: dtype, whether crowded, and what its environment has."""
+"""Runs by name: dtype, True if crowded, and environment."""
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Engine cores run in the engines' own processes, where their caches can be taken."""
 LINES, LINE = 150, 500
@@ -45,13 +45,17 @@ QUICK: dict[str, Any] = {
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     "kernel_config": {"enable_jit_warmup": False},
 }
-"""Of crowded engines: CUDA graphs of decode, and nothing else that takes long at the start."""
+"""Graphs of crowded engines: only those of decode, for a short start."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """How a family is served: `dtype` of weights and activations, further `fields` of config.json, further arguments of
-    all its engines, and of those with `auto`."""
+    """Serving of a family.
+
+    Attributes:
+        dtype: of weights and activations. fields: further ones of config.json.
+        engine: further arguments of all its engines. auto: of those with `auto`.
+    """
 
     dtype: str = "float16"
     fields: dict[str, Any] = field(default_factory=dict)
@@ -83,7 +87,7 @@ CASES: dict[str, Case] = {
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(CASES), help="comma-separated (default: %(default)s)")
     parser.add_argument("--runs", default=",".join(RUNS), help="comma-separated (default: %(default)s)")
@@ -129,7 +133,7 @@ def asked(args: argparse.Namespace, name: str, run: str, model: Path, out: Path)
 
 
 def made(names: list[str], folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """The models, and why one could not be made."""
+    """Return the models, and the reasons why some could not be made."""
     found, failed = dict[str, Path](), dict[str, str]()
     for name in names:
         try:
@@ -140,7 +144,7 @@ def made(names: list[str], folder: Path) -> tuple[dict[str, Path], dict[str, str
 
 
 def digest(model: Path) -> str:
-    """Of a model's weights, so that it is known elsewhere for the same."""
+    """Return a hash of a model's weights."""
     return hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 

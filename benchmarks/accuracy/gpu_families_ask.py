@@ -1,4 +1,4 @@
-"""What an engine of gpu_families.py or gpu_options.py is asked: in its own process, which starts it and then ends."""
+"""Engine of gpu_families.py or gpu_options.py, in its own process, which starts it, asks it and ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Asked(Job):
 
 
 def start(asked: Asked) -> tuple[Any, dict[str, Any]]:
-    """The engine, with little cache left where that is asked for; its graphs and what its groups of layers hold."""
+    """Return the engine, with a small cache if asked for, its graphs and its groups of layers."""
     from vllm import LLM
 
     llm = LLM(**asked.engine, disable_log_stats=False)

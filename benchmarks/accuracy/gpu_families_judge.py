@@ -1,4 +1,4 @@
-"""Whether a family's answers are those of its weights and of the codec: figures and a verdict.
+"""Verdict on a family's answers, compared with its weights and the codec.
 
 All divergences are in nats, means over tokens. Those *from an oracle* are between an engine's predictions and those of
 plain transformers for the same tokens (kvpilot_smallmodels.oracle), without a codec (`auto`) or with it (`k4v4`): every
@@ -106,13 +106,13 @@ def judge(model: Path, dtype: str, runs: dict[str, dict[str, Any]]) -> Figures:
 
 
 def far(figures: Figures, name: str) -> float:
-    """A divergence; NaN where it was not found."""
+    """Return a divergence; NaN if it was not found."""
     found = figures.get(name, math.nan)
     return float(found["mean_kl"] if isinstance(found, dict) else found)
 
 
 def verdict(figures: Figures) -> str:
-    """`served and right`, or what is missing for it. A crowd is compared where an engine alone has answered, too."""
+    """Return `served and right`, or the fault. A crowd is compared where an engine alone has answered too."""
     errors = {name: error for name, error in figures["errors"].items() if not name.endswith("/alone")}
     if errors:
         return "not served: " + "; ".join(f"{name}: {error}" for name, error in errors.items())

@@ -66,7 +66,7 @@ def pressure(row: dict[str, Any], run: str) -> str:
 
 
 def family(name: str, row: Figures) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
 
     def numbers(*names: str) -> str:
         return " / ".join(number(far(row, one)) for one in names)
@@ -94,7 +94,7 @@ def table(rows: Rows) -> list[str]:
 
 
 def other(name: str, row: dict[str, Any]) -> str:
-    """A line of what is neither."""
+    """Return a line for a row that is neither."""
     figures = [
         f"{key}: {number(far(row, key))}" if isinstance(value, dict) and "mean_kl" in value else f"{key}: {value}"
         if not isinstance(value, float) else f"{key}: {number(value)}"

@@ -67,7 +67,7 @@ def run(context: Any, limit: float, asked: Asked) -> None:
 
 
 def start_cuda() -> None:
-    """Of a forked process: raises where the process that it was forked from had started CUDA."""
+    """Check a forked process; raise if its parent had started CUDA."""
     import torch
 
     if torch.cuda.is_available():
@@ -75,7 +75,7 @@ def start_cuda() -> None:
 
 
 def processes() -> Any:
-    """Where engines' processes come from: a fork with vLLM imported, unless that import starts CUDA."""
+    """Return the starter of engines' processes: a fork with vLLM imported, unless that import starts CUDA."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm.entrypoints.llm"])
     tried = context.Process(target=start_cuda)

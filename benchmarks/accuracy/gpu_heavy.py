@@ -31,7 +31,7 @@ from kvpilot_runtime.config.retention import HeavyHitters
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", default="k4v4", help="comma-separated (default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and activations")
@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
 
 
 def sharpened(model: Path, factor: float) -> Path:
-    """The model with larger queries, in place."""
+    """Enlarge the model's queries, in place."""
     from transformers import AutoModelForCausalLM
 
     made: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
@@ -123,7 +123,7 @@ def main() -> int:
 
 
 def sound(result: dict[str, Any], most: float, ahead: bool) -> bool:
-    """Whether nothing is wrong in what was seen."""
+    """Return True if no fault was found."""
     equal, best = result["answers_equal"], result["tokens_that_are_the_best"]
     unread = equal["left again"] == equal["freed pages overwritten"] == result["requests"]
     if ahead:

@@ -1,4 +1,4 @@
-"""What gpu_heavy.py holds an engine against: plain transformers in float32 that attend to the pages that were held."""
+"""Reference of gpu_heavy.py: plain transformers in float32 that attend to the held pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvpilot_runtime.config.retention import HeavyHitters
 
 _NAME = "kvpilot_heavy_plain"
 NAMES = ("left", "left again", "freed pages overwritten", "first pages overwritten")
-"""Of the turns."""
+"""Names of the turns."""
 
 
 class Plain:
@@ -33,8 +33,11 @@ class Plain:
 
     @torch.inference_mode()
     def __call__(self, prompt: list[int], answer: list[int], seen: torch.Tensor) -> tuple[list[float], torch.Tensor]:
-        """How far each token of an answer is below the best of its step, in logits; and the attention that each token
-        gave to each, float64 [tokens, tokens], summed over heads and layers. `seen`: bool, who attends to whom."""
+        """Return each answer token's distance below the best of its step, in logits, and the attention.
+
+        The attention from each token to each is float64 [tokens, tokens], summed over heads and layers. `seen` is a
+        bool mask of the same shape.
+        """
         tokens = torch.tensor([prompt + answer[:-1]], device=self.device)
         count = tokens.shape[1]
         self.seen = seen.to(self.device) & torch.ones(count, count, dtype=torch.bool, device=self.device).tril_()
@@ -61,7 +64,7 @@ class Plain:
 
 
 def last_life(steps: list[list[Any]]) -> list[list[Any]]:
-    """Steps of a request since it last began."""
+    """Return the steps of a request since its last restart."""
     begins = [i for i, step in enumerate(steps) if i == 0 or step[0] < sum(steps[i - 1][:2])]
     return steps[begins[-1] :]
 
@@ -77,12 +80,12 @@ def held(steps: list[list[Any]], page: int, length: int) -> torch.Tensor:
 
 
 def by_page(x: torch.Tensor, page: int) -> torch.Tensor:
-    """Sums of float64 [tokens] over its pages."""
+    """Sum float64 [tokens] over its pages."""
     return functional.pad(x, (0, -len(x) % page)).view(-1, page).sum(1)
 
 
 def best(turn: dict[str, Any], prompts: list[list[int]], plain: Plain, page: int) -> float:
-    """The share of a turn's tokens that plain transformers would have chosen with the pages that were held."""
+    """Return the share of a turn's tokens that plain transformers would have chosen with the held pages."""
     found: list[float] = []
     for i, (prompt, answer) in enumerate(zip(prompts, turn["answers"], strict=True)):
         steps = last_life(turn["steps"][str(i)])
@@ -93,7 +96,7 @@ def best(turn: dict[str, Any], prompts: list[list[int]], plain: Plain, page: int
 def judge(
     turns: list[dict[str, Any]], prompts: list[list[int]], plain: Plain, bound: HeavyHitters, page: int
 ) -> dict[str, Any]:
-    """What the turns of one engine show; plain transformers are held against the first.
+    """Return the figures of one engine's turns; plain transformers are compared with the first.
 
     Returns:
         Among others, `masses`: how far what a page weighed in a step is from what plain transformers gave it, in units

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
+from kvpilot_smallmodels.stepping import in_steps
 
 FILLS = ("", "", "freed", "first")
-"""What is overwritten in each turn: nothing, nothing, freed pages before the next step, every request's first page."""
+"""Overwritten pages of each turn: none, none, freed pages before the next step, every request's first page."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Job:
 
 @dataclass
 class Turn:
-    """What one turn gave.
+    """Results of one turn.
 
     Attributes:
         answers: of all rounds' prompts. steps: of each request, by its number: tokens before the step, new ones, the
@@ -52,7 +53,7 @@ class Turn:
 
 
 def name_of(request: str) -> str:
-    """Of a request, as it was asked for: vLLM adds something of its own."""
+    """Return a request's original name: vLLM appends to it."""
     return request.partition("-")[0]
 
 
@@ -134,26 +135,16 @@ class Watched:
 
 def ask(llm: Any, job: Job, watched: Watched, fill: str) -> Turn:
     """All rounds once, from an empty prefix cache on."""
-    from vllm import SamplingParams
-
     if not llm.reset_prefix_cache():
         raise RuntimeError("the prefix cache could not be emptied: pages are in use")
     engine, turn, number = llm.llm_engine, Turn(), 0
     watched.fill, watched.turn = fill, turn
     watched.manager.steps = 0  # every so many steps of single tokens are measured: of each turn the same
     for prompts, counts in zip(job.rounds, job.tokens, strict=True):
-        answers: dict[int, list[int]] = {}
-        cached: dict[int, int] = {}
-        for prompt, count in zip(prompts, counts, strict=True):
-            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-            number += 1
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                answers[int(output.request_id)] = list(output.outputs[0].token_ids)
-                cached[int(output.request_id)] = output.num_cached_tokens or 0
-        turn.answers += [answers[n] for n in sorted(answers)]
-        turn.cached += sum(cached.values())
+        answers, cached = in_steps(engine, prompts, counts, number)
+        number += len(prompts)
+        turn.answers += answers
+        turn.cached += sum(cached)
     turn.left = len(watched.pool.blocks) - 1 - watched.pool.get_num_free_blocks()
     return turn
 

@@ -1,4 +1,4 @@
-"""What people switch on in vLLM, in `k4v4` on GPUs: `python -m benchmarks.accuracy.gpu_options --out DIR [--gpus 2]`.
+"""Features of vLLM in `k4v4` on GPUs: `python -m benchmarks.accuracy.gpu_options --out DIR [--gpus 2]`.
 
 On one GPU: weights in fp8 made at the start, sleep mode, a LoRA adapter, prompt logprobs, parallel samples, structured
 output. On two: tensor, pipeline and data parallelism, and expert parallelism of a small mixture of experts, each beside
@@ -32,14 +32,14 @@ SPREAD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "data parallel": (MODEL, "data_parallel", {"data_parallel_size": WIDTH}),
     "expert parallel": (EXPERTS, "answers", {"tensor_parallel_size": WIDTH, "enable_expert_parallel": True}),
 }
-"""By name: the model, how it is asked, and what is added to an engine on one GPU."""
+"""Runs by name: the model, its requests, and the options of an engine on one GPU."""
 ON_ONE = ("fp8", "sleep", "adapter", "details")
 Rows = dict[str, dict[str, Any]]
 ON_TWO = ("auto/crowded", "k4v4/crowded", "k4v4/codec")
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1, choices=(1, WIDTH))
     parser.add_argument("--what", help=f"comma-separated: {', '.join(ON_ONE)}; on two GPUs {', '.join(SPREAD)}")
@@ -81,7 +81,7 @@ class Engines:
 
 
 def on_one(engines: Engines, models: dict[str, Path], what: str) -> None:
-    """What one GPU serves."""
+    """Run the features on one GPU."""
     plain, alone = models[MODEL], ("auto/alone", "k4v4/alone")
     if what == "fp8":
         for run in (*alone, "auto/crowded", "k4v4/crowded"):
@@ -101,7 +101,7 @@ def on_one(engines: Engines, models: dict[str, Path], what: str) -> None:
 
 
 def on_two(engines: Engines, models: dict[str, Path], what: str) -> None:
-    """What two GPUs serve, and the same on one."""
+    """Run the features on two GPUs, and the same on one."""
     name, how, engine = SPREAD[what]
     for run in ON_TWO:
         if f"one {name} {run}" not in engines.asked:
@@ -125,13 +125,13 @@ def rows_of_one(told: dict[str, Any], models: dict[str, Path], what: str) -> Row
 
 
 def rows_of_two(told: dict[str, Any], models: dict[str, Path], what: str) -> Rows:
-    """A row of two GPUs."""
+    """Return a row of two GPUs."""
     one = {run: told[f"one {SPREAD[what][0]} {run}"] for run in ON_TWO}
     return {what: spread_row(one, {run: told[f"{what} {run}"] for run in ON_TWO})}
 
 
 def made(scratch: Path) -> dict[str, Path]:
-    """The models, with the tokenizer and the adapter of the first, and what that adapter makes of it."""
+    """Return the models, with the tokenizer and the adapter of the first, and the adapted model."""
     models = {name: make(name, scratch / name) for name in (MODEL, EXPERTS)}
     tokenizer(models[MODEL])
     models |= {name: scratch / name for name in ("adapter", "merged")}

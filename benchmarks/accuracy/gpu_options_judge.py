@@ -1,4 +1,4 @@
-"""What gpu_options.py makes of the answers: one row for each thing that was switched on, with its figures and verdict.
+"""Verdicts on the answers of gpu_options.py: one row for each feature, with its figures.
 
 Divergences are in nats, as in gpu_families_judge.py, whose thresholds these are.
 """
@@ -20,18 +20,18 @@ Runs = dict[str, dict[str, Any]]
 
 
 def failed(*of: Runs) -> str:
-    """What went wrong in any of them, or nothing."""
+    """Return the faults of any of them, or nothing."""
     return "; ".join(f"{name}: {run['error']}" for runs in of for name, run in runs.items() if "error" in run)
 
 
 def row(figures: dict[str, Any], holds: dict[str, bool]) -> dict[str, Any]:
-    """A row, whose verdict names what does not hold."""
+    """Return a row, whose verdict names the faults."""
     missing = [what for what, held in holds.items() if not held]
     return {"verdict": "served, not shown right: " + "; ".join(missing) if missing else RIGHT, **figures}
 
 
 def pair(runs: Runs, name: str, against: Runs, reference: str) -> dict[str, Any]:
-    """How far one run is from another."""
+    """Return the distance of one run from another."""
     return agreement(against[reference]["answers"], runs[name]["answers"])
 
 
@@ -68,7 +68,7 @@ def sleep_row(runs: Runs) -> dict[str, Any]:
 
 
 def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
-    """An adapter, mixed with the model itself in one batch: each answers as its own weights with the codec."""
+    """Judge an adapter, mixed with the model itself in one batch: each answers as its own weights with the codec."""
     if error := failed(runs):
         return {"verdict": f"not served: {error}"}
     (run,) = runs.values()
@@ -134,7 +134,7 @@ def details_rows(model: Path, runs: Runs) -> dict[str, dict[str, Any]]:
 
 
 def fits(text: str) -> bool:
-    """Whether a text is JSON of the schema."""
+    """Return True if a text is JSON of the schema."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError:

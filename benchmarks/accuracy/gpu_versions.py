@@ -28,12 +28,12 @@ CASES: dict[str, tuple[str, str]] = {
     "bounded-auto": ("auto", "SinksAndWindow:4:192"),
     "heavy": ("k4v4", "HeavyHitters:4:64:384"),
 }
-"""By name: the KV-cache dtype, and the bound of the cache."""
+"""Cases by name: the KV-cache dtype, and the bound of the cache."""
 LENGTHS = (5, 63, 64, 200, 470, 900)
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated (default: %(default)s)")
     parser.add_argument("--gpu", default="0", help="the GPU that engines run on, one after the other")
@@ -48,7 +48,7 @@ def arguments() -> argparse.Namespace:
 
 
 def prompts(vocabulary: int) -> list[list[int]]:
-    """The same in every run."""
+    """Return the prompts, the same in every run."""
     rng = random.Random(20261127)  # noqa: S311
     return [[rng.randrange(3, vocabulary) for _ in range(length)] for length in LENGTHS]
 

@@ -53,7 +53,7 @@ def main() -> NoReturn:
     from kvpilot_runtime.vllm_api import compat
 
     if compat.lacks_for_bounds():
-        compat.BOUNDS_TO = compat.vllm_version()  # this is how a version becomes one that it was run with
+        compat.NEWEST = compat.vllm_version()  # a version must run here before it becomes a supported one
     llm = LLM(**job.engine)
     say("started")
     asked = SamplingParams(temperature=0, max_tokens=job.tokens, ignore_eos=True, detokenize=False)

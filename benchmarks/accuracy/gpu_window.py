@@ -25,7 +25,7 @@ from benchmarks.engine.gpu_engine_process import ChildFailedError, environment, 
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", default="k4v4", help="comma-separated (default: %(default)s)")
     parser.add_argument("--model", type=Path, help="a model folder with weights and tokenizer (default: a random one)")

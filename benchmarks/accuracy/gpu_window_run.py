@@ -76,7 +76,7 @@ class Rings:
                 self.owned.setdefault(request, []).append(block)
 
     def copy(self, cache: Any, source: int, target: int) -> None:
-        """The rows of one page into another, each one place further."""
+        """Copy the rows of one page into another, each one place further."""
         page = cache[source].flatten(1).clone()
         for begin, end, width in self.regions:
             if end > begin:

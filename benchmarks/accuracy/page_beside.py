@@ -1,4 +1,4 @@
-"""What every program does that makes a page of figures."""
+"""Common part of programs that make a page of figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a bounded cache costs: `python -m benchmarks.accuracy.retention --tokens 2048 --budgets 256,512`.
+"""Cost of a bounded cache: `python -m benchmarks.accuracy.retention --tokens 2048 --budgets 256,512`.
 
 SmolLM2-135M's weights in float32 over one stream of a text; attention sees what docs/retention.md says that an engine
 keeps. A budget is sinks and window together, or with the heaviest pages between (HeavyHitters, whose window is half of
@@ -54,7 +54,7 @@ class Bounded(Probe):
 
     @torch.inference_mode()
     def hidden(self, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
-        """As the whole model's; with heavy hitters chunk by chunk, as pages are freed between steps."""
+        """Attend as the whole model; with heavy hitters chunk by chunk, as pages are freed between steps."""
         if not isinstance(self.kept, HeavyHitters):
             return super().hidden(tokens, reading)
         cache, states = DynamicCache(), []
@@ -126,7 +126,7 @@ def nll(probe: Probe, tokens: torch.Tensor, reading: Reading | None) -> torch.Te
 def perplexities(
     probe: Probe, tokens: torch.Tensor, reading: Reading | None, after: int, parts: int | None
 ) -> list[float]:
-    """Of the tokens from position `after` on, in each part of `parts` tokens."""
+    """Average the tokens from position `after` on, in each part of `parts` tokens."""
     losses = nll(probe, tokens, reading)
     cuts = range(0, len(tokens), parts or len(tokens))
     return [float(losses[max(begin, after) - 1 : begin + cuts.step - 1].mean().exp()) for begin in cuts]

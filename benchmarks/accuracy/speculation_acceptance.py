@@ -1,4 +1,4 @@
-"""How many of ngram's drafts are accepted, by KV-cache dtype: `python -m benchmarks.accuracy.speculation_acceptance`.
+"""Share of ngram's accepted drafts, by KV-cache dtype: `python -m benchmarks.accuracy.speculation_acceptance`.
 
 SmolLM2-135M's real weights, greedy. A prompt is a piece of a text of docs/benchmarks/accuracy.md
 and then the beginning of that piece, so that the model quotes the rest: what people use ngram for. Our dtypes are
@@ -66,7 +66,7 @@ def serve(options: argparse.Namespace, asked: dict[str, list[str]]) -> dict[str,
 
 
 def machine() -> str:
-    """The GPU where there is one, else the processor's kind."""
+    """Return the GPU if there is one, else the processor's kind."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()

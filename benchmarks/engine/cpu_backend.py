@@ -49,7 +49,7 @@ async def speed(running: Engine, users: int) -> float:
 
 
 async def both(running: Engine, dtype: str, baseline: Baseline | None) -> tuple[Baseline, dict[str, Any]]:
-    """The probe's figures (of the control where there is no baseline yet), then tokens a second by users."""
+    """Return the probe's figures (of the control if there is no baseline yet), then tokens a second by users."""
     if baseline is None:
         prompts = packs.load(["builtin/general", "builtin/multi-turn"])
         baseline = await capture(running.url, "m", prompts, identity="benchmark", dtype=dtype)
@@ -97,7 +97,7 @@ def main() -> int:
 
 
 def table(facts: dict[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     base = facts["rows"][0]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     about = (

@@ -5,8 +5,7 @@ Each dtype has two engines (dummy weights) with vLLM's NixlConnector, `DTYPE/win
 connector asks for. Prompts are read on GPU 0, one by one, and answered on GPU 1. Written down are the bytes that
 travel, the copies that NIXL makes of them (blocks in a row on both sides are one), how long that takes, the time to the
 first token, whether every block came as it left, and how many tokens of an answer are those that the first engine gives
-over the same blocks.
-Writes OUT/disaggregated-SHAPE.json and prints a table.
+over the same blocks. Writes OUT/disaggregated-SHAPE.json and prints a table.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ BLOCK = 64
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", default="auto,auto@BHLNC,fp8,k4v4@LBHNC,k4v4,k4v4/window",
                         help="comma-separated (default: %(default)s)")  # fmt: skip
@@ -60,7 +59,7 @@ class Child:
         self.line.sendall(json.dumps([what, more]).encode() + b"\n")
 
     def hear(self) -> Any:
-        """The answer to what was told."""
+        """Return the answer to the last question."""
         if not (said := self.lines.readline()):
             raise ChildFailedError("an engine has ended; see its log")
         return json.loads(said)
@@ -155,7 +154,7 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
 
 
 def line(row: dict[str, Any], length: int) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     of = [one for one in row["prompts"] if one["tokens"] == length]
 
     def middle(key: str) -> float:
@@ -171,7 +170,7 @@ def line(row: dict[str, Any], length: int) -> str:
 
 
 def spread(of: list[dict[str, Any]]) -> str:
-    """Of transfers the least, the median and the most milliseconds."""
+    """Return the smallest, median and largest milliseconds of transfers."""
     times = sorted(1e3 * one["transfer_s"] for one in of)
     return f"{times[0]:.1f}, {statistics.median(times):.1f}, {times[-1]:.1f}"
 

@@ -28,8 +28,7 @@ class Job:
 
 
 def block_sums(layers: dict[str, Any], num_blocks: int, blocks: Sequence[int]) -> list[int]:
-    """Of blocks their bytes in all layers that are stored: 8-byte words, each times its own number; what overflows
-    wraps."""
+    """Return checksums of blocks over all stored layers: 8-byte words, each times its number, with wrap-around."""
     import torch
 
     caches = [layer.kv_cache for name, layer in layers.items()
@@ -46,7 +45,7 @@ def block_sums(layers: dict[str, Any], num_blocks: int, blocks: Sequence[int]) -
 
 
 class Engine:
-    """What can be asked."""
+    """Engine that can be asked."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.requests = job, 0
@@ -88,7 +87,7 @@ class Engine:
         }  # fmt: skip
 
     def sums(self, blocks: Any) -> list[list[int]]:
-        """Of each group's blocks their bytes in all layers that are stored."""
+        """Return the sums of each group's blocks in all stored layers."""
         return [block_sums(self.layers, self.config.num_blocks, group) for group in blocks]
 
     def serve(self, prompt: list[int], tokens: int, params: Any) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def case(text: str) -> tuple[int, int]:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", default=DTYPES, help="comma-separated (default: %(default)s)")
     parser.add_argument("--cases", default=CASES, help="batch x context, comma-separated (default: %(default)s)")
@@ -95,7 +95,7 @@ def drafted(count: int) -> dict[str, Any]:
 
 
 def command_line(words: list[str]) -> str:
-    """The command, without where its output went."""
+    """Return the command, without the folder of its output."""
     kept = list(words)
     if "--out" in kept:
         at = kept.index("--out")

@@ -26,7 +26,7 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 PROMPTS_AT_ONCE = 8
 """Prompts of one timed prefill: several rates per case show their spread."""
 SHORT, SHORTS = 512, 7
-"""Of the mixed prefill: tokens of a short context and as many new ones, and short prompts beside the long one."""
+"""Sizes of the mixed prefill: tokens of a short context and as many new ones, and number of short prompts."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def warm_up(driver: Driver, job: Job) -> None:
 
 
 def attempt(what: str, capacity: int, needed: int, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The facts of one case, or the reason why there are none."""
+    """Return the facts of one case, or the reason why there are none."""
     if needed > capacity:
         return {"error": f"needs {needed:,} tokens of KV cache, there are {capacity:,}"}
     began = time.perf_counter()

@@ -40,7 +40,7 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def environment(extra: dict[str, str] | None = None) -> Iterator[dict[str, str]]:
-    """The environment of an engine: our packages on the path, no network, and our plugin where vLLM looks for it.
+    """Return the environment of an engine: our packages on the path, no network, and our plugin for vLLM.
 
     vLLM finds plugins by the entry points of installed distributions, in every process that it starts. From a checkout
     that is not installed, a folder on the path with the same entry point does as well.
@@ -92,7 +92,7 @@ def run_child(module: str, job: Path, log: Path, limit_s: float, env: dict[str, 
 
 
 def end_with_parent() -> None:
-    """Of a child: end our process group as soon as the parent is gone, however it went; no engine outlives it."""
+    """End this child's process group as soon as the parent is gone in any way; no engine outlives it."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -113,20 +113,20 @@ def _tee(source: IO[str], log: Path) -> None:
 
 
 def error_lines(log: Path) -> list[str]:
-    """The first and the last exception that a log names."""
+    """Return the first and the last exception in a log."""
     found = re.findall(r"\b\w*(?:Error|Exception): [^\n]+", log.read_text())
     return list(dict.fromkeys([*found[:1], *found[-1:]]))
 
 
 def attention_lines(log: Path) -> list[str]:
-    """What vLLM said about the attention backend, and the layout of its cache, that it chose, each line once."""
+    """Return vLLM's lines about its attention backend and the layout of its cache, each once."""
     chosen = r"Using [^\n]{0,80}?(?:[Aa]ttention backend|FlashAttention version \d|KV cache layout)"
     found = re.findall(chosen, log.read_text())
     return list(dict.fromkeys(found))
 
 
 def versions() -> dict[str, str]:
-    """The device and the versions that the figures belong to; asks the driver, and starts no CUDA context."""
+    """Return the device and the versions of the figures; ask the driver, and start no CUDA context."""
     import torch
     import vllm
     from vllm.platforms import current_platform

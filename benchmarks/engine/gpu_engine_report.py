@@ -17,7 +17,7 @@ Runs = dict[str, Run]
 
 
 def load(paths: Iterable[Path]) -> dict[str, Runs]:
-    """Runs by shape (and GPUs, if several), then dtype."""
+    """Group runs by shape (and GPUs, if several), then dtype."""
     found: dict[str, Runs] = {}
     for run in sorted((run for path in paths for run in _documents(path)), key=lambda run: run["date"]):
         gpus = f", {run['tp']} GPUs" if run["tp"] > 1 else ""
@@ -62,7 +62,7 @@ def capacity(run: Run | None) -> float | None:
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """A quotient, where both were measured."""
+    """Return a quotient, if both were measured."""
     return numerator / denominator if numerator and denominator else None
 
 
@@ -77,7 +77,7 @@ class Bar:
     unit: str = "x"
 
     def row(self, runs: Runs) -> str:
-        """A row of the table of bars."""
+        """Return a row of the table of bars."""
         value = self.measure(runs)
         sign = "at most" if self.at_most else "at least"
         bound = f"{self.bound:,g}" if self.bound < 1e6 else f"{self.bound:,.0f}"
@@ -89,7 +89,7 @@ class Bar:
 
 
 def faster(dtype: str, than: str, batch: int, context: int) -> Callable[[Runs], float | None]:
-    """How many times faster than another dtype a step is."""
+    """Return how many times as fast as another dtype a step is."""
     return lambda runs: ratio(step(runs.get(than), batch, context), step(runs.get(dtype), batch, context))
 
 
@@ -125,14 +125,14 @@ OTHER_BARS = (Bar("k4v4 step, 32 x 16K, over bf16", faster("k4v4", "auto", 32, 1
 
 
 def bars_table(shape: str, runs: Runs) -> str:
-    """The bars of a shape: asked, measured, held or not."""
+    """Return the bars of a shape: asked, measured, held or not."""
     bars = MAIN_BARS if shape == MAIN_SHAPE else OTHER_BARS
     rows = "\n".join(bar.row(runs) for bar in bars)
     return f"| what | bar | measured | |\n|---|---|---|---|\n{rows}\n"
 
 
 def results_table(runs: Runs) -> str:
-    """A row per dtype: capacity, steps in milliseconds with the speed over `auto` and `fp8`, prefill."""
+    """Return a row per dtype: capacity, steps in milliseconds with the speed over `auto` and `fp8`, prefill."""
     sizes = {(c["batch"], c["context"]) for run in runs.values() for c in run["cases"].values() if "batch" in c}
     cases = sorted(sizes, key=lambda case: (-case[0], -case[1]))
     largest, longest = cases[0] if cases else (0, 0)
@@ -160,7 +160,7 @@ def results_table(runs: Runs) -> str:
 
 
 def over(value: float | None, up: float | None, down: float | None, digits: int = 2, other: float | None = None) -> str:
-    """A cell: the value, and in brackets how many times better it is than `auto` (and than `fp8`)."""
+    """Return a cell: the value, and in brackets how many times better it is than `auto` (and than `fp8`)."""
     if value is None:
         return "-"
     ratios = [f"{times:.2f}x" for times in (ratio(up, down), other) if times]
@@ -173,7 +173,7 @@ def short(tokens: int) -> str:
 
 
 def failures(runs: Runs) -> list[str]:
-    """What could not be measured, and why."""
+    """Return the missing measurements, with reasons."""
     found = [f"`{dtype}`: {run['error']}" for dtype, run in runs.items() if run.get("error")]
     for dtype, run in runs.items():
         cases = {**run["cases"], "second half": run.get("chunked", {})}
@@ -182,7 +182,7 @@ def failures(runs: Runs) -> list[str]:
 
 
 def described(runs: Runs) -> str:
-    """Where and when the runs were made, and what vLLM said of their attention backends."""
+    """Return the place and time of the runs, and vLLM's lines about their attention backends."""
     versions = sorted({versions_of(run["versions"]) for run in runs.values() if "versions" in run})
     dates = sorted({run["date"] for run in runs.values()})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
@@ -193,7 +193,7 @@ def described(runs: Runs) -> str:
 
 
 def versions_of(facts: dict[str, str]) -> str:
-    """The device and the versions of a run, in words."""
+    """Return the device and the versions of a run, in words."""
     return f"{facts['device']}, vLLM {facts['vllm']}, torch {facts['torch']}, Python {facts['python']}"
 
 
@@ -208,7 +208,7 @@ Raw: [h200-engine.json](h200-engine.json).
 
 
 def page(found: dict[str, Runs], plots: dict[str, list[str]]) -> str:
-    """The whole Markdown page; `plots` names the image files of a shape."""
+    """Return the whole Markdown page; `plots` names the image files of a shape."""
     commands = sorted({run["command"] for runs in found.values() for run in runs.values()})
     text = ["# Decode, prefill and capacity in real vLLM\n", "\n".join(f"    {command}" for command in commands) + "\n"]
     text.append(INTRODUCTION)

@@ -29,7 +29,7 @@ class Shape:
     """Further fields of config.json, or others' values."""
 
     def config(self, layers: int, max_model_len: int) -> dict[str, Any]:
-        """The content of config.json with `layers` layers."""
+        """Return the content of config.json with `layers` layers."""
         return {
             "architectures": [self.architecture],
             "model_type": "qwen3" if self.architecture.startswith("Qwen3") else "llama",

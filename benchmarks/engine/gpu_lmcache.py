@@ -40,7 +40,7 @@ WAIT = 60
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", default="auto,k4v4", help="comma-separated (default: %(default)s)")
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace, dtype: str, model: Path, port: int, scratch: P
 
 
 def judged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """What is written down: both sides without their sums, and how the sums compare."""
+    """Return the record: both sides without their sums, and the comparison of the sums."""
     seen = dict.fromkeys(("compared", "changed", "not stored", "tokens_alike"), 0)
     for left, came in zip(first["prompts"], second["prompts"], strict=True):
         kept, loaded = left["stored"], came["loaded"]
@@ -141,7 +141,7 @@ def judged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """What a reader compares, a line for each dtype."""
+    """Return the comparison, a line for each dtype."""
     print("| KV cache | stored, tokens | MiB a prompt | loaded, tokens | MiB a prompt | computed: first token, ms | "
           "loaded: first token, ms | of it LMCache, ms | its message, ms | kept after the answer, ms | as they left | "
           "tokens alike |")  # fmt: skip

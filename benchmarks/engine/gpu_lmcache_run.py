@@ -37,7 +37,7 @@ class Job:
 
 
 class Moves:
-    """What goes to LMCache and comes from it, and the seconds and bytes of it since the last `take`."""
+    """Transfers to and from LMCache, with their seconds and bytes since the last `take`."""
 
     def __init__(self, block: int) -> None:
         from lmcache.v1.platform import resolve_device_ops

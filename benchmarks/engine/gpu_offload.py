@@ -27,11 +27,11 @@ from kvpilot_runtime.config import offload
 
 BLOCK = 64
 MOVED = {"loaded": "load", "stored": "store", "the disk gave": "disk_read", "it took": "disk_write"}
-"""What a table calls the bytes that moved, and how the child names them."""
+"""Names in a table for the bytes that moved, and the child's names."""
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", default="auto,fp8,k4v4", help="comma-separated (default: %(default)s)")
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
@@ -69,7 +69,7 @@ def runs_of(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
 
 
 def tiers(args: argparse.Namespace, tier: str) -> dict[str, Any]:
-    """What an engine is told of them."""
+    """Return an engine's options for them."""
     host = {"kv_offloading_size": args.host_gib} if tier else {}
     if tier != "disk":
         return host

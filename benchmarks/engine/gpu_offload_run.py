@@ -139,7 +139,7 @@ def main() -> NoReturn:
 
 
 def turn(history: list[int], job: Job, rng: random.Random) -> list[int]:
-    """A request: the history and new tokens, which are none of a later one."""
+    """Return a request: the history and new tokens, which no later one has."""
     return history + [rng.randrange(3, job.vocab) for _ in range(job.turn)]
 
 

@@ -29,7 +29,7 @@ def weights_of(shape: Shape, layers: int) -> int:
 
 
 def limits(run: dict[str, Any], copy_rate: float) -> Callable[[int], float]:
-    """By tokens in all, the milliseconds that a step of the run takes at the least; `copy_rate` in bytes a second."""
+    """Return, by tokens in all, the least milliseconds of the run's step; `copy_rate` in bytes a second."""
     name, layers = re.fullmatch(r"(.+?)(?:-(\d+)-layers)?", run["shape"]).groups()  # type: ignore[union-attr]
     shape = SHAPES[name]
     count = int(layers or shape.layers)
@@ -45,7 +45,7 @@ def steps(run: dict[str, Any]) -> dict[tuple[int, int], float]:
 
 
 def table(runs: dict[str, dict[str, Any]], copy_rate: float) -> str:
-    """The table, the most tokens first."""
+    """Return the table, the most tokens first."""
     found = {dtype: (steps(run), limits(run, copy_rate)) for dtype, run in runs.items()}
     every = {case for of, _ in found.values() for case in of}
     heads = ["sequences x tokens", "tokens in all", *(f"`{dtype}`" for dtype in found)]
@@ -60,7 +60,7 @@ def table(runs: dict[str, dict[str, Any]], copy_rate: float) -> str:
 
 
 def plot(runs: dict[str, dict[str, Any]], copy_rate: float, path: Path) -> None:
-    """Steps as lines, limits as dashes, both axes logarithmic."""
+    """Plot steps as lines, limits as dashes, both axes logarithmic."""
     import matplotlib as mpl
 
     mpl.use("svg")

@@ -1,11 +1,11 @@
-"""What a group's size and metadata cost and buy, on Gaussian rows: `python -m benchmarks.kernels.codec_error`.
+"""Error and size of group formats on Gaussian rows: `python -m benchmarks.kernels.codec_error`.
 
 After a Hadamard rotation a row is close to Gaussian, so this is the error that the formats are designed for. Prints a
 Markdown table of the mean squared error (the signal's power is 1) and the bits an element takes with its metadata.
 
-With `--head-dims 64 80 96` it prints what each dtype makes of heads of so many elements instead, rotated as they are
-stored, and with zeros behind where they have no layout: the norm of the error over that of the head, and bits. Some
-channels of heads with outliers are eight times the others.
+With `--head-dims 64 80 96` it prints each dtype's error in heads of so many elements instead, rotated as they are
+stored, and padded with zeros if they have no layout: the norm of the error over that of the head, and bits. In heads
+with outliers some channels are eight times the others.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ROWS, DIM = 20_000, 128
 
 
 def ours(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """kvpilot's group format."""
+    """Round to kvpilot's group format."""
     return decode(*encode(x, bits, group), bits)
 
 
 def minmax(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Asymmetric range of the group with an exact scale and zero point (two 16-bit numbers when stored)."""
+    """Round to an asymmetric range of the group with an exact scale and zero point (two 16-bit numbers when stored)."""
     y = x.view(-1, DIM // group, group)
     lo, hi = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
     scale = (hi - lo) / (2**bits - 1)
@@ -35,7 +35,7 @@ def minmax(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 
 
 def symmetric(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Symmetric range of the group with an exact scale (one 16-bit number when stored)."""
+    """Round to a symmetric range of the group with an exact scale (one 16-bit number when stored)."""
     y = x.view(-1, DIM // group, group)
     top = 2 ** (bits - 1) - 1
     scale = y.abs().amax(-1, keepdim=True) / top
@@ -43,7 +43,7 @@ def symmetric(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 
 
 def groups() -> None:
-    """Print what groups cost and buy."""
+    """Print the cost and the error of groups."""
     x = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(0))
     print("| codes | group | metadata | bits an element | mean squared error |\n|---|---|---|---|---|")
     for bits in (4, 2):
@@ -76,7 +76,7 @@ def heads(dims: list[int]) -> None:
 
 
 def main() -> None:
-    """Print the tables that are asked for."""
+    """Print the requested tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[])
     options = parser.parse_args()

@@ -34,7 +34,7 @@ from kvpilot_kernels.ring import ring_slots
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of `batch` sequences of `context` tokens on an attention shape."""
+    """Batch of `batch` sequences of `context` tokens on an attention shape."""
 
     shape: str
     heads: int
@@ -65,7 +65,7 @@ CASES = [
 
 
 def random_pages(fmt: formats.Format, case: Case, block: int, device: torch.device) -> torch.Tensor:
-    """Pages of random codes with scales between 0.01 and 0.03 and zero points around the middle."""
+    """Return pages of random codes with scales between 0.01 and 0.03 and zero points around the middle."""
     blocks = case.batch * -(-case.context // block) + 1
     cache = torch.randint(
         0, 256, (blocks, case.kv_heads, block, fmt.row_bytes(case.dim)), dtype=torch.uint8, device=device
@@ -100,7 +100,7 @@ def fill_ring(
 def ours(
     name: str, case: Case, device: torch.device, recent: int = 0, block: int = 64, overlap: bool | None = None
 ) -> dict[str, Any]:
-    """Times of our kernels in one format; `overlap` None leaves to the plan whether decode overlaps with `store`."""
+    """Time our kernels in one format; with `overlap` None the plan decides if decode overlaps with `store`."""
     fmt = formats.parse(name)
     recent = recent if fmt.has_ring else 0
     shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, block, device, recent=recent)
@@ -159,7 +159,7 @@ def ours(
 def weighing(
     pages: list[GpuPages], table: torch.Tensor, lens: torch.Tensor, plan: Plan, turn: Iterator[int]
 ) -> dict[str, float]:
-    """Times of what heavy hitters add to decode, in a step that is weighed and in one that is not."""
+    """Time the additions of heavy hitters to decode, in a step that is weighed and in one that is not."""
     wanted = torch.ones(1, dtype=torch.int32, device=table.device)
     size = stretch(plan.shape)
     room = table.shape[1] * plan.shape.block_size // size
@@ -174,7 +174,7 @@ def weighing(
 
 
 def measure(out: Path, windows: list[int], shapes: list[str], names: list[str], sizes: list[str]) -> None:
-    """Run everything that is installed and write the figures; `sizes`: of the batches, as 32x16384, all if empty."""
+    """Run everything that is installed and write the figures; `sizes` of batches are as 32x16384, all if empty."""
     device = torch.device("cuda", torch.cuda.current_device())
     packages = {name: _version(name) for name in ("torch", "triton", "vllm", "flashinfer-python")}
     facts: dict[str, Any] = {

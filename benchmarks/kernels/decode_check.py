@@ -1,13 +1,13 @@
-"""Whether the GPU's kernels are right on this GPU: `python -m benchmarks.kernels.decode_check`.
+"""Check of the GPU's kernels on this GPU: `python -m benchmarks.kernels.decode_check`.
 
 Ragged sequences are stored and decoded by the kernels in a captured CUDA graph of four layers that share their plan,
-each started while the one before may still run, over pages, rings and outputs that were poisoned before: every byte
-0xFF, every output NaN, every ring full of another sequence's rows at the same positions, and part of each prompt from
-pages that the ring knows nothing of. Some steps have one token of each sequence, some up to 8, of some sequences fewer
-than of others, and rows of padding; some are cut as if the GPU had one multiprocessor, so that there are more
-sequences than programs at once. Held against the CPU's code over the same bytes (which the tests hold against
+each started while the one before may still run. Pages, rings and outputs are poisoned before: every byte 0xFF, every
+output NaN, every ring full of another sequence's rows at the same positions, and part of each prompt from pages that
+the ring does not have. Some steps have one token of each sequence, some up to 8, of some sequences fewer than of
+others, and rows of padding; some are cut as if the GPU had one multiprocessor, so that there are more sequences than
+programs at once. The results are compared with the CPU's code over the same bytes (which the tests compare with
 float64). Then one value of a token is NaN, of a stored one and of one of the step: each answer that attends to it must
-be NaN, and every other one as it was. Writes OUT/decode-check.json; exits 1 where a row is off.
+be NaN, and every other one unchanged. Writes OUT/decode-check.json; exits 1 if a row is off.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from kvpilot_kernels.places import joined_slots
 from kvpilot_kernels.ring import ring_slots
 
 LIMIT, READ_LIMIT = 2e-3, 6e-3
-"""Of a head's norm: queries and probabilities are float16 on their way into the tensor cores, and what `gather` reads
-back is rounded to bfloat16."""
+"""Allowed errors over a head's norm: queries and probabilities are rounded to float16, `gather` rounds to bfloat16."""
 LENGTHS, HIT, BLOCK, KV_HEADS = [1, 63, 64, 65, 300, 1000, 2500], 40, 64, 2
 
 
 PADDED = (80, 112, 160)
-"""Head dimensions that have no layout, and zeros behind."""
+"""Head dimensions without a layout, which are padded."""
 
 
 class Case(NamedTuple):
-    """Format, head_dim, query heads to a KV head, recent window, tokens of a sequence in a step; cap, sinks and whether
-    as with one multiprocessor."""
+    """Format, head_dim, query heads per KV head, recent window, tokens of a sequence in a step, and options.
+
+    The options are cap, sinks, and launches as for one multiprocessor.
+    """
 
     name: str
     dim: int
@@ -81,7 +82,7 @@ LAYERS, PADDING = 4, 3
 
 
 def check(case: Case) -> dict[str, Any]:
-    """Errors of one case."""
+    """Return the errors of one case."""
     name, dim, ratio, recent, most, softcap, sinking, crowded = case
     if crowded:
         tuning.multiprocessors = lambda _device: 1  # type: ignore[assignment]
@@ -247,7 +248,7 @@ def main() -> int:
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(DIMS))
     options = parser.parse_args()
     cases = [case for case in CASES if case.dim in options.head_dims]
-    # A process each: after a fault in a kernel nothing else runs in it.
+    # One process each: after a fault in a kernel a process is unusable.
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         futures = [(case, pool.submit(check, case)) for case in cases]
         rows = []

@@ -32,7 +32,7 @@ BLOCK, LIMIT = 64, 2e-3
 
 
 def launch_as(shape: Shape, choice: str, tokens: int) -> None:
-    """Other launch choices than `tuning` has, for steps of several tokens of a sequence."""
+    """Set other launch choices than `tuning` has, for steps of several tokens of a sequence."""
     tile, stages, programs = map(int, choice.split("x"))
     found, own = shape.cut(tokens), tuning.Choice(tile, stages, programs, shape.cut(tokens).choice.registers)
     wave = max(1, tuning.multiprocessors(shape.device) * programs // (shape.kv_heads * found.parts))
@@ -41,7 +41,7 @@ def launch_as(shape: Shape, choice: str, tokens: int) -> None:
 
 
 def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: int, choice: str) -> dict[str, Any]:
-    """Times of one format with so many `tokens` of each sequence in a step."""
+    """Time one format with so many `tokens` of each sequence in a step."""
     fmt = formats.parse(name)
     shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, BLOCK, device, recent=recent)
     if recent:

@@ -1,7 +1,7 @@
-"""Where decode should overlap with `store`: `python -m benchmarks.kernels.decode_overlap --out OUT`.
+"""Batch sizes at which decode should overlap with `store`: `python -m benchmarks.kernels.decode_overlap --out OUT`.
 
 Times a layer of Llama-3-8B's shape in k4v4, with and without a ring, with and without the overlap, from 1 to 64
-sequences; what `kvpilot_kernels.gpu.tuning` says of it. Writes OUT/decode-overlap.json.
+sequences, beside the choice of `kvpilot_kernels.gpu.tuning`. Writes OUT/decode-overlap.json.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LONG = ((1, 32768), (1, 65536), (1, 131072), (2, 32768), (4, 16384), (8, 32768),
 
 
 def main() -> None:
-    """Measure, and write what was measured."""
+    """Measure, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out"))
     out: Path = parser.parse_args().out

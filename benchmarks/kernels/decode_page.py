@@ -13,7 +13,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
 def page(source: Path, title: str) -> str:
-    """A run as Markdown, under this title."""
+    """Return a run as Markdown, under this title."""
     facts = json.loads(source.read_text())
     copy = facts["copy_bytes_per_s"]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
@@ -52,7 +52,7 @@ def page(source: Path, title: str) -> str:
 
 
 def write(name: str, title: str, runs: Iterable[tuple[str, str]]) -> None:
-    """Runs, by the names of their files and their titles, as a page."""
+    """Write runs, by the names of their files and their titles, as a page."""
     (DOCS / name).write_text("\n".join([f"{title}\n", *(page(DOCS / source, heading) for source, heading in runs)]))
 
 

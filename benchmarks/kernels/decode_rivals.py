@@ -17,7 +17,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def installed(dim: int) -> dict[str, Run]:
-    """Name -> a function of case and device that measures it at this head_dim, for what can be imported here."""
+    """Return, by name, functions of case and device that measure the installed rivals at this head_dim."""
     found: dict[str, Run] = {}
     if dim > 256:
         if importlib.util.find_spec("vllm"):
@@ -33,7 +33,7 @@ def installed(dim: int) -> dict[str, Run]:
 
 
 def _caches(case: Any, device: torch.device, dtype: torch.dtype, block: int) -> tuple[list[Any], int, torch.Tensor]:
-    """Caches [blocks, 2, block, kv_heads, D] of random numbers, the bytes that one decode reads, and a block table."""
+    """Return random caches [blocks, 2, block, kv_heads, D], the bytes that one decode reads, and a block table."""
     per = -(-case.context // block)
     size = 2 * case.batch * case.context * case.kv_heads * case.dim * torch.finfo(dtype).bits // 8
     shape = (per * case.batch + 1, 2, block, case.kv_heads, case.dim)
@@ -47,7 +47,7 @@ def _caches(case: Any, device: torch.device, dtype: torch.dtype, block: int) -> 
 
 
 def flash_attention(case: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """FlashAttention 3 over a paged cache, with the schedule made ahead as vLLM does."""
+    """Time FlashAttention 3 over a paged cache, with the schedule made ahead as in vLLM."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     caches, size, table = _caches(case, device, dtype, 16)
@@ -78,7 +78,7 @@ def flash_attention(case: Any, device: torch.device, dtype: torch.dtype) -> dict
 
 
 def triton_attention(case: Any, device: torch.device) -> dict[str, Any]:
-    """vLLM's Triton kernel over a paged cache in bf16, with the segments that its backend gives a decode."""
+    """Time vLLM's Triton kernel over a paged cache in bf16, with its backend's segments for a decode."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     segments, most = 16, 128 // case.kv_heads
@@ -105,7 +105,7 @@ def triton_attention(case: Any, device: torch.device) -> dict[str, Any]:
 
 
 def flashinfer(case: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """FlashInfer's batch decode with its plan made ahead, tensor cores on where queries share a KV head."""
+    """Time FlashInfer's batch decode with its plan made ahead, tensor cores on if queries share a KV head."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     caches, size, table = _caches(case, device, dtype, 16)

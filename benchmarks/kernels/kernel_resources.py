@@ -1,8 +1,8 @@
-"""What every GPU kernel takes of a GPU, without one: `python -m benchmarks.kernels.kernel_resources`.
+"""Resources of every GPU kernel, without a GPU: `python -m benchmarks.kernels.kernel_resources`.
 
-Compiles with the installed Triton for each compute capability and reads what the assembler allotted from the machine
-code. A stack is registers that did not fit: no kernel has local arrays. Prints each program and exits 1 where one
-spills that is not in `known`, or asks for more shared memory than there is; `--page` writes
+Compiles with the installed Triton for each compute capability and reads the assembler's allocation from the machine
+code. A stack means registers that did not fit, because no kernel has local arrays. Prints each program, and exits 1 if
+one spills that is not in `known`, or asks for more shared memory than there is; `--page` writes
 docs/benchmarks/kernel-resources.md.
 """
 
@@ -43,7 +43,7 @@ from kvpilot_kernels.gpu import (
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "kernel-resources.md"
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-"""Shared memory that a block may ask for, by compute capability."""
+"""Shared memory limit of a block, by compute capability."""
 triton.knobs.compilation.disable_line_info = True  # a tenth of the time, and the same machine code
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {
@@ -60,14 +60,14 @@ POINTERS = {
 
 @dataclass(frozen=True)
 class Resources:
-    """What one program takes: registers of a thread, bytes of shared memory, bytes of a thread's stack."""
+    """Resources of one program: registers of a thread, bytes of shared memory, bytes of a thread's stack."""
 
     registers: int
     shared: int
     stack: int
 
     def misfit(self, capability: int) -> str:
-        """Why such a program must not be launched on such a GPU; empty if it may."""
+        """Return the reason why such a program must not be launched on such a GPU; empty if it may."""
         if self.stack:
             return f"spills {self.stack} bytes of registers"
         if self.shared > SHARED_KIB[capability] * 1024:
@@ -76,7 +76,7 @@ class Resources:
 
 
 def kernels() -> dict[str, Any]:
-    """The kernels by name."""
+    """Return the kernels by name."""
     found = (decode.decode_kernel, store.store_kernel, gather.gather_kernel, plan.plan_kernel, reduce.reduce_kernel,
              ring.ring_slots_kernel, prefill.prefill_kernel, latent_decode.latent_decode_kernel,
              latent_gather.latent_gather_kernel,
@@ -86,7 +86,7 @@ def kernels() -> dict[str, Any]:
 
 
 def known(variant: Variant, taken: Resources) -> bool:
-    """Whether it is known that such a program spills: some with a recent window, and decode of several tokens.
+    """Return True if such a program is known to spill: some with a recent window, and decode of several tokens.
 
     Decode with a window: of 4 queries up to 64 bytes where 168 registers let 12 programs fit (one fewer takes an H100
     1.2 times as long at 32 x 16K), up to 128 from head_dim 192 on, and of k8v4 40 by Triton 3.9, not by 3.6, which was
@@ -113,7 +113,7 @@ def known(variant: Variant, taken: Resources) -> bool:
 
 
 def compile_for(variant: Variant, capability: int) -> Resources:
-    """Compile to machine code, and read what it takes; raises whatever Triton does."""
+    """Compile to machine code, and read its resources; raise Triton's errors."""
     kernel, types = kernels()[variant.kernel], {}
     constants = dict(variant.constants)
     if "OVERLAP" in kernel.arg_names:
@@ -157,7 +157,7 @@ def compile_for(variant: Variant, capability: int) -> Resources:
 
 
 def page(found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]], capabilities: list[int]) -> str:
-    """The table: of each kernel, dtype and shape the warps and `Resources` by compute capability."""
+    """Return the table: of each kernel, dtype and shape the warps and `Resources` by compute capability."""
     names = [f"{capability // 10}.{capability % 10}" for capability in capabilities]
     limits = ", ".join(f"{SHARED_KIB[c]} KiB on {n}" for c, n in zip(capabilities, names, strict=True))
     tools = ", ".join(f"{tool} {version(tool)}" for tool in ("ptxas", "ptxas-blackwell"))
@@ -183,12 +183,12 @@ def page(found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]], ca
 
 
 def cell(warps: int, taken: Resources) -> str:
-    """A cell of the table."""
+    """Return a cell of the table."""
     return f"{warps} x {taken.registers}, {taken.shared / 1024:.1f}" + (f" **{taken.stack}**" if taken.stack else "")
 
 
 def version(tool: str) -> str:
-    """The version of one of Triton's assemblers."""
+    """Return the version of one of Triton's assemblers."""
     said = subprocess.run([TOOLS / tool, "--version"], check=True, capture_output=True, text=True).stdout
     return re.search(r"V([\d.]+)", said)[1]  # type: ignore[index]
 

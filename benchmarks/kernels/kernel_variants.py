@@ -1,4 +1,4 @@
-"""The programs of each GPU kernel that engines launch: kernel, constants, warps, by format, head_dim and capability."""
+"""Programs of each GPU kernel that engines launch: kernel, constants, warps, by format, head_dim and capability."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with its constants; `shape` and `dtype` say in a table which. `registers`: as in `tuning.Choice`;
-    `stages`: of loops that Triton pipelines, None where it has none to."""
+    """Kernel with its constants; `shape` and `dtype` name it in a table.
+
+    `registers`: as in `tuning.Choice`; `stages`: of loops that Triton pipelines, None without such loops.
+    """
 
     kernel: str
     dtype: str
@@ -30,14 +32,14 @@ class Variant:
 
 
 def row(dim: int) -> dict[str, int]:
-    """Elements of a head, of the row that it is stored as, and its slots."""
+    """Return the elements of a head, of the row that it is stored as, and its slots."""
     stored = formats.stored_dim(dim) or 0
     return {"HEAD": dim, "D": stored, "WIDE": slots(stored)}
 
 
 def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int, page: int = BLOCK,
                    softcap: bool = False, window: int = 0, tokens: int = 1) -> Variant:  # fmt: skip
-    """Decode as `GpuPages` launches it for a format, head_dim, query heads of a KV head, recent window, and so on."""
+    """Return decode as `GpuPages` launches it for a format, head_dim, query heads of a KV head, recent window, etc."""
     fmt, queries = formats.parse(name), tuning.program_queries(dim, ratio, tokens)
     kept = recent + tokens - 1 if recent else 0
     key, value = side_layouts(fmt, dim, page, recent)
@@ -55,7 +57,7 @@ def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int
 
 
 def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
-    """Store as `GpuPages` launches it for so many tokens."""
+    """Return store as `GpuPages` launches it for so many tokens."""
     fmt = formats.parse(name)
     block = tuning.store_block(row(dim)["D"], tokens)
     key, value = side_layouts(fmt, dim, BLOCK, recent)
@@ -67,11 +69,11 @@ def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
 
 
 STORED = (1, tuning.FEW_TOKENS + 1)
-"""So many tokens that each is stored by another program."""
+"""Numbers of tokens that different programs store."""
 
 
 def gather_variant(name: str, dim: int) -> Variant:
-    """Gather as `GpuPages` launches it for a head_dim."""
+    """Return gather as `GpuPages` launches it for a head_dim."""
     block = tuning.gather_block(row(dim)["D"])
     key, value = side_layouts(formats.parse(name), dim, BLOCK, 0)
     constants = {"KV_HEADS": 8, "KEY": key, "VALUE": value, **row(dim), "PAGE": BLOCK, "TOKENS": block.tokens}
@@ -79,19 +81,19 @@ def gather_variant(name: str, dim: int) -> Variant:
 
 
 def reduce_variant(dim: int, take: int, step: int, warps: int, several: bool = False) -> Variant:
-    """Reduce for so many of 8 query heads and splits in flight; it knows no format."""
+    """Return reduce for so many of 8 query heads and splits in flight; it is independent of the format."""
     shape = f"head_dim {dim}, {take} of 8 queries, {step} splits" + (", several tokens" if several else "")
     constants = {"KV_HEADS": 8, "RATIO": 8, "TAKE": take, **row(dim), "ROWS": take, "STEP": step, "SEVERAL": several}
     return Variant("reduce_kernel", "any", shape, warps, constants)
 
 
 def merge_variant(dim: int) -> Variant:
-    """Reduce for many sequences, of a head_dim."""
+    """Return reduce for many sequences, of a head_dim."""
     return reduce_variant(dim, *tuning.MERGES[row(dim)["D"]][-1][1])
 
 
 def weigh_variant(name: str, dim: int, ratio: int, capability: int) -> Variant:
-    """Weigh for so many query heads of a KV head."""
+    """Return weigh for so many query heads of a KV head."""
     fmt = formats.parse(name)
     queries, bits = tuning.program_queries(row(dim)["D"], ratio, 1), fmt.key.bits + fmt.value.bits
     choice = tuning.choose(row(dim)["D"], queries, bits, BLOCK, 0, divmod(capability, 10))
@@ -103,7 +105,7 @@ def weigh_variant(name: str, dim: int, ratio: int, capability: int) -> Variant:
 
 
 def prefill_variant(causal: bool, capability: int) -> Variant:
-    """Prefill of heads of 512 elements, as the CUDA backend launches it."""
+    """Return prefill of heads of 512 elements, as the CUDA backend launches it."""
     block = tuning.prefill_block(divmod(capability, 10))
     constants = {"RATIO": 8, "D": 512, "WIDE": 512, "M": block.queries, "N": block.keys, "CAUSAL": causal,
                  "SOFTCAP": False}  # fmt: skip
@@ -112,7 +114,7 @@ def prefill_variant(causal: bool, capability: int) -> Variant:
 
 
 def step_variants() -> list[Variant]:
-    """Plan and ring slots, which know no head."""
+    """Return plan and ring slots, which are independent of heads."""
     cut = {"TILE": 64, "WINDOW": 0, "CHUNK": plan.CHUNK, "OWN": plan.OWN, "PER": plan.PER, "ROUNDS": plan.ROUNDS}
     slot_constants = {"RECENT": 64, "RING": 39, "RING_BLOCKS": 2, "ROUNDS": 8, "TOKENS": ring.TOKENS}
     return [Variant("plan_kernel", "any", "a token of a sequence", 4, cut | {"SEVERAL": False}),
@@ -121,7 +123,7 @@ def step_variants() -> list[Variant]:
 
 
 def latent_variants(heads: int, capability: int, page: int = BLOCK) -> list[Variant]:
-    """The kernels of latent pages for a model's heads, as `GpuLatentPages` launches them."""
+    """Return the kernels of latent pages for a model's heads, as `GpuLatentPages` launches them."""
     shape, found = f"{heads} heads" + (f", blocks of {page}" if page != BLOCK else ""), []
     for name in latent_formats.names():
         fmt = latent_formats.parse(name)
@@ -150,8 +152,10 @@ def latent_variants(heads: int, capability: int, page: int = BLOCK) -> list[Vari
 
 
 def every_variant(capability: int) -> list[Variant]:
-    """Each kernel for each format and head_dim, with a recent window and without, decode for 4 and for 8 queries, and
-    of several tokens for 4."""
+    """Return each kernel for each format and head_dim, with and without a recent window.
+
+    Decode is for 4 and for 8 queries, and for several tokens with 4.
+    """
     found = step_variants()
     for dim in (80, 160):
         found += [store_variant("k4v4", dim, 64, 1), merge_variant(dim)]
@@ -173,11 +177,13 @@ def every_variant(capability: int) -> list[Variant]:
 
 
 def few_variants(capability: int) -> list[Variant]:
-    """Every kernel: decode of each format as for Llama-3-8B, with a window of 64, int8's of head_dim 256, as Gemma's;
-    of the others one or two, since they take much the same in every format; latents for 16 heads in mla4.
+    """Return every kernel for few shapes.
 
-    Other head dims on two GPUs alone, one with little shared memory and one with much: 192, whose rows have slots in
-    two parts, 80, which has zeros behind, and Gemma 4's 512.
+    Decode is that of each format as for Llama-3-8B, with a window of 64, and int8's of head_dim 256, as Gemma's. Of the
+    others there are one or two, since their resources hardly depend on the format; latents are for 16 heads in mla4.
+    Other
+    head dims are on two GPUs alone, one with little shared memory and one with much: 192, whose rows have slots in two
+    parts, 80, which is padded, and Gemma 4's 512.
     """
     found = [*step_variants(), reduce_variant(128, 1, 32, 2), reduce_variant(128, 2, 8, 1, several=True)]
     for name in formats.own_names():

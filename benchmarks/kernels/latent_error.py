@@ -1,9 +1,9 @@
-"""What a latent cache loses, by bits and elements to a scale: `python -m benchmarks.kernels.latent_error`.
+"""Error of a latent cache, by bits and elements per scale: `python -m benchmarks.kernels.latent_error`.
 
-Entries are random, as models make them: a latent after RMSNorm with a learned weight, in which some channels are 8
-times the others, and a RoPE part with large channels and no norm. Prints a Markdown table: bytes a token, capacity over
-16 bits, the share of a latent's and of a RoPE part's power that is lost, and how far the output of attention is off
-(median and worst of 64 heads, of its norm; a query looks at some 100 of 4,096 tokens).
+Entries are random, like a model's: a latent after RMSNorm with a learned weight, in which some channels are 8 times the
+others, and a RoPE part with large channels and no norm. Prints a Markdown table: bytes per token, capacity over 16
+bits, the lost share of a latent's and of a RoPE part's power, and the error of attention's output (median and worst of
+64 heads, of its norm; a query looks at some 100 of 4,096 tokens).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOKENS, HEADS = 4096, 64
 
 
 def entries(rng: torch.Generator) -> torch.Tensor:
-    """float32 [TOKENS, 576]."""
+    """Return float32 [TOKENS, 576]."""
     weight = torch.rand(ENTRY, generator=rng) + 0.5
     weight[torch.randperm(ENTRY, generator=rng)[:12]] *= 8
     x = torch.randn(TOKENS, ENTRY, generator=rng)
@@ -30,7 +30,7 @@ def entries(rng: torch.Generator) -> torch.Tensor:
 
 
 def grouped(x: torch.Tensor, bits: int, group: int, turned: bool = True) -> torch.Tensor:
-    """Latents and RoPE parts in groups with 16 bits of scale and zero point each, rotated or as they are."""
+    """Round latents and RoPE parts in groups with 16 bits of scale and zero point each, rotated or not."""
     parts = []
     for part, width, size in ((x[:, :RANK], bits, group), (x[:, RANK:], 8, ROPE)):
         turn = hadamard(part.shape[1]) if turned else torch.eye(part.shape[1])
@@ -39,7 +39,7 @@ def grouped(x: torch.Tensor, bits: int, group: int, turned: bool = True) -> torc
 
 
 def float8(x: torch.Tensor) -> torch.Tensor:
-    """e4m3 with a scale of 1, as engines have it."""
+    """Round to e4m3 with a scale of 1, as in engines."""
     return x.to(torch.float8_e4m3fn).float()
 
 

@@ -1,8 +1,8 @@
-"""What latent decode stands beside in `mla_decode.py` where no vLLM is: the same attention over 16 or 8 bits.
+"""Baseline of latent decode in `mla_decode.py` without vLLM: the same attention over 16 or 8 bits.
 
-A split-context kernel in Triton as engines have it for GPUs without a kernel of their own: heads along M, the tile of
+A split-context Triton kernel, like that of engines for GPUs without a special kernel: heads along M, the tile of
 entries loaded once and used as keys and as values, online softmax. Entries are bfloat16, or float8 (e4m3, one scale of
-1), which become bfloat16 on the way into the tensor cores. `attend` takes launch choices; `CHOICES` are those tried.
+1), which become bfloat16 on the way into the tensor cores. `attend` takes launch choices; `CHOICES` are those to try.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RANK, ROPE, ENTRY = 512, 64, 576
 def baseline_kernel(query_ptr, cache_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr, page_stride, table_stride, scale,
                     HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
                     SPLITS: tl.constexpr):  # fmt: skip
-    """Grid (cdiv(HEADS, ROWS), sequences, SPLITS).
+    """Attend in one split. Grid (cdiv(HEADS, ROWS), sequences, SPLITS).
 
     query: bfloat16 [sequences, HEADS, 576]; cache: [blocks, PAGE, 576]; out: float32 [sequences, SPLITS, HEADS, 512]
     and lse: float32 [sequences, SPLITS, HEADS] in log2, normalised parts; scale: on scores in log2.
@@ -63,7 +63,7 @@ def baseline_kernel(query_ptr, cache_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr,
 
 @dataclass(frozen=True)
 class Choice:
-    """`tile` tokens a turn, `stages` of the loop's pipeline, `warps`, `programs` for each multiprocessor."""
+    """Launch choice: `tile` tokens a turn, `stages` of the loop's pipeline, `warps`, `programs` per multiprocessor."""
 
     tile: int
     stages: int
@@ -78,7 +78,7 @@ CHOICES = [
 
 
 class Baseline:
-    """One layer's cache of 16 or 8 bits, and the scratch of one step.
+    """Cache of 16 or 8 bits of one layer, and the scratch of one step.
 
     Args:
         cache: bfloat16 or float8_e4m3fn [blocks, page, 576]. table: int32 [sequences, blocks]. lens: int32 [sequences].
@@ -94,7 +94,7 @@ class Baseline:
         self.lse = torch.empty(len(lens), self.splits, heads, device=table.device)
 
     def attend(self, query: torch.Tensor, cache: torch.Tensor, scale: float) -> None:
-        """Parts of every split, into `out` and `lse`; query: bfloat16 [sequences, heads, 576]."""
+        """Write the parts of every split into `out` and `lse`; query: bfloat16 [sequences, heads, 576]."""
         baseline_kernel[(self.blocks, len(self.lens), self.splits)](
             query, cache, self.table, self.lens, self.out, self.lse, cache.stride(0), self.table.stride(0),
             scale * 1.4426950408889634, HEADS=self.heads, ROWS=self.rows, TILE=self.choice.tile, PAGE=cache.shape[1],
@@ -102,11 +102,11 @@ class Baseline:
         )  # fmt: skip
 
     def merged(self) -> torch.Tensor:
-        """float32 [sequences, heads, 512] of the parts, in plain torch: for checks, not timed."""
+        """Return float32 [sequences, heads, 512] of the parts, in plain torch: for checks, not timed."""
         weight = torch.softmax(self.lse * 0.6931471805599453, 1)
         return (weight[..., None] * self.out).sum(1)
 
 
 def choices(heads: int) -> Iterator[Choice]:
-    """What is tried for so many heads: the accumulators of 64 heads need 8 warps."""
+    """Yield the choices to try for so many heads: the accumulators of 64 heads need 8 warps."""
     return (choice for choice in CHOICES if heads <= 32 or choice.warps == 8)

@@ -1,14 +1,14 @@
-"""Latent decode (MLA) on a GPU: whether it is right, and how long it takes: `python -m benchmarks.kernels.mla_decode`.
+"""Latent decode (MLA) on a GPU: correctness and time: `python -m benchmarks.kernels.mla_decode`.
 
-First correctness: ragged sequences are stored and decoded by the kernels in a captured CUDA graph, over pages and
-outputs that were poisoned before (every byte 0xFF, every number NaN), against the CPU's code over the same bytes, which
-the tests hold against float64. Then times of one layer, in graphs of 32 launches that go round several layers' caches:
-`decode` is the split kernel alone, `merged` with the merge of its parts, `layer` with the store of the step's token.
-Beside it the same attention over bfloat16 and float8 entries (`mla_baseline`), each at the best of its launch choices,
-and a device-to-device copy. `--sweep` times other launch choices of ours, too: of the split kernel, or of the merge and
-of how many splits there are. Needs torch and Triton alone.
+First correctness: ragged sequences are stored and decoded by the kernels in a captured CUDA graph, over poisoned pages
+and outputs (every byte 0xFF, every number NaN), against the CPU's code over the same bytes, which the tests compare
+with float64. Then times of one layer, in graphs of 32 launches that go round several layers' caches: `decode` is the
+split kernel alone, `merged` with the merge of its parts, `layer` with the store of the step's token. Beside it the same
+attention over bfloat16 and float8 entries (`mla_baseline`), each at the best of its launch choices, and a
+device-to-device copy. `--sweep` also times other launch choices of ours: of the split kernel, or of the merge and of
+the number of splits. Needs only torch and Triton.
 
-Writes OUT/mla-decode.json after every row; exits 1 where something is not right.
+Writes OUT/mla-decode.json after every row; exits 1 if something is wrong.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from kvpilot_kernels.latent.cpu import LatentPages
 from kvpilot_kernels.latent.factors import LatentFactors
 
 BLOCK, LIMIT, READ_LIMIT = 64, 3e-3, 6e-3
-"""Tokens of a block; and what may be off, of its norm: an output, as prepared queries and weights are float16, and what
-`gather` reads back, rounded to bfloat16."""
+"""Tokens of a block; allowed errors over the norm of an output, rounded to float16, and of `gather`, to bfloat16."""
 LENGTHS = [1, 63, 64, 65, 300, 1000, 2500]
 CHECKED = [(name, heads) for name in names() for heads in (1, 8, 16, 20, 64, 128)]
 BASELINES = [("baseline bf16", heads) for heads in (16, 20, 128)]
@@ -47,7 +46,7 @@ BASELINES = [("baseline bf16", heads) for heads in (16, 20, 128)]
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of `batch` sequences of `context` tokens, on a model with so many heads (of a rank)."""
+    """Batch of `batch` sequences of `context` tokens, on a model with so many heads per rank."""
 
     model: str
     heads: int
@@ -65,14 +64,17 @@ CASES = [
 
 
 def some_entries(count: int) -> torch.Tensor:
-    """float32 [count, 576] on the CPU, as after an RMSNorm with a learned weight: some channels 8 times the others."""
+    """Return float32 [count, 576] on the CPU, as after an RMSNorm with a learned weight.
+
+    Some channels are 8 times the others.
+    """
     weight = torch.rand(ENTRY) + 0.5
     weight[torch.randperm(ENTRY)[:12]] *= 8
     return (torch.randn(count, ENTRY) + 0.3) * weight
 
 
 def check(name: str, heads: int) -> dict[str, Any]:
-    """Errors of one format and number of heads."""
+    """Return the errors of one format and number of heads."""
     torch.manual_seed(heads)
     torch.set_num_threads(2)
     device = torch.device("cuda")
@@ -137,7 +139,7 @@ def check(name: str, heads: int) -> dict[str, Any]:
 
 
 def check_baseline(name: str, heads: int) -> dict[str, Any]:
-    """Errors of the baseline, so that what stands beside ours computes the same."""
+    """Return the errors of the baseline, to show that it computes the same."""
     torch.manual_seed(heads)
     device = torch.device("cuda")
     lens = torch.tensor([1, 64, 1000], dtype=torch.int32, device=device)
@@ -157,14 +159,14 @@ def check_baseline(name: str, heads: int) -> dict[str, Any]:
 
 
 def tables(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A random block table, int32 [batch, blocks], and lengths, int32 [batch]."""
+    """Return a random block table, int32 [batch, blocks], and lengths, int32 [batch]."""
     per = -(-case.context // BLOCK)
     table = (1 + torch.randperm(per * case.batch, device=device)).view(case.batch, per).int()
     return table, torch.full((case.batch,), case.context, dtype=torch.int32, device=device)
 
 
 def random_pages(fmt: LatentFormat, blocks: int, device: torch.device) -> torch.Tensor:
-    """Pages of random codes with scales between 0.01 and 0.03 and zero points around the middle."""
+    """Return pages of random codes with scales between 0.01 and 0.03 and zero points around the middle."""
     cache = torch.randint(0, 256, (blocks, BLOCK, fmt.row_bytes), dtype=torch.uint8, device=device)
     layout = fmt.page_layout(BLOCK)
     scale = (torch.rand(blocks, 2 * BLOCK, device=device) * 0.02 + 0.01).half().view(torch.int16).int()
@@ -179,7 +181,7 @@ def ours(
     device: torch.device,
     others: Callable[[LatentChoice], Iterator[tuple[LatentChoice, Merge | None]]] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Times of our kernels at their own launch choices, or of decode at others."""
+    """Time our kernels at their own launch choices, or decode at others."""
     size = case.batch * case.context * fmt.row_bytes
     blocks = case.batch * -(-case.context // BLOCK) + 1
     caches = [random_pages(fmt, blocks, device) for _ in range(layers_for(size))]
@@ -225,7 +227,7 @@ def ours(
 
 
 def beside(dtype: torch.dtype, case: Case, device: torch.device) -> dict[str, Any]:
-    """The baseline's time at the best of its launch choices."""
+    """Return the baseline's time at the best of its launch choices."""
     size = case.batch * case.context * ENTRY * torch.finfo(dtype).bits // 8
     shape = (case.batch * -(-case.context // BLOCK) + 1, BLOCK, ENTRY)
     caches = []
@@ -251,14 +253,14 @@ def beside(dtype: torch.dtype, case: Case, device: torch.device) -> dict[str, An
 
 
 def decodes(choice: LatentChoice) -> Iterator[tuple[LatentChoice, None]]:
-    """Choices around one; where more programs should fit, the assembler must do with fewer registers, and spills."""
+    """Yield choices around one; for more programs the assembler has fewer registers, and spills."""
     ways = [(4, 1, None), (4, 2, None), (4, 3, 168), (4, 4, 128), (8, 1, None), (8, 2, 128)]
     for tile, stages, (warps, programs, registers) in product((64, 32), (2, 3), ways):
         yield replace(choice, tile=tile, stages=stages, warps=warps, programs=programs, registers=registers), None
 
 
 def merges(choice: LatentChoice) -> Iterator[tuple[LatentChoice, Merge]]:
-    """Merges with more and fewer splits in flight, of as many splits as programs fit, and of half of them."""
+    """Yield merges with more and fewer splits in flight, of as many splits as programs fit, and of half of them."""
     ways = [(2, 16, 16), (2, 8, 16), (2, 8, 8), (2, 4, 8), (4, 8, 16), (4, 4, 8), (4, 2, 8)]
     for programs, way in product((choice.programs, 1), ways):
         yield replace(choice, programs=programs), Merge(*way)

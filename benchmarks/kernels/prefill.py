@@ -23,7 +23,7 @@ from kvpilot_kernels.gpu.prefill import prefill
 from kvpilot_kernels.gpu.tuning import PrefillBlock
 
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
-"""Of a head's norm: probabilities and outputs are rounded to 16 bits."""
+"""Allowed error over a head's norm: probabilities and outputs are rounded to 16 bits."""
 HEADS, KV_HEADS, DIM = 16, 2, 512
 BLOCKS = [PrefillBlock(*block) for block in (
     (32, 32, 8, 2), (32, 64, 8, 1), (64, 32, 8, 2), (64, 32, 8, 1), (64, 64, 8, 1), (64, 16, 8, 2), (64, 16, 8, 3),
@@ -33,7 +33,7 @@ BLOCKS = [PrefillBlock(*block) for block in (
 
 def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool,
           softcap: float) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """One sequence in float64: outputs [tokens, heads, D], and log-sums [heads, tokens]."""
+    """Return one sequence in float64: outputs [tokens, heads, D], and log-sums [heads, tokens]."""
     key, value = (x.double().repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     scores = torch.einsum("ihd,thd->hit", query.double(), key) * DIM**-0.5
     if softcap:
@@ -44,7 +44,7 @@ def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: b
 
 
 def check(dtype: torch.dtype, causal: bool, softcap: float, device: torch.device) -> dict[str, Any]:
-    """The largest error of an output, of its norm, and of a log-sum."""
+    """Return the largest error of an output, over its norm, and of a log-sum."""
     torch.manual_seed(5)
     news = [1, 65, 300, 17, 64]
     lens = [n + extra for n, extra in zip(news, (0, 7, 0, 500, 0), strict=True)] if causal else [70, 1, 0, 513, 31]
@@ -67,12 +67,12 @@ def check(dtype: torch.dtype, causal: bool, softcap: float, device: torch.device
 
 
 def milliseconds(launch: Any) -> float:
-    """Of one launch."""
+    """Return the time of one launch."""
     return float(triton.testing.do_bench(launch, warmup=20, rep=100, return_mode="median"))
 
 
 def rival(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, new: int, old: int) -> Any:
-    """vLLM's Triton kernel over the same tokens in pages."""
+    """Return a launch of vLLM's Triton kernel over the same tokens in pages."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     device, block = query.device, 16
@@ -89,7 +89,7 @@ def rival(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, new: int,
 
 
 def times(new: int, old: int, blocks: list[PrefillBlock], device: torch.device) -> list[dict[str, Any]]:
-    """Of a chunk that sees itself and a context before it, both in one launch here."""
+    """Time a chunk that sees itself and a context before it, both in one launch here."""
     query = torch.randn(new, HEADS, DIM, device=device).bfloat16()
     key, value = torch.randn(2, new + old, KV_HEADS, DIM, device=device).bfloat16()
     starts, rows = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (new, new + old))

@@ -46,7 +46,7 @@ BLOCK = 64
 
 
 def tokens_of(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values of a prompt, as a model makes them side by side in one tensor, and its block table."""
+    """Return queries, keys and values of a prompt, adjacent in one tensor as from a model, and its block table."""
     heads = case.heads + 2 * case.kv_heads
     every = torch.randn(case.context, heads, case.dim, device=device, dtype=torch.bfloat16)
     query, key, value = every.split((case.heads, case.kv_heads, case.kv_heads), 1)
@@ -55,12 +55,12 @@ def tokens_of(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 
 
 def slots_of(table: torch.Tensor) -> torch.Tensor:
-    """Where each token goes, int64."""
+    """Return each token's slot, int64."""
     return (table.long()[0][:, None] * BLOCK + torch.arange(BLOCK, device=table.device)).flatten()
 
 
 def ours(name: str, case: Case, device: torch.device, recent: int) -> dict[str, Any]:
-    """Times of one format."""
+    """Time one format."""
     fmt = formats.parse(name)
     recent = recent if fmt.has_ring else 0
     shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, BLOCK, device, recent=recent)
@@ -95,7 +95,7 @@ def ours(name: str, case: Case, device: torch.device, recent: int) -> dict[str, 
 
 
 def vllms(dtype: str, case: Case, device: torch.device) -> dict[str, Any]:
-    """Time of what vLLM stores a prompt with."""
+    """Time vLLM's store of a prompt."""
     from vllm import _custom_ops as ops
 
     _, key, value, table = tokens_of(case, device)
@@ -113,12 +113,12 @@ def vllms(dtype: str, case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def block_of(text: str) -> tuning.Block | None:
-    """A block as the command line has it; None for what engines launch."""
+    """Parse a block of the command line; None for the block that engines launch."""
     return tuning.Block(*map(int, text.split(","))) if text else None
 
 
 def runs_of(options: argparse.Namespace, case: Case, device: torch.device) -> Iterator[tuple[str, Any]]:
-    """What is timed for a case, by name."""
+    """Yield the runs of a case, by name."""
     for dtype in ("auto", "fp8"):
         yield f"vLLM {dtype}", lambda dtype=dtype: vllms(dtype, case, device)
     blocks = list(itertools.zip_longest(options.blocks, options.gathers, fillvalue=""))

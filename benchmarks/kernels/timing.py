@@ -1,4 +1,4 @@
-"""How launches are timed on a GPU, in CUDA graphs that go round many caches, and how fast its memory copies."""
+"""Timing of launches on a GPU, in CUDA graphs that go round many caches, and the rate of its memory copies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LAUNCHES = 32
 
 
 def microseconds(launch: Callable[[], object]) -> float:
-    """The median time of one launch, in a graph of many."""
+    """Return the median time of one launch, in a graph of many."""
     for _ in range(3):
         launch()
     torch.cuda.synchronize()
@@ -32,12 +32,12 @@ def microseconds(launch: Callable[[], object]) -> float:
 
 
 def layers_for(size: int) -> int:
-    """Caches to go round: at least 1 GB of them, well beyond any L2."""
+    """Return the number of caches to go round: at least 1 GB of them, well beyond any L2."""
     return max(2, min(LAUNCHES, -(-(10**9) // size)))
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes a second of a large device-to-device copy, read and written bytes both counted."""
+    """Return the bytes per second of a large device-to-device copy, with read and written bytes."""
     source = torch.randint(0, 256, (4 * 2**30,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     milliseconds = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median")

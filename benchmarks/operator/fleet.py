@@ -37,10 +37,11 @@ from benchmarks.operator.fleet_kubelets import NODES, numbered, set_ready
 from kvpilot_localcluster import build
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.controlplane import ControlPlane
+from kvpilot_localcluster.definitions import define
 from kvpilot_localcluster.engines import PAGE_EARLY, PAGE_LATER
 from kvpilot_operator.api.names import API_VERSION, KIND, SERVICE_LABEL
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.cluster.objects import Object, Ref
 from kvpilot_operator.control.pilot import PAGES_PER_SECOND
 
 ROOT = Path(__file__).parents[2]
@@ -124,9 +125,9 @@ class Fleet:
             "scrapes_per_second": rate(before, after, "kvpilot_engine_scrapes_total", wall),
             "scrapes_failed": total(after, "kvpilot_engine_scrapes_total", "error")
             - total(before, "kvpilot_engine_scrapes_total", "error"),
-            "passes_per_second": rate(before, after, "kvpilot_passes_total", wall),
-            "passes_failed": total(after, "kvpilot_passes_total", "error")
-            - total(before, "kvpilot_passes_total", "error"),
+            "passes_per_second": rate(before, after, "kvpilot_reconciles_total", wall),
+            "passes_failed": total(after, "kvpilot_reconciles_total", "error")
+            - total(before, "kvpilot_reconciles_total", "error"),
             "api_requests_per_second": round(requests / wall, 2),
             "own_page_seconds": shares([took for took, _ in await asyncio.gather(*pages)]),
             "own_page_kib": round(max(size for _, size in await asyncio.gather(*pages)) / 1024, 1),
@@ -138,7 +139,7 @@ class Fleet:
     async def _edit(self, key: tuple[str, str], value: int) -> float:
         patch = {"spec": {"rollout": {"denySeconds": value}}}
         since = time.monotonic()
-        made = await self.cluster.merge(API_VERSION, KIND, *key, patch)
+        made = await self.cluster.merge(Ref(API_VERSION, KIND, *key), patch)
         answered, generation = time.monotonic(), made["metadata"]["generation"]
         done = await self.watched.until(
             key, lambda one: ((one.get("status") or {}).get("observedGeneration") or 0) >= generation, since
@@ -197,8 +198,7 @@ def service(key: tuple[str, str]) -> Object:
 def plane_of(folder: Path, namespaces: Sequence[str]) -> Iterator[ControlPlane]:
     """An API server that knows our API, with these namespaces and nodes with GPUs."""
     with ApiServer(folder / "plane", build.build()) as plane:
-        crd = yaml.safe_load((ROOT / "crds" / "kvpilot.io_quantizedllmservices.yaml").read_text())
-        plane.rest.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd)
+        define(plane.rest, [yaml.safe_load((ROOT / "crds" / "kvpilot.io_quantizedllmservices.yaml").read_text())])
         for name in namespaces:
             plane.rest.create("/api/v1/namespaces", {"metadata": {"name": name}})
             account = {"metadata": {"name": "default"}, "automountServiceAccountToken": False}

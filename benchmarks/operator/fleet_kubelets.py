@@ -18,7 +18,7 @@ from kubernetes.aio.client import ApiClient
 
 from kvpilot_operator.api.names import ADMITTED, DTYPE_LABEL, SERVICE_LABEL
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.cluster.objects import Object, Ref
 from kvpilot_operator.errors import ClusterError
 
 NODES = 100
@@ -136,7 +136,7 @@ async def set_ready(cluster: Cluster, namespace: str, name: str, ready: bool, ip
     if ip is not None:
         status |= {"podIP": ip, "podIPs": [{"ip": ip}], "hostIP": "127.0.0.1"}
     patch = {"status": status}
-    return await cluster.merge("v1", "Pod", namespace, name, patch, subresource="status")
+    return await cluster.merge(Ref("v1", "Pod", namespace, name), patch, subresource="status")
 
 
 async def main(kubeconfig: str) -> None:

@@ -48,6 +48,7 @@ from benchmarks.operator.memory_group import MemoryGroup
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_operator.api.names import API_VERSION, KIND, SERVICE_LABEL
 from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Ref
 
 MEBIBYTES = 512
 SCRAPE_SECONDS = 1.0
@@ -145,7 +146,7 @@ class HostileFleet:
     async def _edit(self, key: tuple[str, str], value: int) -> float:
         since = time.monotonic()
         patch = {"spec": {"rollout": {"denySeconds": 1000 + value + 10_000 * self._probed}}}
-        made = await self.cluster.merge(API_VERSION, KIND, *key, patch)
+        made = await self.cluster.merge(Ref(API_VERSION, KIND, *key), patch)
         answered, generation = time.monotonic(), made["metadata"]["generation"]
         done = await self.watched.until(
             key, lambda one: ((one.get("status") or {}).get("observedGeneration") or 0) >= generation, since
@@ -155,7 +156,8 @@ class HostileFleet:
     async def _probe(self, key: tuple[str, str]) -> float:
         """Ask for another dtype: seconds until its canary has passed its probes and serves."""
         since = time.monotonic()
-        await self.cluster.merge(API_VERSION, KIND, *key, {"spec": {"kvCache": {"mode": "Fixed", "dtype": "k8v4"}}})
+        fixed = {"spec": {"kvCache": {"mode": "Fixed", "dtype": "k8v4"}}}
+        await self.cluster.merge(Ref(API_VERSION, KIND, *key), fixed)
         done = await self.watched.until(
             key,
             lambda one: ((one.get("status") or {}).get("kvCache") or {}).get("activeDtype") == "k8v4",

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.operator.fleet_kubelets import KINDS
 from kvpilot_operator.api.names import API_VERSION, KIND
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.cluster.objects import Object, Ref
 from kvpilot_operator.errors import ClusterError
 
 GOOD_REPLICAS, HOSTILE_REPLICAS = 2, 4
@@ -86,7 +86,7 @@ class HostileServices:
         """What their owners do, for ever: edits of a megabyte, and canaries of engines that hang or lie."""
         canaries = [key for key in self._keys if key[0] in ("team-objects", "team-probe-hang")]
         for key in canaries:
-            await self._try(self._cluster.merge(API_VERSION, KIND, *key, {"spec": {"kvCache": {"dtype": "k8v4"}}}))
+            await self._try(self._cluster.merge(Ref(API_VERSION, KIND, *key), {"spec": {"kvCache": {"dtype": "k8v4"}}}))
         specs = [key for key in self._keys if key[0] == "team-spec"]
         for number in itertools.count():
             # No faster: what is measured is the operator, and not an API server that has megabytes to judge.
@@ -95,6 +95,6 @@ class HostileServices:
                 env = [{"name": f"V{i}", "value": f"{number:04d}" + CHARACTER * 4000} for i in range(64)]
                 key = specs[number % len(specs)]
                 if not await self._try(
-                    self._cluster.merge(API_VERSION, KIND, *key, {"spec": {"engine": {"env": env}}})
+                    self._cluster.merge(Ref(API_VERSION, KIND, *key), {"spec": {"engine": {"env": env}}})
                 ):
                     self.refused["spec"] += 1

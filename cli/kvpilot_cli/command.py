@@ -1,4 +1,4 @@
-"""`kvpilot COMMAND ...`: each package brings its own commands, as entry points of the group `kvpilot.commands`.
+"""`kvpilot COMMAND ...`: each package adds its commands, as entry points of the group `kvpilot.commands`.
 
 They are looked up by name, so that one of them can run where another's dependencies are not installed.
 """
@@ -18,9 +18,8 @@ EXTRAS = {"backtest": "cli", "calibrate": "runtime", "plan": "cli", "probe": "op
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names with the others, and return its exit status.
 
-    2 for a wrong name, and for a command whose dependencies are not installed.
-
-    130 where it was interrupted, and 141 where its reader has left: what a shell says of SIGINT and SIGPIPE.
+    The status is 2 for a wrong name, and for a command whose dependencies are not installed. It is 130 after an
+    interrupt and 141 after a broken pipe, a shell's statuses for SIGINT and SIGPIPE.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands = {entry.name: entry for entry in entry_points(group=GROUP)}

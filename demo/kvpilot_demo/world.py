@@ -20,13 +20,13 @@ from kubernetes.aio.client import ApiClient
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.cache import cache_folder
 from kvpilot_localcluster.cluster import LocalCluster
+from kvpilot_localcluster.definitions import define
 from kvpilot_localcluster.images import DEFAULT_TABLE
 from kvpilot_localcluster.pod import LOGS_ANNOTATION
 from kvpilot_localcluster.rest import Rest
 from kvpilot_operator.api.names import API_VERSION, DTYPE_LABEL, ENGINE_CONTAINER, KIND, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.objects import Object
-from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.cluster.objects import Object, Ref
 from kvpilot_smallmodels.models import smollm2_135m
 
 ROOT = Path(__file__).parents[2]
@@ -112,11 +112,11 @@ class World:
 
     async def patch(self, patch: Object) -> None:
         """Merge a patch into the service."""
-        await self.cluster.merge(API_VERSION, KIND, NAMESPACE, self.name, patch)
+        await self.cluster.merge(Ref(API_VERSION, KIND, NAMESPACE, self.name), patch)
 
     async def service(self) -> Object | None:
         """Return the service, or None."""
-        return await self.cluster.find(API_VERSION, KIND, NAMESPACE, self.name)
+        return await self.cluster.find(Ref(API_VERSION, KIND, NAMESPACE, self.name))
 
     async def events(self) -> list[Object]:
         """Return the Events about the service."""
@@ -125,7 +125,7 @@ class World:
 
     async def service_url(self) -> str:
         """Return the address of the Service."""
-        found = await self.cluster.get("v1", "Service", NAMESPACE, self.name)
+        found = await self.cluster.get(Ref("v1", "Service", NAMESPACE, self.name))
         address: str = found["spec"]["clusterIP"]
         # Only root may listen on port 80: for others the local cluster adds 20000 (docs/localcluster.md).
         return f"http://{address}" if os.geteuid() == 0 else f"http://{address}:20080"
@@ -143,7 +143,7 @@ class World:
     async def canary_has_traffic(self) -> bool:
         """Return True if the Service selects the canary's revision, alone or with others."""
         service = await self.service()
-        found = await self.cluster.get("v1", "Service", NAMESPACE, self.name)
+        found = await self.cluster.get(Ref("v1", "Service", NAMESPACE, self.name))
         canary = ((service or {}).get("status") or {}).get("canary") or {}
         return found["spec"]["selector"].get(REVISION_LABEL) in (None, canary.get("revision"))
 
@@ -160,15 +160,7 @@ class World:
         return ""
 
     async def _install_crd(self) -> None:
-        crd = yaml.safe_load(CRD.read_text())
-        path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-        await asyncio.to_thread(self.rest.create, path, crd)
-        async with asyncio.timeout(30):
-            while True:
-                with contextlib.suppress(ClusterError):
-                    if await self.cluster.serves(API_VERSION):
-                        return
-                await asyncio.sleep(0.1)
+        await asyncio.to_thread(define, self.rest, [yaml.safe_load(CRD.read_text())])
 
     async def _down(self) -> None:
         if self._operator is not None and self._operator.poll() is None:

@@ -1,7 +1,7 @@
-"""Every KV-cache dtype that a service may ask for: vLLM's, ours, and ours of multi-head latent attention. Pure Python.
+"""All KV-cache dtypes of a service: vLLM's, ours, and ours of multi-head latent attention. Pure Python.
 
-The tables are `formats.FORMATS` and `latent.formats.LATENT_FORMATS`; who needs no layout takes a dtype from here and
-asks either kind the same: `ours`, `latent`, `has_ring`, `calibrated_only`, `bits_per_element`, `recent_tokens`.
+The tables are `formats.FORMATS` and `latent.formats.LATENT_FORMATS`. Callers that need no layout take a dtype from
+here, and both kinds have `ours`, `latent`, `has_ring`, `calibrated_only`, `bits_per_element` and `recent_tokens`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kvpilot_formats.latent import LATENT_FORMATS, LatentFormat
 Dtype = Format | LatentFormat
 
 DTYPES: Mapping[str, Dtype] = MappingProxyType({**FORMATS, **LATENT_FORMATS})
-"""Every dtype by name."""
+"""Dtypes by name."""
 
 
 def parse(name: str) -> Dtype:
-    """The dtype called `name`.
+    """Return the dtype called `name`.
 
     Raises:
         UnknownFormatError: no dtype has this name; the message lists those that exist.
@@ -28,10 +28,10 @@ def parse(name: str) -> Dtype:
 
 
 def names() -> tuple[str, ...]:
-    """Every dtype: vLLM's, those of keys and values, those of latents."""
+    """Return every dtype: vLLM's, those of keys and values, those of latents."""
     return tuple(DTYPES)
 
 
 def own_names(latent: bool) -> tuple[str, ...]:
-    """The dtypes of ours for models with multi-head latent attention, or for all others, the widest first."""
+    """Return our dtypes for models with multi-head latent attention, or for all others, the widest first."""
     return tuple(name for name, dtype in DTYPES.items() if dtype.ours and dtype.latent == latent)

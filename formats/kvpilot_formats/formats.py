@@ -2,10 +2,10 @@
 
 A format says how the keys and the values of one token and one KV head become bytes: codes of a fixed width, plus
 metadata per group of elements. kvpilot's own formats are `int8`, `k8v4`, `k4v4`, `k4v2` and `k2v2`; the others are
-vLLM's, listed so that capacities can be compared. Where the bytes of ours lie is in `layouts`.
+vLLM's, for comparison of capacities. `layouts` has the byte layout of ours.
 
-How to add a dtype of 2, 4 or 8 bits a side: a row of `FORMATS`. Kernels and backends follow; what is measured or drawn
-for each dtype elsewhere is held to the table by tests/unit/test_dtype_table.py, which names what is missing.
+To add a dtype of 2, 4 or 8 bits a side, add a row to `FORMATS`. Kernels and backends follow. Other places have
+measurements or plots of each dtype; tests/unit/test_dtype_table.py names the ones that lack it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from kvpilot_formats.layouts import PageLayout, RingLayout
 _Dtype = TypeVar("_Dtype")
 
 HEAD_DIMS = (64, 96, 128, 192, 256, 512)
-"""Head dimensions with a layout in kvpilot's own formats; heads of others are stored as the next of them."""
+"""Head dimensions with a layout in kvpilot's own formats; other heads are stored as the next larger one."""
 
 SERVED = "multiples of 8 from 48 to 256 and from 344 to 512"
-"""The head dimensions that have a `stored_dim`, for people."""
+"""Head dimensions that have a `stored_dim`, for people."""
 
 RECENT_CHOICES = (0, 64, 128, 256, 512)
-"""Tokens that a recent window may have; 0 is none."""
+"""Numbers of tokens that a recent window may have; 0 is none."""
 
 
 class FormatError(ValueError):
-    """A format was asked for something that it does not have; the message names field, value and remedy."""
+    """Error for a request that a format does not support; the message names field, value and remedy."""
 
 
 class UnknownFormatError(FormatError):
-    """No KV-cache dtype has this name.
+    """Error for a name that no KV-cache dtype has.
 
-    Attributes: `name` (what was asked for), `known` (the names that exist).
+    Attributes: `name` (the request), `known` (the names that exist).
     """
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
@@ -47,7 +47,7 @@ class UnknownFormatError(FormatError):
 
 
 class UnsupportedHeadDimError(FormatError):
-    """This format does not store heads of this dimension. Attributes: `format`, `head_dim`."""
+    """Error for a head dimension that a format does not store. Attributes: `format`, `head_dim`."""
 
     def __init__(self, format_name: str, head_dim: int) -> None:
         self.format = format_name
@@ -57,17 +57,17 @@ class UnsupportedHeadDimError(FormatError):
 
 
 def stored_dim(head_dim: int) -> int | None:
-    """The elements that a head of `head_dim` takes in kvpilot's own formats: those of the next of `HEAD_DIMS`.
+    """Return the elements that a head of `head_dim` takes in kvpilot's own formats: the next of `HEAD_DIMS`.
 
-    A row of fewer has zeros behind. None where a third of the row would be zeros or more, which is worth no dtype of
-    ours, or where the kernels' loads would not be of whole 16 bytes.
+    A shorter row is padded with zeros. Return None if a third of the row or more would be zeros, or if the kernels'
+    loads would not be of whole 16 bytes.
     """
     wide = next((dim for dim in HEAD_DIMS if dim >= head_dim), 0)
     return wide if head_dim % 8 == 0 and 3 * head_dim > 2 * wide > 0 else None
 
 
 class Origin(Enum):
-    """Whose code stores and reads the format."""
+    """Implementer of a format."""
 
     KVPILOT = "kvpilot"
     VLLM = "vllm"
@@ -75,7 +75,7 @@ class Origin(Enum):
 
 @dataclass(frozen=True)
 class Side:
-    """How one vector (a key or a value of one token and KV head) is stored.
+    """Storage of one vector (a key or a value of one token and KV head).
 
     Attributes:
         bits: width of an element's code, in bits.
@@ -89,33 +89,33 @@ class Side:
 
     @property
     def qmax(self) -> int:
-        """The largest code."""
+        """Largest code."""
         return (1 << self.bits) - 1
 
     @property
     def digits(self) -> int:
-        """Digits of `bits` bits that a code lacks of 8 bits (of ours: 2, 4 or 8 bits)."""
+        """Number of digits of `bits` bits that refine a code to 8 bits (of ours: 2, 4 or 8 bits)."""
         return 8 // self.bits - 1
 
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of one vector with its metadata."""
+        """Return the bytes of one vector with its metadata."""
         groups = 1 if self.group is None else -(-head_dim // self.group)
         return -(-head_dim * self.bits // 8) + groups * self.metadata_bytes
 
 
 @dataclass(frozen=True)
 class Format:
-    """A KV-cache dtype.
+    """KV-cache dtype.
 
     Attributes:
         name: the value of `--kv-cache-dtype`.
-        key, value: how a key and a value are stored (at a head dimension that is a multiple of 64, for ours).
-        origin: who implements it.
-        window: tokens of the recent window where nobody says otherwise, one of `RECENT_CHOICES`; 0 for none.
-        calibrated_only: not to be served without factors, of a file or of the engine itself: the accuracy is not there
-            otherwise.
+        key, value: storage of a key and a value (at a head dimension that is a multiple of 64, for ours).
+        origin: its implementer.
+        window: default tokens of the recent window, one of `RECENT_CHOICES`; 0 for none.
+        calibrated_only: it must not be served without factors, of a file or of the engine itself, because it would not
+            be accurate.
         latent: False: of keys and values. Those of multi-head latent attention are in `latent.formats`.
-        summary: one line for people. colour: of its line in every plot, grey for the dtypes that none is about.
+        summary: one line for people. colour: of its line in every plot, grey for dtypes that are only compared.
     """
 
     name: str
@@ -130,11 +130,11 @@ class Format:
 
     @property
     def ours(self) -> bool:
-        """Whether kvpilot's own backend serves it."""
+        """True if kvpilot's own backend serves it."""
         return self.origin is Origin.KVPILOT
 
     def row_dim(self, head_dim: int) -> int:
-        """Elements of a row in kvpilot's formats: `stored_dim`.
+        """Return the elements of a row in kvpilot's formats: `stored_dim`.
 
         Raises:
             UnsupportedHeadDimError: the format is not ours, or heads of this dimension are not stored.
@@ -145,7 +145,7 @@ class Format:
         return wide
 
     def group_size(self, head_dim: int) -> int:
-        """Elements of a row per scale in kvpilot's formats: 64, or 48 in rows of 96 and 192.
+        """Return the elements of a row per scale in kvpilot's formats: 64, or 48 in rows of 96 and 192.
 
         Raises:
             UnsupportedHeadDimError: as `row_dim`.
@@ -153,7 +153,7 @@ class Format:
         return 64 if self.row_dim(head_dim) % 3 else 48
 
     def groups(self, head_dim: int) -> int:
-        """Scales of a row in kvpilot's formats.
+        """Return the scales of a row in kvpilot's formats.
 
         Raises:
             UnsupportedHeadDimError: as `row_dim`.
@@ -161,7 +161,7 @@ class Format:
         return self.row_dim(head_dim) // self.group_size(head_dim)
 
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of one token and KV head, key and value together, with all metadata.
+        """Return the bytes of one token and KV head, key and value together, with all metadata.
 
         Raises:
             UnsupportedHeadDimError: the format is ours and does not store heads of this dimension.
@@ -174,15 +174,11 @@ class Format:
         return self.key.row_bytes(head_dim) + self.value.row_bytes(head_dim)
 
     def bits_per_element(self, head_dim: int = 128) -> float:
-        """Bits per element of the model with everything counted (codes, scales, zero points, zeros behind)."""
+        """Return the bits per element of the model with everything counted (codes, scales, zero points, padding)."""
         return self.row_bytes(head_dim) * 8 / (2 * head_dim)
 
-    def bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int) -> int:
-        """Bytes that one token takes in all `layers` of a model with `kv_heads` KV heads."""
-        return layers * kv_heads * self.row_bytes(head_dim)
-
     def page_layout(self, head_dim: int, block_size: int) -> PageLayout:
-        """Offsets of a page of `block_size` tokens; the table of `layouts`.
+        """Return the offsets of a page of `block_size` tokens; the table of `layouts`.
 
         Raises:
             UnsupportedHeadDimError: as `row_dim`.
@@ -195,14 +191,14 @@ class Format:
 
     @property
     def has_ring(self) -> bool:
-        """Whether a recent window makes this format more accurate: it is ours, and a side has less than 8 bits."""
+        """True if a recent window makes this format more accurate: it is ours, and a side has less than 8 bits."""
         return self.ours and min(self.key.bits, self.value.bits) < 8
 
     def recent_tokens(self, asked: int | None = None, context: int | None = None) -> int:
-        """Tokens of the recent window that is served where `asked` is wanted; 0 without a ring.
+        """Return the tokens of the recent window that is served for the request `asked`; 0 without a ring.
 
-        `asked` is None for the default: `window`, or the largest choice that is not longer than `context`, the tokens
-        that are served at most, where these are known.
+        `asked` is None for the default: `window`, or the largest choice that is not longer than `context`, the served
+        context, if that is known.
 
         Raises:
             FormatError: not one of `RECENT_CHOICES`.
@@ -218,10 +214,10 @@ class Format:
         return max(choice for choice in RECENT_CHOICES if choice <= most)
 
     def ring_layout(self, head_dim: int, block_size: int) -> RingLayout:
-        """Offsets of a ring's page, which has the bytes of a page of `block_size` tokens; `layouts` has the table.
+        """Return the offsets of a ring's page, which has the bytes of a page of `block_size` tokens (see `layouts`).
 
         Raises:
-            UnsupportedHeadDimError, FormatError: as `page_layout`; FormatError too where the format has no ring.
+            UnsupportedHeadDimError, FormatError: as `page_layout`; FormatError too if the format has no ring.
         """
         page = self.page_layout(head_dim, block_size)
         if not self.has_ring:
@@ -229,10 +225,10 @@ class Format:
         return layouts.ring(self.key.bits, self.value.bits, self.row_dim(head_dim), self.groups(head_dim), page.size)
 
     def ring_blocks(self, recent: int, head_dim: int, block_size: int) -> int:
-        """Pages of a sequence's ring that hold the last `recent` tokens; 0 for no window or a format of 8 bits.
+        """Return the pages of a sequence's ring that hold the last `recent` tokens; 0 without a window or at 8 bits.
 
         Raises:
-            UnsupportedHeadDimError, FormatError: as `ring_layout`; FormatError too where `recent` is negative.
+            UnsupportedHeadDimError, FormatError: as `ring_layout`; FormatError too if `recent` is negative.
         """
         if recent < 0:
             raise FormatError(f"recentTokens {recent} is not a number of tokens; use 0 for none, or 64")
@@ -245,7 +241,7 @@ def own(
     name: str, key_bits: int, value_bits: int, summary: str, colour: str = "#9a9a9a", *, window: int = 0,
     calibrated_only: bool = False,
 ) -> Format:  # fmt: skip
-    """A format of ours: keys and values of 2, 4 or 8 bits in groups with a scale each."""
+    """Return a format of ours: keys and values of 2, 4 or 8 bits in groups with a scale each."""
     key, value = Side(key_bits, 2, 64), Side(value_bits, 2, 64)
     return Format(name, key, value, Origin.KVPILOT, summary, colour, window, calibrated_only)
 
@@ -282,7 +278,7 @@ FORMATS: dict[str, Format] = {
         own("k2v2", 2, 2, "2-bit keys and values", "#c87fb4", window=512, calibrated_only=True),
     )
 }
-"""Every dtype by name, vLLM's first: the one list of them."""
+"""Dtypes by name, vLLM's first: the one list of them."""
 
 VLLM_DTYPES_LEFT_OUT: dict[str, str] = {
     "fp8_inc": "Intel Gaudi only",
@@ -291,11 +287,11 @@ VLLM_DTYPES_LEFT_OUT: dict[str, str] = {
     "nvfp4_4over6": "an encoder variant of nvfp4, same layout",
     "ultraquant_4bit": "AMD GPUs only",
 }
-"""Names in vLLM 0.32.0's CacheDType that kvpilot does not offer, and why."""
+"""Names in vLLM 0.32.0's CacheDType that kvpilot does not offer, and the reasons."""
 
 
 def named(table: Mapping[str, _Dtype], name: str) -> _Dtype:
-    """The entry of a table of dtypes that is called `name`.
+    """Return the entry of a table of dtypes that is called `name`.
 
     Raises:
         UnknownFormatError: no entry has this name; the message lists those that exist.
@@ -307,7 +303,7 @@ def named(table: Mapping[str, _Dtype], name: str) -> _Dtype:
 
 
 def parse(name: str) -> Format:
-    """The format called `name`.
+    """Return the format called `name`.
 
     Raises:
         UnknownFormatError: no format has this name; the message lists those that exist.
@@ -316,24 +312,15 @@ def parse(name: str) -> Format:
 
 
 def names() -> tuple[str, ...]:
-    """Every known dtype, vLLM's first."""
+    """Return every known dtype, vLLM's first."""
     return tuple(FORMATS)
 
 
 def own_names() -> tuple[str, ...]:
-    """The dtypes that kvpilot's own backend serves."""
+    """Return the dtypes that kvpilot's own backend serves."""
     return tuple(f.name for f in FORMATS.values() if f.ours)
 
 
 def default_windows() -> str:
-    """The default recent window of every dtype that has one, for help and messages."""
+    """Return the default recent window of every dtype that has one, for help and messages."""
     return ", ".join(f"{f.window} for {f.name}" for f in FORMATS.values() if f.window)
-
-
-def capacity_ratio(dtype: str, over: str = "auto", head_dim: int = 128) -> float:
-    """How many times more tokens `dtype` keeps than `over` in the same bytes.
-
-    Raises:
-        UnknownFormatError, UnsupportedHeadDimError: as `parse` and `Format.row_bytes`.
-    """
-    return parse(over).row_bytes(head_dim) / parse(dtype).row_bytes(head_dim)

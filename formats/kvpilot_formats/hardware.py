@@ -1,6 +1,6 @@
-"""Which GPUs can serve a KV-cache dtype: the one list of such vetoes, for preflight, operator and planner.
+"""GPUs that can serve a KV-cache dtype: the one list of exclusions, for preflight, operator and planner.
 
-Only what vLLM 0.32 is known to refuse is in it; tests/runtime/test_vetoes.py holds each against vLLM's own backends.
+It has only the known refusals of vLLM 0.32; tests/runtime/test_vetoes.py checks each against vLLM's own backends.
 """
 
 from __future__ import annotations
@@ -11,31 +11,33 @@ from kvpilot_formats.dtypes import Dtype
 Capability = tuple[int, int]
 
 OLDEST_GPU: Capability = (8, 0)
-"""Compute capability from which there is bfloat16, in which the kernels of our formats multiply."""
+"""First compute capability with bfloat16, in which the kernels of our formats multiply."""
 
 BLOCK_STEPS = {"cpu": 16, "cuda": 64}
-"""A block of the KV cache has a multiple of so many tokens in our formats, by platform: on a GPU a tile of the decode
-kernel lies in one page."""
+"""Number of tokens, by platform, that a block size in our formats is a multiple of.
+
+On a GPU a tile of the decode kernel lies in one page.
+"""
 
 _FP8_EVERYWHERE: Capability = (8, 9)
-"""From here every backend of vLLM reads fp8 caches."""
+"""First compute capability at which every backend of vLLM reads fp8 caches."""
 
 _FP8_BY_FLASHINFER: Capability = (8, 0)
-"""From here FlashInfer alone does, with heads of these sizes and without multi-head latent attention."""
+"""First compute capability at which FlashInfer reads them, with heads of these sizes and without latent attention."""
 _FLASHINFER_HEADS = (64, 128, 256, 512)
 _FLASHINFER_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 _LATENT = ("fp8", "fp8_e4m3")
-"""vLLM's dtypes below 16 bits that its backends of multi-head latent attention take."""
+"""Dtypes of vLLM below 16 bits that its backends of multi-head latent attention take."""
 
 
 def gpu_fault(
     dtype: str, capability: Capability, head_dim: int | None = None, latent: bool | None = None
 ) -> str | None:
-    """Return why an NVIDIA GPU of this compute capability cannot serve the dtype, or None.
+    """Return the reason why an NVIDIA GPU of this compute capability cannot serve the dtype, or None.
 
-    The reason continues a sentence that begins with the dtype. A `head_dim` or `latent` that is not known (None) rules
-    nothing out.
+    The reason continues a sentence that begins with the dtype. An unknown `head_dim` or `latent` (None) excludes
+    nothing.
     """
     oldest = _oldest(dtype, head_dim, latent)
     if capability >= oldest:
@@ -47,7 +49,7 @@ def gpu_fault(
 
 
 def latent_fault(dtype: str) -> str | None:
-    """Return why vLLM cannot serve multi-head latent attention in this dtype of its own, or None."""
+    """Return the reason why vLLM cannot serve multi-head latent attention in this dtype of its own, or None."""
     stored = _stored(dtype)
     if stored is None or stored.ours or dtype in _LATENT or stored.bits_per_element() >= 16:
         return None

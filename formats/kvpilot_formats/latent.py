@@ -1,13 +1,13 @@
 """KV-cache formats of multi-head latent attention (MLA): bits and the page layout. Pure Python.
 
 Under MLA (DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash) a token has one entry for all heads of a layer: a latent of
-512 elements, which is what keys and values are made of, and 64 elements with RoPE, which are part of the key alone::
+512 elements, from which keys and values are computed, and 64 elements with RoPE, which are part of the key alone::
 
     score of head h = q_h . latent + q_rope_h . rope        output of head h = sum_t p_t latent_t        (absorbed form)
 
 The latent is rotated by a Hadamard matrix and stored in codes of 8 or 4 bits, the RoPE part likewise in 8 bits. Each
-of both has one scale and zero point for a token, in the 16 bits of `kvpilot_formats.layouts`; a byte of codes holds
-what it holds there. One scale for 512 elements, because the same codes are keys and values: scores and probabilities
+of both has one scale and zero point for a token, in the 16 bits of `kvpilot_formats.layouts`; bytes of codes are as
+there. There is one scale for 512 elements, because the same codes are keys and values: scores and probabilities
 are then scaled by token, and no product has to stop at a group (docs/decisions/0025).
 
 Page layout (one flat region per block; T = tokens in a block, b = code bits)
@@ -49,7 +49,7 @@ ROPE_BITS = 8
 
 @dataclass(frozen=True)
 class LatentLayout:
-    """Where everything is in the page of one block; see the module's table. All sizes in bytes."""
+    """Layout of the page of one block; see the module's table. All sizes in bytes."""
 
     codes: Region
     rope_codes: Region
@@ -59,7 +59,7 @@ class LatentLayout:
 
 @dataclass(frozen=True)
 class LatentFormat:
-    """A KV-cache format of MLA; what it has in common with `formats.Format` is asked of it in the same words.
+    """KV-cache format of MLA, with the same methods as `formats.Format` where both have the property.
 
     Attributes: `name`, `bits` of a latent's code, `summary` for people, `colour` of its line in every plot.
     """
@@ -79,19 +79,19 @@ class LatentFormat:
         return RANK * self.bits // 8 + ROPE * ROPE_BITS // 8 + 2 * 2
 
     def bits_per_element(self, head_dim: int = ENTRY) -> float:
-        """Bits per stored element with everything counted, whatever the heads have."""
+        """Return the bits per stored element with everything counted, for all heads."""
         return self.row_bytes * 8 / ENTRY
 
     def recent_tokens(self, asked: int | None = None, context: int | None = None) -> int:
-        """0: there is no recent window."""
+        """Return 0: there is no recent window."""
         return 0
 
     def ring_blocks(self, recent: int, head_dim: int, block_size: int) -> int:
-        """0: there is no recent window."""
+        """Return 0: there is no recent window."""
         return 0
 
     def page_layout(self, block_size: int) -> LatentLayout:
-        """Offsets of a page of `block_size` tokens.
+        """Return the offsets of a page of `block_size` tokens.
 
         Raises:
             FormatError: block_size is not a positive multiple of 16.
@@ -118,11 +118,11 @@ LATENT_FORMATS: Mapping[str, LatentFormat] = MappingProxyType(
         )
     }
 )
-"""Every format of MLA by name, the widest first."""
+"""Formats of MLA by name, the widest first."""
 
 
 def parse(name: str) -> LatentFormat:
-    """The format called `name`.
+    """Return the format called `name`.
 
     Raises:
         UnknownFormatError: no format has this name; the message lists those that exist.
@@ -131,5 +131,5 @@ def parse(name: str) -> LatentFormat:
 
 
 def names() -> tuple[str, ...]:
-    """Every format of MLA."""
+    """Return every format of MLA."""
     return tuple(LATENT_FORMATS)

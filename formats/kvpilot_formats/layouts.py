@@ -1,6 +1,6 @@
-"""Where the bytes of kvpilot's own formats lie: groups, pages and rings. Pure Python; `formats` has the formats.
+"""Byte layout of kvpilot's own formats: groups, pages and rings. Pure Python; `formats` has the formats.
 
-kvpilot's group format (everything of a token is in its page; nothing depends on other tokens)
+kvpilot's group format (all data of a token is in its page; nothing depends on other tokens)
 ----------------------------------------------------------------------------------------------
 A row of D elements is cut into groups of g = 64 (g = 48 at D = 96 and 192). Each group stores codes of b bits and 16
 bits of scale metadata (little endian)::
@@ -26,11 +26,11 @@ region         offset in bytes                        shape, row-major          
 (end)          T * `row_bytes(D)`
 =============  =====================================  =========================  ================
 
-D is a multiple of 32 and T of 16, so every region starts at a multiple of 16 bytes. A group's metadata lies side by
-side over the tokens: a kernel loads the scales of a tile as one vector.
+D is a multiple of 32 and T of 16, so every region starts at a multiple of 16 bytes. A group's metadata is contiguous
+over the tokens: a kernel loads the scales of a tile as one vector.
 
-Ring layout (the recent window: what the last tokens of a sequence lack of 8 bits)
-----------------------------------------------------------------------------------
+Ring layout (the recent window, which a ring buffer of pages holds: residuals of the last tokens to 8 bits)
+-----------------------------------------------------------------------------------------------------------
 A ring is a fixed number of pages of a sequence, each of the bytes of a page above, so that one pool holds both. The
 token at position p has row p mod (pages * C), C tokens a page. Pages stay complete without it; a ring row only adds
 r, of 8 - b bits, to each code of b bits (n = 2^(8 - b); nothing where b is 8)::
@@ -64,30 +64,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ZERO_STEPS = 30
-"""Zero points are stored in thirtieths of qmax; 30 is even, so a symmetric group has an exact centre."""
+"""Number of steps of zero points over qmax; 30 is even, so a symmetric group has an exact centre."""
 
 ZERO_BITS = 5
 """Low bits of scale metadata, which hold the zero point."""
 
 CUT_BITS = 4
-"""Mantissa bits of a float16 that a scale goes without."""
+"""Mantissa bits of a float16 that a scale omits."""
 
 SHRINK: dict[int, tuple[float, ...]] = {8: (1.0,), 4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.75, 0.65, 0.55)}
 """Factors that the encoder tries on a group's range, per code width."""
 
 GAIN_BITS = 2
-"""Codes of at most so many bits have their group's scale stretched, so that they are not too short on average."""
+"""Largest code width whose groups' scales are stretched, so that codes are not too short on average."""
 
 GAIN_LIMIT = 2.0
-"""A scale is stretched by at most this: a group too small for float16's scales has codes that say nothing of it."""
+"""Largest stretch of a scale: a group too small for float16's scales has meaningless codes."""
 
 RING_REACH = 0.6
-"""A group whose largest residual is at most RING_REACH * 2^e scales has the exponent e; clipped tails need 1 or 2."""
+"""Largest residual, in scales times 2^e, of a group with the exponent e; clipped tails need 1 or 2."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """One array of a page: `offset` in bytes from the page's start, row-major [rows, row_bytes]."""
+    """Array of a page: `offset` in bytes from the page's start, row-major [rows, row_bytes]."""
 
     offset: int
     rows: int
@@ -96,7 +96,7 @@ class Region:
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Where everything is in the page of one block and one KV head; see the module's table. All sizes in bytes."""
+    """Layout of the page of one block and one KV head; see the module's table. All sizes in bytes."""
 
     key_codes: Region
     value_codes: Region
@@ -107,7 +107,7 @@ class PageLayout:
 
 @dataclass(frozen=True)
 class RingLayout:
-    """Where everything is in a ring's page of one KV head; see the module's table.
+    """Layout of a ring's page of one KV head; see the module's table.
 
     Attributes:
         tokens: tokens of a page, C.
@@ -123,7 +123,7 @@ class RingLayout:
 
 
 def page(key_bits: int, value_bits: int, head_dim: int, groups: int, tokens: int) -> PageLayout:
-    """The page of `tokens` tokens, a multiple of 16; the module's first table."""
+    """Return the page of `tokens` tokens, a multiple of 16; the module's first table."""
     codes, meta = tokens * head_dim // 8, tokens * 2
     value_codes = codes * key_bits
     key_meta = value_codes + codes * value_bits
@@ -138,7 +138,7 @@ def page(key_bits: int, value_bits: int, head_dim: int, groups: int, tokens: int
 
 
 def ring(key_bits: int, value_bits: int, head_dim: int, groups: int, size: int) -> RingLayout:
-    """A ring's page of as many tokens as `size` bytes hold; the module's second table."""
+    """Return a ring's page with as many tokens as `size` bytes hold; the module's second table."""
     tokens = size // (head_dim * (16 - key_bits - value_bits) // 8 + 4 * groups)
     value_digits = tokens * head_dim * (8 - key_bits) // 8
     meta = value_digits + tokens * head_dim * (8 - value_bits) // 8

@@ -1,7 +1,7 @@
-"""What packed pages are given, looked at before anything is launched: a wrong shape must not become a wrong answer.
+"""Checks of arguments before a kernel is launched: a wrong shape must not become a wrong answer.
 
-Each function names the field, what it holds and what to do. `page_cache`, `tokens` and `queries` look at shapes and
-types only, so a GPU path may call them in every step; `slots` and `tables` read values, which on a GPU waits for the
+Each function names the field, its value and the remedy. `page_cache`, `tokens` and `queries` look only at shapes and
+types, so a GPU path may call them in every step; `slots` and `tables` read values, which on a GPU waits for the
 device.
 """
 
@@ -16,7 +16,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 class BadInputError(ValueError):
-    """Something that packed pages were given does not fit them. Attribute: `field`, the argument's name."""
+    """Error for an argument that does not fit packed pages, with its name in `field`."""
 
     def __init__(self, field: str, holds: str, remedy: str) -> None:
         self.field = field
@@ -24,10 +24,10 @@ class BadInputError(ValueError):
 
 
 def page_cache(cache: torch.Tensor, fmt: Format, head_dim: int, field: str = "cache") -> None:
-    """A layer's cache: uint8 [blocks, kv_heads, block_size, row_bytes], every (block, head) one contiguous page.
+    """Check a layer's cache: uint8 [blocks, kv_heads, block_size, row_bytes], every (block, head) one contiguous page.
 
     Raises:
-        BadInputError: another type, shape or stride, naming the right one.
+        BadInputError: another type, shape or stride; it names the right one.
         UnsupportedHeadDimError: the format has no layout for this head dimension.
     """
     row = fmt.row_bytes(head_dim)
@@ -54,9 +54,9 @@ def page_cache(cache: torch.Tensor, fmt: Format, head_dim: int, field: str = "ca
 
 
 def tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, kv_heads: int, head_dim: int) -> None:
-    """New tokens: key and value floats [tokens, kv_heads, head_dim], slots an int64 for each of them or fewer.
+    """Check new tokens: key and value floats [tokens, kv_heads, head_dim], slots an int64 for each of them or fewer.
 
-    A slot's page times the page's bytes would leave 32 bits in a cache of 2 GiB.
+    int64, because a slot's page times the page's bytes exceeds 32 bits in a cache of 2 GiB.
 
     Raises:
         BadInputError: another type or shape.
@@ -79,7 +79,7 @@ def tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, k
 
 
 def ring(ring: torch.Tensor | None, cache: torch.Tensor, recent: int) -> None:
-    """The ring's pages: of the same bytes as the layer's, and there exactly where the window has tokens.
+    """Check that the ring has the layer's pages, and exists exactly if the window has tokens.
 
     Raises:
         BadInputError: one of both is missing, or the pages differ.
@@ -102,7 +102,7 @@ def inner_strides(head_dim: int, **named: torch.Tensor) -> None:
 
 
 def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, recent: int) -> None:
-    """Places in the ring: one int64 for each of `slot_mapping` where there is a window, None where there is none.
+    """Check slots in the ring: one int64 for each of `slot_mapping` with a window, None without.
 
     Raises:
         BadInputError: another type or shape, or one without the other.
@@ -111,7 +111,7 @@ def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, rece
         raise BadInputError(
             "ring_slots",
             "are missing" if recent else "are given",
-            f"these pages were made with recent={recent}: give them exactly where there is a recent window",
+            f"these pages were made with recent={recent}: give them if, and only if, there is a recent window",
         )
     if ring_slots is None:
         return
@@ -124,7 +124,7 @@ def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, rece
 
 
 def ordinals(ordinals: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
-    """Places in sequences: an integer for each token, or for fewer where padding follows; None for none.
+    """Check positions in sequences: an integer for each token, or for fewer if padding follows; None for none.
 
     Raises:
         BadInputError: another type, or more than there are slots.
@@ -140,7 +140,7 @@ def ordinals(ordinals: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
 
 
 def ring_table(ring_table: torch.Tensor | None, sequences: int, ring_blocks: int) -> None:
-    """Rings of sequences: integers [sequences or more, ring_blocks]; None where there is no window.
+    """Check rings of sequences: integers [sequences or more, ring_blocks]; None without a window.
 
     Raises:
         BadInputError: another type or shape, or one without the other.
@@ -149,7 +149,7 @@ def ring_table(ring_table: torch.Tensor | None, sequences: int, ring_blocks: int
         raise BadInputError(
             "ring_table",
             "is missing" if ring_blocks else "is given",
-            f"a sequence has {ring_blocks} ring blocks here: give the table exactly where there is a recent window",
+            f"a sequence has {ring_blocks} ring blocks here: give the table if, and only if, there is a recent window",
         )
     if ring_table is None:
         return
@@ -163,7 +163,7 @@ def ring_table(ring_table: torch.Tensor | None, sequences: int, ring_blocks: int
 
 
 def queries(query: torch.Tensor, kv_heads: int, head_dim: int) -> None:
-    """Queries: floats [rows, heads, head_dim], heads a multiple of kv_heads.
+    """Check queries: floats [rows, heads, head_dim], heads a multiple of kv_heads.
 
     Raises:
         BadInputError: another type or shape.
@@ -178,7 +178,7 @@ def queries(query: torch.Tensor, kv_heads: int, head_dim: int) -> None:
 
 
 def slots(slot_mapping: torch.Tensor, blocks: int, block_size: int, field: str = "slots") -> None:
-    """Places to write to: below blocks * block_size; a negative one is padding.
+    """Check slots to write to: below blocks * block_size; a negative one is padding.
 
     Raises:
         BadInputError: a slot beyond the cache.
@@ -192,9 +192,9 @@ def slots(slot_mapping: torch.Tensor, blocks: int, block_size: int, field: str =
 
 
 def tables(block_table: torch.Tensor, seq_lens: torch.Tensor, blocks: int, block_size: int) -> None:
-    """Where sequences lie: block_table integers [sequences, columns], seq_lens integers [sequences], at least 1.
+    """Check tables of sequences: block_table integers [sequences, columns], seq_lens integers [sequences], at least 1.
 
-    Only the entries that a sequence uses are looked at; what stands behind them may be anything.
+    Only the entries that a sequence uses are checked; later ones are arbitrary.
 
     Raises:
         BadInputError: another type or shape, a length without room in the table, a block beyond the cache.
@@ -226,7 +226,7 @@ def tables(block_table: torch.Tensor, seq_lens: torch.Tensor, blocks: int, block
 
 
 def int32(**given: torch.Tensor) -> None:
-    """What a kernel reads as int32: a tensor of another type would be read wrongly, without an error.
+    """Check tensors that a kernel reads as int32: it would misread another type without an error.
 
     Raises:
         BadInputError: another type, naming the argument.
@@ -237,7 +237,7 @@ def int32(**given: torch.Tensor) -> None:
 
 
 def sequences(seq_lens: torch.Tensor, most: int) -> None:
-    """Lengths of so many sequences at most.
+    """Check that there are lengths of at most so many sequences.
 
     Raises:
         BadInputError: there are more.
@@ -248,10 +248,10 @@ def sequences(seq_lens: torch.Tensor, most: int) -> None:
 
 def several(starts: torch.Tensor, owners: torch.Tensor, most: int, seq_lens: torch.Tensor, tokens: int,
             rows: int) -> None:  # fmt: skip
-    """The rows of a step whose sequences have several, for a plan of so many `tokens` of a sequence and `rows` in all.
+    """Check the rows of a step whose sequences have several, for a plan of `tokens` per sequence and `rows` in all.
 
     Raises:
-        BadInputError: another type, no first row for each sequence, or more rows than the plan has place for.
+        BadInputError: another type, no first row for each sequence, or more rows than the plan has room for.
     """
     int32(starts=starts, owners=owners)
     if starts.shape[0] <= seq_lens.shape[0]:
@@ -265,7 +265,7 @@ def several(starts: torch.Tensor, owners: torch.Tensor, most: int, seq_lens: tor
 
 
 def blocks(table: torch.Tensor, blocks: int, field: str) -> None:
-    """Blocks of a table whose negative entries are none.
+    """Check the blocks of a table whose negative entries mean none.
 
     Raises:
         BadInputError: a block beyond the cache.
@@ -277,7 +277,7 @@ def blocks(table: torch.Tensor, blocks: int, field: str) -> None:
 
 
 def sinks(found: torch.Tensor | None, heads: int) -> None:
-    """Logits of attention sinks: contiguous floats [heads], or none.
+    """Check logits of attention sinks: contiguous floats [heads], or None.
 
     Raises:
         BadInputError: another type or shape.

@@ -4,8 +4,9 @@ Decode never dequantizes a key or a value. With codes c, scale s and zero point 
 
     q . k = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
-so the matrix products run on the codes, key scales touch only the scores, and value scales only the probabilities.
-A layer's static factors (`kvpilot_kernels.factors`) act before the rotation of a stored token, and on q and out.
+so the matrix products run on the codes, key scales apply only to the scores, and value scales only to the
+probabilities. A layer's static factors (`kvpilot_kernels.factors`) apply before the rotation of a stored token, and to
+q and out.
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ from torch.nn import functional
 from kvpilot_formats.formats import Format
 from kvpilot_formats.layouts import Region
 from kvpilot_kernels import check
-from kvpilot_kernels.capped import attention
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.reference.hadamard import rotation
 from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
 from kvpilot_kernels.ring import FineRows, RingPages
-from kvpilot_kernels.softmax import softmax
+from kvpilot_kernels.softmax import attention, softmax
 
 
 class PackedPages:
-    """One layer's cache of packed pages.
+    """Cache of packed pages of one layer.
 
     Args:
         cache: uint8 [blocks, kv_heads, block_size, row_bytes]; each (block, head) is one contiguous flat page.
@@ -38,7 +38,8 @@ class PackedPages:
         recent: tokens of the window, 0 without a ring. drafts: see `RingPages`.
 
     Raises:
-        BadInputError: the cache or the ring is not laid out as `fmt` says, or one of `ring` and `recent` is missing.
+        BadInputError: the cache or the ring does not have the layout of `fmt`, or one of `ring` and `recent` is
+            missing.
         ValueError: the factors are of another shape. Both messages name the right one.
     """
 
@@ -83,10 +84,10 @@ class PackedPages:
 
         Args:
             key, value: [tokens, kv_heads, head_dim], any float dtype.
-            slots: int64 [tokens], block * block_size + place in the block; a negative slot is padding.
-            ring_slots: int64 [tokens], as `ring.ring_slots` makes them, negative for none; None without a ring.
-            ordinals: int [tokens], each token's place in its sequence from 1 on; None where none of them is its
-                sequence's first. For fewer than all tokens where padding follows.
+            slots: int64 [tokens], block * block_size + offset in the block; a negative slot is padding.
+            ring_slots: int64 [tokens], from `ring.ring_slots`, negative for none; None without a ring.
+            ordinals: int [tokens], each token's position in its sequence, from 1 on; None if none of them is its
+                sequence's first. For fewer than all tokens if padding follows.
 
         Raises:
             BadInputError: another type or shape, or a slot beyond the cache; nothing is written.
@@ -136,9 +137,9 @@ class PackedPages:
         ring_table: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of one query token per sequence over all of its stored tokens, itself among them.
+        """Attend from one query token per sequence to all of its stored tokens, including itself.
 
-        The last `recent` tokens are read with what the ring adds to them, where it has their rows.
+        The last `recent` tokens are refined by the ring if it has their rows.
 
         Args:
             query: [sequences, heads, head_dim]; heads is a multiple of kv_heads.
@@ -146,7 +147,7 @@ class PackedPages:
             seq_lens: int [sequences], tokens stored, at least 1.
             scale: factor on the scores. softcap: 0 for none, else scores become cap * tanh(score / cap).
             ring_table: int [sequences, ring_blocks], negative for none; None without a ring.
-            sinks: [heads], a logit of each head that the softmax divides by too and no value belongs to; None without.
+            sinks: [heads], a logit of each head that takes weight and has no value; None without.
 
         Returns:
             float32 [sequences, heads, head_dim].
@@ -163,7 +164,7 @@ class PackedPages:
         table = block_table[:, :blocks]
         length = blocks * self.block_size
         past = torch.arange(length)[None, :] >= seq_lens[:, None]  # [S, L]
-        # Table entries past a sequence's end may be anything: point them at a block that exists.
+        # Table entries past a sequence's end are arbitrary, so point them at a valid block.
         table = table.masked_fill(past[:, :: self.block_size], 0)
         sequences, heads = query.shape[:2]
         kv_heads = self.key_codes.shape[1]
@@ -187,7 +188,7 @@ class PackedPages:
             at = positions.clamp(min=0)[:, None, None].expand(-1, *scores.shape[1:3], -1)
         if at is not None and fine_key is not None:
             finer = torch.matmul(q, fine_key.values.transpose(-1, -2)).mul_(fine_key.scales.unsqueeze(3)).sum(2)
-            scores.scatter_add_(-1, at, finer)  # positions that are none have a scale of 0
+            scores.scatter_add_(-1, at, finer)  # missing positions have a scale of 0
         if apart is not None:
             scores[..., 0] += apart
         if level is not None and (softcap or sinks is not None):
@@ -198,7 +199,7 @@ class PackedPages:
         p = softmax(scores, None if sinks is None else sinks.view(kv_heads, -1, 1)).unsqueeze(2)
 
         group_scale, zero = self._meta(self.value_meta, table, self.fmt.value.bits)
-        # Unused slots may hold anything, NaN scales among them, and 0 * NaN is not 0.
+        # Unused slots may have NaN scales, and 0 * NaN is not 0.
         weights = p * group_scale.masked_fill(past[:, None, None, None, :], 0.0)  # [S, H, groups, queries, L]
         codes = self._codes(self.value_codes, table, self.fmt.value.bits)
         out = torch.matmul(weights, codes) - (weights * zero).sum(-1, keepdim=True)
@@ -207,7 +208,7 @@ class PackedPages:
             out += torch.matmul(near, fine_value.values)
         out = out.transpose(2, 3).flatten(3) @ self.rotation.T
         if self.factors is not None:
-            # A sink takes weight from the mean, too.
+            # A sink takes weight from the mean too.
             weight = 1.0 if sinks is None else p.sum(-1).transpose(2, 3).reshape(sequences, kv_heads, -1, 1)
             out = out / self.factors.value_scale[:, None] + weight * self.factors.value_mean[:, None]
         return out.view(sequences, heads, self.head_dim)
@@ -224,7 +225,7 @@ class PackedPages:
         sinks: torch.Tensor | None = None,
         spans: Sequence[tuple[int, int]] = (),
     ) -> torch.Tensor:
-        """Causal attention of a chunk of one sequence: its quantized context, then the chunk itself as it is.
+        """Attend causally in a chunk of one sequence: to its quantized context, then to the exact chunk itself.
 
         Args:
             query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim], the fresh chunk.
@@ -259,7 +260,7 @@ class PackedPages:
         return out[0].transpose(0, 1)
 
     def read(self, block_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one sequence's first `length` tokens, rotated back: float32 [length, kv_heads, D].
+        """Read keys and values of one sequence's first `length` tokens, rotated back: float32 [length, kv_heads, D].
 
         Raises:
             BadInputError: a length without room in the table, or a block beyond the cache.
@@ -267,7 +268,7 @@ class PackedPages:
         return self.keys(block_table, length), self._side("value", block_table, length)
 
     def keys(self, block_table: torch.Tensor, length: int) -> torch.Tensor:
-        """Keys alone, as `read` has them."""
+        """Read only the keys, as `read`."""
         return self._side("key", block_table, length)
 
     def _side(self, side: str, block_table: torch.Tensor, length: int) -> torch.Tensor:
@@ -290,7 +291,7 @@ class PackedPages:
     def _recent(
         self, ring: RingPages, table: torch.Tensor, seq_lens: torch.Tensor, ring_table: torch.Tensor
     ) -> tuple[torch.Tensor, list[FineRows | None]]:
-        """Positions of the window's tokens, int64 [S, recent], negative where there is none, and their fine rows."""
+        """Return positions of the window's tokens, int64 [S, recent], negative for missing ones, and the fine rows."""
         positions = seq_lens[:, None].long() - self.recent + torch.arange(self.recent)
         at = positions.clamp(min=0)
         block = table.long().gather(1, at // self.block_size)
@@ -301,11 +302,11 @@ class PackedPages:
         return positions, ring.fine_rows(positions, ring_table, pages)
 
     def _codes(self, codes: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tensor:
-        """Codes of sequences as float32 [S, H, groups, L, g]."""
+        """Return codes of sequences as float32 [S, H, groups, L, g]."""
         rows = codes[table].transpose(1, 2).flatten(2, 3)
         return split(unpack(rows, bits), self.groups).transpose(2, 3).float()
 
     def _meta(self, meta: torch.Tensor, table: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Steps and zero points of sequences, float32 [S, H, groups, 1, L]."""
+        """Return scales and zero points of sequences, float32 [S, H, groups, 1, L]."""
         meta = meta[table].transpose(1, 2).flatten(2, 3).transpose(2, 3).unsqueeze(3)
         return scale_and_zero(meta, bits)

@@ -1,17 +1,17 @@
-"""Static per-channel factors of one layer: what calibration knows about a model's keys and values.
+"""Static per-channel factors of one layer, from calibration.
 
 A token is stored as
 
     k' = ((k - key_mean) * key_scale) H        v' = ((v - value_mean) * value_scale) H
 
 and read back with the inverse. `key_mean` costs nothing at decode: q . key_mean is the same for every token, and the
-softmax does not notice it, unless scores have a cap or it has an attention sink: then it is added to them. `key_scale`
-divides the query, `value_scale` and `value_mean` touch only the output, since the probabilities sum to one, or to what
-a sink leaves of it, by which the mean is weighed.
+softmax ignores it. Only with a cap on scores or an attention sink it is added to them. `key_scale` divides the query.
+`value_scale` and `value_mean` apply to the output, because probabilities sum to one. With a sink they sum to less, and
+the mean is weighted by that.
 
-The first token of a sequence, at position 0, is an attention sink: whatever it is, its key lies far from all others,
-and in most layers at the same place. So its key has a mean of its own, `key_first`, in place of `key_mean`, and a
-decode step adds q . (key_first - key_mean) to this one token's score.
+The first token of a sequence, at position 0, is an attention sink: in every text its key is far from all others, and in
+most layers at the same place. So its key has its own mean, `key_first`, in place of `key_mean`, and a decode step adds
+q . (key_first - key_mean) to this one token's score.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 @dataclass(frozen=True)
 class Factors:
-    """Each float32 [kv_heads, head_dim]; scales are positive. Without `key_first` it is a copy of `key_mean`."""
+    """Means and scales, each float32 [kv_heads, head_dim]; scales are positive. `key_first` defaults to `key_mean`."""
 
     key_mean: torch.Tensor
     key_scale: torch.Tensor
@@ -37,19 +37,19 @@ class Factors:
 
     @classmethod
     def identity(cls, kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> Factors:
-        """Factors that change nothing: what a model without calibration gets."""
+        """Return neutral factors, for a model without calibration."""
         zero = torch.zeros(kv_heads, head_dim, device=device)
         return cls(zero, zero + 1, zero.clone(), zero + 1)
 
     def of(self, side: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and scale of keys (`side="key"`) or values (`"value"`), but for the key at position 0."""
+        """Return mean and scale of keys (`side="key"`) or values (`"value"`), except for the key at position 0."""
         return (self.key_mean, self.key_scale) if side == "key" else (self.value_mean, self.value_scale)
 
     def to(self, device: torch.device | str) -> Factors:
-        """The same factors on another device."""
+        """Return the same factors on another device."""
         return Factors(*(getattr(self, f.name).to(device) for f in fields(self)))
 
     def copy_(self, other: Factors) -> None:
-        """Take over the numbers of others of the same shape, in place."""
+        """Copy the numbers of other factors of the same shape, in place."""
         for f in fields(self):
             getattr(self, f.name).copy_(getattr(other, f.name))

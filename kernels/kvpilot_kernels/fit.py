@@ -1,4 +1,4 @@
-"""Fits a layer's static factors to what a model shows on calibration text: the least expected damage of quantization.
+"""Fit of a layer's static factors to calibration text, with the least expected damage by quantization.
 
 With gradients (`Moments`, `fit`; `kvpilot calibrate`)
 ------------------------------------------------------
@@ -16,20 +16,21 @@ nats of KL divergence when the gradient is taken at labels drawn from the model 
 which is minimised in turns, each in closed form: m_c' is the mean of x_tc' weighted by sum_c g_tc^2 / s_c^2, and for
 M_cc' = sum_t g_tc^2 (x_tc' - m_c')^2 the scale obeys s_c^4 = (sum_c' M_cc' s_c'^2) / (sum_c' M_c'c / s_c'^2).
 
-Weighting the mean matters: the first token of a text is an attention sink whose key and value are far from all others'
-and which most queries look at; an unweighted mean of values doubles its error. Its key, at position 0, has a mean of
-its own (`factors`), so it does not count in the fit of the others' mean and scale.
+The mean must be weighted: the first token of a text is an attention sink whose key and value are far from all others,
+and most queries look at it. An unweighted mean of values doubles its error. Its key, at position 0, has its own mean
+(`factors`), so it does not count in the fit of the others' mean and scale.
 
-From a forward pass alone (`Observed`; what an engine does by itself at start)
-------------------------------------------------------------------------------
-Without gradients, attention itself tells what an error costs. A key's error e changes the score of query i by q_i . e
-and the output o_i by p_it (v_t - o_i) of that; an error of a value by p_it e. With all directions of the output alike,
+From a forward pass alone (`Observed`; an engine's calibration at start)
+------------------------------------------------------------------------
+Without gradients, attention itself gives the cost of an error. A key's error e changes the score of query i by q_i . e
+and the output o_i by p_it (v_t - o_i) times that; an error of a value changes it by p_it e. If all directions of the
+output count alike,
 
     g_tc^2 ~ sum_i p_it^2 |v_t - o_i|^2 q_ic^2   for keys         g_tc^2 ~ sum_i p_it^2   for values
 
-over the queries i that read the token at the page's bits: at least RECENT tokens after it, since a recent window
-reads nearer ones at 8, whichever dtype is served. Sinks count as much as they are looked at, which is most; of a
-sequence's first token that is its value alone.
+over the queries i that read the token at the page's bits. These are at least RECENT tokens after it, because in every
+dtype a recent window reads nearer ones at 8 bits. Sinks count by the attention that they get, which is most; of a
+sequence's first token only its value counts.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.softmax import softmax
 
 _ROUNDS = 60
-_LIMIT = 16.0  # a scale is at most this far from the geometric mean of its head
-_FLOOR = 1e-3  # of the mean entry of M, added to all: what a channel that calibration never saw move counts
+_LIMIT = 16.0  # largest ratio of a scale to the geometric mean of its head
+_FLOOR = 1e-3  # share of M's mean entry, added to all entries, for channels that never moved
 
 
 class Moments:
@@ -57,7 +58,7 @@ class Moments:
         self.tokens = 0
 
     def add(self, x: torch.Tensor, squared: torch.Tensor) -> None:
-        """Count tokens: keys (or values) and their g^2, both [tokens, kv_heads, D] of any float dtype.
+        """Add tokens: keys (or values) and their g^2, both [tokens, kv_heads, D] of any float dtype.
 
         Raises:
             ValueError: the shapes differ from each other or from this layer's, or a number is not finite.
@@ -78,14 +79,17 @@ class Moments:
         self.tokens += x.shape[0]
 
     def still(self) -> int:
-        """Channels of x that never moved."""
+        """Count the channels of x that never moved."""
         total = self.weight.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
         mean, square = self.first.sum(1) / total, self.second.sum(1) / total
         return int((square - mean.square() <= 1e-12 * square).sum())
 
 
 def fit(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean and the scale of least damage, float32 [kv_heads, D] each; scales have the geometric mean 1 per head."""
+    """Return the mean and the scale of least damage, float32 [kv_heads, D] each.
+
+    Scales have the geometric mean 1 per head.
+    """
     squared = torch.ones_like(moments.weight)  # s^2
     mean = torch.zeros_like(squared)
     for _ in range(_ROUNDS):
@@ -109,14 +113,16 @@ def _mean(moments: Moments, squared: torch.Tensor) -> torch.Tensor:
 
 
 RECENT = 64
-"""Tokens that every dtype's default window has at least: what lies nearer does not count in an engine's own fit. The
-same for all, so that a model has one set of factors."""
+"""Smallest default window of all dtypes, in tokens; nearer queries do not count in an engine's own fit.
 
-_SCORES = 2**24  # held at once, float32: some 64 MiB, and a handful of arrays like it
+It is the same for all dtypes, so that a model has one set of factors.
+"""
+
+_SCORES = 2**24  # in memory at once, float32: 64 MiB for each of a few arrays
 
 
 class Observed:
-    """What attention in one layer told about its keys and values, without gradients."""
+    """Statistics of attention in one layer, without gradients."""
 
     def __init__(self, kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> None:
         self._key, self._value = (Moments(kv_heads, head_dim, device) for _ in range(2))
@@ -125,7 +131,7 @@ class Observed:
         self._broken = ""
 
     def add_first(self, key: torch.Tensor) -> None:
-        """Count keys that stand at position 0 of a sequence: [sequences, kv_heads, D], any float dtype."""
+        """Add keys at position 0 of a sequence: [sequences, kv_heads, D], any float dtype."""
         self._note_broken(("keys", key))
         self._first += key.double().sum(0)
         self._sequences += key.shape[0]
@@ -134,7 +140,7 @@ class Observed:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float = 0.0,
         sliding_window: int | None = None, sinks: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Count one sequence, as causal attention sees it (after RoPE). Its first key tells nothing of the others.
+        """Add one sequence with causal attention (after RoPE). Its first key does not count among the others.
 
         Args:
             query: [tokens, heads, D], any float dtype; heads is a multiple of kv_heads, grouped as in attention.
@@ -165,19 +171,20 @@ class Observed:
 
     @property
     def tokens(self) -> int:
-        """Counted so far, first ones of sequences not among them."""
+        """Number of tokens so far, without the first ones of sequences."""
         return self._key.tokens
 
     def still(self) -> int:
-        """Channels of keys and values that never moved: their scale is that of a floor."""
+        """Count the channels of keys and values that never moved; their scale comes from a floor."""
         return self._key.still() + self._value.still()
 
     def factors(self) -> Factors:
-        """The layer's factors, float32; scales have the geometric mean 1 per head. Where no key of position 0 was
-        counted, its mean is that of the others.
+        """Return the layer's factors, float32; scales have the geometric mean 1 per head.
+
+        If no key of position 0 was added, its mean is that of the others.
 
         Raises:
-            ValueError: queries, keys or values were not finite, or nothing was counted.
+            ValueError: queries, keys or values were not finite, or nothing was added.
         """
         if self._broken:
             raise ValueError(self._broken)
@@ -197,7 +204,7 @@ def _information(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float, window: int | None,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """g^2 of one KV head's keys [tokens, D] and values [tokens]; query [tokens, heads of the group, D]."""
+    """Return g^2 of one KV head's keys [tokens, D] and values [tokens]; query is [tokens, heads of the group, D]."""
     tokens = key.shape[0]
     recent = min(RECENT, tokens // 8)
     for_key, for_value = torch.zeros_like(key), torch.zeros_like(key[:, 0])

@@ -1,4 +1,4 @@
-"""Which sequence the rows of a batch belong to, and where tokens of several sequences are stored."""
+"""Sequences of a batch's rows, and slots of tokens of several sequences."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 
 
 def owners(starts: torch.Tensor, seq_lens: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row of a batch its sequence, and its token's place there from 1 on: how many tokens it sees.
+    """Return the sequence of each row of a batch, and its token's position there from 1 on, the number that it sees.
 
     Nothing is copied from a GPU to its host.
 
     Args:
         starts: int [sequences + 1], first rows. seq_lens: int [sequences], tokens stored after this step; at least one
-            sequence. tokens: rows to tell of; those after the last sequence's are padding.
+            sequence. tokens: number of rows; those after the last sequence's are padding.
 
     Returns:
         int64 [tokens], any sequence for padding; and seq_lens' type [tokens], 0 for padding.
@@ -29,17 +29,17 @@ def owners(starts: torch.Tensor, seq_lens: torch.Tensor, tokens: int) -> tuple[t
 def stored_slots(
     block_table: torch.Tensor, rows: torch.Tensor, begins: torch.Tensor, tokens: int, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where tokens [begin, begin + length) of each sequence are stored, sequence after sequence.
+    """Return the slots of tokens [begin, begin + length) of each sequence, sequence after sequence.
 
-    Worked out once for all layers and heads: sequences are unlike each other, and a launch over the longest one times
-    their number would have mostly programs with nothing to do.
+    They are computed once for all layers and heads. A launch over the longest sequence times their number would have
+    mostly idle programs, because lengths differ.
 
     Args:
         block_table: int32 [sequences, blocks]. rows: int32 [sequences + 1], where each sequence's tokens start in the
             results; their differences are the lengths, and the last is `tokens`. begins: int32 [sequences].
 
     Returns:
-        Slots, int64 [tokens], block * block_size + place; and ordinals, int32 [tokens], places in a sequence from 1 on.
+        Slots, int64 [tokens], block * block_size + offset; and ordinals, int32 [tokens], positions from 1 on.
     """
     owner, ordinals = owners(rows, begins + rows.diff(), tokens)
     return _slots(block_table, owner, ordinals, block_size), ordinals
@@ -48,14 +48,14 @@ def stored_slots(
 def joined_slots(
     block_table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, tokens: int, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tell where all tokens of each sequence are: its context in pages, and its fresh tokens in rows of the step.
+    """Return the slots of all tokens of each sequence: its context in pages, and its fresh tokens in rows of the step.
 
     Args:
         block_table: int32 [sequences, blocks]. rows: int32 [sequences + 1], where each sequence's tokens start in the
             results; the last is `tokens`. starts: int32 [sequences + 1], its first rows among the fresh tokens.
 
     Returns:
-        Slots, int64 [tokens], as `stored_slots` gives them, or -1 - row for a fresh token; and ordinals.
+        Slots, int64 [tokens], as from `stored_slots`, or -1 - row for a fresh token; and ordinals.
     """
     owner, ordinals = owners(rows, rows.diff(), tokens)
     row = torch.arange(tokens, device=rows.device) - (rows - starts)[1:][owner]  # a sequence ends with its fresh tokens

@@ -1,4 +1,4 @@
-"""The recent window's ring: where tokens go, and its pages on a CPU. The byte layout is in `layouts`."""
+"""Ring of the recent window: slots of tokens, and its pages on a CPU. `layouts` has the byte layout."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from kvpilot_kernels.reference.residual import (
 def ring_slots(
     positions: torch.Tensor, ends: torch.Tensor, ring_rows: torch.Tensor, recent: int, ring_tokens: int
 ) -> torch.Tensor:
-    """Where a step's tokens go in their sequences' rings.
+    """Return the slots of a step's tokens in their sequences' rings.
 
     Args:
         positions: int [tokens], of each token in its sequence, from 0; negative for padding.
         ends: int [tokens], tokens stored of its sequence after this step.
-        ring_rows: int [tokens, ring_blocks], the ring's blocks of its sequence; a negative one is none.
+        ring_rows: int [tokens, ring_blocks], the ring's blocks of its sequence; negative for none.
         recent: tokens that the ring keeps: those of the window, and as many more as a step may have drafts.
         ring_tokens: of a ring's page (`RingLayout.tokens`).
 
     Returns:
-        int64 [tokens]: block * ring_tokens + place; -1 for a token that the ring loses with this step, for padding, and
-        without a block. No two tokens of a sequence share a place.
+        int64 [tokens]: block * ring_tokens + offset; -1 for a token that the ring loses with this step, for padding,
+            and
+        without a block. No two tokens of a sequence share a slot.
     """
     place = positions.long().clamp(min=0) % (ring_rows.shape[1] * ring_tokens)
     block = ring_rows.long().gather(1, (place // ring_tokens)[:, None])[:, 0]
@@ -46,10 +47,10 @@ def ring_slots(
 
 @dataclass
 class FineRows:
-    """What the window's tokens have beside one side of their pages.
+    """Refinement of the window's tokens on one side of their pages.
 
     Attributes:
-        scales: float32 [sequences, kv_heads, groups, recent], 0 where the ring has nothing for a token.
+        scales: float32 [sequences, kv_heads, groups, recent], 0 if the ring has nothing for a token.
         values: float32 [sequences, kv_heads, groups, recent, g], to be added times the scale.
     """
 
@@ -58,15 +59,15 @@ class FineRows:
 
 
 class RingPages:
-    """The ring's pages of one layer on a CPU.
+    """Ring pages of one layer on a CPU.
 
     Args:
-        cache: uint8 [blocks, kv_heads, block_size, row_bytes], pages as the layer's own; it may be the same tensor.
+        cache: uint8 [blocks, kv_heads, block_size, row_bytes], pages like the layer's own; it may be the same tensor.
         fmt: a format with a ring. head_dim: elements of a key. recent: tokens of the window.
-        drafts: tokens that a step may store and later take back; the ring keeps as many more.
+        drafts: tokens that a step may store and later steps may reject; the ring keeps as many more.
 
     Raises:
-        BadInputError: the cache is not laid out as `fmt` says. FormatError: no ring, or a negative window.
+        BadInputError: the cache does not have the layout of `fmt`. FormatError: no ring, or a negative window.
     """
 
     def __init__(self, cache: torch.Tensor, fmt: Format, head_dim: int, recent: int, drafts: int = 0) -> None:
@@ -91,7 +92,7 @@ class RingPages:
         ]
 
     def _by_digit(self, rows: torch.Tensor, digits: int) -> torch.Tensor:
-        """Digits as a view [blocks, kv_heads, digits, tokens, bytes] of rows [digits * tokens] one after another."""
+        """Return digits as a view [blocks, kv_heads, digits, tokens, bytes] of consecutive rows [digits * tokens]."""
         blocks, heads, _, size = rows.shape
         return rows.view(blocks, heads, digits, self.tokens, size)
 
@@ -99,7 +100,7 @@ class RingPages:
         self, side: int, x: torch.Tensor, codes: torch.Tensor, packed: torch.Tensor, meta: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Write a side's rows (0: keys) of tokens: x [tokens, kv_heads, D], rotated, and what the page got of it."""
+        """Write a side's rows (0: keys) of tokens: x [tokens, kv_heads, D], rotated, and its codes in the page."""
         bits, digits, meta_at = self.sides[side]
         kept = slots >= 0
         x, codes, packed, meta, slots = x[kept], codes[kept], packed[kept], meta[kept], slots[kept]
@@ -113,13 +114,13 @@ class RingPages:
     def fine_rows(
         self, positions: torch.Tensor, ring_table: torch.Tensor, pages: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> list[FineRows | None]:
-        """Both sides' fine rows.
+        """Return both sides' fine rows.
 
         Args:
-            positions: int64 [sequences, recent], negative where there is no token.
+            positions: int64 [sequences, recent], negative for no token.
             ring_table: int [sequences, ring_blocks].
-            pages: of each side, what the pages have for these tokens: packed codes, uint8 [sequences, recent, kv_heads,
-                bytes], and scale metadata, int16 [sequences, recent, kv_heads, groups].
+            pages: of each side, these tokens in the pages: packed codes, uint8 [sequences, recent, kv_heads, bytes],
+                and scale metadata, int16 [sequences, recent, kv_heads, groups].
         """
         place = positions.clamp(min=0) % (self.per_sequence * self.tokens)
         block = ring_table.long().gather(1, place // self.tokens)

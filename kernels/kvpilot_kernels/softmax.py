@@ -1,4 +1,7 @@
-"""Softmax of attention: some models have a sink, a learned logit of each head that takes weight and has no value."""
+"""Plain attention with capped scores and sinks, which `scaled_dot_product_attention` does not have.
+
+A sink is a learned logit of a head that takes weight and has no value.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,24 @@ import torch
 
 
 def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Over the last dimension, with one more logit that nothing is returned for; `sinks` broadcasts to [..., 1]."""
+    """Return the softmax over the last dimension, with the sink's logit in the sum; `sinks` broadcasts to [..., 1]."""
     if sinks is None:
         return scores.softmax(-1)
     one_more = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
     return torch.cat([scores, one_more], -1).softmax(-1)[..., :-1]
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float, softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Return attention with capped scores or sinks to the keys that are `seen`, bool [tokens, keys].
+
+    The result is float32 [1, heads, tokens, D].
+    """
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.float().repeat_interleave(repeat, 1), v.float().repeat_interleave(repeat, 1)
+    scores = q.float() @ k.transpose(-1, -2) * scale
+    if softcap:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    return softmax(scores.masked_fill(~seen, -torch.inf), None if sinks is None else sinks[:, None, None]) @ v

@@ -12,8 +12,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
-
 from kvpilot_localcluster import build, images
 from kvpilot_localcluster.backoff import Backoff
 from kvpilot_localcluster.cluster import LocalCluster, down
@@ -30,10 +28,8 @@ def _pairs(entries: list[str]) -> dict[str, str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="localcluster", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("build", help="build the control plane's programs into the cache")
-    one.add_argument("--modern", action="store_true", help="also the newer CRD server, which enforces CEL rules")
-    one = commands.add_parser("up", help="start a cluster with one node and stay until Ctrl-C")
-    one.add_argument("--modern", nargs="*", type=Path, default=[], metavar="CRD", help="serve these definitions by it")
+    commands.add_parser("build", help="build the control plane's programs into the cache")
+    commands.add_parser("up", help="start a cluster with one node and stay until Ctrl-C")
     for name, text in (("down", "end a cluster"), ("kubeconfig", "print the path of a cluster's client configuration")):
         commands.add_parser(name, help=text)
     for name in ("up", "down", "kubeconfig"):
@@ -59,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _build(args: argparse.Namespace) -> None:
+def _build() -> None:
     said = ""
 
     def report(step: str, part: float) -> None:
@@ -68,15 +64,14 @@ def _build(args: argparse.Namespace) -> None:
             print(line, flush=True)
         said = line
 
-    binaries = build.build(modern=args.modern, report=report)
+    binaries = build.build(report)
     print(f"the programs are in {binaries.kube_apiserver.parent}")
     for lack in binaries.missing:
         print(f"missing: {lack}", file=sys.stderr)
 
 
 def _up(args: argparse.Namespace) -> None:
-    crds = [yaml.safe_load(path.read_text()) for path in args.modern]
-    with LocalCluster(args.folder, modern_crds=crds) as cluster:
+    with LocalCluster(args.folder) as cluster:
         print(f"export KUBECONFIG={cluster.kubeconfig}", flush=True)
         while True:
             time.sleep(1)
@@ -125,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, _terminated)
     try:
         if args.command == "build":
-            _build(args)
+            _build()
         elif args.command == "up":
             _up(args)
         elif args.command == "down":

@@ -29,6 +29,9 @@ from kvpilot_localcluster.recipes import CORE, GO_FROM_PYPI, MODERN, REVISION, R
 Report = Callable[[str, float], None]
 """Called with the step's name and the fraction of the whole build that is done, 0 to 1."""
 
+MINIMUM = (1, 29)
+"""The oldest Kubernetes that kvpilot supports; of an older one the newer APIs are served beside it."""
+
 _FETCH_WEIGHT = 8.0
 
 
@@ -70,35 +73,29 @@ def builds_folder() -> Path:
     return cache_folder() / "controlplane"
 
 
-def find(*, modern: bool = False) -> Binaries | None:
+def find() -> Binaries | None:
     """Return existing programs from KUBEBUILDER_ASSETS or the cache, or None if they must be built.
 
     Raises:
-        MissingTool: KUBEBUILDER_ASSETS is set and does not hold etcd and kube-apiserver.
+        MissingTool: KUBEBUILDER_ASSETS is set and does not hold etcd and a kube-apiserver of 1.29 or newer.
     """
     if assets := os.environ.get("KUBEBUILDER_ASSETS"):
         return _of_assets(Path(assets))
-    core, newer = _finished(CORE), _finished(MODERN) if modern else None
-    if core is None or (modern and newer is None):
-        return None
-    return _of_core(core, newer)
+    core, newer = _finished(CORE), _finished(MODERN)
+    return None if core is None or newer is None else _of_builds(core, newer)
 
 
-def progress(*, modern: bool = False) -> Iterator[Progress]:
+def progress() -> Iterator[Progress]:
     """Build what `find` does not find, telling how far it is; returns at once if nothing is missing.
-
-    Args:
-        modern: also build the newer CRD server.
 
     Raises:
         MissingTool: a system tool is missing; the message names it and its package.
         BuildFailed: a step failed; what was done so far is kept for the next try.
     """
-    if find(modern=modern) is not None:
+    if find() is not None:
         return
     check_tools()
-    recipes = [CORE, MODERN] if modern else [CORE]
-    recipes = [recipe for recipe in recipes if _finished(recipe) is None]
+    recipes = [recipe for recipe in (CORE, MODERN) if _finished(recipe) is None]
     weights = [_FETCH_WEIGHT + sum(step.weight for step in recipe.steps) for recipe in recipes]
     done = 0.0
     for recipe, weight in zip(recipes, weights, strict=True):
@@ -107,16 +104,16 @@ def progress(*, modern: bool = False) -> Iterator[Progress]:
         done += weight
 
 
-def build(*, modern: bool = False, report: Report | None = None) -> Binaries:
+def build(report: Report | None = None) -> Binaries:
     """Return the programs, and build them first if needed. `report` gets the progress.
 
     Raises:
         MissingTool, BuildFailed: as `progress`.
     """
-    for news in progress(modern=modern):
+    for news in progress():
         if report is not None:
             report(news.step, news.fraction)
-    found = find(modern=modern)
+    found = find()
     if found is None:
         raise BuildFailed(f"the build ended but {builds_folder()} holds no complete result: remove it and try again")
     return found
@@ -187,10 +184,9 @@ def _finished(recipe: Recipe, cache: Path | None = None) -> Path | None:
     return None
 
 
-def _of_core(core: Path, modern: Path | None) -> Binaries:
-    newer = None if modern is None else modern / "apiextensions-apiserver"
+def _of_builds(core: Path, modern: Path) -> Binaries:
     paths = [core / name for name in CORE.programs]
-    return Binaries(paths[0], paths[1], paths[2], paths[3], newer, (1, 20))
+    return Binaries(paths[0], paths[1], paths[2], paths[3], modern / "apiextensions-apiserver", (1, 20))
 
 
 def _of_assets(folder: Path) -> Binaries:
@@ -206,13 +202,18 @@ def _of_assets(folder: Path) -> Binaries:
     found = re.search(r"v(\d+)\.(\d+)", answer)
     if found is None:
         raise MissingTool(f"{folder / 'kube-apiserver'} does not tell its version: {answer!r}")
+    version = (int(found[1]), int(found[2]))
+    if version < MINIMUM:
+        raise MissingTool(
+            f"KUBEBUILDER_ASSETS={folder} holds Kubernetes {found[0]}: give 1.29 or newer, or unset it to build our own"
+        )
     return Binaries(
         folder / "etcd",
         folder / "kube-apiserver",
         optional("kube-controller-manager"),
         optional("kube-scheduler"),
         None,
-        (int(found[1]), int(found[2])),
+        version,
     )
 
 

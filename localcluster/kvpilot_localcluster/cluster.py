@@ -7,10 +7,10 @@ import atexit
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from kvpilot_localcluster import build, controlplane, images, node, procs
 from kvpilot_localcluster.errors import StartFailed
@@ -36,22 +36,18 @@ class LocalCluster:
         self,
         folder: Path,
         *,
-        modern_crds: Sequence[Mapping[str, Any]] = (),
         table: Path = images.DEFAULT_TABLE,
         resources: Mapping[str, str] | None = None,
         backoff: float = 10.0,
         audit: bool = False,
         report: build.Report | None = None,
     ) -> None:
-        """Args: see `ControlPlane` for modern_crds and audit, `Options` for the rest, `build` for report."""
+        """Args: see `ControlPlane` for audit, `Options` for the rest, `build` for report."""
         self.folder = folder.absolute()
         self._table = table
         self._resources = dict(resources or {})
         self._backoff = backoff
-        binaries = build.build(modern=bool(modern_crds), report=report)
-        self.plane = controlplane.ControlPlane(
-            self.folder / "controlplane", binaries, modern_crds=modern_crds, audit=audit
-        )
+        self.plane = controlplane.ControlPlane(self.folder / "controlplane", build.build(report), audit=audit)
         self.kubeconfig = self.plane.kubeconfig
         self._agent: subprocess.Popen[bytes] | None = None
 

@@ -5,8 +5,8 @@ can really be listened on and reached (`localcluster.services`). Two things foll
 the Endpoints API refuses loopback addresses, so the endpoints controller is off and EndpointSlices, which take them,
 are the record of endpoints; and nothing here is reachable from another machine.
 
-With `modern_crds` the custom resources are served by a newer apiextensions-apiserver (it enforces CEL rules) behind the
-core server's aggregator; it has its own store and knows only the definitions that it was given at start.
+kvpilot needs Kubernetes 1.29. What it uses of that and the 1.20 core lacks stands behind the core's aggregator: a newer
+apiextensions-apiserver keeps all definitions and enforces their CEL rules, and `localcluster.policy` answers policy/v1.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import contextlib
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from kvpilot_localcluster import audit, certs, procs
 from kvpilot_localcluster.addresses import free_port, reserve
-from kvpilot_localcluster.build import Binaries
-from kvpilot_localcluster.definitions import behind_aggregator, directly
+from kvpilot_localcluster.build import MINIMUM, Binaries
+from kvpilot_localcluster.definitions import Aggregation
 from kvpilot_localcluster.errors import StartFailed
+from kvpilot_localcluster.policy import PolicyServer
 from kvpilot_localcluster.rest import Rest, until
 
 _MARK = "localcluster.run"
-_ENFORCES_CEL = (1, 29)
 _HAS_NO_INSECURE_PORT = (1, 24)
 _COMPONENTS = ("etcd", "kube-apiserver", "apiextensions-apiserver", "kube-controller-manager", "kube-scheduler")
 _CLIENTS = {
@@ -50,7 +50,6 @@ class ControlPlane:
     Attributes:
         folder: the run folder; its content is replaced at start.
         kubeconfig: the administrator's client configuration, valid once started.
-        modern_kubeconfig: the same for the server that serves `modern_crds` itself, where definitions can be changed.
         audit_log: what the API server wrote down of every write, if it was asked to.
     """
 
@@ -59,19 +58,18 @@ class ControlPlane:
         folder: Path,
         binaries: Binaries,
         *,
-        modern_crds: Sequence[Mapping[str, Any]] = (),
         audit: bool = False,
     ) -> None:
         """With `audit` the API server writes down every write (`localcluster.audit` reads it)."""
         self.folder = folder.absolute()
         self.kubeconfig = self.folder / "admin.kubeconfig"
-        self.modern_kubeconfig = self.kubeconfig
         self.audit_log = self.folder / "audit.log"
         self._audit = audit
         self._binaries = binaries
-        self._modern = list(modern_crds)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._network_lock: socket.socket | None = None
+        self._policy: PolicyServer | None = None
+        self._aggregation: Aggregation | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -96,7 +94,7 @@ class ControlPlane:
         """Start everything and return when the API server is ready (5 to 10 s).
 
         Raises:
-            MissingTool: openssl is missing, or a binary that `modern_crds` needs.
+            MissingTool: openssl is missing.
             StartFailed: a process died or did not become ready, or the folder holds something else.
         """
         self._clear()
@@ -105,10 +103,8 @@ class ControlPlane:
             self._certificates()
             self._etcd()
             self._apiserver()
-            if self._modern and self._binaries.version >= _ENFORCES_CEL:
-                directly(self.rest, self._modern)
-            elif self._modern:
-                self._apiextensions()
+            if self._binaries.version < MINIMUM:
+                self._newer_apis()
             self._controllers()
         except BaseException:
             self.stop()
@@ -117,6 +113,11 @@ class ControlPlane:
     def stop(self) -> None:
         """End every process, newest first; certificates and logs stay for a look."""
         atexit.unregister(self.stop)
+        if self._aggregation is not None:
+            self._aggregation.stop()
+        if self._policy is not None:
+            self._policy.stop()
+            self._policy = None
         for name in reversed(list(self._children)):
             procs.end(self.folder / f"{name}.pid", grace=5)
         self._children.clear()
@@ -234,12 +235,18 @@ class ControlPlane:
         )
         self._wait("kube-apiserver", self.rest.ready)
 
-    def _apiextensions(self) -> None:
-        if self._binaries.apiextensions_apiserver is None:
-            raise StartFailed(
-                "modern_crds needs `localcluster build --modern`, or KUBEBUILDER_ASSETS of Kubernetes 1.29 or newer"
-            )
-        port, admin = free_port(), str(self.kubeconfig)
+    def _newer_apis(self) -> None:
+        port = free_port()
+        newer = self._apiextensions(port)
+        self._policy = PolicyServer(self.rest, self.folder)
+        self._aggregation = Aggregation(self.rest)
+        self._aggregation.start({"definitions": port, "policy": self._policy.port})
+        self._aggregation.route("policy", "v1", self._policy.port, priority=17100)
+        self._aggregation.take_definitions(newer, port)
+        until(lambda: self.rest.get("/apis/policy/v1"), "policy/v1 is served")
+
+    def _apiextensions(self, port: int) -> Rest:
+        admin = str(self.kubeconfig)
         self._spawn(
             "apiextensions-apiserver",
             str(self._binaries.apiextensions_apiserver),
@@ -258,11 +265,9 @@ class ControlPlane:
             "--enable-priority-and-fairness=false",
             "--disable-admission-plugins=ValidatingAdmissionPolicy,MutatingAdmissionPolicy",
         )
-        certs.certificate(self.folder, "modern", _CLIENTS["admin"])
-        self.modern_kubeconfig = certs.kubeconfig(self.folder, "modern", f"https://127.0.0.1:{port}")
-        modern = Rest.of_kubeconfig(self.modern_kubeconfig)
-        self._wait("apiextensions-apiserver", modern.ready)
-        behind_aggregator(self.rest, modern, self._modern, port)
+        newer = replace(self.rest, server=f"https://127.0.0.1:{port}")
+        self._wait("apiextensions-apiserver", newer.ready)
+        return newer
 
     def _controllers(self) -> None:
         binaries, folder = self._binaries, self.folder

@@ -1,8 +1,10 @@
-"""Custom resource definitions on a server, and behind another server's aggregator."""
+"""Definitions of custom resources: create them, and route them from an older core to the server that serves them."""
 
 from __future__ import annotations
 
-import contextlib
+import http.client
+import logging
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,9 +12,12 @@ from typing import Any
 from kvpilot_localcluster.rest import ApiError, Rest, until
 
 Definition = Mapping[str, Any]
-_DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 _ROUTES = "/apis/apiregistration.k8s.io/v1/apiservices"
-_BACKEND = "modern-crds"
+_BACKEND = "newer-apis"
+_MARKER = "markers.localcluster.kvpilot.io"
+
+log = logging.getLogger(__name__)
 
 
 def served_paths(definition: Definition) -> Iterable[str]:
@@ -23,7 +28,7 @@ def served_paths(definition: Definition) -> Iterable[str]:
             yield f"/apis/{spec['group']}/{version['name']}/{spec['names']['plural']}"
 
 
-def directly(server: Rest, definitions: Sequence[Definition]) -> None:
+def define(server: Rest, definitions: Sequence[Definition]) -> None:
     """Create definitions on a server and wait until it serves them.
 
     Raises:
@@ -31,45 +36,123 @@ def directly(server: Rest, definitions: Sequence[Definition]) -> None:
         TimeoutError: it does not serve one.
     """
     for definition in definitions:
-        server.create(_DEFINITIONS, definition)
+        server.create(DEFINITIONS, definition)
         for path in served_paths(definition):
             until(partial(server.get, path), f"{path} is served")
 
 
-def behind_aggregator(core: Rest, modern: Rest, definitions: Sequence[Definition], port: int) -> None:
-    """Create definitions on `modern`, which listens on a port of localhost, and route their groups there from `core`.
+def undefine(server: Rest, definition: Definition) -> None:
+    """Delete a definition with all its objects, and wait until it is gone."""
+    path = f"{DEFINITIONS}/{definition['metadata']['name']}"
+    server.delete(path)
 
-    Raises:
-        ApiError, TimeoutError: as `directly`.
-    """
-    directly(modern, definitions)
-    service = {"type": "ExternalName", "externalName": "localhost", "ports": [{"port": port}]}
-    core.create("/api/v1/namespaces/kube-system/services", {"metadata": {"name": _BACKEND}, "spec": service})
-    for definition in definitions:
-        route(core, definition, port)
+    def gone() -> bool:
+        try:
+            server.get(path)
+        except ApiError as error:
+            return error.status == 404
+        return False
+
+    until(gone, f"{path} is gone")
 
 
-def route(core: Rest, definition: Definition, port: int) -> None:
-    """Let `core` pass a definition's versions on to the server of `behind_aggregator`, which listens on this port."""
-    for path in served_paths(definition):
-        _, _, group, version, _ = path.split("/")
+class Aggregation:
+    """Lets an older core server pass requests on to servers on localhost, which know newer APIs."""
+
+    def __init__(self, core: Rest) -> None:
+        self._core = core
+        self._routed: set[str] = set()
+        self._stopped = threading.Event()
+
+    def start(self, ports: Mapping[str, int]) -> None:
+        """Name the ports of the servers, before anything is routed there."""
         spec = {
-            "group": group,
-            "version": version,
-            "groupPriorityMinimum": 1000,
-            "versionPriority": 15,
-            "insecureSkipTLSVerify": True,
-            "service": {"name": _BACKEND, "namespace": "kube-system", "port": port},
+            "type": "ExternalName",
+            "externalName": "localhost",
+            "ports": [{"name": name, "port": port} for name, port in ports.items()],
         }
-        body = {"metadata": {"name": f"{version}.{group}"}, "spec": spec}
-        with contextlib.suppress(ApiError):  # a second definition of the same group and version
-            core.create(_ROUTES, body)
-        # The aggregator reports Available before it has the route, so the objects themselves are asked for.
-        until(partial(core.get, path.rpartition("/")[0]), f"the group of {path} is routed")
-        until(partial(core.get, path), f"{path} is routed")
+        self._core.create("/api/v1/namespaces/kube-system/services", {"metadata": {"name": _BACKEND}, "spec": spec})
+
+    def stop(self) -> None:
+        """End the thread of `follow_definitions` after its next answer."""
+        self._stopped.set()
+
+    def route(self, group: str, version: str, port: int, *, priority: int = 1000) -> None:
+        """Pass this version of a group on to the server at `port`; the core's own one, if any, is replaced.
+
+        Other versions of the group that the core serves itself stay preferred.
+        """
+        name = f"{version}.{group}"
+        body: dict[str, Any] = {
+            "metadata": {"name": name},
+            "spec": {
+                "group": group,
+                "version": version,
+                "groupPriorityMinimum": priority,
+                "versionPriority": 1,
+                "insecureSkipTLSVerify": True,
+                "service": {"name": _BACKEND, "namespace": "kube-system", "port": port},
+            },
+        }
+        try:
+            known = self._core.get(f"{_ROUTES}/{name}")
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            self._core.create(_ROUTES, body)
+        else:
+            # Without the label that marks it as the core's own, a restart of the core leaves it alone.
+            body["metadata"]["resourceVersion"] = known["metadata"]["resourceVersion"]
+            self._core.call("PUT", f"{_ROUTES}/{name}", body)
+
+    def take_definitions(self, newer: Rest, port: int) -> None:
+        """Let `newer`, which listens at `port`, keep all definitions and serve their objects, from now on."""
+        self.route("apiextensions.k8s.io", "v1", port, priority=16700)
+        # The aggregator reports Available before it has the route: a definition that only `newer` has tells.
+        newer.create(DEFINITIONS, _marker())
+        until(partial(self._core.get, f"{DEFINITIONS}/{_MARKER}"), "definitions are routed")
+        newer.delete(f"{DEFINITIONS}/{_MARKER}")
+        threading.Thread(target=self._follow, args=(newer, port), name="routes", daemon=True).start()
+
+    def _follow(self, newer: Rest, port: int) -> None:
+        """Route the groups of all definitions that come, and take back the routes of those that go."""
+        while not self._stopped.is_set():
+            try:
+                listed = newer.get(DEFINITIONS)
+                self._sync(newer, listed["items"], port)
+                version = listed["metadata"]["resourceVersion"]
+                for _ in newer.watch(DEFINITIONS, version):
+                    self._sync(newer, newer.get(DEFINITIONS)["items"], port)
+            except (ApiError, OSError, ValueError, http.client.HTTPException) as error:
+                log.debug("definitions are not followed: %s", error)
+                self._stopped.wait(0.2)
+
+    def _sync(self, newer: Rest, definitions: Iterable[Definition], port: int) -> None:
+        wanted = {tuple(path.split("/")[2:4]) for one in definitions if _established(one) for path in served_paths(one)}
+        for group, version in sorted(wanted):
+            name = f"{version}.{group}"
+            if name not in self._routed:
+                until(partial(newer.get, f"/apis/{group}/{version}"), f"{name} is served", seconds=30)
+                self.route(group, version, port)
+                self._routed.add(name)
+        for name in self._routed - {f"{version}.{group}" for group, version in wanted}:
+            self._core.delete(f"{_ROUTES}/{name}")
+            self._routed.discard(name)
 
 
-def unroute(core: Rest, definition: Definition) -> None:
-    """Take those routes back."""
-    for version in definition["spec"]["versions"]:
-        core.delete(f"{_ROUTES}/{version['name']}.{definition['spec']['group']}")
+def _established(definition: Definition) -> bool:
+    conditions = definition.get("status", {}).get("conditions") or ()
+    return any((one["type"], one["status"]) == ("Established", "True") for one in conditions)
+
+
+def _marker() -> dict[str, Any]:
+    schema = {"openAPIV3Schema": {"type": "object"}}
+    return {
+        "metadata": {"name": _MARKER},
+        "spec": {
+            "group": "localcluster.kvpilot.io",
+            "scope": "Cluster",
+            "names": {"plural": "markers", "kind": "Marker"},
+            "versions": [{"name": "v1", "served": False, "storage": True, "schema": schema}],
+        },
+    }

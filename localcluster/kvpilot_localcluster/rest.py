@@ -7,7 +7,7 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,25 @@ class Rest:
         except ApiError as error:
             if error.status != 404:
                 raise
+
+    def watch(self, path: str, version: str) -> Iterator[Any]:
+        """Yield the events of a collection after this version, until the server ends the watch.
+
+        Raises:
+            ApiError: the server does not know the version any more.
+            OSError: the connection broke, or nothing came for a minute and a half.
+        """
+        query = f"watch=1&resourceVersion={version}&timeoutSeconds=60"
+        request = urllib.request.Request(f"{self.server}{path}?{query}")  # noqa: S310
+        try:
+            with urllib.request.urlopen(request, context=self.context, timeout=90) as answer:  # noqa: S310
+                for line in answer:
+                    event = json.loads(line)
+                    if event["type"] == "ERROR":
+                        raise ApiError(event["object"].get("code", 500), str(event["object"].get("message")))
+                    yield event
+        except urllib.error.HTTPError as error:
+            raise ApiError(error.code, error.read().decode(errors="replace")) from None
 
     def ready(self) -> bool:
         """Return True if the server answers its readiness check."""

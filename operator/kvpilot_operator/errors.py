@@ -1,14 +1,14 @@
 """Every error that the operator raises on purpose.
 
     KvpilotError
-    +-- ClusterError           the Kubernetes API said no
+    +-- ClusterError           the Kubernetes API refused
     |   +-- Conflict           somebody else wrote first: observe again
     |   +-- NotFound
     |   +-- Throttled          it asks for a pause
     |   +-- Rejected           it has read the object and will not have it
-    |   |   +-- NameTaken      an object of that name is somebody else's
+    |   |   +-- NameTaken      an object of that name belongs to somebody else
     |   |   +-- NotStarted     an object that pods name is not the service's own
-    |   +-- BadName            no object can have that name: not asked for
+    |   +-- BadName            no object can have that name: nothing was sent
     |   +-- NotLeader          this replica may not write
     +-- LeadershipLost         another replica leads
     +-- ScrapeError            a pod's /metrics could not be read
@@ -91,20 +91,29 @@ class Rejected(ClusterError):
 
 
 class NameTaken(Rejected):
-    """An object of the name that a service needs is there already, and is somebody else's: nothing was sent."""
+    """An object of the name that a service needs belongs to somebody else; nothing was sent."""
 
     def __init__(self, kind: str, namespace: str, name: str) -> None:
-        words = f"{kind} {namespace}/{name} exists and is not kvpilot's"
+        words = f"{kind} {namespace}/{name} exists and is not kvpilot's: {_way_out(kind)}"
         super().__init__("PATCH", f"{namespace}/{name}", 409, words, "NameTaken")
 
 
 class NotStarted(Rejected):
-    """Pods were not started: an object that they name is missing, or is somebody else's; nothing was sent."""
+    """Pods were not started: an object that they name is missing, or belongs to somebody else; nothing was sent."""
 
     def __init__(self, kind: str, needed: str, namespace: str, name: str, *, missing: bool) -> None:
-        state = "does not exist" if missing else "exists and is not kvpilot's"
+        state = "does not exist" if missing else f"exists and is not kvpilot's: {_way_out(needed)}"
         words = f"no pod of this {kind} is started: {needed} {namespace}/{name}, which it names, {state}"
         super().__init__("PATCH", f"{namespace}/{name}", 409, words, "ObjectMissing" if missing else "NameTaken")
+
+
+def _way_out(kind: str) -> str:
+    if kind == "PersistentVolumeClaim":
+        return (
+            "rename the QuantizedLLMService, or delete the claim if nobody needs it; to use its weights, name it in "
+            "spec.cache.weightsClaimName instead of spec.cache.weights"
+        )
+    return "rename the QuantizedLLMService, or delete the other object if nobody needs it"
 
 
 class BadName(ClusterError):
@@ -116,7 +125,7 @@ class BadName(ClusterError):
 
 
 class NotLeader(ClusterError):
-    """A write was held back: this replica does not lead, or may not lead long enough."""
+    """A write was held back: this replica does not lead, or its time is too short."""
 
     def __init__(self, method: str, path: str) -> None:
         super().__init__(method, path, 0, "not sent: this replica does not hold the Lease")

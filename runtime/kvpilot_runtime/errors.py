@@ -1,7 +1,7 @@
-"""The runtime's exceptions: each names what was asked, why it cannot be, and what to do instead.
+"""Exceptions of the runtime. Each message names the request, the fault and the remedy.
 
 EngineRefusedError
-├── UnsupportedEngineError    this vLLM is absent, or lacks something that the plugin stands on
+├── UnsupportedEngineError    vLLM is absent, or lacks a part that the plugin uses
 ├── UnsupportedModelError     the model, or an engine option, needs something that our backend lacks
 └── PreflightError            kvpilot-serve or kvpilot-prefetch refuses; it carries the reason that the operator reports
 """
@@ -19,19 +19,19 @@ Reason = Literal[
 
 
 class EngineRefusedError(ValueError):
-    """The engine cannot be started as asked."""
+    """Refusal to start an engine as asked."""
 
 
 class UnsupportedEngineError(EngineRefusedError):
-    """vLLM is not installed, or something of it that kvpilot uses is not as it should be; the message names it."""
+    """Refusal because vLLM is absent or too old, or because a part of it differs; the message names the part."""
 
 
 class UnsupportedModelError(EngineRefusedError):
-    """A layer or an option of the engine is outside what kvpilot's KV-cache dtypes support."""
+    """Refusal of a layer or an option that kvpilot's KV-cache dtypes do not support."""
 
 
 class PreflightError(EngineRefusedError):
-    """A request to `kvpilot-serve` or `kvpilot-prefetch` that cannot work. Attributes: `reason`, `message`.
+    """Refusal of a request to `kvpilot-serve` or `kvpilot-prefetch`, with `reason` and `message`.
 
     The message may quote the hub, a file or an address: it is printable and has no credentials.
     """

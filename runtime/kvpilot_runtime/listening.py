@@ -1,4 +1,4 @@
-"""The address that engines and downloads listen at."""
+"""Address that engines and downloads listen at."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import os
 import socket
 
 HOST = "KVPILOT_SERVE_HOST"
-"""Variable that names another address, where several pods share the addresses of one machine."""
+"""Environment variable with another address, for several pods that share one machine's addresses."""
 
 
 def host() -> str:
-    """Return the variable's address, or the one that stands for all addresses of IPv4 and IPv6.
+    """Return the variable's address, or the one that covers all addresses of IPv4 and IPv6.
 
-    A cluster may have either family alone: what listens at 0.0.0.0 is not reached where pods have IPv6 addresses only.
+    A cluster may have either family alone: 0.0.0.0 is not reachable where pods have IPv6 addresses only.
     """
     return os.environ.get(HOST) or ("::" if _takes_both_families() else "0.0.0.0")  # noqa: S104 - pods serve all
 
 
 def _takes_both_families() -> bool:
-    """Return True where a socket at :: is reached by IPv4, too: not without IPv6, nor with net.ipv6.bindv6only."""
+    """Return True if a socket at :: also gets IPv4: not without IPv6, nor with net.ipv6.bindv6only."""
     try:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::", 0))

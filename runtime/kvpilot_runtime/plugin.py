@@ -1,11 +1,10 @@
-"""vLLM loads this through the entry point `vllm.general_plugins`, in every one of its processes.
+"""Plugin that vLLM loads in each of its processes, through the entry point `vllm.general_plugins`.
 
-A process in which nobody asks for a dtype or an option of ours keeps vLLM as it is: `register` adds the names of our
-dtypes to vLLM's own data, and nothing else. All that is wrapped waits until it is asked for:
+`register` adds the names of our dtypes to vLLM's data. Functions of vLLM are replaced only in processes that need it:
 
-- a dtype, by the first configuration that has it; the process then tells those that it starts (`DTYPE`);
-- `--retention`, by its environment variable;
-- the requests and the end of an engine, by `kvpilot-serve`, which sets `options.SERVE`.
+- for a dtype, when the first configuration has it; child processes learn it from `DTYPE`;
+- for `--retention`, when its environment variable is set;
+- for requests to offloaded pages and for draining, when `kvpilot-serve` has set `options.SERVE`.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from kvpilot_runtime.vllm_api import compat, contract, hooks
 from kvpilot_runtime.vllm_api.vllm_parts import Broken, Feature
 
 BACKENDS = "kvpilot_runtime.backends"
-"""vLLM is told of our backends by import path: no process imports one that it does not need."""
+"""Package of our backends. vLLM gets import paths, so that a process imports only the backends that it uses."""
 
 DTYPE = "KVPILOT_DTYPE"
-"""Environment variable by which a process that configured an engine with a dtype of ours tells its children."""
+"""Environment variable with the engine's dtype, one of ours, for child processes."""
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 
 def register() -> None:
-    """Make our dtypes known to vLLM, and change what this process was asked for; all else of vLLM stays.
+    """Make our dtypes known to vLLM, and hook in what the environment asks for.
 
     Raises:
         UnsupportedEngineError: as `serve_dtype` and `serve_bound`, of what the environment asks for.
@@ -41,7 +40,7 @@ def register() -> None:
     """
     try:
         compat.make_known((*formats.own_names(), *latent.names()), serve_dtype)
-    except Exception as error:  # an engine of vLLM's own dtypes must not end by it, whatever a later vLLM has changed
+    except Exception as error:  # an engine of vLLM's own dtypes must start, whatever a later vLLM has changed
         log.error("No dtype of kvpilot can be chosen with vllm %s (%s: %s); use vllm %s", compat.version_text(),
                   type(error).__name__, error, compat.ADVISED)  # fmt: skip
     model_info.publish()
@@ -54,7 +53,7 @@ def register() -> None:
 
 
 def serve_requests() -> None:
-    """Serve requests that ask for offloaded pages, and those that wait when an engine is told to end."""
+    """Serve requests for offloaded pages, and finish waiting requests when the engine drains."""
     broken = _looked_at()
     lacking = {one.part.feature for one in broken}
     if Feature.HOST not in lacking:
@@ -65,10 +64,10 @@ def serve_requests() -> None:
 
 
 def serve_bound(bound: retention.SinksAndWindow) -> None:
-    """Free pages of sequences as `bound` says, whatever the dtype.
+    """Free pages of sequences as `bound` says, in every dtype.
 
     Raises:
-        UnsupportedEngineError: this vLLM cannot be told which pages to free, or frees others.
+        UnsupportedEngineError: this vLLM cannot free the pages that we choose, or frees others.
     """
     heavy = isinstance(bound, retention.HeavyHitters)
     contract.refuse_bound(str(bound), _looked_at(), heavy=heavy)
@@ -85,7 +84,7 @@ def serve_bound(bound: retention.SinksAndWindow) -> None:
 
 
 def serve_dtype(dtype: str) -> None:
-    """Serve our dtypes, in this process and those that it starts from now on. Repeating it changes nothing.
+    """Serve our dtypes in this process and its future children. A second call changes nothing.
 
     Raises:
         UnsupportedEngineError: this vLLM lacks a part that layers in this dtype need.
@@ -105,7 +104,7 @@ def serve_dtype(dtype: str) -> None:
     hooks.share_pages(tuple(paths))
     hooks.around_kv_cache(settle, serve)
     hooks.around_connectors(terms.connector_class)
-    if compat.vllm_version() == compat.CARRIES:
+    if compat.vllm_version() == compat.PINNED:
         hooks.around_layout(terms.layout)
     _offload_on_cpu(broken)
     calibration_info.INFO.publish()
@@ -120,7 +119,7 @@ def _platform() -> str:
 
 
 def _looked_at() -> tuple[Broken, ...]:
-    """Return the parts of vLLM that are not as they should be; the first of vLLM's processes logs them."""
+    """Return the parts of vLLM that differ from what we need; the first of vLLM's processes logs them."""
     platform = _platform()
     broken = contract.broken(platform)
     contract.tell(broken, platform)
@@ -128,7 +127,7 @@ def _looked_at() -> tuple[Broken, ...]:
 
 
 def _offload_on_cpu(broken: tuple[Broken, ...]) -> None:
-    """Give vLLM's offloading a worker on the CPU platform, where this vLLM has what that stands on."""
+    """Give vLLM's offloading a worker on the CPU platform, if this vLLM has the parts for it."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and not any(one.part.feature is Feature.HOST for one in broken):
@@ -136,7 +135,7 @@ def _offload_on_cpu(broken: tuple[Broken, ...]) -> None:
 
 
 def settle(worker: Any) -> None:
-    """In a worker that has loaded its model: calibrate it, and report what is served.
+    """Calibrate a worker that has loaded its model, and report its settings.
 
     Raises:
         UnsupportedModelError: as `refuse_unsupported_options` and `at_start.calibrate`.
@@ -154,8 +153,7 @@ def settle(worker: Any) -> None:
 
 
 def serve(worker: Any) -> None:
-    """In a worker that has its KV cache: refuse what would be stored in others' pages, try the pages, weigh them, and
-    tell other engines on which terms they can have them.
+    """Check a worker that has its KV cache: test pages, agree on terms with other engines, and set up heavy hitters.
 
     Raises:
         UnsupportedModelError: as `refuse_other_groups` and `heavy.attach`.

@@ -1,9 +1,8 @@
-"""`kvpilot-prefetch`: puts on a claim what engines would download from the hub, before any of them is started.
+"""`kvpilot-prefetch`: download models from the hub to a claim before engines start.
 
-It takes no GPU and asks no vLLM. Files that are there already are not fetched again, so a run that was cut off goes on
-with the file that it was at. While it runs, /metrics says how many bytes are there, of how many. When it cannot go on,
-its last line on stderr is kvpilot-serve's JSON with a reason: ModelNotFound, VolumeFull, VolumeNotWritable or
-HubUnreachable.
+It needs neither a GPU nor vLLM. Existing files are not fetched again, so an interrupted run resumes. While it runs,
+/metrics has the bytes that are there and the bytes that are due. On failure its last line on stderr is JSON as
+kvpilot-serve's, with a reason: ModelNotFound, VolumeFull, VolumeNotWritable or HubUnreachable.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from kvpilot_runtime import listening
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import hub
 
-# 128 + 15, as a shell has it.
+# 128 + SIGTERM, a shell's convention.
 _TERMINATED = 143
 _AGAIN = 1
 _REFUSED = 78
 _INDEX = "model.safetensors.index.json"
-# What vLLM looks for, in its order: of the first that a model has, and of no other, it loads the weights.
+# Formats in vLLM's order: it loads the weights of the first one that a model has.
 _LOADED = ("*.safetensors", "*.bin", "*.pt")
 _WEIGHTS = frozenset([
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".hdf5", ".msgpack", ".onnx", ".onnx_data",
     ".ot", ".tflite", ".npz", ".nemo", ".mlmodel", ".mlpackage", ".keras", ".pb", ".tar", ".gz", ".zip", ".parquet",
 ])  # fmt: skip
-# A download writes all the time. What it leaves behind when it is killed is never used again (huggingface_hub 2).
+# A download writes all the time. Its leftovers, once it is killed, are never used again (huggingface_hub 2).
 _ABANDONED_SECONDS = 600
 _AT_ONCE = 8
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -47,7 +46,7 @@ _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @dataclass(frozen=True)
 class Part:
-    """A model or an adapter: its files, as (name, bytes, name in the cache's folder of contents)."""
+    """Model or adapter, with its files as (name, bytes, name in the cache's folder of contents)."""
 
     name: str
     revision: str | None
@@ -59,20 +58,20 @@ class Part:
         return sum(size for _, size, _ in self.files)
 
     def there(self, cache: Path) -> int:
-        """Bytes of them that are in the cache, begun files counted as far as they are."""
+        """Return the bytes that are in the cache, with those of partial files."""
         contents = _contents(cache, self.name)
         found: dict[str, int] = {}
         for path in contents.iterdir() if contents.is_dir() else ():
             content = path.name.partition(".")[0]
             found[content] = max(found.get(content, 0), _written(path))
-        # Two files of the same content are kept once.
+        # Files of equal content are stored once.
         return sum(min(size, found.get(content, 0)) for _, size, content in self.files)
 
 
 def chosen(files: Iterable[str], index: Mapping[str, object] | None = None) -> set[str]:
-    """Of a model's files those that an engine reads: weights in one format, and all that is no weights.
+    """Return the files of a model that an engine reads: all but weights, and the weights in one format.
 
-    `index` is the model's model.safetensors.index.json, which names the weights where it is there.
+    `index` is the model's model.safetensors.index.json, which lists the weights; None if the model has none.
     """
     names = set(files)
     plain = {name for name in names if PurePosixPath(name).suffix.lower() not in _WEIGHTS}
@@ -84,11 +83,11 @@ def chosen(files: Iterable[str], index: Mapping[str, object] | None = None) -> s
 
 
 def plan(name: str, revision: str | None) -> Part:
-    """Ask the hub what has to be there.
+    """Ask the hub for a model's list of files.
 
     Raises:
         PreflightError: ModelNotFound.
-        Exception: one of `_client_errors`: the hub cannot be reached, or does not answer as it should.
+        Exception: one of `_client_errors`: the hub cannot be reached, or answers badly.
     """
     from huggingface_hub import HfApi, hf_hub_download
 
@@ -104,7 +103,7 @@ def plan(name: str, revision: str | None) -> Part:
 
 
 def fetch(part: Part) -> None:
-    """Download what is missing, file by file: a snapshot of a part of a model is incomplete to an engine without a hub.
+    """Download missing files one by one; an engine without a hub would call a partial snapshot incomplete.
 
     Raises:
         PreflightError: ModelNotFound.
@@ -122,14 +121,14 @@ def fetch(part: Part) -> None:
 
 
 def tidy(cache: Path, name: str, now: float) -> None:
-    """Remove begun files that nobody has written to for ten minutes."""
+    """Remove partial files that nobody has written to for ten minutes."""
     for path in _contents(cache, name).glob("*.*.incomplete"):
         if now - path.stat().st_mtime > _ABANDONED_SECONDS:
             path.unlink(missing_ok=True)
 
 
 def check_room(cache: Path, parts: Sequence[Part]) -> None:
-    """See whether what is missing fits.
+    """Refuse downloads that do not fit.
 
     Raises:
         PreflightError: VolumeFull, with the numbers.
@@ -141,10 +140,10 @@ def check_room(cache: Path, parts: Sequence[Part]) -> None:
 
 
 def run(wanted: Sequence[tuple[str, str | None]], cache: Path, port: int) -> None:
-    """Put all of it into the cache, and tell of it at this port.
+    """Download everything into the cache, and serve metrics at this port.
 
     Raises:
-        PreflightError: it cannot be done.
+        PreflightError: a download is not possible.
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -160,7 +159,7 @@ def run(wanted: Sequence[tuple[str, str | None]], cache: Path, port: int) -> Non
 
 
 def _client_errors() -> tuple[type[Exception], ...]:
-    """The base errors of the HTTP library that this version of the hub's client uses, and OSError."""
+    """Return OSError and the base errors of the HTTP library that the hub's client uses."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return tuple(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
@@ -170,7 +169,7 @@ def _tell(parts: Sequence[Part], cache: Path, port: int) -> None:
     from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
     registry = CollectorRegistry()
-    there = Gauge("kvpilot_prefetch_bytes", "Bytes that are on the claim.", registry=registry)
+    there = Gauge("kvpilot_prefetch_bytes", "Bytes on the claim.", registry=registry)
     there.set_function(lambda: sum(part.there(cache) for part in parts))
     total = Gauge("kvpilot_prefetch_total_bytes", "Bytes that will be there.", registry=registry)
     total.set(sum(part.size for part in parts))
@@ -178,7 +177,7 @@ def _tell(parts: Sequence[Part], cache: Path, port: int) -> None:
 
 
 def _explained(error: Exception) -> PreflightError:
-    """An error of the file system or of the hub's client; the latter's may hold an address, and no token."""
+    """Turn an error of the file system or of the hub's client into a refusal. It may hold an address, but no token."""
     number = error.errno if isinstance(error, OSError) else None
     if number in _FULL:
         return _full(str(error))
@@ -193,12 +192,12 @@ def _full(why: str) -> PreflightError:
 
 
 def _contents(cache: Path, name: str) -> Path:
-    """The folder of the hub client's cache in which the contents of a model's files lie, named by their hash."""
+    """Return the folder of the hub's cache with the contents of a model's files, named by their hash."""
     return cache / f"models--{name.replace('/', '--')}" / "blobs"
 
 
 def _written(path: Path) -> int:
-    """Bytes of a file that are really there: one that is to be large may have its size before its content."""
+    """Return the bytes on disk of a file, which may already have its final size."""
     try:
         about = path.stat()
     except FileNotFoundError:  # renamed since it was listed
@@ -207,14 +206,14 @@ def _written(path: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 once everything is there; 78 where it never will be without a change, 1 where another attempt may help."""
+    """Return 0 when everything is there, 78 if it never will be without a change, 1 if another attempt may help."""
     parser = argparse.ArgumentParser(prog="kvpilot-prefetch", allow_abbrev=False, description=__doc__)
     parser.add_argument("--model", required=True, metavar="ORG/MODEL", help="on the hub")
     parser.add_argument("--revision", help="branch, tag or commit of the model")
     parser.add_argument("--adapter", action="append", default=[], metavar="ORG/ADAPTER", help="may be given again")
     parser.add_argument("--port", type=int, default=8000, help="where /metrics is")
     asked = parser.parse_args(argv)
-    # As the first process of a container it would not hear the signal, and its threads would finish their files first.
+    # The first process of a container ignores the signal by default, and threads would finish their files first.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(_TERMINATED))
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from huggingface_hub.constants import HF_HUB_CACHE

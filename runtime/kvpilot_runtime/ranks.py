@@ -1,4 +1,4 @@
-"""What the ranks of an engine say to each other."""
+"""Exchange between the ranks of an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def of_all_ranks(mine: T) -> list[T]:
-    """What each rank of tensor parallelism says here, in their order, stage by stage."""
+    """Return the values of all ranks of tensor parallelism in their order, stage by stage."""
     from vllm.distributed import get_pp_group, get_tp_group
 
     return [one for stage in _of_group(_of_group(mine, get_tp_group()), get_pp_group()) for one in stage]

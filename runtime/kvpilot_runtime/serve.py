@@ -1,10 +1,10 @@
-"""`kvpilot-serve`: the entry point of the runtime image. It checks, then becomes `vllm serve`.
+"""`kvpilot-serve`: the entry point of the runtime image. It checks its arguments, then becomes `vllm serve`.
 
-A refusal is one JSON line, the last on stderr, and exit code 78 (EX_CONFIG: starting again will not help)::
+A refusal is one JSON line, the last on stderr, and exit code 78 (EX_CONFIG: a restart will not help)::
 
     {"kvpilot": "refused", "reason": "DoesNotFit", "message": "weights 14,904 MiB + ..."}
 
-A warning is such a line with ``"warning"``, and the start goes on.
+A warning is such a line with ``"warning"``, and the start continues.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from kvpilot_runtime.preflight.request import Request, model_folder
 
 REFUSED = 78
 CALIBRATION = "KVPILOT_CALIBRATION"
-"""The environment variable that tells the engine's processes which calibration file to read."""
+"""Environment variable with the calibration file, for the engine's processes."""
 RECENT = "KVPILOT_RECENT_TOKENS"
-"""The environment variable that tells the engine's processes how many tokens the recent window has."""
+"""Environment variable with the tokens of the recent window, for the engine's processes."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _count(text: str) -> int:
-    """A count as vLLM writes it: 1024, 64M (binary), 64m (decimal)."""
+    """Parse a count as vLLM writes it: 1024, 64M (binary), 64m (decimal)."""
     try:
         value = vllm.whole_number(text)
     except ValueError:
@@ -55,7 +55,7 @@ def _count(text: str) -> int:
 
 
 def _length(text: str) -> int | None:
-    """A number of tokens, or None for the largest that fits, as vLLM settles it."""
+    """Parse a number of tokens; None stands for the largest that fits, which vLLM finds."""
     return None if text.strip().lower() in ("-1", "auto") else _count(text)
 
 
@@ -72,7 +72,7 @@ def _gib(text: str) -> int:
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of GiB above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB above 0")
     return int(value * 2**30)
 
 
@@ -88,12 +88,12 @@ def _fraction(text: str) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="kvpilot-serve", allow_abbrev=False, description="Check, then serve with vLLM. Any further "
-                     "argument goes to `vllm serve` as it is.")  # fmt: skip
+                     "argument goes unchanged to `vllm serve`.")  # fmt: skip
     parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--revision", help="of a model on the hub")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--kv-cache-dtype-skip-layers", help="comma-separated: sliding_window, layer numbers; our "
-                        "dtypes skip sliding_window unless told otherwise")  # fmt: skip
+                        "dtypes skip sliding_window by default")  # fmt: skip
     parser.add_argument("--dtype", default="auto", help="of the weights")
     parser.add_argument("--calibration", metavar="FILE", default=os.environ.get(CALIBRATION) or None,
                         help=f"static factors of the model's keys and values, or `off` (default: {CALIBRATION}; "
@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
-    """Return the request, and the arguments of `vllm serve` that ask it for the same but for the layers to skip.
+    """Return the request, and the arguments for `vllm serve`, still without the layers to skip.
 
     Raises:
         PreflightError: BadArguments.
@@ -132,7 +132,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
     if found.faults:
         raise PreflightError("BadArguments", f"argument {found.faults[0].place + 1}: {found.faults[0].message}")
     if found.on("--config"):
-        raise PreflightError("BadArguments", "--config: what is checked here, and given to vLLM, would overrule what its file says; leave it out, and write the file's options as arguments")  # fmt: skip  # noqa: E501
+        raise PreflightError("BadArguments", "--config: the arguments that are checked here would override its file; leave it out, and write the file's options as arguments")  # fmt: skip  # noqa: E501
     checked = [action.option_strings[-1] for action in parser._actions]
     written = ((one.name, one.values) for one in found.given if one.name in checked)
     known = parser.parse_args([f"{name}={','.join(values)}" if values else name for name, values in written])
@@ -170,7 +170,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check, then replace this process by `vllm serve`; returns only when it refuses."""
+    """Check, then replace this process by `vllm serve`; return only on a refusal."""
     try:
         request, arguments = parse(sys.argv[1:] if argv is None else argv)
         findings = check(request)
@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for reason, message in findings.warnings:
         _say("warning", reason, message)
     if request.dtype == "auto" and findings.config is not None and findings.config.auto != "auto":
-        # For some checkpoints vLLM 0.32 stores fp8 and goes on to report `auto`.
+        # For some checkpoints vLLM 0.32 stores fp8 but reports `auto`.
         arguments.append(f"--kv-cache-dtype={findings.config.auto}")
     if findings.skip_layers:
         arguments += ["--kv-cache-dtype-skip-layers", *findings.skip_layers]
@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if findings.config is not None:
         environment[model_info.VARIABLE] = model_info.encode(findings.config)
     if model_folder(request.model) is not None and not asks_a_hub(request):
-        environment.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder: no start waits for the hub
+        environment.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder, so no start needs the hub
     variables, beside = compiled.prepare(arguments, environment, partial(_say, "warning"))
     if beside is not None:
         subprocess.Popen(beside, stdin=subprocess.DEVNULL)
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _become_vllm(arguments: list[str], environment: dict[str, str]) -> NoReturn:
-    # -P: whatever lies in the working directory must not shadow a module of Python's.
+    # -P: files in the working directory must not shadow Python's modules.
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve"]
     os.execve(sys.executable, [*command, *arguments], environment)  # noqa: S606
 

@@ -1,8 +1,7 @@
-"""Speculative decoding: which drafts go with our dtypes, and what a step with draft tokens is to a backend.
+"""Speculative decoding: the drafts that our dtypes support, and steps with draft tokens.
 
-A sequence that decodes has 1 + k tokens in a step where k were drafted for it. The model's answer says how many of them
-stay; the others are computed again from the first wrong one on, in the places of those that were wrong. So each token
-is a query of its own, which sees what is stored up to itself, and none ever sees a token behind its own.
+A sequence with k drafts has 1 + k tokens in a step. The model then accepts some of them; the rest, from the first wrong
+one on, is computed again in the same places. So each token is a query of its own that attends to tokens up to itself.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from kvpilot_runtime.errors import UnsupportedModelError
 
 
 def drafts(vllm_config: Any) -> int:
-    """Tokens that may be drafted for a sequence in a step; 0 without speculative decoding."""
+    """Return the largest number of drafts for a sequence in a step; 0 without speculative decoding."""
     found = getattr(vllm_config, "speculative_config", None)
     return 0 if found is None else int(found.num_speculative_tokens)
 
 
 def refuse_other_drafters(vllm_config: Any, dtype: str) -> None:
-    """Refuse what of speculation is not served.
+    """Refuse kinds of speculation that are not supported.
 
     Raises:
-        UnsupportedModelError: as `unsupported_drafts`; or drafts come from a model beside what was not seen
-            right with it.
+        UnsupportedModelError: as `unsupported_drafts`; or a model drafts beside an option that is not supported with
+            it.
     """
     found = getattr(vllm_config, "speculative_config", None)
     what = None if found is None else unsupported_drafts(found.method, vars(found))
@@ -40,22 +39,22 @@ def refuse_other_drafters(vllm_config: Any, dtype: str) -> None:
 
 
 def has_draft_model(vllm_config: Any) -> bool:
-    """Whether drafts come from a model, whose layers stand among the served one's."""
+    """Return True if a model drafts; its layers are among the served model's."""
     found = getattr(vllm_config, "speculative_config", None)
     return found is not None and found.method in DRAFT_MODELS
 
 
 def refuse_other_groups(vllm_config: Any, groups: Sequence[Any], drafting: Set[str]) -> None:
-    """Refuse a model that drafts whose layers are not in the first group of layers that share a block table.
+    """Refuse a draft model with layers outside the first group of layers that share a block table.
 
-    A draft model's proposer stores by the first group's table (vLLM 0.32), whichever its layers are in: its tokens
-    would stand in the served model's pages.
+    vLLM 0.32 stores a draft model's tokens by the table of the first group, so they would overwrite the served model's
+    pages.
 
     Args:
-        groups: vLLM's `KVCacheGroupSpec`s. drafting: the names of the draft's layers.
+        groups: vLLM's `KVCacheGroupSpec`s. drafting: the names of the draft model's layers.
 
     Raises:
-        UnsupportedModelError: with what brings them there.
+        UnsupportedModelError: with the options that cause it.
     """
     if not drafting <= set(groups[0].layer_names):
         raise UnsupportedModelError(
@@ -66,11 +65,11 @@ def refuse_other_groups(vllm_config: Any, groups: Sequence[Any], drafting: Set[s
 
 
 def spares(vllm_config: Any, layer: Any) -> int:
-    """Rings without a use that stand beside the layers of a draft model, which has none.
+    """Return the number of unused rings to add for a draft model, which has none.
 
-    vLLM's proposer wants a draft's layers in one group. Layers that have pages like the model's, of which `layer` is
-    one, are cut into groups of as many as there are rings, which would spread a draft of more than half the model's
-    layers over two. With as many rings as layers there is one group of each, as large as vLLM would pad them to be.
+    vLLM needs all layers of a draft model in one group. It splits layers with pages like those of `layer` into groups
+    of as many as there are rings, and might spread a large draft model over two. With as many rings as layers there is
+    one group of each, which is no larger than vLLM's padding would make them.
     """
     found = getattr(vllm_config, "speculative_config", None)
     if found is None or found.method != "draft_model":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +34,18 @@ def chart() -> Path:
 
 
 @pytest.fixture(scope="session")
+def installable(chart: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chart without its minimum version: the core of the local cluster says 1.20, whatever is served beside it."""
+    made = tmp_path_factory.mktemp("charts") / "kvpilot"
+    shutil.copytree(chart, made)
+    about = made / "Chart.yaml"
+    text, replaced = re.subn(r"(?m)^kubeVersion: .*\n", "", about.read_text())
+    assert replaced == 1
+    about.write_text(text)
+    return made
+
+
+@pytest.fixture(scope="session")
 def rendered(chart: Path) -> Callable[[str], list[dict[str, Any]]]:
     """Render the chart with a value set by name; each is rendered once."""
     known: dict[str, list[dict[str, Any]]] = {}
@@ -47,7 +61,7 @@ def rendered(chart: Path) -> Callable[[str], list[dict[str, Any]]]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Kubernetes 1.20 with one node, which pretends to have a GPU, and nothing of ours in it.
+    """The local cluster with one node, which pretends to have a GPU, and nothing of ours in it.
 
     The operator's image runs with its pod's own account. The runtime's image of docs/install.md, whose model nobody can
     fetch here, is a cheap engine.

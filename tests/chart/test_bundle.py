@@ -62,7 +62,7 @@ def test_what_catalogs_check_finds_no_fault(bundle: Bundle) -> None:
 WRONG: dict[str, tuple[str, Any]] = {
     "PACKAGE.vVERSION": ("metadata.name", "kvpilot-0.1.0"),
     "spec.version": ("spec.version", "v0.1"),
-    "spec.minKubeVersion": ("spec.minKubeVersion", ">=1.20"),
+    "spec.minKubeVersion": ("spec.minKubeVersion", ">=1.29"),
     "spec.displayName": ("spec.displayName", ""),
     "spec.provider": ("spec.provider", {"name": "kvpilot", "url": "https://example.com"}),
     "maintainer": ("spec.maintainers", [{"name": "somebody"}]),

@@ -32,7 +32,7 @@ class Releases:
     def put(self, namespace, *watched, verb="install"):
         """Install or upgrade the release `kvpilot` of a namespace."""
         where = ("--kubeconfig", self._kubeconfig, "--namespace", namespace)
-        flags = ("--create-namespace", "--disable-openapi-validation")
+        flags = ("--create-namespace",)
         return run_helm(verb, "kvpilot", self._chart, *where, *flags, values=QUIET | {"watchNamespaces": list(watched)})
 
     def remove(self, *namespaces):
@@ -41,10 +41,8 @@ class Releases:
 
     def apply(self, namespace):
         """Render the chart and apply it without Helm."""
-        # 1.20 has no policy/v1.
-        values = QUIET | {"podDisruptionBudget": {"enabled": False}}
-        manifests = yaml.safe_dump_all(render(self._chart, values, "--skip-tests", namespace=namespace))
-        command = [kubectl(), "--kubeconfig", self._kubeconfig, "apply", "--validate=false", "-f", "-"]
+        manifests = yaml.safe_dump_all(render(self._chart, QUIET, "--skip-tests", namespace=namespace))
+        command = [kubectl(), "--kubeconfig", self._kubeconfig, "apply", "-f", "-"]
         done = subprocess.run(command, input=manifests, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 
@@ -57,9 +55,9 @@ class Releases:
 
 
 @pytest.fixture(scope="module")
-def releases(tmp_path_factory, chart):
+def releases(tmp_path_factory, installable):
     with ControlPlane(tmp_path_factory.mktemp("scope"), build.build()) as plane:
-        yield Releases(plane, chart)
+        yield Releases(plane, installable)
 
 
 def test_a_second_operator_of_the_whole_cluster_is_refused_with_the_name_of_the_first(releases):

@@ -12,7 +12,7 @@ import yaml
 
 from kvpilot_localcluster import procs
 from kvpilot_localcluster.cluster import LocalCluster
-from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.definitions import define
 from kvpilot_localcluster.rest import Rest, until
 from support.operator_pair import Operator
 from support.tenants import Tenant
@@ -27,19 +27,10 @@ def _definitions() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Kubernetes 1.20 and crds/, with one node that pretends to have four GPUs; containers restart after a second."""
+    """The local cluster and crds/, with one node that pretends to have four GPUs; containers restart after a second."""
     folder = tmp_path_factory.mktemp("cluster")
     with LocalCluster(folder, backoff=1.0, resources={"nvidia.com/gpu": "4"}) as running:
-        directly(running.rest, _definitions())
-        yield running
-        running.check()
-
-
-@pytest.fixture(scope="session")
-def modern_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """The same with crds/ served by a newer server, which enforces CEL rules."""
-    folder = tmp_path_factory.mktemp("modern")
-    with LocalCluster(folder, modern_crds=_definitions(), backoff=1.0) as running:
+        define(running.rest, _definitions())
         yield running
         running.check()
 

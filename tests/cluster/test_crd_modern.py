@@ -46,8 +46,8 @@ def places(fields: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("bad", [bad for bad in BAD if bad.judge in ("schema", "rule")], ids=lambda bad: bad.name)
-def test_the_server_refuses_a_wrong_manifest_at_its_field(modern_cluster: LocalCluster, bad: Bad) -> None:
-    status, answer = create(modern_cluster, bad.manifest)
+def test_the_server_refuses_a_wrong_manifest_at_its_field(cluster: LocalCluster, bad: Bad) -> None:
+    status, answer = create(cluster, bad.manifest)
     assert status == 422, answer
     assert places([field for field, _ in causes(answer)]) == places([bad.field])
     if bad.judge == "rule":
@@ -56,10 +56,8 @@ def test_the_server_refuses_a_wrong_manifest_at_its_field(modern_cluster: LocalC
         assert (field, bad.word in message) == (bad.field, True)
 
 
-def test_every_rule_is_broken_by_a_manifest_of_the_corpus(modern_cluster: LocalCluster) -> None:
-    told = [
-        message for bad in BAD if bad.judge == "rule" for _, message in causes(create(modern_cluster, bad.manifest)[1])
-    ]
+def test_every_rule_is_broken_by_a_manifest_of_the_corpus(cluster: LocalCluster) -> None:
+    told = [message for bad in BAD if bad.judge == "rule" for _, message in causes(create(cluster, bad.manifest)[1])]
     rules = list(rules_of(root_schema()))
     assert len(rules) <= 60
     assert [one["rule"] for one in rules if not any(is_of(one, message) for message in told)] == []
@@ -80,9 +78,9 @@ def is_of(rule: dict[str, str], message: str) -> bool:
     return message.endswith(remedy if "messageExpression" in rule else rule["message"])
 
 
-def test_every_limit_of_the_schema_is_enforced(modern_cluster: LocalCluster) -> None:
+def test_every_limit_of_the_schema_is_enforced(cluster: LocalCluster) -> None:
     for group in together():
-        status, answer = create(modern_cluster, service_with(group))
+        status, answer = create(cluster, service_with(group))
         assert status == 422, answer
         assert places([case.field for case in group]) <= places([field for field, _ in causes(answer)])
 
@@ -90,50 +88,63 @@ def test_every_limit_of_the_schema_is_enforced(modern_cluster: LocalCluster) -> 
 @pytest.mark.parametrize(
     "bad", [bad for bad in BAD if bad.judge in ("operator", "administrator")], ids=lambda bad: bad.name
 )
-def test_the_server_accepts_what_the_operator_refuses(modern_cluster: LocalCluster, bad: Bad) -> None:
-    status, answer = create(modern_cluster, bad.manifest)
+def test_the_server_accepts_what_the_operator_refuses(cluster: LocalCluster, bad: Bad) -> None:
+    status, answer = create(cluster, bad.manifest)
     assert status == 201, answer
     assert [fault.field for fault in faults(answer)] == [bad.field]
 
 
 @pytest.mark.parametrize("bad", [bad for bad in BAD if bad.judge == "kubernetes"], ids=lambda bad: bad.name)
-def test_the_server_refuses_the_pods_of_a_service_that_it_accepts(modern_cluster: LocalCluster, bad: Bad) -> None:
-    status, answer = create(modern_cluster, bad.manifest)
+def test_the_server_refuses_the_pods_of_a_service_that_it_accepts(cluster: LocalCluster, bad: Bad) -> None:
+    status, answer = create(cluster, bad.manifest)
     assert status == 201, answer
     spec = judge(answer)
     assert isinstance(spec, Spec)
     made = workload(ServiceKey("default", "good"), "u-1", pod_template("good", spec, "auto"), 1, 600, nodes=1)
     with pytest.raises(ApiError) as refused:
-        modern_cluster.rest.create("/apis/apps/v1/namespaces/default/deployments?dryRun=All", made)
+        cluster.rest.create("/apis/apps/v1/namespaces/default/deployments?dryRun=All", made)
     assert refused.value.status == 422
     told = [cause["message"] for cause in json.loads(refused.value.body)["details"]["causes"]]
     assert any(bad.word in message for message in told), told
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_example_is_accepted_and_defaulted_as_the_structs_are(modern_cluster: LocalCluster, path: Path) -> None:
+def test_every_example_is_accepted_and_defaulted_as_the_structs_are(cluster: LocalCluster, path: Path) -> None:
     for document in yaml.safe_load_all(path.read_text()):
         if document["kind"] == "QuantizedLLMService":
-            status, answer = create(modern_cluster, document)
+            status, answer = create(cluster, document)
             assert status == 201, answer
             assert judge(answer) == judge(document)
 
 
 @pytest.mark.parametrize(("size", "limit"), GOOD_GPU_LIMITS)
 def test_a_limit_that_is_enough_is_accepted_in_every_spelling(
-    modern_cluster: LocalCluster, size: int, limit: int | str
+    cluster: LocalCluster, size: int, limit: int | str
 ) -> None:
-    status, answer = create(modern_cluster, with_gpus(size, limit))
+    status, answer = create(cluster, with_gpus(size, limit))
     assert status == 201, answer
 
 
-def test_a_misspelt_field_is_refused_by_name(modern_cluster: LocalCluster) -> None:
-    status, answer = create(modern_cluster, {**GOOD, "spec": {**GOOD["spec"], "kvcache": {"mode": "Auto"}}})
+def test_a_misspelt_field_is_refused_by_name(cluster: LocalCluster) -> None:
+    status, answer = create(cluster, {**GOOD, "spec": {**GOOD["spec"], "kvcache": {"mode": "Auto"}}})
     assert status == 400
     assert 'unknown field "spec.kvcache"' in answer["message"]
 
 
-def test_a_5000_character_name_is_refused_without_harm(modern_cluster: LocalCluster) -> None:
-    status, answer = create(modern_cluster, {**GOOD, "metadata": {"name": "a" * 5000}})
+def test_a_5000_character_name_is_refused_without_harm(cluster: LocalCluster) -> None:
+    status, answer = create(cluster, {**GOOD, "metadata": {"name": "a" * 5000}})
     assert status == 422
     assert "metadata.name" in [field for field, _ in causes(answer)]
+
+
+def test_scale_reads_and_writes_replicas(cluster: LocalCluster) -> None:
+    server = cluster.rest
+    server.create(SERVICES, {**GOOD, "metadata": {"name": "scaled"}})
+    try:
+        scale = server.get(f"{SERVICES}/scaled/scale")
+        assert scale["spec"]["replicas"] == 1
+        scale["spec"]["replicas"] = 3
+        server.call("PUT", f"{SERVICES}/scaled/scale", scale)
+        assert server.get(f"{SERVICES}/scaled")["spec"]["replicas"] == 3
+    finally:
+        server.delete(f"{SERVICES}/scaled")

@@ -1,4 +1,4 @@
-"""What becomes of services when their definition is replaced: on Kubernetes 1.20 and on the newer server."""
+"""Services outlive a replacement of their definition."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.rest import ApiError, until
 from kvpilot_operator.api.names import KIND
 from support.definitions import Defined, Json, with_successor
@@ -21,11 +22,10 @@ from support.tenants import Tenant
 _NUMBERS = itertools.count(1)
 
 
-@pytest.fixture(params=["cluster", "modern_cluster"])
-def defined(request: pytest.FixtureRequest) -> Iterator[Defined]:
-    """A group of the test's own on either server, without a definition."""
-    running = request.getfixturevalue(request.param)
-    made = Defined(running.plane, f"upgrade-{next(_NUMBERS)}.kvpilot.io")
+@pytest.fixture
+def defined(cluster: LocalCluster) -> Iterator[Defined]:
+    """A group of the test's own, without a definition."""
+    made = Defined(cluster.plane, f"upgrade-{next(_NUMBERS)}.kvpilot.io")
     yield made
     made.remove()
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpilot_localcluster.cluster import LocalCluster
-from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.definitions import define, undefine
 from kvpilot_localcluster.rest import Rest, until
 from support.leader_workers import GROUP, LEADER_WORKER_SET_CRD
 from support.operated import create, engine, exists, services, told
@@ -19,10 +19,9 @@ Json = dict[str, Any]
 @pytest.fixture(scope="module")
 def groups(cluster: LocalCluster) -> Iterator[None]:
     """The kind, without its controller."""
-    directly(cluster.rest, [LEADER_WORKER_SET_CRD])
+    define(cluster.rest, [LEADER_WORKER_SET_CRD])
     yield
-    name = LEADER_WORKER_SET_CRD["metadata"]["name"]
-    cluster.rest.delete(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}")
+    undefine(cluster.rest, LEADER_WORKER_SET_CRD)
 
 
 def stateful_set(of: Json) -> Json:
@@ -50,12 +49,11 @@ def test_a_quota_that_keeps_the_leaders_of_groups_away_is_told_with_what_to_do(r
     until(lambda: rest.get(sets)["items"], "the operator has found the kind and makes its groups", seconds=900)
     [made] = rest.get(sets)["items"]
     rest.create(f"/apis/apps/v1/namespaces/{namespace}/statefulsets", stateful_set(made))
-    found = told(rest, namespace, "ObjectsAccepted", "QuotaExceeded")
+    found = told(rest, namespace, "ObjectsAccepted", "FailedCreate")
     assert found["status"] == "False"
-    assert found["message"].startswith("spec.replicas")
-    assert "raise ResourceQuota team" in found["message"]
+    assert "exceeded quota: team" in found["message"]
     assert f"(LeaderWorkerSet {made['metadata']['name']})" in found["message"]
-    assert told(rest, namespace, "Serving", "QuotaExceeded")["status"] == "False"
+    assert told(rest, namespace, "Serving", "FailedCreate")["status"] == "False"
 
 
 @pytest.mark.usefixtures("groups")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvpilot_localcluster.cluster import LocalCluster
-from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.definitions import define, undefine
 from kvpilot_localcluster.rest import ApiError, Rest
 from kvpilot_operator.act.ownership import claim
 from kvpilot_operator.observe.views import route_view
@@ -25,22 +24,13 @@ PARENT = {"name": "web", "namespace": "gateways", "sectionName": "https"}
 RULES = ({"backendRefs": [{"name": KEY.name, "port": 80}]},)
 
 
-def published() -> dict[str, Any]:
-    """The definition with the default that the tests on 1.20 have to do without."""
-    definition = copy.deepcopy(ROUTE_CRD)
-    spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
-    backend = spec["properties"]["rules"]["items"]["properties"]["backendRefs"]["items"]
-    backend["properties"]["group"]["default"] = ""
-    return definition
-
-
 @pytest.fixture(scope="module")
-def server(modern_cluster: LocalCluster) -> Iterator[Rest]:
-    """The newer server of definitions, with the kind."""
-    rest = Rest.of_kubeconfig(modern_cluster.plane.modern_kubeconfig)
-    directly(rest, [published()])
+def server(cluster: LocalCluster) -> Iterator[Rest]:
+    """The API server, with the kind."""
+    rest = cluster.rest
+    define(rest, [ROUTE_CRD])
     yield rest
-    rest.delete(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{ROUTE_CRD['metadata']['name']}")
+    undefine(rest, ROUTE_CRD)
 
 
 def made(*rules: Any, **route: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import yaml
 
 from kvpilot_localcluster import build, certs
 from kvpilot_localcluster.controlplane import ControlPlane
-from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.definitions import define
 from support.model_cluster import ModelCluster
 from support.rights import until_may
 from support.services import manifest
@@ -72,7 +72,7 @@ class World:
 @pytest.fixture(scope="module")
 def world(plane: ControlPlane) -> World:
     world = World(plane, kvpilot(plane.kubeconfig, "status"))
-    directly(plane.rest, [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "crds").glob("*.yaml"))])
+    define(plane.rest, [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "crds").glob("*.yaml"))])
     cluster = ModelCluster(manifest(kvCache={"mode": "Fixed", "dtype": "auto"}), bad=frozenset({BAD}))
     cluster.settle()
     cluster.edit(manifest(kvCache={"mode": "Fixed", "dtype": BAD}))

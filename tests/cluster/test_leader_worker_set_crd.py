@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvpilot_localcluster.cluster import LocalCluster
-from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.definitions import define, undefine
 from kvpilot_localcluster.rest import ApiError, Rest
 from kvpilot_operator.act.ownership import claim
 from kvpilot_operator.observe.views import deployment_view
@@ -22,12 +22,12 @@ SETS = "/apis/leaderworkerset.x-k8s.io/v1/namespaces/default/leaderworkersets"
 
 
 @pytest.fixture(scope="module")
-def server(modern_cluster: LocalCluster) -> Iterator[Rest]:
-    """The newer server of definitions, with the kind."""
-    rest = Rest.of_kubeconfig(modern_cluster.plane.modern_kubeconfig)
-    directly(rest, [LEADER_WORKER_SET_CRD])
+def server(cluster: LocalCluster) -> Iterator[Rest]:
+    """The API server, with the kind."""
+    rest = cluster.rest
+    define(rest, [LEADER_WORKER_SET_CRD])
     yield rest
-    rest.delete(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{LEADER_WORKER_SET_CRD['metadata']['name']}")
+    undefine(rest, LEADER_WORKER_SET_CRD)
 
 
 def test_a_set_of_ours_and_the_claim_of_its_name_are_taken_as_they_are(server: Rest) -> None:

@@ -195,8 +195,8 @@ def test_a_quota_of_the_namespace_on_a_priority_keeps_engines_from_it(
     rest.create(quotas, {"metadata": {"name": "team"}, "spec": {"hard": {"pods": "0"}, "scopeSelector": scope}})
     until(lambda: rest.get(f"{quotas}/team")["status"].get("hard"), "the quota counts")
     create(rest, namespace, **placed(priorityClassName=high))
-    found = told(rest, namespace, "ObjectsAccepted", "QuotaExceeded")
-    assert "raise ResourceQuota team" in found["message"]
+    found = told(rest, namespace, "ObjectsAccepted", "FailedCreate")
+    assert "exceeded quota: team" in found["message"]
     assert rest.get(f"/api/v1/namespaces/{namespace}/pods")["items"] == []
     template = deployment(rest, namespace)["spec"]["template"]
     with pytest.raises(ApiError) as caught:

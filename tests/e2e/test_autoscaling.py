@@ -21,7 +21,7 @@ import yaml
 from kvpilot_localcluster import audit
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.cluster import LocalCluster
-from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.definitions import define
 from kvpilot_localcluster.engines import faulty
 from kvpilot_localcluster.rest import until
 from kvpilot_operator.api.names import API_VERSION, DO_NOT_EVICT_ANNOTATION, REVISION_LABEL, SERVICE_LABEL
@@ -146,7 +146,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     room = {"nvidia.com/gpu": "16", "cpu": "200", "memory": "1000Gi"}
     with LocalCluster(folder / "cluster", table=table, resources=room, backoff=1.0, audit=True) as cluster:
         crds = [yaml.safe_load(path.read_text()) for path in (ROOT / "crds").glob("*.yaml")]
-        directly(cluster.rest, crds)
+        define(cluster.rest, crds)
         port = free_port()
         world = World(cluster, f"http://127.0.0.1:{port}")
         command = [str(Path(sys.executable).parent / "kvpilot-operator"), "--scrape-seconds=1"]

@@ -21,7 +21,7 @@ import yaml
 
 from kvpilot_localcluster import build
 from kvpilot_localcluster.controlplane import ControlPlane
-from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.definitions import define
 from kvpilot_localcluster.rest import ApiError, until
 from support.faulty_plane import Component
 from support.operator_pair import SYSTEM, Pair, identity
@@ -74,7 +74,7 @@ class Editor(threading.Thread):
 @pytest.fixture(scope="module")
 def plane(tmp_path_factory):
     with ControlPlane(tmp_path_factory.mktemp("ha"), build.build(), audit=True) as running:
-        directly(running.rest, [yaml.safe_load(path.read_text()) for path in sorted(CRDS.glob("*.yaml"))])
+        define(running.rest, [yaml.safe_load(path.read_text()) for path in sorted(CRDS.glob("*.yaml"))])
         for name in (SYSTEM, MODELS):
             running.rest.create("/api/v1/namespaces", {"metadata": {"name": name}})
         for name in NAMES:

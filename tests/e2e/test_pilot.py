@@ -13,6 +13,7 @@ import pytest_asyncio
 from kvpilot_demo.load import Load
 from kvpilot_demo.world import World
 from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import ClusterError
 from kvpilot_smallmodels.models import tiny_llama
 from support import forked_serve
@@ -77,7 +78,7 @@ async def until(world, name, seen):
     try:
         async with asyncio.timeout(HANGS):
             while True:
-                found = await world.cluster.find(API_VERSION, KIND, NAMESPACE, name)
+                found = await world.cluster.find(Ref(API_VERSION, KIND, NAMESPACE, name))
                 status = (found or {}).get("status") or {}
                 if seen(status):
                     return status
@@ -88,11 +89,11 @@ async def until(world, name, seen):
 
 
 async def patch(world, name, **spec):
-    await world.cluster.merge(API_VERSION, KIND, NAMESPACE, name, {"spec": spec})
+    await world.cluster.merge(Ref(API_VERSION, KIND, NAMESPACE, name), {"spec": spec})
 
 
 async def url_of(world, name):
-    found = await world.cluster.get("v1", "Service", NAMESPACE, name)
+    found = await world.cluster.get(Ref("v1", "Service", NAMESPACE, name))
     return f"http://{found['spec']['clusterIP']}:{80 if os.geteuid() == 0 else 20080}"
 
 
@@ -109,7 +110,7 @@ async def users(world, name, count, *, url=None, prompt_tokens=300, output_token
 
 
 async def gone(world, name):
-    await world.cluster.delete(API_VERSION, KIND, NAMESPACE, name)
+    await world.cluster.delete(Ref(API_VERSION, KIND, NAMESPACE, name))
     async with asyncio.timeout(HANGS):
         while await world.cluster.list("v1", "Pod", NAMESPACE, f"kvpilot.io/service={name}"):
             await asyncio.sleep(0.5)
@@ -205,7 +206,7 @@ async def test_a_slower_canary_is_caught_under_live_load_and_a_good_one_goes_thr
     assert load.stats.failed == 0, list(load.stats.failures)
     assert passed["lastCanary"]["trafficMode"] == "ReplicaRatio"
     assert passed["history"][0]["verdict"] == "Passed"
-    selector = (await world.cluster.get("v1", "Service", NAMESPACE, "stepped"))["spec"]["selector"]
+    selector = (await world.cluster.get(Ref("v1", "Service", NAMESPACE, "stepped")))["spec"]["selector"]
     assert selector[REVISION_LABEL] == passed["stable"]["revision"]
     await gone(world, "stepped")
 
@@ -246,7 +247,7 @@ async def test_without_a_spare_gpu_the_canary_takes_the_place_of_one_replica_and
         fewest = 3
         async with asyncio.timeout(3 * HANGS):
             while True:
-                found = await world.cluster.get(API_VERSION, KIND, NAMESPACE, "packed")
+                found = await world.cluster.get(Ref(API_VERSION, KIND, NAMESPACE, "packed"))
                 status = found.get("status") or {}
                 pods = await world.cluster.list("v1", "Pod", NAMESPACE, "kvpilot.io/service=packed")
                 fewest = min(fewest, sum(answers(pod) for pod in pods))
@@ -314,9 +315,9 @@ async def test_a_route_carries_the_canarys_weight_and_is_left_as_the_user_wrote_
     assert load.stats.failed == 0, list(load.stats.failures)
     assert status["lastCanary"]["trafficMode"] == "HTTPRoute"
     assert gateway.sent["routed-canary"] >= 20
-    kept = await world.cluster.get(API, "HTTPRoute", NAMESPACE, "chat")
+    kept = await world.cluster.get(Ref(API, "HTTPRoute", NAMESPACE, "chat"))
     assert kept["spec"]["rules"] == written
     async with asyncio.timeout(HANGS):
-        while await world.cluster.find("v1", "Service", NAMESPACE, "routed-canary") is not None:
+        while await world.cluster.find(Ref("v1", "Service", NAMESPACE, "routed-canary")) is not None:
             await asyncio.sleep(0.5)
     await gone(world, "routed")

@@ -12,6 +12,7 @@ import pytest
 
 from kvpilot_demo.world import NAMESPACE, World
 from kvpilot_operator.api.names import API_VERSION, KIND
+from kvpilot_operator.cluster.objects import Ref
 
 HANGS = 1200
 
@@ -54,7 +55,9 @@ def service(world: World) -> dict[str, Any]:
 
 async def bounded_to(world: World, window: int) -> None:
     bound = {"policy": "SinksAndWindow", "sinkTokens": 4, "windowTokens": window}
-    await world.cluster.merge(API_VERSION, KIND, NAMESPACE, world.name, {"spec": {"kvCache": {"retention": bound}}})
+    await world.cluster.merge(
+        Ref(API_VERSION, KIND, NAMESPACE, world.name), {"spec": {"kvCache": {"retention": bound}}}
+    )
 
 
 def ready(status: dict[str, Any]) -> bool:

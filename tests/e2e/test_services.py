@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from kvpilot_demo.world import World
 from kvpilot_operator.api.names import API_VERSION, KIND
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import ClusterError
 from kvpilot_smallmodels.models import tiny_llama
 from support import forked_serve
@@ -57,7 +58,7 @@ async def until(world, namespace, name, seen):
     status = {}
     async with asyncio.timeout(HANGS):
         while True:
-            found = await world.cluster.find(API_VERSION, KIND, namespace, name)
+            found = await world.cluster.find(Ref(API_VERSION, KIND, namespace, name))
             status = (found or {}).get("status") or {}
             if seen(status):
                 return status
@@ -65,7 +66,7 @@ async def until(world, namespace, name, seen):
 
 
 async def answers(world, namespace):
-    found = await world.cluster.get("v1", "Service", namespace, "twin")
+    found = await world.cluster.get(Ref("v1", "Service", namespace, "twin"))
     body = {"model": "twin", "prompt": "Hello", "max_tokens": 4}
     async with httpx.AsyncClient(timeout=HANGS) as client:
         answer = await client.post(f"http://{found['spec']['clusterIP']}/v1/completions", json=body)
@@ -115,7 +116,7 @@ async def test_a_model_path_that_does_not_exist_is_named_in_a_condition(world):
     assert "nowhere" in condition(status, "Available")[2]
     assert condition(status, "ModelCached")[0] == "False"
     # Its pod keeps its share of the node until it goes.
-    await world.cluster.delete(API_VERSION, KIND, "team-a", "nowhere")
+    await world.cluster.delete(Ref(API_VERSION, KIND, "team-a", "nowhere"))
 
 
 async def test_a_model_that_vllm_does_not_know_is_named_in_a_condition(world, tmp_path):
@@ -135,7 +136,7 @@ async def test_a_model_that_vllm_does_not_know_is_named_in_a_condition(world, tm
     await world.cluster.create(service(world, "strange", model={"source": f"file://{tmp_path}"}))
     status = await until(world, "team-a", "strange", lambda s: condition(s, "Available")[1] == "ModelUnsupported")
     assert "NobodyKnowsItForCausalLM" in condition(status, "Available")[2]
-    await world.cluster.delete(API_VERSION, KIND, "team-a", "strange")
+    await world.cluster.delete(Ref(API_VERSION, KIND, "team-a", "strange"))
 
 
 async def test_a_probe_set_without_prompts_is_a_condition_and_no_canary_starts(world):
@@ -148,7 +149,7 @@ async def test_a_probe_set_without_prompts_is_a_condition_and_no_canary_starts(w
         }
     )
     patch = {"spec": {"accuracy": {"probeSets": ["configmap/empty"]}, "kvCache": {"mode": "Fixed", "dtype": "k4v4"}}}
-    await world.cluster.merge(API_VERSION, KIND, "team-b", "twin", patch)
+    await world.cluster.merge(Ref(API_VERSION, KIND, "team-b", "twin"), patch)
     status = await until(world, "team-b", "twin", lambda s: condition(s, "AccuracyVerified")[1] == "ProbeSetInvalid")
     assert "configmap/empty" in condition(status, "AccuracyVerified")[2]
     assert status["kvCache"]["activeDtype"] == "auto"
@@ -165,15 +166,15 @@ async def test_the_scale_subresource_changes_the_number_of_engines(world):
     scale = await asyncio.to_thread(world.rest.get, path)
     assert scale["status"]["replicas"] == 1
     assert "kvpilot.io/service=twin" in scale["status"]["selector"]
-    await world.cluster.merge(API_VERSION, KIND, "team-a", "twin", {"spec": {"replicas": 2}})
+    await world.cluster.merge(Ref(API_VERSION, KIND, "team-a", "twin"), {"spec": {"replicas": 2}})
     await until(world, "team-a", "twin", lambda s: s.get("readyReplicas") == 2)
-    await world.cluster.merge(API_VERSION, KIND, "team-a", "twin", {"spec": {"replicas": 1}})
+    await world.cluster.merge(Ref(API_VERSION, KIND, "team-a", "twin"), {"spec": {"replicas": 1}})
     await until(world, "team-a", "twin", lambda s: s.get("replicas") == 1 and s.get("readyReplicas") == 1)
     assert await answers(world, "team-a")
 
 
 async def test_deleting_a_service_deletes_what_it_owned_and_nothing_else(world):
-    await world.cluster.delete(API_VERSION, KIND, "team-b", "twin")
+    await world.cluster.delete(Ref(API_VERSION, KIND, "team-b", "twin"))
     async with asyncio.timeout(HANGS):
         while True:
             left = [await world.cluster.list("apps/v1", "Deployment", "team-b", "kvpilot.io/service=twin")]

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from kvpilot_localcluster.rest import HANGS
+from kvpilot_operator.cluster.objects import Ref
 from support.faulty_api import Storm, is_write
 from support.faulty_plane import Component, compact
 from support.faulty_record import record
@@ -77,7 +78,7 @@ class Changes:
         return await self.world.wanted(self.old) is None
 
     async def _delete(self, name: str) -> None:
-        await insist(lambda: self.world.cluster.delete(API_VERSION, KIND, NAMESPACE, name))
+        await insist(lambda: self.world.cluster.delete(Ref(API_VERSION, KIND, NAMESPACE, name)))
 
 
 async def answers(world: FaultyWorld) -> None:
@@ -153,14 +154,16 @@ async def test_a_slow_etcd_delays_changes_and_loses_none(world):
 async def test_what_changed_before_etcd_was_compacted_is_seen_by_watches_that_were_away(world):
     """Nothing of what happened meanwhile is left to be told: only a list shows it."""
     folder = world.local.plane.folder
-    server, store = Component(folder, "kube-apiserver"), Component(folder, "etcd")
+    servers = [Component(folder, name) for name in ("kube-apiserver", "apiextensions-apiserver")]
+    store = Component(folder, "etcd")
     changes = await Changes.prepared(world)
     async with world.load("steady") as load:
         await world.api.away()
         await changes.make()
         await asyncio.to_thread(compact, store)
-        server.kill()  # its own memory of what was
-        server.start()
+        for server in servers:
+            server.kill()  # its own memory of what was
+            server.start()
         await answers(world)
         began = time.monotonic()
         await world.api.back()

@@ -12,6 +12,7 @@ import pytest
 
 from kvpilot_localcluster.rest import ApiError
 from kvpilot_operator.api.names import SERVICE_LABEL
+from kvpilot_operator.cluster.objects import Ref
 from support.faulty_api import is_write
 from support.faulty_record import record
 from support.faulty_world import API_VERSION, IMAGE, KIND, NAMESPACE, FaultyWorld, insist, until
@@ -29,7 +30,7 @@ async def stage(world: FaultyWorld, name: str) -> str:
 
 
 async def uid(world: FaultyWorld, name: str) -> str:
-    found = await world.cluster.get(API_VERSION, KIND, NAMESPACE, name)
+    found = await world.cluster.get(Ref(API_VERSION, KIND, NAMESPACE, name))
     return found["metadata"]["uid"]
 
 
@@ -60,7 +61,7 @@ async def test_a_service_that_is_deleted_and_created_again_in_mid_trial_starts_a
 
         await until(rolling_back, "the canary is rolled back", pause=0.02)
     async with world.load("steady") as load:
-        await world.cluster.delete(API_VERSION, KIND, NAMESPACE, name)
+        await world.cluster.delete(Ref(API_VERSION, KIND, NAMESPACE, name))
         began = time.monotonic()
         await insist(lambda: world.create(name, 3, **TRIAL))
         await world.until_ready(name, 3)

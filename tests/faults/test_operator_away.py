@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvpilot_localcluster.toolbox.kubectl import kubectl
+from kvpilot_operator.cluster.objects import Ref
 from support.faulty_record import record
 from support.faulty_world import NAMESPACE, FaultyWorld, Object, until
 
@@ -57,14 +58,14 @@ async def test_a_pod_that_is_replaced_while_no_operator_runs_gets_requests_once_
     await world.serving("away", 1)
     (before,) = await world.pods("away")
     await world.stop_operator()
-    await world.cluster.delete("v1", "Pod", NAMESPACE, before["metadata"]["name"])
+    await world.cluster.delete(Ref("v1", "Pod", NAMESPACE, before["metadata"]["name"]))
     pod = await newest(world, "away", before["metadata"]["name"])
     assert not holds(pod, "Ready")
     began = time.monotonic()
     await shell(world, commands("--subresource=status"), NAME="away")
 
     async def ready() -> bool:
-        return holds(await world.cluster.get("v1", "Pod", NAMESPACE, pod["metadata"]["name"]), "Ready")
+        return holds(await world.cluster.get(Ref("v1", "Pod", NAMESPACE, pod["metadata"]["name"])), "Ready")
 
     await until(ready, "the pod that was admitted by hand is Ready")
     record(
@@ -87,7 +88,7 @@ async def test_engines_without_the_gate_need_no_operator_and_one_that_comes_back
 
     await until(replaced, "the Deployment has replaced its pod by one without the gate")
     (pod,) = await world.pods("ungated")
-    await world.cluster.delete("v1", "Pod", NAMESPACE, pod["metadata"]["name"])
+    await world.cluster.delete(Ref("v1", "Pod", NAMESPACE, pod["metadata"]["name"]))
     assert not (await newest(world, "ungated", pod["metadata"]["name"]))["spec"].get("readinessGates")
     await until(replaced, "a pod that is replaced without an operator is Ready")
     (last,) = await world.pods("ungated")

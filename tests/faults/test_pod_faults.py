@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from kvpilot_localcluster.podstatus import timestamp
+from kvpilot_operator.cluster.objects import Ref
 from support.faulty_memory import memory_limit
 from support.faulty_plane import Component, SecondNode, engine_process
 from support.faulty_record import record
@@ -57,7 +58,7 @@ async def test_an_engine_that_runs_out_of_memory_comes_back_and_costs_only_its_o
         began = time.monotonic()
 
         async def restarted() -> bool:
-            found = await world.cluster.get("v1", "Pod", NAMESPACE, pod["metadata"]["name"])
+            found = await world.cluster.get(Ref("v1", "Pod", NAMESPACE, pod["metadata"]["name"]))
             one = found["status"]["containerStatuses"][0]
             return one["restartCount"] > restarts and one["ready"]
 
@@ -145,7 +146,7 @@ async def test_a_pod_that_a_kubelet_evicted_is_replaced_and_no_longer_counted(wo
         await until(replaced, "a new engine answers beside the one that is left")
         await world.until_ready("pair", 2)
         taken = time.monotonic() - began
-    lies_there = await world.cluster.get("v1", "Pod", NAMESPACE, name)
+    lies_there = await world.cluster.get(Ref("v1", "Pod", NAMESPACE, name))
     assert lies_there["status"]["reason"] == "Evicted"
     assert await world.condition("pair", "Available") == ("True", "EnginesReady")
     assert load.stats.failed <= 2, load.stats.failures

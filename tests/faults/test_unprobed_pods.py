@@ -7,6 +7,7 @@ import pytest
 import pytest_asyncio
 
 from kvpilot_operator.api.names import HTTP_ROUTE_API
+from kvpilot_operator.cluster.objects import Ref
 from support.faulty_record import record
 from support.faulty_world import NAMESPACE, until
 from support.gateway import ROUTE_CRD
@@ -70,19 +71,21 @@ async def test_a_route_of_ours_over_services_never_leads_to_an_unprobed_pod_and_
 async def test_a_route_that_is_somebody_elses_stays_theirs_and_ours_goes_with_its_field(world):
     name, fields = "their-route", {"parentRefs": [{"name": "web"}]}
     await a_users_route(world, name, "InferencePool")
-    before = await world.cluster.get(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name)
+    before = await world.cluster.get(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name))
     await world.serving(name, 1, canary={"steps": []}, accuracy=ACCURACY, drain=DRAIN, route=fields)
     await until(lambda: told(world, name, "ObjectsAccepted", "NameTaken"), "the name is said to be taken")
-    assert await world.cluster.get(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name) == before
-    await world.cluster.delete(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name)
+    assert await world.cluster.get(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name)) == before
+    await world.cluster.delete(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name))
     await until(lambda: told(world, name, "RouteAccepted", "RouteWaiting"), "ours is made")
-    found = await world.cluster.get(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name)
+    found = await world.cluster.get(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name))
     assert [ref["name"] for ref in found["spec"]["rules"][0]["backendRefs"]] == [name]
     said = {"parentRef": fields["parentRefs"][0], "controllerName": "example.com/gateway"}
     refused = {"type": "Accepted", "status": "False", "reason": "NotAllowedByListeners", "message": "no"}
     refused["lastTransitionTime"] = "2026-11-23T00:00:00Z"
     status = {"parents": [{**said, "conditions": [{**refused, "observedGeneration": found["metadata"]["generation"]}]}]}
-    await world.cluster.merge(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name, {"status": status}, subresource="status")
+    await world.cluster.merge(
+        Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name), {"status": status}, subresource="status"
+    )
     await until(lambda: told(world, name, "Stalled", "RouteNotAccepted"), "the Gateway's refusal stalls")
     await world.patch(name, {"route": None})
     await until(lambda: found_no_route(world, name), "the route goes with its field")
@@ -95,12 +98,12 @@ async def told(world, name, kind, reason):
 
 
 async def found_no_route(world, name):
-    return await world.cluster.find(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name) is None
+    return await world.cluster.find(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name)) is None
 
 
 async def test_a_route_over_pools_of_ours_never_leads_to_an_unprobed_pod(world):
     killer, seen, taken = await by_route(world, "routed", moves_traffic, a_users_route, "InferencePool")
-    await world.cluster.delete(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, "routed")
+    await world.cluster.delete(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, "routed"))
     assert {written.split()[1].partition("/")[0] for written in killer.killed} >= {"httproutes", "inferencepools"}
     record(
         f"operator killed {len(killer.killed)} times while a canary takes its share of a route over InferencePools",

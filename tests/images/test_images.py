@@ -24,7 +24,7 @@ import yaml
 from image_builder import BASE, Builder, bytes_in, container
 
 from kvpilot_localcluster.cluster import LocalCluster
-from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.definitions import define
 from kvpilot_localcluster.rest import until
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +106,7 @@ def test_the_operators_container_answers_and_works_on_a_root_that_it_cannot_writ
 ) -> None:
     definitions = [yaml.safe_load(file.read_text()) for file in sorted((ROOT / "crds").glob("*.yaml"))]
     with LocalCluster(tmp_path / "cluster") as cluster, builder.mounted(operator) as root:
-        directly(cluster.rest, definitions)
+        define(cluster.rest, definitions)
         kubeconfig = portable(cluster.kubeconfig, tmp_path / "kubeconfig")
         port = free_port()
         arguments = ["--http-host=127.0.0.1", f"--http-port={port}"]

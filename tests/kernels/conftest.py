@@ -1,7 +1,7 @@
-"""The GPU kernels run in Triton's interpreter here: a CPU, the same source, the same numbers.
+"""GPU kernels run in Triton's interpreter here: on a CPU, from the same source, with the same numbers.
 
-Whether Triton interprets is settled when a kernel is defined, its own library's among them. The variable is gone again
-before any test runs, so that processes which tests start are not touched.
+Triton reads the variable when a kernel is defined, including those of its own library. It is unset again before any
+test runs, so that processes which tests start do not see it.
 """
 
 import os
@@ -16,7 +16,7 @@ import torch
 if "triton" in sys.modules and "TRITON_INTERPRET" not in os.environ:
     raise pytest.UsageError("triton is already there to compile: run tests/kernels in a process of its own")
 
-# Small tensors: threads would wait for each other more than they compute, and sum in an order of the machine's own.
+# Tensors are small: threads would mostly wait, and the order of their sums would depend on the machine.
 torch.set_num_threads(1)
 
 before = os.environ.get("TRITON_INTERPRET")
@@ -42,7 +42,7 @@ finally:
 
 @pytest.fixture(autouse=True, scope="session")
 def on_cpu() -> Iterator[None]:
-    """`GpuPages` and `GpuLatentPages` launch every kernel on the CPU, the Gluon ones too."""
+    """Let `GpuPages` and `GpuLatentPages` launch every kernel on the CPU, including Gluon's."""
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         patch.setattr(pages, "decode_kernel", EagerKernel(decode, "decode_kernel"))
         patch.setattr(latent_pages, "latent_decode_kernel", EagerKernel(latent_decode, "latent_decode_kernel"))
@@ -52,7 +52,7 @@ def on_cpu() -> Iterator[None]:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The CUDA backend's module, with stand-ins for what only a GPU has."""
+    """Return the CUDA backend's module, with stand-ins for GPU-only parts."""
     from support.cuda_engine import cuda_module
 
     return cuda_module(monkeypatch)

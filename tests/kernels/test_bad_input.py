@@ -1,4 +1,4 @@
-"""Bad input to packed pages: an error that names the field before anything is written, never a wrong answer."""
+"""Bad input to packed pages gives an error that names the field, before anything is written."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Call = Callable[[PackedPages], object]
 
 
 def cache(fmt: formats.Format = K4V4, dim: int = DIM) -> torch.Tensor:
-    """Every byte 0xFF: all scales NaN."""
+    """Return a cache whose every byte is 0xFF: all scales are NaN."""
     return torch.full((BLOCKS, HEADS, SIZE, fmt.row_bytes(dim)), 255, dtype=torch.uint8)
 
 
 def filled(seed: int = 0, fmt: formats.Format = K4V4, dim: int = DIM) -> tuple[PackedPages, torch.Tensor, torch.Tensor]:
-    """Two sequences of 40 and 20 tokens in blocks 1 to 3 and 4 to 5: pages, and keys and values [60, heads, dim]."""
+    """Store sequences of 40 and 20 tokens in blocks 1 to 3 and 4 to 5; return pages, keys and values."""
     rng = torch.Generator().manual_seed(seed)
     pages = PackedPages(cache(fmt, dim), fmt, dim)
     key, value = (torch.randn(60, HEADS, dim, generator=rng) for _ in range(2))
@@ -82,7 +82,7 @@ def test_padding_between_blocks_is_no_fault() -> None:
 
 
 def filled_like(key: torch.Tensor) -> torch.Tensor:
-    """The same tokens through a cache without padding."""
+    """Return the same tokens from a cache without padding."""
     pages = PackedPages(cache(), K4V4, DIM)
     pages.store(key, key, torch.arange(key.shape[0]))
     return pages.read(torch.tensor([0]), key.shape[0])[0]
@@ -122,7 +122,7 @@ BAD_READS: dict[str, tuple[str, Call]] = {
 
 
 def swapped(block: int) -> torch.Tensor:
-    """TABLE with this block in the middle of the first sequence."""
+    """Return TABLE with this block in the middle of the first sequence."""
     table = TABLE.clone()
     table[0, 1] = block
     return table
@@ -212,7 +212,7 @@ def test_a_nan_token_reaches_no_other_sequence_of_the_batch(name: str, at: int, 
     spoilt[side][at] = float("nan")
     pages.store(*spoilt, SLOTS)
     out = pages.decode(QUERY, TABLE, LENGTHS, 0.125)
-    assert out[0].isnan().all()  # its own sequence is told so, not served a guess
+    assert out[0].isnan().all()  # its own sequence gets NaN, not a guess
     assert torch.equal(out[1], clean[1])
     args = (QUERY, key[40:42], value[40:42], TABLE[1], 20, 0.125)
     assert pages.prefill(*args).isfinite().all()

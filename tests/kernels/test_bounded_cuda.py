@@ -19,7 +19,7 @@ BOUND = SinksAndWindow(4, 100)
 
 
 def first_kept(position: int) -> int:
-    """Of the tokens after the sinks' page."""
+    """Return the first kept position after the sinks' page."""
     return max(BLOCK, (position - BOUND.window + 1) // BLOCK * BLOCK)
 
 
@@ -86,7 +86,7 @@ def test_decodes_and_prompts_read_sinks_and_window_alone_whatever_the_pages_betw
 
 
 def test_decode_waits_for_the_store_where_two_new_tokens_of_a_sequence_decode_apart(cuda: Any) -> None:
-    """The second reads the first; tokens of unlike sequences read nothing of each other, and need not wait."""
+    """The second reads the first; tokens of different sequences read nothing of each other, and need not wait."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from kvpilot_runtime.bounded.attention import KeptTables, bounded_backend

@@ -1,4 +1,4 @@
-"""The group format's codec: what comes back, and how far off it may be."""
+"""Codec of the group format: values after a round trip, and their error."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Kernels are compiled before they are first launched, by Triton's own compiler for a GPU that is not here."""
+"""Kernels are compiled before their first launch, by Triton's own compiler, for a GPU that is not here."""
 
 import json
 import os
@@ -16,7 +16,7 @@ LAUNCHES, VARIANTS = 3, 2
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a process says that compiles: in this one kernels are interpreted."""
+    """Return the report of a process that compiles; this one interprets kernels."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("ahead")), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Static factors: what they change in a cache, what they may not change, and how they are fitted."""
+"""Static factors: their effect on a cache, and their fit."""
 
 from dataclasses import fields
 
@@ -31,7 +31,7 @@ def some_factors(kv_heads: int, dim: int, seed: int) -> Factors:
 
 
 def stored(key: torch.Tensor, value: torch.Tensor, fmt: formats.Format, factors: Factors | None) -> PackedPages:
-    """Tokens in blocks 1, 2, ... of a cache whose every byte was 0xFF."""
+    """Store tokens in blocks 1, 2, ... of a cache whose every byte was 0xFF."""
     tokens, kv_heads, dim = key.shape
     cache = torch.full((tokens // 16 + 2, kv_heads, 16, fmt.row_bytes(dim)), 255, dtype=torch.uint8)
     pages = PackedPages(cache, fmt, dim, factors)
@@ -103,7 +103,7 @@ def test_factors_of_another_shape_are_refused_with_the_right_one() -> None:
 
 
 def damage(x: torch.Tensor, gradient: torch.Tensor, factors: Factors) -> float:
-    """What an error costs: the mean of (gradient . error)^2."""
+    """Return the cost of an error: the mean of (gradient . error)^2."""
     off = round_trip(x, formats.parse("k4v4"), "key", factors) - x
     return float((gradient * off).sum(-1).square().mean())
 
@@ -164,7 +164,7 @@ def observed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale:
 def told_by_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, recent: int, scale: float, softcap: float, window: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """g^2 of one head's keys [tokens, D] and values [tokens], straight from the formula."""
+    """Return g^2 of one head's keys [tokens, D] and values [tokens], straight from the formula."""
     for_key, for_value = torch.zeros_like(key), torch.zeros(len(key), dtype=key.dtype)
     for i in range(len(query)):
         first = max(0, i - window + 1)

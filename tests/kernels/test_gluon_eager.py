@@ -1,4 +1,4 @@
-"""The runner of Gluon kernels on a CPU shows the mistakes that it is there to show."""
+"""The interpreter of Gluon kernels finds the mistakes that it is meant to find."""
 
 import inspect
 import re
@@ -152,7 +152,7 @@ def test_a_mistake_in_decode_shows(what: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def broken(right: str, wrong: str) -> types.ModuleType:
-    """Decode and its parts as one module, with one expression replaced."""
+    """Return decode and its parts as one module, with one expression replaced."""
     module, found = types.ModuleType("broken"), 0
     for part in (operands, columns, recent, tile, wide, decode):
         source = inspect.getsource(part)

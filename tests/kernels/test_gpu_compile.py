@@ -1,10 +1,10 @@
-"""The kernels compile to machine code with the installed Triton, which a GPU would otherwise be the first to try.
+"""Kernels compile to machine code with the installed Triton, without a GPU.
 
-A program that spills is slow where nobody sees why, and one that asks for more shared memory than a GPU has ends in an
-error with the first request: `tuning` chooses neither on any of these GPUs.
+A program that spills is slow, and one that asks for too much shared memory fails at the first request: `tuning` chooses
+neither on any of these GPUs.
 
-A program is compiled once for each state of the kernels' source (`kernel_cache`); what it takes is read from its
-machine code each time. Triton's key of a program holds all that its kernel reads.
+A program is compiled once for each state of the kernels' source (`kernel_cache`); its resources are read from its
+machine code each time. Triton's key of a program covers all that its kernel reads.
 """
 
 import json
@@ -29,7 +29,7 @@ CAPABILITIES = (80, 86, 89, 90, 100, 120)
 
 
 def python(*arguments: str, cache: Path, timeout: int, package: Path = PACKAGE) -> subprocess.CompletedProcess[str]:
-    """Run what compiles the package's kernels: in this process they are interpreted."""
+    """Run a process that compiles the package's kernels; this one interprets them."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_STORE_BINARY_ONLY": "1", "PYTHONPATH": str(package.parent)}
     return subprocess.run(
@@ -39,7 +39,7 @@ def python(*arguments: str, cache: Path, timeout: int, package: Path = PACKAGE) 
 
 @pytest.fixture(scope="module")
 def served() -> subprocess.CompletedProcess[str]:
-    """Of each kernel some programs, for every GPU."""
+    """Compile some programs of each kernel, for every GPU."""
     return python(*RESOURCES, "--few", "--processes", "1", cache=kernel_cache.folder(), timeout=1800)
 
 
@@ -124,7 +124,7 @@ for _ in range(2):
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What tests/support/kernel_keys.py says of the package."""
+    """Return the report of tests/support/kernel_keys.py on the package."""
     done = python(kernel_keys.__file__, cache=tmp_path_factory.mktemp("keys"), timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout))

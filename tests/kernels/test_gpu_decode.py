@@ -16,7 +16,7 @@ from support.gpu_batch import BLOCK_OUTERMOST, DIMS, MINE, OTHERS, Batch, among_
 from support.rounding import assert_within_rounding
 
 CLOSE = 1e-3
-"""Of a head's norm, of fixed inputs: queries are float16 on their way into decode, probabilities in tensor cores."""
+"""Allowed error over a head's norm, for fixed inputs: queries and probabilities are rounded to float16."""
 ratios = st.sampled_from([1, 2, 3, 5, 7, 8, 9, 12, 16, 20, 33])
 # (block size, tile): a tile divides its block.
 cuts = st.sampled_from([(16, 16), (32, 16), (32, 32), (48, 16), (64, 32), (64, 64), (128, 64)])
@@ -24,7 +24,7 @@ seeds = st.integers(0, 2**31)
 
 
 def off(out: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest error of a head, in units of its norm."""
+    """Return the largest error of a head, in units of its norm."""
     return float(((out - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
 
 

@@ -101,7 +101,7 @@ def test_a_query_that_is_not_a_number_spoils_no_other() -> None:
 
 
 def test_more_rows_than_two_thousand_are_cut_and_merged() -> None:
-    """As many sequences as a large engine has, with three tokens each, of which most are padding."""
+    """Use as many sequences as a large engine has, with three tokens each; most are padding."""
     lengths, counts = [20, *[0] * 800, 33], [3, *[0] * 800, 3]
     batch = Batch("k4v4", 64, [20, 33], seed=2, kv_heads=1, ratio=1, wave=4)
     table = torch.full((802, batch.table.shape[1]), PAST_THE_END, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Kernels of latent pages on a CPU: bytes that the CPU's code writes, and decode against the float64 reference."""
+"""Kernels of latent pages on a CPU: the bytes of the CPU's code, and decode against the float64 reference."""
 
 import pytest
 import torch
@@ -44,8 +44,8 @@ def test_store_writes_the_bytes_of_the_cpus_code_and_no_other(
     blank = poisoned(BLOCKS, block_size, fmt)
     LatentPages(blank, fmt).store(0 * entries[:, :RANK], 0 * entries[:, RANK:], slots)  # in which nothing is 255
     assert (ours[blank == 255] == 255).all()
-    # Sums in another order move an element across a boundary now and then, and rarely all 64 of a group, whose range is
-    # another; never the accuracy.
+    # Another order of sums sometimes moves an element across a boundary, and rarely all 64 of a group, whose range
+    # changes; the accuracy never changes.
     assert (ours != theirs).sum() <= 2e-3 * ours.numel() + 2 * 66
     read = [LatentPages(x, fmt, factors).read(torch.arange(BLOCKS), BLOCKS * block_size) for x in (ours, theirs)]
     kept = slots >= 0

@@ -1,4 +1,4 @@
-"""Pages on a GPU: what is refused before anything is launched, and all kernels in a row."""
+"""Pages on a GPU: refusals before a launch, and all kernels in a row."""
 
 import itertools
 

@@ -15,16 +15,16 @@ from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.gpu.latent_pages import LatentPlan, LatentShape
 from kvpilot_kernels.gpu.pages import Plan, Shape
 from kvpilot_kernels.gpu.plan import FIXED, beyond, fill_splits, most_results, most_splits
-from kvpilot_runtime.preflight import step_buffers
+from kvpilot_runtime.preflight.memory import step_buffers
 from kvpilot_runtime.preflight.request import Request
 from support.gpu_batch import CPU, launch_as, several
 
 
 def cut(lengths: list[int], tile: int, wave: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Splits [count, 4] and spans [sequences, 2]; both full of 77 before."""
+    """Return splits [count, 4] and spans [sequences, 2]; both were full of 77."""
     sequences = len(lengths)
     count = most_splits(sequences, wave, beyond(1))
-    # One row more than asked for, to see that nobody writes there.
+    # One extra row, to see that nothing is written there.
     splits = torch.full((count + 1, 4), 77, dtype=torch.int32)
     spans = torch.full((sequences + 1, 2), 77, dtype=torch.int32)
     fill_splits(torch.tensor(lengths, dtype=torch.int32), splits, spans, wave, tile, window)
@@ -88,7 +88,7 @@ def test_no_program_waits_for_another_to_end(lengths: list[int]) -> None:
 
 
 def takes(splits: torch.Tensor, wave: int, tile: int) -> int:
-    """Tiles of time until all are done, where programs begin in order, as soon as one of `wave` has ended."""
+    """Return the tiles of time until all are done, if programs begin in order, as soon as one of `wave` has ended."""
     ends = [0] * wave
     for _, start, end, _ in splits[splits[:, 0] >= 0].tolist():
         heapq.heapreplace(ends, ends[0] + -(-(end - start) // tile) + int(FIXED))
@@ -184,9 +184,9 @@ def test_preflight_counts_what_a_plan_takes(drafts: int) -> None:
     asked = Request("model", others=("--max-num-seqs=1024", "--spec-method=ngram", f"--spec-tokens={drafts}"))
     plan = Plan(Shape(parse("k4v4"), 128, 8, 4, 64, CPU), 1024, 1 + drafts)
     taken = sum(x.nbytes for x in vars(plan).values() if isinstance(x, torch.Tensor))
-    assert 0.8 * taken <= step_buffers.size(parse("k4v4"), model, asked, 0) <= 1.05 * taken
-    assert step_buffers.size(parse("k4v4"), model, asked, 80 * 2**30) > 80 * 2**30 * asked.memory_fraction / 200
-    assert step_buffers.size(parse("fp8"), model, asked, 80 * 2**30) == 0
+    assert 0.8 * taken <= step_buffers(parse("k4v4"), model, asked, 0) <= 1.05 * taken
+    assert step_buffers(parse("k4v4"), model, asked, 80 * 2**30) > 80 * 2**30 * asked.memory_fraction / 200
+    assert step_buffers(parse("fp8"), model, asked, 80 * 2**30) == 0
 
 
 def test_preflight_counts_what_a_plan_of_latents_takes() -> None:
@@ -194,7 +194,7 @@ def test_preflight_counts_what_a_plan_of_latents_takes() -> None:
     plan = LatentPlan(LatentShape(parse_latent("mla4"), 128, 64, CPU), 1024)
     taken = sum(x.nbytes for x in vars(plan).values() if isinstance(x, torch.Tensor))
     asked = Request("model", others=("--max-num-seqs=1024",))
-    assert 0.8 * taken <= step_buffers.size(parse_latent("mla4"), model, asked, 80 * 2**30) <= 1.05 * taken
+    assert 0.8 * taken <= step_buffers(parse_latent("mla4"), model, asked, 80 * 2**30) <= 1.05 * taken
 
 
 def test_thousands_of_sequences_are_cut_like_a_few() -> None:

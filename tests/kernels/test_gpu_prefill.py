@@ -13,12 +13,12 @@ from kvpilot_kernels.gpu.tuning import PrefillBlock
 from support.gpu_batch import generator
 
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3}
-"""Of a head's norm: probabilities and outputs are rounded to the type of the inputs."""
+"""Allowed error over a head's norm: probabilities and outputs are rounded to the type of the inputs."""
 
 
 def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool,
           softcap: float) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """One sequence in float64: outputs [tokens, heads, D], and log-sums [heads, tokens]."""
+    """Return one sequence in float64: outputs [tokens, heads, D], and log-sums [heads, tokens]."""
     key, value = (x.double().repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     scores = torch.einsum("ihd,thd->hit", query.double(), key) * scale
     if softcap:
@@ -31,7 +31,7 @@ def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: fl
 def assert_is_attention(
     news: list[int], olds: list[int], seed: int, dim: int, ratio: int, causal: bool, softcap: float, dtype: torch.dtype
 ) -> None:
-    """Queries `news` by sequence, over as many keys and `olds` more, or, if not causal, over `olds` alone."""
+    """Compare queries `news` by sequence, over as many keys and `olds` more, or, if not causal, over `olds` alone."""
     rng, kv_heads, heads = generator(seed), 2, 2 * ratio
     lens = [new + old for new, old in zip(news, olds, strict=True)] if causal else olds
     starts, rows = (torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32) for x in (news, lens))

@@ -1,4 +1,4 @@
-"""The recent window by the GPU's kernels: the ring's bytes are the CPU's, and decode reads what they say."""
+"""Recent window in the GPU's kernels: the ring's bytes are the CPU's, and decode reads them."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ names, dims, seeds = st.sampled_from(WITH_RING), st.sampled_from(DIMS), st.integ
 
 
 def gpu(s: Sequences, cut: tuple[int, int, int] = (16, 2, 2), window: int = 0, softcap: float = 0.0) -> GpuPages:
-    """Pages for the GPU's kernels over the same memory; `cut` is (tile, stages, wave)."""
+    """Return pages for the GPU's kernels over the same memory; `cut` is (tile, stages, wave)."""
     shape = Shape(s.fmt, s.dim, s.kv_heads, s.ratio, s.block_size, CPU, window, softcap, recent=s.recent)
     shape.ring_blocks = s.ring_table.shape[1]
     return GpuPages(s.cache, launch_as(shape, *cut), s.factors, ring=s.cache)

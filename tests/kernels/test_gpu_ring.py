@@ -1,4 +1,4 @@
-"""Ring slots worked out on a GPU are those of the CPU's code, for any batch."""
+"""Ring slots computed on a GPU are those of the CPU's code, for any batch."""
 
 import torch
 from hypothesis import given

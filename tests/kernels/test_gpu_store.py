@@ -1,4 +1,4 @@
-"""Store: the bytes that the CPU's code writes, nowhere else, and queries rotated for decode."""
+"""Store writes the bytes of the CPU's code, nothing elsewhere, and rotates queries for decode."""
 
 import pytest
 import torch
@@ -21,13 +21,13 @@ block_sizes, seeds = st.sampled_from([16, 48, 64]), st.integers(0, 2**31)
 
 
 def scattered_slots(tokens: int, block_size: int, rng: torch.Generator, padding: float = 0.0) -> torch.Tensor:
-    """int64 [tokens], no two alike; some of them are padding."""
+    """Return int64 [tokens], all different; some are padding."""
     slots = torch.randperm(BLOCKS * block_size, generator=rng)[:tokens]
     return torch.where(torch.rand(len(slots), generator=rng) < padding, -1 - slots, slots)
 
 
 def whole(tokens: int, dim: int, rng: torch.Generator) -> torch.Tensor:
-    """Keys or values [tokens, kv_heads, dim], whole numbers times a power of 2 for each token: their sums are exact."""
+    """Return keys or values [tokens, kv_heads, dim], whole numbers times a power of 2 per token, for exact sums."""
     x = torch.randint(-100, 101, (tokens, KV_HEADS, dim), generator=rng).float()
     x[torch.rand(tokens, generator=rng) < 0.1] = 0.0
     return x * torch.randint(-18, 13, (tokens, 1, 1), generator=rng).float().exp2()
@@ -44,20 +44,20 @@ def store(cache: torch.Tensor, fmt: formats.Format, key: torch.Tensor, value: to
 
 
 def rotated_once(x: torch.Tensor, fmt: formats.Format) -> torch.Tensor:
-    """Rows of whole numbers, whose rotation is exact but for one division by the root of D."""
+    """Return rows of whole numbers, whose rotation is exact except for one division by the root of D."""
     dim = x.shape[-1]
     return (x @ rotation(dim).sign()) * fmt.row_dim(dim) ** -0.5
 
 
 def decided_rows(x: torch.Tensor, fmt: formats.Format, bits: int) -> torch.Tensor:
-    """Whole numbers with zeros for rows whose bytes hang on the order of a sum."""
+    """Replace rows whose bytes depend on the order of a sum by zeros."""
     rows = decided(rotated_once(x, fmt), bits, fmt.group_size(x.shape[-1]))
     return torch.where(rows[..., None], x, 0.0)
 
 
 def store_rounded_once(cache: torch.Tensor, fmt: formats.Format, key: torch.Tensor, value: torch.Tensor,
                        slots: torch.Tensor) -> None:  # fmt: skip
-    """The reference's bytes for whole numbers."""
+    """Return the reference's bytes for whole numbers."""
     pages, dim = PackedPages(cache, fmt, key.shape[-1]), key.shape[-1]
     key, value, slots = key[slots >= 0], value[slots >= 0], slots[slots >= 0]
     for x, bits, codes_at, meta_at in ((key, fmt.key.bits, pages.key_codes, pages.key_meta),
@@ -96,8 +96,8 @@ def test_what_is_read_back_is_as_close_as_the_cpus(
     store(ours, fmt, key, value, slots, factors, numbers)
     cpu = PackedPages(theirs, fmt, dim, factors)
     cpu.store(key, value, slots, ordinals=numbers)
-    # Sums in another order move an element across a boundary now and then, and rarely all 64 of a group, whose range is
-    # another; never the accuracy.
+    # Another order of sums sometimes moves an element across a boundary, and rarely all 64 of a group, whose range
+    # changes; the accuracy never changes.
     assert (ours != theirs).sum() <= 2e-3 * ours.numel() + 2 * 66
     read, wanted = PackedPages(ours, fmt, dim, factors).read(table, tokens), cpu.read(table, tokens)
     for x, mine, his in zip((key, value), read, wanted, strict=True):

@@ -15,7 +15,7 @@ from support.gpu_batch import DIMS, Batch, several
 
 
 def masses(batch: Batch, query: torch.Tensor, sequence: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """float64 [kv_heads, tokens], summed over the query heads of each KV head, by plain softmax of what is stored."""
+    """Return float64 [kv_heads, tokens], summed over query heads, by plain softmax of stored tokens."""
     key = batch.read_back(sequence)[0].repeat_interleave(batch.ratio, 1)
     score = torch.einsum("hd,thd->ht", query[sequence].double(), key) * batch.scale
     if batch.softcap:
@@ -28,8 +28,10 @@ def masses(batch: Batch, query: torch.Tensor, sequence: int, sinks: torch.Tensor
 def weighed(
     batch: Batch, query: torch.Tensor, wanted: int = 1, times: int = 1, room: int | None = None
 ) -> torch.Tensor:
-    """What a step adds to a total of 3 of `room` stretches, one more than a sequence may have, and one sequence more,
-    `times` over."""
+    """Return the sums that a step adds to a total of 3, `times` over.
+
+    The total has `room` stretches, one more than a sequence may have, and one sequence more.
+    """
     plan, out = batch.plan(), torch.empty_like(query)
     batch.rotate(query, plan)
     batch.pages.decode(batch.table, batch.lens, plan, out)
@@ -43,7 +45,7 @@ def weighed(
 def assert_right(
     batch: Batch, query: torch.Tensor, total: torch.Tensor, times: int = 1, sinks: torch.Tensor | None = None
 ) -> None:
-    """Up to what float16 makes of a query, each stretch has its tokens' masses, and none has more."""
+    """Check that each stretch has its tokens' masses, up to the rounding of queries to float16."""
     size = stretch(batch.shape)
     wanted = torch.full(total.shape, 3.0, dtype=torch.float64)
     for i, length in enumerate(batch.lengths):

@@ -30,18 +30,18 @@ STEPS = (
     ({"a": 31, "b": 31, "c": 64}, False),
     ({"a": 1, "b": 1, "c": 1}, True),
 )
-"""New tokens of each sequence, and whether single ones are measured."""
+"""New tokens of each sequence, and True if single ones are measured."""
 
 
 def after_freeing(rng: random.Random, held: list[int], before: int) -> list[int]:
-    """As a scheduler: of the pages between sinks and window any go until the budget is kept."""
+    """Free random pages between sinks and window until the budget is kept, as a scheduler may."""
     between = [at for at in held if 1 <= at < BOUND.first_page(before, BLOCK)]
     gone = rng.sample(between, max(0, min(len(held) - BOUND.pages(BLOCK), len(between))))
     return [at for at in held if at not in gone]
 
 
 def attention(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """float64 [heads, tokens] of a query [heads, DIM] to keys [tokens, kv_heads, DIM]."""
+    """Return float64 [heads, tokens] of a query [heads, DIM] to keys [tokens, kv_heads, DIM]."""
     keys = key.repeat_interleave(HEADS // KV_HEADS, 1).double()
     return torch.einsum("hd,thd->ht", query.double(), keys).mul(DIM**-0.5).softmax(-1)
 
@@ -50,7 +50,7 @@ def attention(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
     cuda: Any, name: str, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether sequences are weighed together and a context in pieces or at once; freed pages are full of NaN."""
+    """Sequences are weighed together, and a context in pieces or at once; freed pages are full of NaN."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from kvpilot_runtime.bounded import heavy, heavy_cuda
@@ -85,7 +85,7 @@ def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
             held[s] = after_freeing(rng, had, before[s])
             for at in set(had) - set(held[s]):
                 engine.cache[blocks[s][at]] = 255
-                blocks[s][at] = -9  # nobody may look there
+                blocks[s][at] = -9  # must not be read
                 freed += 1
             last = (len(keys[s]) - 1) // BLOCK
             told[s] = (np.array(held[s], np.int64), first)
@@ -179,5 +179,5 @@ def test_layers_of_other_pages_are_refused(cuda: Any) -> None:
     from kvpilot_runtime.bounded import heavy
 
     builder = SimpleNamespace(device=torch.device("cuda"))
-    with pytest.raises(UnsupportedModelError, match="no pages but ours are weighed: KVPILOT_RETENTION"):
+    with pytest.raises(UnsupportedModelError, match="only kvpilot's pages are weighed: KVPILOT_RETENTION"):
         heavy.singles(builder, BLOCK, 5, 8)

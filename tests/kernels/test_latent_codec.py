@@ -1,4 +1,4 @@
-"""What a latent cache gives back: errors on entries as models make them, and the absorbed form itself."""
+"""Latent cache: errors on entries as models make them, and the absorbed form itself."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvpilot_formats.latent import ENTRY, RANK, ROPE, names, parse
 from kvpilot_kernels.latent.factors import LatentFactors
-from kvpilot_kernels.latent.reference import attend, round_trip, unabsorbed
+from kvpilot_kernels.latent.reference import attend, round_trip
 from support.latent_batch import generator, some_entries, some_factors
 
 seeds = st.integers(0, 2**31)
@@ -73,6 +73,27 @@ def test_zeros_come_back_as_zeros_and_a_constant_within_a_few_percent(name: str)
     assert torch.equal(round_trip(torch.zeros(1, ENTRY), fmt), torch.zeros(1, ENTRY, dtype=torch.float64))
     constant = torch.full((1, ENTRY), 0.37)
     assert (round_trip(constant, fmt) - constant).norm() < 0.05 * constant.norm()
+
+
+def unabsorbed(
+    query: torch.Tensor, entries: torch.Tensor, up_key: torch.Tensor, up_value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Return the same attention as the model defines it: each head's keys and values are computed from the latents.
+
+    Args:
+        query: [tokens, heads, nope + 64], before it is absorbed. entries: [context + tokens, 576].
+        up_key: [heads, nope, 512], W_UK. up_value: [heads, 512, value], W_UV. scale: factor on the scores.
+
+    Returns:
+        float64 [tokens, heads, value].
+    """
+    latent, rope = entries[:, :RANK].double(), entries[:, RANK:].double()
+    nope, q_rope = query[..., :-ROPE].double(), query[..., -ROPE:].double()
+    key = torch.einsum("td,hnd->htn", latent, up_key.double())
+    value = torch.einsum("td,hdv->htv", latent, up_value.double())
+    scores = (torch.einsum("ihn,htn->hit", nope, key) + torch.einsum("ihr,tr->hit", q_rope, rope)) * scale
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(entries.shape[0] - query.shape[0] + 1)
+    return torch.einsum("hit,htv->ihv", scores.masked_fill(future, -torch.inf).softmax(-1), value)
 
 
 @given(seeds, st.integers(1, 4), st.integers(0, 30), st.integers(1, 5), st.sampled_from([8, 24]))

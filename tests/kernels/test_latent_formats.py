@@ -1,4 +1,4 @@
-"""Formats of multi-head latent attention: what a page holds."""
+"""Formats of multi-head latent attention: the layout of a page."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Launches without Triton's Python launcher: what they count on in the installed Triton and in our kernels."""
+"""Launches without Triton's Python launcher: their assumptions about the installed Triton and about our kernels."""
 
 import ast
 import inspect
@@ -29,7 +29,7 @@ TENSORS = st.builds(
 
 
 def of_triton(x: Any) -> Any:
-    """Return what Triton's own launcher tells programs apart by."""
+    """Return the properties by which Triton's own launcher distinguishes programs."""
     return native_specialize_impl(CUDABackend, x, False, True, True)
 
 

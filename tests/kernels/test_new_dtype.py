@@ -1,4 +1,4 @@
-"""A dtype of known widths is one row of the table: pages on a CPU and on a GPU take it as they are."""
+"""A dtype of known widths is one row of the table: pages on a CPU and on a GPU serve it without other changes."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from support.gpu_batch import CPU, Batch, generator, poisoned
 
 @pytest.fixture(params=[("k8v2", 8, 2), ("k2v4", 2, 4)], ids=lambda row: row[0])
 def new(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> formats.Format:
-    """The table with a row more."""
+    """Return the format of an extra row in the table."""
     row = formats.own(*request.param, "made up")
     monkeypatch.setitem(formats.FORMATS, row.name, row)
     return row

@@ -15,7 +15,7 @@ SERVED = ["int8", "k8v4", "k4v4", "k4v2", "k2v2"]
 
 
 def poisoned(blocks: int, kv_heads: int, block_size: int, fmt: formats.Format, dim: int) -> torch.Tensor:
-    """A cache whose every byte is 0xFF: codes at their largest, and all scales NaN."""
+    """Return a cache whose every byte is 0xFF: codes at their largest, and all scales NaN."""
     return torch.full((blocks, kv_heads, block_size, fmt.row_bytes(dim)), 255, dtype=torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""The recent window on a CPU: the ring's layout as a contract, what it adds, and what it never does to others."""
+"""Recent window on a CPU: the ring's layout, its effect, and that it affects no other token."""
 
 import pytest
 import torch
@@ -103,7 +103,7 @@ def test_digits_lose_nothing(bits: int, dim: int, seed: int) -> None:
 
 
 def test_the_bytes_of_a_row_are_as_the_layout_says() -> None:
-    """By hand, from the formulas of `formats`."""
+    """Compute them by hand, from the formulas of `layouts`."""
     packed = torch.tensor([[1, 2, 9, 9, 255, 3, 9, 9]], dtype=torch.uint8)
     meta = torch.tensor([[-2, 7]], dtype=torch.int16)
     parts = [
@@ -131,7 +131,7 @@ def test_rows_of_another_token_have_other_tags(bits: int, dim: int, seed: int) -
 
 
 def test_rows_of_other_tokens_pass_no_more_often_than_their_bits_say() -> None:
-    """14 bits a side at head_dim 64: of 4 million pairs some 240 pass for a side, and none for both."""
+    """14 bits a side at head_dim 64: of 4 million pairs some 240 pass on one side, and none on both."""
     rng = generator(11)
     sides = []
     for _ in "kv":
@@ -160,7 +160,7 @@ def test_decode_reads_the_last_tokens_with_the_ring_and_the_others_without(
 def test_tokens_that_came_by_a_prefix_hit_are_read_from_their_pages_whatever_the_ring_held(
     name: str, lengths: list[int], recent: int, hit: int, seed: int
 ) -> None:
-    """Every ring block is another sequence's first: stale rows at the same positions, then the true ones in chunks."""
+    """Ring blocks have another sequence's rows first: stale ones at the same positions, then the true ones."""
     s = Sequences(name, 64, lengths, recent, seed)
     s.poison_rings()
     for i, n in enumerate(lengths):

@@ -1,15 +1,15 @@
-"""The codecs of the accuracy table: what they take, and how far off they are on rows whose answer is known."""
+"""Codecs of the accuracy table: their size, and their error on rows with a known answer."""
 
 import pytest
 import torch
 
+from benchmarks.accuracy.rivals import plain
+from benchmarks.accuracy.rivals.kivi import kivi
+from benchmarks.accuracy.rivals.kvarn import kvarn, normalise
+from benchmarks.accuracy.rivals.turboquant import lloyd_max, turboquant
 from kvpilot_formats import formats
-from kvpilot_kernels.reference import plain
 from kvpilot_kernels.reference.codec import Codec
-from kvpilot_kernels.reference.kivi import kivi
-from kvpilot_kernels.reference.kvarn import kvarn, normalise
 from kvpilot_kernels.reference.own import own
-from kvpilot_kernels.reference.turboquant import lloyd_max, turboquant
 
 OURS = [own(formats.parse(name)) for name in ("int8", "k8v4", "k4v4", "k4v2", "k2v2")]
 RIVALS = [

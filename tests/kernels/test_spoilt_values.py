@@ -1,4 +1,4 @@
-"""A stored value that is not a number: every answer that attends to it is NaN, every other one keeps its bits."""
+"""A stored value that is NaN: every answer that attends to it is NaN, and all others keep their bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ counts = st.sampled_from([None, [1, 1], [4, 2], [7, 5]])
 
 def restore(pages: GpuPages, key: torch.Tensor, value: torch.Tensor, slot: torch.Tensor, at: int,
             element: float | None, ring_slot: torch.Tensor | None = None) -> None:  # fmt: skip
-    """Store one token again by the GPU's kernel, as it is or with one element of its second KV head's value spoilt."""
+    """Store one token again by the GPU's kernel, unchanged or with one spoilt element of its second KV head's value."""
     value = value.clone()
     if element is not None:
         value[0, 1, at % value.shape[-1]] = element
@@ -44,7 +44,7 @@ def assert_seen_by_its_readers_alone(whole: torch.Tensor, out: torch.Tensor, row
 
 
 def rows_of(step: list[int] | None) -> tuple[list[int], int]:
-    """Tokens that each row of the first sequence sees, and rows in all."""
+    """Return the tokens that each row of the first sequence sees, and the number of rows."""
     first = 1 if step is None else step[0]
     return list(range(LENGTHS[0] - first + 1, LENGTHS[0] + 1)), 2 if step is None else sum(step)
 

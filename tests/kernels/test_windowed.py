@@ -1,4 +1,4 @@
-"""Attention that reads recent tokens better than the rest: by its definition, query by query."""
+"""Attention with a recent window, compared with its definition, query by query."""
 
 from __future__ import annotations
 

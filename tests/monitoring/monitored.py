@@ -19,7 +19,7 @@ from panels import RULES
 from kvpilot_localcluster import procs
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.cluster import LocalCluster
-from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.definitions import define
 from kvpilot_localcluster.rest import HANGS, until
 from kvpilot_localcluster.toolbox.promtool import prometheus
 from kvpilot_smallmodels.models import tiny_llama
@@ -185,7 +185,7 @@ class Monitored:
             await asyncio.to_thread(cluster.stop)
 
     def _install(self) -> None:
-        directly(self.rest, [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "crds").glob("*.yaml"))])
+        define(self.rest, [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "crds").glob("*.yaml"))])
         for name in (OPERATOR, NAMESPACE):
             self.rest.create("/api/v1/namespaces", {"metadata": {"name": name}})
             account = f"/api/v1/namespaces/{name}/serviceaccounts/default"

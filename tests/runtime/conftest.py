@@ -1,4 +1,4 @@
-"""No hub here: its client is to say so at once. And one thread, as the engines under test have: see tests/kernels."""
+"""Setting of the runtime's tests: no hub, so its client fails at once, and one thread (see tests/kernels)."""
 
 import os
 
@@ -13,5 +13,5 @@ torch.set_num_threads(1)
 def _asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no test's dtype reach the processes that a later test starts."""
     for variable in ("KVPILOT_DTYPE", "KVPILOT_SERVE"):
-        monkeypatch.setenv(variable, "")  # so that it is as before afterwards
+        monkeypatch.setenv(variable, "")  # to restore it afterwards
         monkeypatch.delenv(variable)

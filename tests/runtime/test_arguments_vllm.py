@@ -1,4 +1,4 @@
-"""Our parser of vLLM's arguments beside vLLM's own: the same table, and the same reading of any list of arguments."""
+"""Our parser of vLLM's arguments against vLLM's own: the same table, and the same reading of any arguments."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TABLE: dict[str, Any] = vllm_arguments.table(REAL)
 
 
 class Seen(Action):
-    """Keeps what argparse found, whatever its type."""
+    """Action that keeps argparse's values, of any type."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         assert option_string is not None
@@ -46,7 +46,7 @@ class Seen(Action):
 
 
 def recording() -> FlexibleArgumentParser:
-    """vLLM's parser class with the names and counts of vLLM's options, and without their types."""
+    """Return vLLM's parser class with the names and counts of vLLM's options, without their types."""
     parser = FlexibleArgumentParser(prog="vllm serve", add_help=False)
     parser.add_argument("model_tag", nargs="?")
     for action in REAL._actions:
@@ -61,7 +61,7 @@ NAMES = {name: DEST.get(name) or next(a.dest for a in REAL._actions if name in a
 
 
 def theirs(arguments: list[str]) -> list[tuple[str, tuple[str, ...], bool]] | None:
-    """Return what vLLM's parser takes from the arguments; None where it refuses them."""
+    """Return the options that vLLM's parser reads; None if it refuses them."""
     RECORDING.seen = []
     try:
         with redirect_stderr(StringIO()):

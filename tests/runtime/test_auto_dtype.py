@@ -1,4 +1,4 @@
-"""`auto` held against the pinned vLLM: the dtype that a checkpoint makes of it, and the size of the cache."""
+"""`auto` against the pinned vLLM: the dtype that it becomes for a checkpoint, and the size of the cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LLAMA = {
 
 
 def written() -> list[dict[str, Any]]:
-    """Objects in every form that checkpoints have them, and in some that they should not have."""
+    """Return objects in every form in which checkpoints have them, and in some invalid ones."""
     found: list[dict[str, Any]] = []
     for method, scheme, algorithm in itertools.product(METHODS, SCHEMES, SCHEMES):
         if not (method in ("fp8", "awq") or isinstance(scheme, str)):

@@ -1,4 +1,4 @@
-"""Batches of a cache with a bound: what each new token attends to, as pieces of a batch and through the CPU backend."""
+"""Batches of a bounded cache: the tokens that each new one attends to, in pieces and through the CPU backend."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from kvpilot_runtime.errors import UnsupportedModelError
 
 BOUNDS = st.builds(SinksAndWindow, st.integers(1, 40), st.integers(1, 100))
 SEQUENCES = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 80)), min_size=1, max_size=5)
-"""Tokens that were stored before, and new ones."""
+"""Numbers of stored and of new tokens."""
 
 
 def attended(bound: SinksAndWindow, page: int, position: int) -> set[int]:
-    """By the documents' words: the sinks in whole pages, and the window in whole pages, up to the token itself."""
+    """Return the pages by docs/retention.md: the sinks and the window in whole pages, up to the token itself."""
     sinks = range(-(-bound.sinks // page) * page)
     window = range(max(0, position - bound.window + 1) // page * page, position + 1)
     return {p for p in (*sinks, *window) if p <= position}
 
 
 def batch(sequences: list[tuple[int, int]], table: torch.Tensor, **more: Any) -> CommonAttentionMetadata:
-    """A batch of vLLM's; `table`: int32 [sequences, blocks]."""
+    """Return a batch of vLLM's; `table`: int32 [sequences, blocks]."""
     new = torch.tensor([n for _, n in sequences])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)]).int()
     lens = torch.tensor([context + n for context, n in sequences], dtype=torch.int32)

@@ -1,6 +1,6 @@
 """A real engine whose cache keeps sinks and a window: answers are those of that mask, and pages are really freed.
 
-The pool is smaller than a stream, prompts come in chunks, requests are preempted and begin anew, and what is freed is
+The pool is smaller than a stream, prompts come in chunks, requests are preempted and restart, and freed pages are
 overwritten at once.
 """
 
@@ -29,7 +29,7 @@ BLOCKS = {"auto": 12, "k4v4": 20}
 
 
 def seen(page: int) -> Callable[[int], torch.Tensor]:
-    """The mask that docs/retention.md says."""
+    """Return the mask of docs/retention.md."""
 
     def mask(length: int) -> torch.Tensor:
         query, key = torch.arange(length)[:, None], torch.arange(length)[None]
@@ -39,7 +39,7 @@ def seen(page: int) -> Callable[[int], torch.Tensor]:
 
 
 def asked(dtype: str, **more: object) -> Asked:
-    """Unlike requests beside each other in a pool that is too small for them; then a prompt, and one that goes on."""
+    """Return different requests at once in a pool that is too small for them; then a prompt, and its continuation."""
     rng = random.Random(20261122)
     prompts = [[rng.randrange(3, 49152) for _ in range(length)] for length in (150, 20, 260, 7, 90, 12, 200)]
     rounds = [prompts[:-1], [prompts[-1]], [[*prompts[-1], *prompts[1]], prompts[0]]]
@@ -52,7 +52,7 @@ def asked(dtype: str, **more: object) -> Asked:
 
 
 def unsound(what: Asked, told: Told, oracle: Oracle) -> list[tuple[int, float]]:
-    """Requests whose answer is not the best by attention with the mask, up to rounding."""
+    """Return requests whose answer is not the best by attention with the mask, up to rounding."""
     pairs = list(zip(chain(*what.rounds), chain(*told.answers), strict=True))
     below = [max(oracle.shortfalls(prompt, answer)) for prompt, answer in pairs]
     suspects = [i for i, most in enumerate(below) if not most <= SLACK]
@@ -77,7 +77,7 @@ def test_answers_are_those_of_sinks_and_window_whatever_happened_to_a_request(
     # A request holds the sinks' page, the window and a step, wherever a page begins; the longest stream has 407 tokens.
     assert told.held <= 1 + -(-(BOUND.window - 1 + 48) // page) + 1
     assert told.blocks * page < 407
-    # What vLLM says of its capacity: as many requests of 640 tokens as what they keep has room for.
+    # vLLM's capacity: as many requests of 640 tokens as fit with the tokens that they keep.
     assert told.concurrency == pytest.approx(told.blocks / (1 + -(-(BOUND.window - 1 + 48) // page) + 1), rel=0.1)
     bound = f'budget_tokens="",page_tokens="{page}",policy="SinksAndWindow",sink_tokens="4",window_tokens="64"'
     assert f"kvpilot_retention_info{{{bound}}} 1.0" in told.metrics
@@ -98,7 +98,7 @@ def test_a_freed_page_that_was_read_would_show() -> None:
 
 
 def test_kvpilot_serve_serves_a_stream_that_its_cache_could_not_hold(tmp_path: Path) -> None:
-    """As the operator asks for it, which always names the sliding-window layers, too."""
+    """The operator always names the sliding-window layers too."""
     options = [
         "--retention=SinksAndWindow", "--retention-sink-tokens=4", "--retention-window-tokens=64", "--block-size=16",
         "--num-gpu-blocks-override=20", "--kv-cache-memory-bytes=64M", "--max-num-batched-tokens=64", "--dtype=float32",

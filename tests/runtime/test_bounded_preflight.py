@@ -1,4 +1,4 @@
-"""What kvpilot-serve makes of --retention: its values, what does not go with it by name, the memory that it takes."""
+"""`--retention` in kvpilot-serve: its values, options that it refuses by name, and its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's own cache manager with a bound: what it frees and admits, finds in the prefix cache, and says of capacity."""
+"""vLLM's cache manager with a bound: freed pages, admission, prefix hits and capacity."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def request(name: str, tokens: list[int]) -> Request:
 
 
 def held(kv: KVCacheManager, name: str) -> list[int]:
-    """Places in a request's table that have a page."""
+    """Return the places in a request's table that have a page."""
     (one,) = kv.coordinator.single_type_managers
     return [i for i, block in enumerate(one.req_to_blocks[name]) if not block.is_null]
 
 
 def compute(kv: KVCacheManager, asked: Request, tokens: int, cached: Any = None, hit: int = 0) -> bool:
-    """One step of `tokens` for a request; whether it had room."""
+    """Run one step of `tokens` for a request; return True if it had room."""
     found = kv.allocate_slots(asked, tokens, hit, cached)
     if found is None:
         return False

@@ -1,4 +1,4 @@
-"""A model that is broken in any way ends kvpilot-serve with one JSON line and exit code 78, never with a traceback."""
+"""A broken model ends kvpilot-serve with one JSON line and exit code 78, never with a traceback."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ values = st.recursive(
 
 
 class BecameError(Exception):
-    """kvpilot-serve would have become vLLM."""
+    """Signal that kvpilot-serve would have become vLLM."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def on_a_gpu() -> Iterator[None]:
-    """A machine with eight H200, where nothing is started."""
+    """Pretend that this machine has eight H200, and start nothing."""
 
     def become(*_: Any) -> None:
         raise BecameError
@@ -45,7 +45,7 @@ def on_a_gpu() -> Iterator[None]:
 
 @st.composite
 def broken(draw: st.DrawFn) -> str:
-    """The text of a published config.json with fields that are gone or anything at all, or cut short."""
+    """Draw the text of a published config.json with missing or arbitrary fields, or truncated."""
     config = copy.deepcopy(draw(st.sampled_from(CORPUS))["config"])
     parts = [config, *(value for value in config.values() if isinstance(value, dict))]
     for _ in range(draw(st.integers(0, 3))):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 def write_factors(model: Path, file: Path) -> list[Factors]:
-    """Factors that move answers: means of half the data's spread, all of it for the first key, scales to twice."""
+    """Write factors that change answers: means of half the data's spread (all for the first key), scales to twice."""
     facts, rng = factors_file.ModelFacts.read(model), torch.Generator().manual_seed(3)
     shape = (facts.kv_heads, facts.head_dim)
 

@@ -1,4 +1,4 @@
-"""What engines compiled, kept on a claim: whole or not at all, for its own kind of engine, and in nobody's way."""
+"""Compiled code on a claim: whole or not at all, for its own kind of engine, without ever stopping a start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ARGUMENTS = ["/models/m", "--kv-cache-dtype=k4v4", "--host=0.0.0.0", "--port=800
 
 
 def prepared(home: Path, store: object, **more: str) -> tuple[dict[str, str], list[str] | None, list[str]]:
-    """What `prepare` returns for a pod with this home, and its warnings."""
+    """Return the result of `prepare` for a pod with this home, and its warnings."""
     said: list[str] = []
     environment = {"HOME": str(home), compiled.VARIABLE: str(store), **more}
     variables, command = compiled.prepare(ARGUMENTS, environment, lambda reason, text: said.append(f"{reason} {text}"))
@@ -33,7 +33,7 @@ def prepared(home: Path, store: object, **more: str) -> tuple[dict[str, str], li
 
 @pytest.fixture
 def new_pod(tmp_path: Path) -> Callable[[], Path]:
-    """Empties the pod's home, which is at the same path in every pod."""
+    """Return a function that empties the pod's home, whose path is the same in every pod."""
 
     def made() -> Path:
         home = tmp_path / "home"
@@ -132,7 +132,7 @@ arguments = [str(os.getpid()), {str(tmp_path)!r}, {str(tmp_path / "compiled-1.ta
 beside = subprocess.Popen([sys.executable, "-m", "kvpilot_runtime.compiled", *arguments], stdin=subprocess.DEVNULL)
 os.kill(os.getpid(), 9)
 """
-    # Whatever is left of them holds the pipe.
+    # A process that is left would hold the pipe.
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=SECONDS)
     assert done.returncode == -signal.SIGKILL
 
@@ -213,7 +213,7 @@ def test_a_file_in_its_place_is_told_once_and_the_engine_compiles(tmp_path: Path
     assert command is None
     assert "VLLM_CACHE_ROOT" in variables
     assert len(said) == 1
-    assert "goes with its pod" in said[0]
+    assert "is lost with its pod" in said[0]
     assert (tmp_path / "claim").read_text() == "mine"
 
 
@@ -226,7 +226,7 @@ def test_a_home_that_cannot_be_written_to_leaves_everything_as_it_was(tmp_path: 
 
 @pytest.fixture(scope="module")
 def mounts() -> Iterator[list[str]]:
-    """What begins a command that may mount file systems of its own."""
+    """Yield the beginning of a command that may mount its own file systems."""
     begin = ["unshare", "--user", "--map-root-user", "--mount"]
     tried = subprocess.run([*begin, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, timeout=SECONDS)
     if tried.returncode:

@@ -1,4 +1,4 @@
-"""An archive of what engines compiled: whole or not at all, whoever else writes, and nothing outside its folder."""
+"""Archive of compiled code: whole or not at all with any other writers, and nothing outside its folder."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_folder_that_goes_while_it_is_looked_at_is_kept_under_its_next_name(
 
 
 def contend(folder: Path, archive: Path, content: bytes, rounds: int) -> None:
-    """A pod that writes its archive so many times."""
+    """Write the archive so many times, as a pod does."""
     write(folder, {f"{i}.so": content * 1000 for i in range(20)})
     for _ in range(rounds):
         assert compiled.pack(folder, archive)

@@ -1,4 +1,4 @@
-"""Real vLLM that compiles: what one pod compiled, the next one runs."""
+"""Real vLLM that compiles: the next pod runs code that one pod compiled."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvpilot_smallmodels.models import tiny_llama
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
 PROMPT = [7] * 8
 Files = dict[str, tuple[str, int]]
-"""Of each file below a folder: its hash, and when it was written, in ns."""
+"""Hash and time of writing, in ns, of each file below a folder."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """One pod's life: what it answered, its log, what it had compiled or unpacked, seconds until it was ready."""
+    """Life of one pod: its answer, its log, its compiled or unpacked files, and seconds until it was ready."""
 
     tokens: list[int]
     log: str
@@ -31,7 +31,7 @@ class Start:
 
 
 def pod(folder: Path, claim: Path, dtype: str) -> Start:
-    """An engine with an empty home and code on `claim`, until everything that it has is there."""
+    """Run an engine with an empty home and code on `claim`, until all its files are there."""
     home, logs = folder / "home", folder / f"logs-{time.monotonic_ns()}"
     home.mkdir()
     logs.mkdir()
@@ -61,7 +61,7 @@ def files(folder: Path) -> Files:
 
 
 def kept(claim: Path) -> set[str]:
-    """The names of what is on the claim."""
+    """Return the names of the files on the claim."""
     names: set[str] = set()
     for archive in claim.glob("compiled-*.tar"):
         with tarfile.open(archive) as tar:
@@ -77,7 +77,7 @@ def test_a_second_pod_runs_what_the_first_compiled_and_adds_nothing(tmp_path: Pa
     print(f"{dtype}: ready after {first.seconds:.1f} s, then {second.seconds:.1f} s, {len(first.files)} files")
     programs = [name for name in first.files if name.endswith(".so")]
     assert len(programs) > 5
-    # With the times of the first pod's: not compiled again, and nothing that the archive would be written again for.
+    # The times are those of the first pod: nothing was compiled again, and nothing changes the archive.
     (archive,) = claim.glob("compiled-*.tar")
     (tmp_path / "look").mkdir()
     assert compiled.unpack(archive, tmp_path / "look", pytest.fail)

@@ -1,4 +1,4 @@
-"""The start-up contract: a vLLM of any version is served where it has what we stand on, and else the part is named."""
+"""Contract at start: a vLLM that has all parts is served, and a missing part is named."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.metadata
 import logging
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +25,7 @@ from kvpilot_localcluster.engines.real import engine
 from kvpilot_operator.observe.page import VLLM_DTYPES
 from kvpilot_runtime import plugin
 from kvpilot_runtime.errors import UnsupportedEngineError
-from kvpilot_runtime.vllm_api import compat, contract, hooks
+from kvpilot_runtime.vllm_api import contract, hooks
 from kvpilot_runtime.vllm_api.vllm_parts import PARTS, Broken, Feature, Part, unlike
 from kvpilot_smallmodels.models import tiny_llama
 from support import forked_serve
@@ -34,12 +35,13 @@ pytestmark = pytest.mark.timeout(1800)
 ON_CPU = [part for part in PARTS if part.platform in ("", "cpu") and not part.wrong()]
 LAYER = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="k4v4", block_size=None)
 AHEAD = "0.99.0+cpu"
+REMEDY = "supported are 0.32 on a CPU; 0.32, 0.33 on a GPU; use a runtime image with vllm 0.32"
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test looks at vLLM anew, in an environment in which nobody has warned."""
-    monkeypatch.setenv(contract.TOLD, "")  # so that it is as before afterwards
+    """Check vLLM again in each test, in an environment without earlier warnings."""
+    monkeypatch.setenv(contract.TOLD, "")  # to restore it afterwards
     monkeypatch.delenv(contract.TOLD)
     monkeypatch.setattr(contract.log, "propagate", True)
     looked_at = contract.broken
@@ -49,7 +51,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def owner(part: Part) -> tuple[Any, str]:
-    """Where a part hangs, and its name there."""
+    """Return the object that has a part, and the part's name there."""
     module, _, name = part.path.partition(":")
     *above, last = name.split(".")
     return functools.reduce(getattr, above, importlib.import_module(module)), last
@@ -59,9 +61,9 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _name: version)
 
 
-def test_the_installed_vllm_has_every_part_but_rings_before_0_30() -> None:
-    assert not [one for one in contract.broken("cpu") if one.part.feature is not Feature.WINDOW]
-    assert contract.has_rings() == (compat.vllm_version() >= (0, 30))
+def test_the_installed_vllm_has_every_part() -> None:
+    assert not contract.broken("cpu")
+    assert contract.has(Feature.WINDOW)
 
 
 @pytest.mark.parametrize("part", [part for part in ON_CPU if "." not in part.path.split(":")[1]], ids=str)
@@ -78,7 +80,7 @@ def test_a_part_with_other_parameters_is_named(part: Part, monkeypatch: pytest.M
     above, name = owner(part)
 
     def other(self: Any, first: Any) -> None:
-        """Takes what nobody gives."""
+        """Take an argument that vLLM does not pass."""
 
     monkeypatch.setattr(above, name, other)
     (found,) = [one for one in contract.broken("cpu") if one.part is part]
@@ -121,41 +123,47 @@ def test_pages_of_another_size_than_a_backend_says_are_seen(monkeypatch: pytest.
     ]
 
 
-@pytest.mark.parametrize("version", ["0.34.0", "0.27.1+cpu", "1.2.3", "dev"])
-def test_a_version_that_nobody_tried_is_served_with_one_warning(
+@pytest.mark.parametrize("version", ["0.34.0", "1.2.3", "dev"])
+def test_a_newer_version_is_served_with_one_warning(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     installed(monkeypatch, version)
     with caplog.at_level(logging.WARNING):
         plugin.serve_dtype("k4v4")
         plugin.serve_dtype("k4v4")
-    (said,) = [r.getMessage() for r in caplog.records if "with kvpilot" in r.getMessage()]
-    assert f"vllm {version} was not tried with kvpilot; on a CPU 0.28, 0.30, 0.32 ran" in said
-    assert "all is as it was" in said
+    (said,) = [r.getMessage() for r in caplog.records if "not supported" in r.getMessage()]
+    assert said.startswith(f"vllm {version} is not supported on a CPU; {REMEDY}")
+    assert "none differs" in said
     assert CpuPlatform.get_attn_backend_cls(None, LAYER, 4) == "kvpilot_runtime.backends.cpu.K4V4Backend"
 
 
 @pytest.mark.parametrize(
     ("version", "platform", "said"),
     [
-        ("0.28.0", "cpu", ""),
         ("0.32.0+cpu", "cpu", ""),
         ("0.32.0", "cuda", ""),
         ("0.33.0", "cuda", ""),
-        ("0.30.0", "cuda", "was run on a CPU alone with kvpilot; on a GPU 0.32, 0.33 ran"),
-        ("0.33.1", "cpu", "was run on a GPU alone with kvpilot; on a CPU 0.28, 0.30, 0.32 ran"),
-        ("0.31.0", "cuda", "was not tried with kvpilot; on a GPU 0.32, 0.33 ran"),
+        ("0.33.1", "cpu", "vllm 0.33.1 is not supported on a CPU"),
+        ("0.34.0", "cuda", "vllm 0.34.0 is not supported on a GPU"),
     ],
 )
-def test_a_warning_tells_how_far_a_version_was_tried_on_this_platform(
+def test_a_warning_names_the_version_the_supported_ones_and_the_remedy(
     version: str, platform: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     installed(monkeypatch, version)
     with caplog.at_level(logging.WARNING):
         contract.tell((), platform)
     assert [r.getMessage() for r in caplog.records] == (
-        [f"vllm {version} {said}; of what kvpilot uses of it, all is as it was"] if said else []
+        [f"{said}; {REMEDY} (of the parts that kvpilot uses, none differs)"] if said else []
     )
+
+
+@pytest.mark.parametrize("version", ["0.31.0+cpu", "0.28.0"])
+def test_an_older_version_is_refused_by_name(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, version)
+    words = re.escape(f"'k4v4' needs vLLM 0.32 or newer (here is {version}); use --kv-cache-dtype auto, or a runtime")
+    with pytest.raises(UnsupportedEngineError, match=words):
+        plugin.serve_dtype("k4v4")
 
 
 def broken_in(feature: Feature) -> tuple[Broken, ...]:
@@ -201,9 +209,9 @@ def test_an_engines_end_that_is_not_as_it_was_is_told_and_no_dtype_is_blamed(cap
 
 
 def test_a_vllm_that_does_not_say_where_images_are_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert contract.has_images()
+    assert contract.has(Feature.IMAGES)
     monkeypatch.setattr(contract, "broken", lambda _platform: broken_in(Feature.IMAGES))
-    assert not contract.has_images()
+    assert not contract.has(Feature.IMAGES)
 
 
 @pytest.mark.parametrize("feature", [Feature.NAMES, Feature.LAYERS])
@@ -228,7 +236,7 @@ def register():
 
 
 def another_vllm(folder: Path, version: str, plugin_source: str = "") -> dict[str, str]:
-    """An environment in which the installed vLLM says that it has this version, and loads another plugin of its own."""
+    """Return an environment in which the installed vLLM has this version, and loads another plugin."""
     info = folder / f"vllm-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
@@ -240,7 +248,7 @@ def another_vllm(folder: Path, version: str, plugin_source: str = "") -> dict[st
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], str]]:
-    """What two engines of a version to come answered, and their logs: one as ours, and one with keys for values."""
+    """Return the answers and logs of two engines of a later version: one unchanged, one that swaps keys and values."""
 
     def run(name: str, start: Any, source: str, more: dict[str, str]) -> tuple[list[int], str]:
         folder = tmp_path_factory.mktemp(name)
@@ -268,7 +276,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[in
 def test_an_engine_of_a_version_to_come_serves_and_warns_once(engines: dict[str, tuple[list[int], str]]) -> None:
     answer, log = engines["served"]
     assert len(answer) == 4, log[-3000:]
-    assert log.count(f"vllm {AHEAD} was not tried with kvpilot") == 1
+    assert log.count(f"vllm {AHEAD} is not supported on a CPU") == 1
 
 
 def test_an_engine_whose_pages_come_back_wrong_is_refused_by_name(engines: dict[str, tuple[list[int], str]]) -> None:

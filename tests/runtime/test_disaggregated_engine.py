@@ -1,7 +1,7 @@
-"""Two real engines, one of which prefills for the other by NIXL: pages come as they left, and answers are the codec's.
+"""Two real engines, one of which prefills for the other by NIXL: pages arrive unchanged, and answers are the codec's.
 
-Both find their factors by themselves. Free blocks are full of others' rows, so that what did not travel would be seen.
-It runs where the package `nixl` is installed.
+Both calibrate themselves. Free blocks are full of others' rows, to reveal missing transfers. It runs if the package
+`nixl` is installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK, LONGEST, TOGETHER = 16, 192, 5
 
 
 def engine(role: str, dtype: str = "k4v4", recent: str = "", **options: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Options and variables of an engine; by default with the window of its dtype and factors of its own finding."""
+    """Return options and variables of an engine; by default with its dtype's window and calibrated at start."""
     transfer = {
         "kv_connector": "NixlConnector", "kv_role": role, "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"kv_lease_duration": 3600},
@@ -43,19 +43,19 @@ def engine(role: str, dtype: str = "k4v4", recent: str = "", **options: Any) -> 
 
 
 def room(dtype: str, recent: str = "") -> int:
-    """Blocks for as many prompts as are left together, which the first engine keeps until all of them are read."""
+    """Return the blocks for the prompts that are left together, which the first engine keeps until all are read."""
     window = 0 if recent else window_of(dtype)
     ring = formats.parse(dtype).ring_blocks(window, 64, BLOCK) if window else 0
     return TOGETHER * (LONGEST // BLOCK + ring)
 
 
 def window_of(dtype: str) -> int:
-    """Tokens of a dtype's own window in these engines."""
+    """Return the tokens of a dtype's own window in these engines."""
     return formats.parse(dtype).recent_tokens(None, LONGEST + 64)
 
 
 class Pair:
-    """An engine that prefills and one that decodes, and all that they did: judged by an oracle of their model."""
+    """Engine that prefills and one that decodes, with their history, judged by an oracle of their model."""
 
     def __init__(self, prefill: Apart, decode: Apart, dtype: str, window: int) -> None:
         self.prefill, self.decode, self.dtype = prefill, decode, dtype
@@ -66,7 +66,7 @@ class Pair:
         self.judged, self.free = 0, room(dtype, "" if window else "0")
 
     def prompts(self, count: int) -> list[list[int]]:
-        """Random ones; many begin alike, and none is another's beginning."""
+        """Return random prompts; many begin alike, and none is a prefix of another."""
         found = []
         for _ in range(count):
             prefix = [] if self.rng.random() < 0.4 else self.rng.choice(self.shared)[: self.rng.randint(16, 100)]
@@ -77,7 +77,7 @@ class Pair:
     def serve(
         self, engine: Apart, prompts: list[list[int]], params: list[Any], left: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """An engine's answers, each to a prompt that was `left` for it, if any were."""
+        """Return an engine's answers, each to a prompt that was `left` for it, if any were."""
         tokens = [1 if one is LEAVE else self.rng.randint(4, 24) for one in params]
         found = engine.ask("serve", prompts=prompts, tokens=tokens, params=params)
         first, answers = len(self.told.answers[0]), [one["answer"] for one in found["outputs"]]
@@ -105,21 +105,21 @@ class Pair:
         return list(found["outputs"])
 
     def name(self, engine: Apart, block: int) -> int:
-        """A block of one of the engines, among those of both."""
+        """Return a number for a block of one of the engines, unique among both."""
         return block * 2 + (engine is self.prefill)
 
     def leave(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
-        """What the one engine says of prompts that it has read for the other."""
+        """Return the transfer parameters of prompts that one engine has prefilled for the other."""
         for one in (self.prefill, self.decode):
             self.poisoned += one.ask("poison", seed=self.rng.randrange(2**30))["poisoned"]
         return self.serve(self.prefill, prompts, [LEAVE] * len(prompts), [])
 
     def come(self, prompts: list[list[int]], left: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The other engine's answers."""
+        """Return the other engine's answers."""
         return self.serve(self.decode, prompts, [one["params"] for one in left], left)
 
     def assert_answers(self) -> None:
-        """All that were given so far are the codec's, each with the window that its engine's steps had."""
+        """Check that all answers so far are the codec's, each with the window of its engine's steps."""
         ranks = [[Factors(*map(torch.tensor, layer)) for layer in rank] for rank in self.decode.started["factors"]]
         names = Factors.__dataclass_fields__
         factors = [
@@ -132,7 +132,7 @@ class Pair:
 
 
 def pair(dtype: str, recent: str = "", roles: tuple[str, str] = ("kv_producer", "kv_consumer"), **options: Any) -> Any:
-    """Two engines, made for a `with`."""
+    """Return two engines, for a `with`."""
     return engines(tiny_llama(), *(engine(role, dtype, recent, **options) for role in roles))
 
 
@@ -143,12 +143,12 @@ def both() -> Iterator[Pair]:
 
 
 def rows(pairs: list[tuple[int, int]]) -> int:
-    """Copies that bring blocks of the one engine to those of the other: NIXL joins neighbours that stay neighbours."""
+    """Count the copies that bring one engine's blocks to the other's: NIXL merges neighbours that stay neighbours."""
     return sum((h - 1, a - 1) != before for (h, a), before in zip(pairs, [None, *pairs], strict=False))
 
 
 def assert_pages_and_answers(both: Pair, rounds: int, ranks: int = 1, regions: int = 1) -> dict[str, int]:
-    """Of random requests, all of which are read for, from so many places for each block."""
+    """Check random requests, all of which are read by transfer, from so many regions per block."""
     copies = both.decode.ask("copies")
     seen = {"requests": 0, "blocks": 0, "found at prefill": 0, "found at decode": 0}
     for _ in range(rounds):
@@ -249,13 +249,13 @@ def test_a_layout_that_is_asked_for_by_name_is_served_and_one_that_the_other_has
 
 
 def hash_of(one: Apart) -> str:
-    """Of an engine's factors, by its metrics."""
+    """Return the hash of an engine's factors, from its metrics."""
     line = next(line for line in one.started["metrics"] if line.startswith("kvpilot_calibration_info"))
     return str(line.split('hash="')[1].split('"')[0])
 
 
 def refused(both: Pair, other: Apart) -> str:
-    """What an engine says that gets blocks of one of other terms; it computes what it was sent."""
+    """Return the message of an engine that gets blocks of other terms; it computes the prompt itself."""
     stranger = Pair(both.prefill, other, both.dtype, both.window)
     both.prefill.ask("lease", seconds=0.2)
     left = both.leave(prompts := both.prompts(3))

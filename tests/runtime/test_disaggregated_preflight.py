@@ -1,4 +1,4 @@
-"""What preflight and our backend say of pages that travel, by NIXL and LMCache: in which forms, and beside what."""
+"""Refusals of preflight and backend for pages that travel by NIXL or LMCache."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from kvpilot_runtime.config import options
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.preflight.check import check
 from kvpilot_runtime.preflight.request import Request
-from kvpilot_runtime.transfer import disaggregated
-from kvpilot_runtime.transfer.terms import Terms
+from kvpilot_runtime.transfer.terms import Terms, short
 from kvpilot_runtime.vllm_api import compat
 from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama
 from support.preflights import asked, refusal
@@ -40,7 +39,7 @@ ONE_BATCH = {"enable_dbo": False, "ubatch_size": 0}
 
 @pytest.fixture(autouse=True)
 def _package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the packages are installed; nothing here imports them."""
+    """Pretend that the packages are installed; nothing here imports them."""
     find, version = importlib.util.find_spec, importlib.metadata.version
     packages = ("nixl", "lmcache")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: find("json" if name in packages else name, *a))
@@ -48,7 +47,7 @@ def _package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def transferring(transfer: dict[str, Any], *more: str, dtype: str = "k4v4", model: str | None = None) -> Request:
-    """Such a transfer, beside other arguments."""
+    """Return a request with such a transfer and other arguments."""
     return asked(*more, "--kv-transfer-config", json.dumps(transfer), dtype=dtype, model=model)
 
 
@@ -113,7 +112,7 @@ def assert_refused(transfer: dict[str, Any], what: str) -> None:
 
 
 def engine(transfer: dict[str, Any], **more: Any) -> SimpleNamespace:
-    """What an engine with a connector is configured with, as far as our backend looks at it."""
+    """Return the configuration of an engine with a connector, as far as our backend reads it."""
     same = {
         "cache_config": SimpleNamespace(cache_dtype="k4v4", kv_cache_dtype_skip_layers=[]),
         "compilation_config": SimpleNamespace(static_forward_context={}),
@@ -237,7 +236,7 @@ def told(tokens: int = 40, **changes: Any) -> dict[str, Any]:
 def test_a_prompt_is_read_only_where_all_of_it_is_there_and_nothing_else(
     params: dict[str, Any], what: str | None
 ) -> None:
-    found = disaggregated.short(params, 40, [3, 2])
+    found = short(params, 40, [3, 2])
     assert found is None if what is None else what in (found or "")
 
 

@@ -1,6 +1,6 @@
-"""A real engine whose offloaded pages go on from host memory to a disk: they return as they left, whatever it does.
+"""A real engine whose offloaded pages go on from host memory to a disk: they return unchanged, whatever the disk does.
 
-Host memory holds a fraction of the conversations that go on, and the GPU's cache less.
+Host memory holds a fraction of the ongoing conversations, and the GPU's cache less.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHARED = Path("/dev/shm")  # noqa: S108
 
 
 def conversations(dtype: str, folder: Path, faults: dict[int, str] | None = None, **more: Any) -> Asked:
-    """20 conversations of four turns each, all of a turn together, in an order of its own."""
+    """Return 20 conversations of four turns each, all of a turn together, in a random order."""
     rng = random.Random(20261125)
     texts = [[rng.randrange(3, 49152) for _ in range(192)] for _ in range(20)]
     rounds = []

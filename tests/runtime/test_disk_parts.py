@@ -1,4 +1,4 @@
-"""What a disk below offloaded pages is made of: the places of a file, the file, and the threads that use it."""
+"""Parts of a disk below offloaded pages: the index of a file's places, the file, and the threads that use it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.small_volumes import small_volume
 
 CHUNK = mmap.PAGESIZE
 HANGS = 60
-"""Seconds after which a transfer counts as lost, which takes milliseconds."""
+"""Seconds after which a transfer, which takes milliseconds, counts as lost."""
 
 KEYS = st.binary(min_size=1, max_size=1)
 STEPS = st.lists(st.tuples(st.sampled_from(["store", "load", "end", "fail", "touch", "clear"]), KEYS), max_size=80)
@@ -78,7 +78,7 @@ def test_what_was_used_least_recently_makes_room() -> None:
 
 
 def page(seed: int) -> mmap.mmap:
-    """A page of memory of random bytes."""
+    """Return a memory page of random bytes."""
     found = mmap.mmap(-1, CHUNK)
     found[:] = np.random.default_rng(seed).bytes(CHUNK)
     return found
@@ -115,7 +115,7 @@ def test_a_place_that_is_cut_off_is_an_error(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
+    """Yield a file system of 64 KiB."""
     where = tmp_path / "small"
     where.mkdir()
     with small_volume(where, "64k"):

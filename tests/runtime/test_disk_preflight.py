@@ -1,4 +1,4 @@
-"""What kvpilot-serve says of a disk below offloaded pages before an engine starts, and what it asks vLLM for."""
+"""Refusals of kvpilot-serve for a disk below offloaded pages, and its request to vLLM."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def refusal(given: list[str]) -> PreflightError:
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
+    """Yield a file system of 1 MiB."""
     with small_volume(tmp_path, "1m"):
         yield tmp_path
 
@@ -124,7 +124,7 @@ def test_vllms_simple_offloading_is_refused_beside_a_disk(tmp_path: Path, monkey
 
 def test_another_vllm_is_refused_by_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpilot_runtime.vllm_api.compat.version_text", lambda: "0.33.1")
-    assert compat.lacks_for_disk() == "vLLM 0.32 (here is 0.33.1)"
+    assert compat.lacks_for_pinned() == "vLLM 0.32 (here is 0.33.1)"
     error = refusal(arguments(tmp_path, HOST))
     assert error.reason == "BadArguments"
     assert all(word in error.message for word in ("vLLM 0.32", "0.33.1", "leave it out"))

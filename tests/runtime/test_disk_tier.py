@@ -1,4 +1,4 @@
-"""The tier as vLLM's tiering manager asks it, over host memory of a few chunks and a file of fewer or more."""
+"""The disk tier as vLLM's tiering manager calls it, over host memory of a few chunks and a file of fewer or more."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvpilot_runtime.transfer.disk_tier import DiskTier
 
 CHUNK, CHUNKS = 2 * mmap.PAGESIZE, 16
 HANGS = 60
-"""Seconds after which a job counts as lost, which takes milliseconds."""
+"""Seconds after which a job, which takes milliseconds, counts as lost."""
 
 
 class World:
-    """A tier, the host memory above it, and what vLLM's manager would do."""
+    """Tier, with the host memory above it and the calls of vLLM's manager."""
 
     def __init__(self, folder: Path, places: int = 32) -> None:
         rng = np.random.default_rng(1)
@@ -33,14 +33,14 @@ class World:
         self.jobs = 0
 
     def job(self, keys: list[bytes], chunks: list[int], *, load: bool = False, wait: bool = True) -> Any:
-        """The result of moving these keys from, or to, these chunks."""
+        """Return the result of moving these keys from, or to, these chunks."""
         self.jobs += 1
         asked = TransferJob(self.jobs, keys, np.array(chunks), load, ReqContext("r"))
         (self.tier.submit_load if load else self.tier.submit_store)(asked)
         return self.result() if wait else None
 
     def result(self) -> Any:
-        """Of the next job that ends."""
+        """Return the result of the next job that ends."""
         until = time.monotonic() + HANGS
         while time.monotonic() < until:
             if found := self.tier.get_finished_jobs():
@@ -117,7 +117,7 @@ def test_a_reset_forgets_what_was_stored_also_what_was_under_way(world: World) -
 
 
 def held(world: World) -> Callable[[], None]:
-    """Let the disk answer nothing until what is returned is called."""
+    """Stop the disk until the returned function is called."""
     answers, file = threading.Event(), world.tier._transfers._file
     for name in ("read", "write"):
         does = getattr(file, name)

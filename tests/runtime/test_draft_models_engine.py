@@ -1,6 +1,6 @@
-"""Speculation by models that draft, in a real engine: greedy answers are those without, whatever drafts and with what.
+"""Speculation by draft models in a real engine: greedy answers equal those without drafts.
 
-A draft's own layers are among the model's: they have its dtype, pages in its pool, and no recent window.
+A draft model's own layers have the served model's dtype, pages in its pool, and no recent window.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DTYPES = ("k8v4", "k4v4", "k4v2", "k2v2")
 
 @dataclass(frozen=True)
 class Case:
-    """How a drafting model is made of the served one; `skilled`: it drafts right by itself."""
+    """Way to make a draft model from the served one; `skilled` models draft right by themselves."""
 
     method: str
     make: Callable[[Path, Path], Path]
@@ -40,7 +40,7 @@ class Case:
 
 
 def _like(**fields: Any) -> Callable[[Path, Path], Path]:
-    """A Llama of other sizes."""
+    """Return a function that makes a Llama of other sizes."""
     return lambda _model, folder: families.make("plain", folder, fields=fields)
 
 
@@ -60,15 +60,15 @@ ALL = [
     if (dtype == "k4v4" or not calibrated) and not ("page" in name and (recent or dtype != "k4v4"))
 ]
 SHORT = ("draft model", "k4v4", WINDOW, True)
-"""What holds in `make test` that drafts change no answer; the served model's layers know no kinds of drafts."""
+"""Case that `make test` runs; the served model's layers do not depend on the kind of drafts."""
 
 SERVED = ("model.layers.0.", "model.layers.1.")
-"""How the names of the served model's layers begin."""
+"""Prefixes of the names of the served model's layers."""
 
 
 @dataclass
 class Models:
-    """Served and drafting models, made once."""
+    """Served and draft models, made once."""
 
     root: Path
 
@@ -77,7 +77,7 @@ class Models:
         self.plain = cache(self._plain)
 
     def _pair(self, name: str) -> tuple[Path, str]:
-        """The model that is served, and the one that drafts for it, which is nothing for MTP."""
+        """Return the served model, and its draft model, which is nothing for MTP."""
         case, folder = CASES[name], self.root / name.replace(" ", "-")
         if case.method == "mtp":
             heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -88,21 +88,21 @@ class Models:
         return model, str(case.make(model, folder))
 
     def _plain(self, model: Path, dtype: str, recent: int, calibrated: bool, roomy: bool = False) -> Told:
-        """The answers without drafts."""
+        """Return the answers without drafts."""
         return serve(requests(model, dtype, recent, calibrated, roomy))
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Of this module's tests."""
+    """Return the models of this module's tests."""
     return Models(tmp_path_factory.mktemp("drafts"))
 
 
 def requests(model: Path, dtype: str, recent: int, calibrated: bool, roomy: bool = False) -> Asked:
-    """24 random requests in two rounds; most of them begin like others, and the pool is too small for all.
+    """Return 24 random requests in two rounds; most begin alike, and the pool is too small for all.
 
-    `roomy`: it is not, no prefix is found, and a prompt is one chunk: a window holds the same tokens with drafts and
-    without.
+    `roomy`: the pool is large, no prefix is found, and a prompt is one chunk: a window holds the same tokens with
+    drafts and without.
     """
     rng = random.Random(20261123)
     shared = [rng.randrange(3, families.VOCABULARY) for _ in range(64)]

@@ -20,7 +20,7 @@ if not version("vllm").startswith("0.32."):
 make_arg_parser = import_module("vllm.entrypoints.launchers.cli_args").make_arg_parser
 
 REFUSED = {name.removeprefix("--").replace("-", "_") for one in rules.RESERVED for name in one.options}
-"""vLLM's destinations, and options of kvpilot-serve."""
+"""Destinations in vLLM, and options of kvpilot-serve, that are refused."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def set_to(name: str, action: Action) -> str:
 
 
 def options(parser: FlexibleArgumentParser) -> dict[str, Action]:
-    """Every option by every full name. --no-x turns something off that kvpilot wants off."""
+    """Return every option by every full name. --no-x may turn off something that kvpilot wants off."""
     return {
         name: action
         for name, action in parser._option_string_actions.items()
@@ -48,7 +48,7 @@ def options(parser: FlexibleArgumentParser) -> dict[str, Action]:
 
 
 def beginnings(parser: FlexibleArgumentParser) -> Iterator[tuple[str, str]]:
-    """Each beginning of a name that the parser takes for one option, with that option's destination."""
+    """Yield each prefix that the parser takes for one option, with that option's destination."""
     named = options(parser)
     for name, action in named.items():
         for length in range(3 if name.startswith("--") else 2, len(name) + 1):
@@ -112,7 +112,7 @@ CHECKED = {
     "max_model_len": "4096", "tensor_parallel_size": "2", "gpu_memory_utilization": "0.5",
     "kv_cache_memory_bytes": "64",
 }  # fmt: skip
-"""What kvpilot-serve judges before the start, by vLLM's destination, with a value that is not the default."""
+"""Options that kvpilot-serve judges before the start, by vLLM's destination, with a value that is not the default."""
 
 
 def test_every_spelling_of_what_is_checked_is_checked(parser: FlexibleArgumentParser) -> None:

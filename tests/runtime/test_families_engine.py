@@ -1,8 +1,8 @@
 """Families of models in a real engine, each with another kind of attention: greedy answers are those of the codec.
 
-Requests come together and in chunks, and half of them begin alike; the oracle (`kvpilot_smallmodels.oracle`) computes
-each on its own with plain transformers, as in test_random_requests.py, which preempts, too. One process serves all
-models in turn.
+Requests come together and in chunks, and half of them begin alike. The oracle (`kvpilot_smallmodels.oracle`) computes
+each alone in plain transformers, as in test_random_requests.py, which also preempts. One process serves all models in
+turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXACT = (
     "shared-kv-head", "gemma2", "gpt-oss", "gemma3n", "gemma4", "gemma4-26b", "llama-4", "granite-4", "qwen2",
     "qwen3-moe", "phi3", "stablelm", "heads-of-192",
 )  # fmt: skip
-"""Those whose answers in float32, with `auto`, are transformers' own on a CPU: then they depend on the codec alone."""
+"""Families whose answers in float32 with `auto` equal transformers' on a CPU, so that they depend only on the codec."""
 
 PREEMPTED = "llama-4, preempted"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,13 +35,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": ("gemma4", {"longest": 360}),  # a page of its full layer has 256 tokens: prefixes of that are hit
     PREEMPTED: ("llama-4", {"longest": 112, "answers": (30, 48)}),  # test_random_requests.py has no chunked attention
 }
-"""Family, and what its requests are like."""
+"""Family and requests of each case."""
 
 
 def turn(
     model: Path, name: str, blocks: int, longest: int = LONGEST, answers: tuple[int, int] = (4, 12)
 ) -> Turn:  # fmt: skip
-    """Two rounds of random requests, half of which begin like one of the first round."""
+    """Return two rounds of random requests, half of which begin like one of the first round."""
     rng = random.Random(20261122)
     shared = [rng.randrange(3, VOCABULARY) for _ in range(longest * 3 // 4)]
 
@@ -62,7 +62,7 @@ def turn(
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Turn, Answered]]:
-    """What the engines answered, by case."""
+    """Return the engines' answers, by case."""
     turns = [turn(make(name, tmp_path_factory.mktemp(name)), name, 40, **requests) for name, requests in CASES.values()]
     return dict(zip(CASES, zip(turns, serve(turns), strict=True), strict=True))
 

@@ -1,8 +1,8 @@
-"""What people switch on in vLLM beside `k4v4`, in one real engine: answers are those of the same weights and codec.
+"""Features of vLLM beside `k4v4`, in one real engine: answers are those of the same weights and codec.
 
-Chunks read themselves back and there is no window, so that an answer depends on the codec alone
+Chunks read themselves back and there is no window, so that an answer depends only on the codec
 (`kvpilot_smallmodels.oracle`).
-No request has a seed: with one and a prompt in chunks, vLLM 0.32 ends on a CPU, whatever the dtype.
+No request has a seed: with one and a prompt in chunks, vLLM 0.32 ends on a CPU, in any dtype.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A random adapter of queries, keys and values, and the model with its weights added."""
+    """Return a random adapter of queries, keys and values, and the model with its weights added."""
     adapter, merged = tmp_path_factory.mktemp("adapter"), tmp_path_factory.mktemp("merged")
     adapters.make(tiny_llama(), adapter, merged)
     return adapter, merged
 
 
 def of_adapters(**folders: Path) -> list[str]:
-    """The arguments that the operator gives an engine for model.adapters."""
+    """Return the operator's arguments for model.adapters."""
     adapters = [{"name": name, "source": f"file://{folder}"} for name, folder in folders.items()]
     spec = spec_of(manifest(model={"adapters": adapters}))
     arguments: list[str] = pod_template("chat", spec, "k4v4")["spec"]["containers"][0]["args"]
@@ -54,7 +54,7 @@ def of_adapters(**folders: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def served(lora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A client of the engine."""
+    """Yield a client of the engine."""
     arguments = (
         "--dtype=float32", "--recent-tokens=0", "--kv-cache-memory-bytes=64M", "--max-num-seqs=8",
         "--max-num-batched-tokens=32", "--max-lora-rank=8", *of_adapters(adapter=lora[0], **{"acme/other": lora[0]}),
@@ -81,7 +81,7 @@ def oracle() -> Oracle:
 
 @pytest.fixture(scope="module")
 def plain() -> Oracle:
-    """The same model with a 16-bit cache: what an answer would be without our codec."""
+    """Return the same model with a 16-bit cache: the answers without our codec."""
     return Oracle(tiny_llama(), "auto")
 
 
@@ -97,7 +97,7 @@ def chatted(client: httpx.Client, **body: Any) -> Any:
 
 
 def apart(found: list[float], wanted: list[float]) -> float:
-    """How far log-probabilities are from others, in the middle: a value on the edge of two codes may move some."""
+    """Return the median distance of log-probabilities, since a value between two codes may move some."""
     assert len(found) == len(wanted)
     return median(abs(a - b) for a, b in zip(found, wanted, strict=True))
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def rows(script: str, out: Path, *arguments: str):
-    """What a program's answers are judged to be, by row."""
+    """Return the verdicts on a program's answers, by row."""
     env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     asking = [script, f"--out={out}", "--at-once=1", "--limit=600", "--within=3000", *arguments]
     name = "families" if "families" in script else "options"

@@ -1,4 +1,4 @@
-"""What our backends must not serve is refused where vLLM asks for them, should it be started without preflight."""
+"""Refusals of our backends when vLLM asks for them, for engines started without preflight."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def chosen(**asked: Any) -> Any:
-    """The class that vLLM's selector takes on a CPU for a layer like this."""
+    """Return the class that vLLM's selector takes on a CPU for such a layer."""
     plugin.serve_dtype("k4v4")
     return resolve_obj_by_qualname(CpuPlatform.get_attn_backend_cls(None, RIGHT._replace(**asked), 4))
 
@@ -66,7 +66,7 @@ def test_images_that_attend_both_ways_are_refused_where_nobody_would_see_that_th
     if why == "a cache with a bound":
         monkeypatch.setenv(retention.VARIABLE, "SinksAndWindow:4:64")
     else:
-        monkeypatch.setattr(contract, "has_images", lambda: False)
+        monkeypatch.setattr(contract, "has", lambda _feature: False)
     with pytest.raises(UnsupportedModelError, match="--language-model-only"):
         CpuPlatform.get_attn_backend_cls(None, RIGHT._replace(use_mm_prefix=True), 4)
 
@@ -80,7 +80,7 @@ def test_a_layer_of_another_kind_is_refused_by_our_class_itself(kind: str, monke
 
 
 def batch(causal: Any) -> SimpleNamespace:
-    """A step of one sequence of three tokens."""
+    """Return a step of one sequence of three tokens."""
     return SimpleNamespace(
         num_reqs=1, causal=causal, query_start_loc=torch.tensor([0, 3]), seq_lens=torch.tensor([3], dtype=torch.int32),
         slot_mapping=torch.arange(3), block_table_tensor=torch.tensor([[0]], dtype=torch.int32),
@@ -111,7 +111,7 @@ def test_layers_that_attend_within_chunks_have_the_pages_of_those_that_attend_to
 
 
 def engine(layers: dict[str, Any] | None = None, **transfer: Any) -> SimpleNamespace:
-    """What an engine with a connector is configured with, as far as our backend looks at it."""
+    """Return the configuration of an engine with a connector, as far as our backend reads it."""
     return SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype="k4v4"),
         compilation_config=SimpleNamespace(static_forward_context=layers or {}),
@@ -151,8 +151,15 @@ def test_vllms_tier_in_host_memory_is_served_but_beside_layers_with_a_window_or_
         packed.refuse_unsupported_options(engine({"chunks": SimpleNamespace(attention_chunk_size=64)}, **tier))
 
 
-SWITCHES = {one for group in (rules.BESIDE_ANY, rules.BESIDE_BOUNDED, rules.BESIDE_DRAFT_MODELS, rules.BESIDE_CARRIERS)
-            for one in group if one.setting}  # fmt: skip
+SWITCHES = {
+    one
+    for group in (
+        rules.BESIDE_ANY, rules.BESIDE_BOUNDED, rules.BESIDE_LATENT, rules.BESIDE_DRAFT_MODELS, rules.BESIDE_CONNECTORS,
+        rules.BESIDE_HEAVY_HITTERS,
+    )
+    for one in group
+    if one.setting
+}  # fmt: skip
 
 
 def test_every_setting_of_a_rule_is_in_vllms_configuration_and_off_by_default() -> None:

@@ -1,4 +1,4 @@
-"""A vLLM with kvpilot installed keeps every attribute, unless its process is asked for a dtype or an option of ours."""
+"""A vLLM with kvpilot installed keeps every attribute, unless its process uses one of our dtypes or options."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_dtype_that_cannot_be_made_known_leaves_vllms_own_dtypes_alone(
 
 
 class Stock:
-    """Functions of each kind, with more parameters than whoever wraps them knows."""
+    """Functions of each kind, with more parameters than their wrappers name."""
 
     def method(self, known: int, later: int = 0, *, named: str = "") -> tuple[Any, ...]:
         return "method", known, later, named
@@ -107,7 +107,7 @@ class Stock:
 
 @pytest.fixture
 def stock(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stock]]:
-    """The class as it is, and as it was afterwards."""
+    """Yield the class, and restore it afterwards."""
     for name in ("method", "of_class", "static"):
         monkeypatch.setattr(Stock, name, vars(Stock)[name])
     yield Stock
@@ -156,7 +156,7 @@ def test_a_lookup_of_cached_blocks_is_given_the_arguments_of_a_later_vllm(
 
 
 def wrappers() -> dict[str, ast.FunctionDef]:
-    """Each function that the package gives to `wrap`, by its file and name."""
+    """Return each function that the package gives to `wrap`, by its file and name."""
     found = {}
     for file in FILES:
         tree = ast.parse(file.read_text())
@@ -183,7 +183,7 @@ def test_every_wrapper_takes_and_passes_on_whatever_it_is_given(name: str) -> No
 
 
 def put_on_objects() -> dict[str, ast.FunctionDef]:
-    """Each function of ours that becomes an attribute of something else, such as a model runner, by file and name."""
+    """Return each function of ours that becomes an attribute of another object, by file and name."""
     found = {}
     for file in FILES:
         tree = ast.parse(file.read_text())
@@ -208,7 +208,7 @@ def test_every_function_that_we_put_on_an_object_of_vllms_takes_whatever_it_is_g
 
 
 def not_taken(ours: Any, theirs: Any) -> list[str]:
-    """Parameters of vLLM's method that an override of ours cannot be given."""
+    """Return parameters of vLLM's method that our override does not take."""
     own = inspect.signature(ours).parameters.values()
     kinds = {parameter.kind for parameter in own}
     if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
@@ -218,9 +218,9 @@ def not_taken(ours: Any, theirs: Any) -> list[str]:
 
 
 def overrides(module: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each method of a module's classes beside the one of vLLM's that it overrides.
+    """Yield each method of a module's classes beside the method of vLLM that it overrides.
 
-    Constructors are vLLM's to call with what `vllm_parts` says.
+    Constructors are left out: `vllm_parts` has their arguments.
     """
     for cls in vars(module).values():
         if not isinstance(cls, type) or cls.__module__ != module.__name__:
@@ -246,7 +246,7 @@ def test_an_override_can_be_given_all_that_vllm_gives_its_own_method(module: str
 
 
 def test_nothing_of_vllms_is_replaced_but_by_wrap() -> None:
-    """An attribute of a name that a file imports from vLLM is assigned nowhere."""
+    """No attribute of a name imported from vLLM is assigned anywhere."""
     for file in FILES:
         tree = ast.parse(file.read_text())
         theirs = {

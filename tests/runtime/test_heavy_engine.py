@@ -1,7 +1,7 @@
-"""A real engine whose cache keeps heavy hitters: answers are those of what was held, and the lightest pages are freed.
+"""A real engine whose cache keeps heavy hitters: answers are those of the held pages, and the lightest pages are freed.
 
-The pool is too small for the requests beside each other, prompts come in chunks, requests are preempted and begin anew,
-one is given up, and what is freed is overwritten at once.
+The pool is too small for all requests, prompts come in chunks, requests are preempted and restart, one is given up, and
+freed pages are overwritten at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GIVEN_UP = 3
 
 
 def asked(dtype: str, ahead: bool = False, **more: object) -> Asked:
-    """Unlike requests beside each other in a pool that is too small for them; then a prompt, and one that goes on."""
+    """Return different requests at once in a pool that is too small for them; then a prompt, and its continuation."""
     rng = random.Random(20261123)
     prompts = [[rng.randrange(3, 49152) for _ in range(length)] for length in (150, 20, 260, 7, 90, 12, 200)]
     rounds = [prompts[:-1], [prompts[-1]], [[*prompts[-1], *prompts[1]], prompts[0]]]
@@ -50,13 +50,13 @@ def asked(dtype: str, ahead: bool = False, **more: object) -> Asked:
 
 
 def last_life(steps: list[Any]) -> list[Any]:
-    """Steps of a request since it last began."""
+    """Return the steps of a request since its last restart."""
     begins = [i for i, (before, *_) in enumerate(steps) if i == 0 or before < sum(steps[i - 1][:2])]
     return steps[begins[-1] :]
 
 
 def held(steps: list[Any], page: int, length: int) -> torch.Tensor:
-    """bool [queries, keys]: which pages a request had when a token was computed; of a prefix that was cached, all."""
+    """Return the pages that a request had for each token, bool [queries, keys]; all of a cached prefix."""
     mask = torch.ones(length, length, dtype=torch.bool)
     for before, new, places, _ in steps:
         seen = torch.zeros(-(-length // page) * page, dtype=torch.bool).view(-1, page)
@@ -66,7 +66,7 @@ def held(steps: list[Any], page: int, length: int) -> torch.Tensor:
 
 
 class Weighing(Oracle):
-    """Sums what each token gives to each one, over heads and layers."""
+    """Oracle that sums each token's attention to each other, over heads and layers."""
 
     given: torch.Tensor | None = None
 
@@ -126,8 +126,7 @@ def test_answers_are_those_of_the_pages_that_were_held(served: tuple[Asked, Told
 
 @pytest.mark.parametrize("served", ["auto"], indirect=True)  # whose keys are not quantized: the reference's are not
 def test_the_lightest_pages_by_the_models_own_attention_are_freed(served: tuple[Asked, Told]) -> None:
-    """By docs/retention.md: of tokens that decode those of one step in 32, of a chunk its last; each counts for 32 or a
-    share."""
+    """By docs/retention.md, one step in 32 is measured in decode, with weight 32, and the last tokens of a chunk."""
     what, told = served
     page, bound = PAGE[what.dtype], BOUND[what.dtype]
     mask, drops, middle = torch.zeros(0), 0, 0
@@ -170,7 +169,7 @@ def test_a_freed_page_that_was_read_would_show() -> None:
 
 
 def test_kvpilot_serve_serves_a_stream_that_its_cache_could_not_hold(tmp_path: Path) -> None:
-    """Through the API, in the processes and with the compilation that a user has."""
+    """Use the API, with a user's processes and compilation."""
     options = [
         "--retention=HeavyHitters", "--retention-budget-tokens=128", "--block-size=16", "--num-gpu-blocks-override=20",
         "--kv-cache-memory-bytes=64M", "--max-num-batched-tokens=64", "--dtype=float32",

@@ -1,4 +1,4 @@
-"""What pages weigh, of which requests, and where a backend of vLLM's keeps its keys."""
+"""Page masses, measured requests, and the place of keys in vLLM's backends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BOUND = HeavyHitters(4, 32, 128)
 def expected(
     query: torch.Tensor, keys: torch.Tensor, page: int, softcap: float, sinks: torch.Tensor | None
 ) -> list[float]:
-    """Token by token in float64."""
+    """Compute the masses token by token in float64."""
     rows, heads, dim = query.shape
     total = [0.0] * -(-len(keys) // page)
     for row in range(rows):
@@ -93,7 +93,7 @@ def test_keys_are_read_from_packed_pages_as_attention_reads_them(name: str) -> N
 
 
 def batch(sequences: list[tuple[int, int]], table: torch.Tensor, **more: Any) -> CommonAttentionMetadata:
-    """A batch of vLLM's of (tokens before, new ones); `table`: int32 [sequences, blocks]."""
+    """Return a batch of vLLM's of (tokens before, new ones); `table`: int32 [sequences, blocks]."""
     starts = torch.tensor([0, *(n for _, n in sequences)]).cumsum(0).int()
     lens = torch.tensor([context + n for context, n in sequences], dtype=torch.int32)
     return CommonAttentionMetadata(
@@ -105,12 +105,12 @@ def batch(sequences: list[tuple[int, int]], table: torch.Tensor, **more: Any) ->
 
 
 def kept(pages: tuple[int, ...], first: int) -> Kept:
-    """Pages that are held of so many first ones."""
+    """Return held pages among so many first ones."""
     return np.array(pages), first
 
 
 def scheduler(ahead: bool) -> SimpleNamespace:
-    """A configuration with chunks of 50 tokens."""
+    """Return a configuration with chunks of 50 tokens."""
     return SimpleNamespace(max_num_batched_tokens=50, async_scheduling=ahead)
 
 
@@ -143,7 +143,7 @@ def test_tables_and_lengths_are_those_of_held_pages_alone() -> None:
 
 
 def test_what_no_sequence_holds_is_in_no_table() -> None:
-    """Past a sequence's end there is its own first page, whatever was in its table."""
+    """Past a sequence's end the table has its own first page, for any earlier content."""
     table = torch.tensor([[4, -9, 5, 6], [7, 8, -9, -9]], dtype=torch.int32)
     told = {"a": kept((0,), 2), "b": NOTHING}
     found = held_alone(batch([(40, 20), (10, 10)], table), BOUND, 16, Step(told, requests=lambda: "ab"))
@@ -178,7 +178,7 @@ def test_steps_of_one_token_of_each_are_in_buffers_that_stay_where_they_are() ->
 
 
 def test_a_step_that_runs_ahead_has_room_for_what_was_in_flight() -> None:
-    """vLLM frees by what it has the results of: a chunk that is in flight is not."""
+    """vLLM frees pages by the results that it has, without those of a chunk in flight."""
     assert most_pages(BOUND, 16, scheduler(False)) == 9
     assert most_pages(BOUND, 16, scheduler(True)) == 9 + 4  # chunks of 50 tokens
 
@@ -229,7 +229,7 @@ def test_a_batch_that_is_not_causal_is_refused_by_name() -> None:
 
 
 class Scrambled:
-    """Stores keys in an order of its own; `bits` of their numbers."""
+    """Backend that stores keys in its own order, with `bits` of their numbers."""
 
     def __init__(self, heads: int, tokens: int, dim: int, lossy: bool = False) -> None:
         self.order = torch.randperm(2 * tokens * dim, generator=torch.Generator().manual_seed(1))[: tokens * dim]

@@ -1,4 +1,4 @@
-"""vLLM's own cache manager with heavy hitters: which pages go, what a request holds, what becomes of it meanwhile."""
+"""vLLM's cache manager with heavy hitters: freed pages, held pages, and requests that end or restart."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def request(name: str, tokens: list[int]) -> Request:
 
 
 def held(kv: KVCacheManager, name: str) -> list[int]:
-    """Places in a request's table that have a page."""
+    """Return the places in a request's table that have a page."""
     return [i for i, block in enumerate(heavy(kv).req_to_blocks[name]) if not block.is_null]
 
 
 def compute(kv: KVCacheManager, asked: Request, tokens: int, cached: Any = None, hit: int = 0) -> bool:
-    """One step of `tokens` for a request; whether it had room."""
+    """Run one step of `tokens` for a request; return True if it had room."""
     if kv.allocate_slots(asked, tokens, hit, cached) is None:
         return False
     asked.num_computed_tokens += hit + tokens

@@ -1,4 +1,4 @@
-"""vLLM gets import paths of ours as text: each leads to a module that has what it names."""
+"""Import paths that vLLM gets as text lead to modules with the named classes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from vllm.platforms import current_platform
 
 from kvpilot_formats import formats, latent
 from kvpilot_runtime import plugin
-from kvpilot_runtime.config import carriers, offload
+from kvpilot_runtime.config import connectors, offload
 from kvpilot_runtime.vllm_api import compat, contract, hooks
 
 
 def names_in(module: str) -> set[str]:
-    """What a module's file defines at its top; nothing of it is imported, since some need a GPU's packages."""
+    """Return the top-level names of a module's file, without importing it: some need a GPU's packages."""
     spec = find_spec(module)
     assert spec is not None, module
     assert spec.origin is not None, module
@@ -46,7 +46,7 @@ def test_every_backend_that_the_plugin_names_leads_somewhere(on_cuda: bool, monk
     assert own == set(told.values())
 
 
-@pytest.mark.parametrize("path", [one.ours for one in carriers.SERVED.values()])
+@pytest.mark.parametrize("path", [one.ours for one in connectors.SERVED.values()])
 def test_a_connector_of_ours_is_where_its_carrier_says(path: str) -> None:
     module, _, name = path.rpartition(".")
     assert name in names_in(module)

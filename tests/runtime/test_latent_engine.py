@@ -1,4 +1,4 @@
-"""Multi-head latent attention in a real engine on a CPU, with latent pages, held against the codec without pages."""
+"""Multi-head latent attention in a real engine on a CPU, with latent pages, against the codec without pages."""
 
 from __future__ import annotations
 
@@ -9,17 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvpilot_formats.latent import names, parse
-from kvpilot_runtime.vllm_api import compat
 from kvpilot_smallmodels.oracle import SLACK, Oracle
 from support.latent_engine import VOCABULARY, make_model, serve
 
-pytestmark = [
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(
-        compat.vllm_version() < (0, 30),
-        reason="vLLM 0.28's CPU build imports no backend for MLA's prompts, whatever the dtype",
-    ),
-]
+pytestmark = pytest.mark.timeout(3600)
 
 CHUNK, LONGEST, BLOCKS = 48, 128, 21
 
@@ -30,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def some_requests(count: int) -> list[tuple[list[int], int]]:
-    """Random prompts and lengths of answers; half of the prompts begin alike with those of 40 in a row."""
+    """Return random prompts and lengths of answers; half of the prompts begin alike, within groups of 40."""
     rng = random.Random(20261122)
 
     def drawn(tokens: int) -> list[int]:
@@ -62,7 +55,7 @@ def test_paging_changes_no_token_of_latent_attention(name: str, model: Path) -> 
     prompts = [prompt for prompt, _ in requests]
     asked = list(zip(prompts, answers, strict=True))
     suspects = [(p, a) for p, a in asked if max(oracle.shortfalls(p, a)) > SLACK]
-    # However many rounding has changed: each is judged on its own, and a broken engine is known by its first three.
+    # Rounding may change any number of them: each is judged alone, and a broken engine shows in the first three.
     wrong = list(itertools.islice((p for p, a in suspects if not oracle.sound(p, a)), 3))
     assert not wrong
 
@@ -92,7 +85,7 @@ def test_a_prompt_in_one_chunk_is_answered_as_by_a_cache_in_full_and_one_in_seve
 def test_the_cuda_backends_metadata_and_kernels_serve_an_engine_in_tritons_interpreter(
     model: Path,
 ) -> None:
-    """Prompts in chunks, cached prefixes and mixed steps; 4 programs' worth of splits, and graphs' buffers."""
+    """Serve prompts in chunks, cached prefixes and mixed steps; 4 programs' worth of splits, and graphs' buffers."""
     requests = [(prompt, min(count, 4)) for prompt, count in some_requests(10)]
     told = serve(
         model, "mla4", requests, from_pages=True, interpreted=True, max_model_len=LONGEST + 32,

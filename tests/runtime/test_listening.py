@@ -13,7 +13,7 @@ from kvpilot_runtime import listening, serve
 
 
 def engines_host(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The one --host of an engine's arguments."""
+    """Return the one --host of an engine's arguments."""
     monkeypatch.delenv(listening.HOST, raising=False)
     _, arguments = serve.parse(["--model=m", "--kv-cache-dtype=auto"])
     (host,) = (one.removeprefix("--host=") for one in arguments if one.startswith("--host="))

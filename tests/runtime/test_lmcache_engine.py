@@ -1,7 +1,7 @@
-"""Real engines that share pages through LMCache: they come as they were left, and answers are the codec's.
+"""Real engines that share pages through LMCache: pages arrive unchanged, and answers are the codec's.
 
-The engines find their factors by themselves, and their free blocks are full of others' rows. It runs where the package
-`lmcache` is installed.
+The engines calibrate themselves, and their free blocks are full of others' rows. It runs if the package `lmcache` is
+installed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCK, LONGEST, TOGETHER = 16, 192, 6
 
 
 def engine(port: int, dtype: str = "k4v4", recent: str = "", **options: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Options and variables of an engine whose cache holds a fraction of what it is asked for."""
+    """Return options and variables of an engine whose cache holds a fraction of its requests."""
     transfer = {
         "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
@@ -48,19 +48,19 @@ def engine(port: int, dtype: str = "k4v4", recent: str = "", **options: Any) -> 
 
 
 def room(dtype: str, recent: str) -> int:
-    """Blocks for two of the longest requests, or five of the shortest, with their rings, and hardly more."""
+    """Return the blocks for two of the longest requests, or five of the shortest, with their rings, and hardly more."""
     window = window_of(dtype, recent)
     ring = formats.parse(dtype).ring_blocks(window, 64, BLOCK) if window else 0
     return max(44, 24 + 5 * ring)
 
 
 def window_of(dtype: str, recent: str = "") -> int:
-    """Tokens of the window in these engines."""
+    """Return the tokens of the window in these engines."""
     return 0 if recent == "0" else formats.parse(dtype).recent_tokens(None, LONGEST + 64)
 
 
 class Shared:
-    """Engines of one model and dtype, and all that they did: judged by an oracle of their model."""
+    """Engines of one model and dtype, with their history, judged by an oracle of their model."""
 
     def __init__(self, each: list[Apart], dtype: str, window: int) -> None:
         self.each, self.dtype, self.window, self.rng = each, dtype, window, random.Random(20261125)
@@ -73,11 +73,11 @@ class Shared:
         self.texts = [[self.rng.randrange(3, 49152) for _ in range(LONGEST)] for _ in range(3 * TOGETHER)]
 
     def prompts(self, turn: int) -> list[list[int]]:
-        """Of conversations the first, second, or third turn."""
+        """Return the first, second, or third turn of conversations."""
         return [text[: LONGEST * turn // 3 - self.rng.randrange(8)] for text in self.rng.sample(self.texts, TOGETHER)]
 
     def serve(self, engine: Apart, prompts: list[list[int]]) -> int:
-        """How many blocks an engine loaded to answer prompts."""
+        """Return the number of blocks that an engine loaded to answer prompts."""
         self.seen["poisoned"] += engine.ask("poison", seed=self.rng.randrange(2**30))["poisoned"]
         tokens = [self.rng.randint(4, 60) for _ in prompts]
         found = engine.ask("serve", prompts=prompts, tokens=tokens, params=[None] * len(prompts))
@@ -94,7 +94,7 @@ class Shared:
         return self.seen["loaded"] - before
 
     def moved(self, engine: Apart, ranks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """What each rank stored or loaded; of a block that is stored twice LMCache keeps the first."""
+        """Yield the blocks that each rank stored or loaded; LMCache keeps the first of two equal ones."""
         for rank, move in enumerate(ranks):
             for what, blocks in move.items():
                 self.seen[what] += len(blocks)
@@ -113,11 +113,11 @@ class Shared:
                     yield {what: pairs}
 
     def name(self, engine: Apart, block: int) -> int:
-        """A block of one of the engines, among those of all."""
+        """Return a number for a block of one of the engines, unique among all."""
         return block * len(self.each) + self.each.index(engine)
 
     def assert_answers(self) -> None:
-        """All that were given so far are the codec's, each with the window that its engine's steps had."""
+        """Check that all answers so far are the codec's, each with the window of its engine's steps."""
         ranks = [[Factors(*map(torch.tensor, layer)) for layer in rank] for rank in self.each[0].started["factors"]]
         names = Factors.__dataclass_fields__
         factors = [
@@ -131,7 +131,7 @@ class Shared:
 
 
 def assert_shared(both: Shared, rounds: int) -> None:
-    """Turns of conversations, each at an engine by chance."""
+    """Serve turns of conversations, each at a random engine."""
     for turn in [1, 2, 3] * rounds:
         for one in both.rng.sample(both.each, len(both.each)):
             both.serve(one, both.prompts(turn))
@@ -172,7 +172,7 @@ def test_an_engine_with_other_factors_finds_none_of_the_pages(both: Shared, cach
 
 
 def filed_under(one: Apart) -> str:
-    return one.log.split("LMCache files pages under ")[1].split()[0]
+    return one.log.split("LMCache stores pages under ")[1].split()[0]
 
 
 def test_a_server_that_dies_costs_prefills(both: Shared, cache: Server) -> None:

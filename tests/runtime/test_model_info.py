@@ -1,4 +1,4 @@
-"""What the operator learns of a model: from config.json through kvpilot-serve's environment to a gauge."""
+"""Facts of a model for the operator: from config.json through kvpilot-serve's environment to a gauge."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LLAMA = 'kvpilot_model_info{head_dim="64",kv_heads="2",layers="2",mla="false",wi
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process's own registry, as it was before."""
+    """Restore the process's registry afterwards."""
     monkeypatch.delenv(model_info.VARIABLE, raising=False)
     yield
     gauge = REGISTRY._names_to_collectors.get(model_info.NAME)

@@ -1,7 +1,7 @@
-"""A real engine that offloads to host memory: pages return as they left, and answers are those without it.
+"""A real engine that offloads to host memory: pages return unchanged, and answers are those without it.
 
-Its cache holds a fraction of the conversations that go on, so that most of what a turn finds comes from host memory.
-The rings are full of other tokens' rows whenever a request gets them, also one whose pages were loaded.
+Its cache holds a fraction of the ongoing conversations, so most hits of a turn come from host memory. The rings are
+full of other tokens' rows whenever a request gets them, even if its pages were loaded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from kvpilot_formats import formats
-from kvpilot_runtime.vllm_api import compat
 from kvpilot_smallmodels.models import tiny_llama
 from kvpilot_smallmodels.oracle import Oracle
 from support.judge import Judge
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.timeout(3600)
 
 
 def conversations(dtype: str, count: int, longest: int, blocks: int, **more: Any) -> Asked:
-    """`count` conversations of three turns each, all of a turn together, in an order of its own."""
+    """Return `count` conversations of three turns each, all of a turn together, in a random order."""
     rng = random.Random(20261122)
     texts = [[rng.randrange(3, 49152) for _ in range(longest)] for _ in range(count)]
     rounds = []
@@ -78,7 +77,6 @@ def test_bytes_that_come_back_are_those_that_left(dtype: str) -> None:
     assert_bytes_return(conversations(dtype, 10, 192, 90, recent=None))
 
 
-@pytest.mark.skipif(compat.vllm_version() < (0, 32), reason="older versions were not read for it")
 def test_so_are_those_of_blocks_that_have_the_pages_of_all_layers_in_a_row() -> None:
     assert_bytes_return(conversations("k4v4", 10, 192, 90, recent=None, layout="BHLNC"))
 

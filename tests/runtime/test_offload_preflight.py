@@ -1,8 +1,8 @@
-"""Offloading to host memory that is asked for: what this machine or vLLM has not is refused with the numbers."""
+"""Offloading to host memory: preflight refuses it with the numbers if this machine lacks the memory."""
 
 import pytest
 
-from kvpilot_runtime.preflight import installed, machine
+from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.check import check
 from kvpilot_smallmodels.models import tiny_gemma3
 from support.preflights import asked, refusal
@@ -69,15 +69,3 @@ def test_offloading_of_a_model_with_window_layers_is_refused_beside_our_dtypes_a
     assert error.reason == "DtypeUnsupported"
     assert all(word in error.message for word in ("--kv-offloading-size", "sliding-window layers", "leave it out"))
     check(asked("--kv-offloading-size=1", model=model, dtype="auto"))
-
-
-def test_a_vllm_without_offloading_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "can_offload", lambda: False)
-    error = refusal(asked("--kv-offloading-size=1"))
-    assert error.reason == "BadArguments"
-    assert "has no offloading" in error.message
-    assert "newer" in error.message
-
-
-def test_the_installed_vllm_can_offload() -> None:
-    assert installed.can_offload()

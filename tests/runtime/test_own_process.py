@@ -1,4 +1,4 @@
-"""Engines that are forked from a process that has imported vLLM: each is as if it had been started by itself."""
+"""Engines that are forked from a process that has imported vLLM behave as if started by themselves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HANGS = 900
 
 
 def alive(number: int) -> bool:
-    """Whether a process is there that is not merely waited for."""
+    """Return True if a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -29,7 +29,7 @@ def alive(number: int) -> bool:
 
 
 def numbers(file: Path) -> tuple[int, ...]:
-    """Of a process that waits, and of the one that it has spawned, as soon as they are told."""
+    """Return the ids of a process that waits, and of its child, once both are known."""
     deadline = time.monotonic() + HANGS
     while not (file.exists() and file.read_text().endswith("\n")):
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""`kvpilot-prefetch` against a hub on loopback: what is fetched, what is kept, and what is said where it cannot be."""
+"""`kvpilot-prefetch` against a hub on loopback: fetched files, kept files, and refusals."""
 
 from __future__ import annotations
 

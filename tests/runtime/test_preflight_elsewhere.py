@@ -1,4 +1,4 @@
-"""Options that change config, weights or GPUs are followed, or leave the question to vLLM with a warning."""
+"""Options that change config, weights or GPUs: preflight follows them, or warns and leaves the check to vLLM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEEPSEEK_VL2 = {
     "model_type": "deepseek_vl_v2", "projector_config": {"model_type": "mlp_projector", "n_embed": 1280},
     "tile_tag": "2D", "torch_dtype": "bfloat16", "vision_config": {"layers": 27, "model_type": "vision", "width": 1152},
 }  # fmt: skip
-"""The fields of deepseek-ai/deepseek-vl2-tiny that say anything of its cache."""
+"""Fields of deepseek-ai/deepseek-vl2-tiny that describe its cache."""
 CLASS = '--hf-overrides={"architectures": ["DeepseekVLV2ForCausalLM"]}'
 
 

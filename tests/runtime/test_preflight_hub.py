@@ -22,7 +22,7 @@ from kvpilot_runtime.preflight.request import Request
 from kvpilot_smallmodels.models import tiny_llama
 
 MODEL, COMMIT = "some-team/some-model", "0123456789abcdef0123456789abcdef01234567"
-# In a process of its own, for the client reads its environment once; what it would become is printed instead.
+# Run it in a separate process, since the client reads its environment once; print the command instead of running it.
 BECOME = """
 import json, os, sys
 from kvpilot_runtime import serve
@@ -33,7 +33,7 @@ sys.exit(serve.main(sys.argv[1:]))
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """The client's cache with MODEL's config.json, for the branch main and the tag v2."""
+    """Return the client's cache with MODEL's config.json, for the branch main and the tag v2."""
     put(tmp_path, "main", COMMIT)
     put(tmp_path, "v2", COMMIT[::-1], head_dim=40)
     return tmp_path
@@ -62,7 +62,7 @@ def test_its_architecture_is_told_to_the_engine(cache: Path) -> None:
     assert environment[model_info.VARIABLE] == model_info.encode(read_config(tiny_llama()))
     assert environment["HF_HUB_OFFLINE"] == "1"
     assert MODEL in command
-    assert "whether its weights fit is for vLLM to find out" in done.stderr
+    assert "whether its weights fit is for vLLM to check" in done.stderr
 
 
 def test_the_revision_that_was_asked_for_is_judged_and_served(cache: Path) -> None:
@@ -77,11 +77,11 @@ def test_without_its_config_vllm_is_left_to_judge(cache: Path) -> None:
     done = serve(cache, "--revision=v3", "--kv-cache-dtype=k4v4")
     _, environment = json.loads(done.stdout)
     assert model_info.VARIABLE not in environment
-    assert "its architecture and size are for vLLM to find out" in done.stderr
+    assert "its architecture and size are for vLLM to check" in done.stderr
 
 
 class Hub(BaseHTTPRequestHandler):
-    """A hub that knows no more of a model than why it does not show it."""
+    """Hub that only knows why it does not show a model."""
 
     code = ""
 

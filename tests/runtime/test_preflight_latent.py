@@ -1,4 +1,4 @@
-"""What preflight says of dtypes of multi-head latent attention: for which models, where, and beside which options."""
+"""Preflight of dtypes of multi-head latent attention: models, platforms and options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(folder: Path, base: Path, **changes: Any) -> str:
-    """A model that differs from `base` in its config only."""
+    """Make a model that differs from `base` only in its config."""
     for file in base.iterdir():
         (folder / file.name).symlink_to(file)
     config = json.loads((base / "config.json").read_text()) | changes

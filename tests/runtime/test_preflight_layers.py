@@ -1,4 +1,4 @@
-"""Models with more to their cache than their type says: preflight goes by what vLLM itself builds of them."""
+"""Models of unknown type: preflight uses the layers that vLLM itself builds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preflight on machines that do not tell all of their figures: an unknown figure is left to vLLM, with a warning."""
+"""Preflight on machines with unknown figures: it warns, and leaves the check to vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpilot_runtime.preflight.request import Request
 from kvpilot_smallmodels.models import tiny_llama
 
 UNKNOWN = ["[Insufficient Permissions]", "[N/A]", "N/A", "[Not Supported]", "[Unknown Error]", "[GPU is lost]", ""]
-"""Words of nvidia-smi in the place of a figure."""
+"""Words of nvidia-smi in place of a figure."""
 
 FIGURES = {"memory.total": "81559", "memory.used": "4", "compute_cap": "9.0"}
 MIB = 2**20
@@ -26,7 +26,7 @@ MIB = 2**20
 
 @pytest.fixture
 def smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """A driver whose nvidia-smi prints these lines, and vLLM's build for GPUs."""
+    """Pretend that the driver's nvidia-smi prints these lines, with vLLM's build for GPUs."""
     monkeypatch.setattr(machine, "platform", lambda: "cuda")
 
     def prints(*lines: str, code: int = 0) -> None:

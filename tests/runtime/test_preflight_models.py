@@ -1,4 +1,4 @@
-"""What preflight says of a model, a machine and the options: our dtypes on GPUs, mixed layers, calibration."""
+"""Preflight of a model, a machine and options: our dtypes on GPUs, mixed layers, calibration."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def silent(findings: Findings) -> bool:
 
 
 def changed(tmp_path: Path, base: Path, **changes: Any) -> str:
-    """A model that differs from `base` in its config only."""
+    """Make a model that differs from `base` only in its config."""
     for file in base.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "config.json").unlink()
@@ -319,7 +319,7 @@ CUSTOM = {
 
 
 def served(tmp_path: Path, config: dict[str, Any]) -> str:
-    """A folder with this config and a little that stands for weights."""
+    """Make a folder with this config and placeholders for weights."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.bin").write_bytes(b"0")
     return str(tmp_path)

@@ -1,6 +1,6 @@
-"""Probes against real vLLM and real weights: noise is told from damage, damage from garbage, by `kvpilot probe`, too.
+"""Probes against real vLLM and real weights tell noise, damage and garbage apart; `kvpilot probe` does too.
 
-Each dtype is a vLLM of its own on the CPU.
+Each dtype is a separate vLLM on the CPU.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ pytestmark = pytest.mark.timeout(3600)
 
 @pytest.fixture(scope="module")
 def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of an engine with a 16-bit cache."""
+    """Yield the address of an engine with a 16-bit cache."""
     with engine(smollm2_135m(), "auto", tmp_path_factory.mktemp("auto"), KV_MEMORY) as running:
         yield running.url
 
 
 @pytest.fixture(scope="module")
 def reference(sixteen: str) -> tuple[Baseline, Measurement]:
-    """What the 16-bit engine answers, as it comes back from being kept, and its noise against itself."""
+    """Return the 16-bit engine's answers, after a round trip through the codec, and its noise against itself."""
     prompts = packs.load(["builtin/general"])
 
     async def both(url: str) -> tuple[Baseline, Measurement]:
@@ -98,13 +98,13 @@ def test_k4v4_stays_within_the_default_limits_from_its_pages_and_from_host_memor
     for found in (k4v4, returned):
         judgement = judge(found, described(kept, ""), DEFAULTS)
         assert judgement.verdict == Verdict.PASSED, judgement.message
-    # What the cache holds is read there, unless a probe says that it is to come back: then every whole block does.
+    # Prefixes come from the cache, unless a probe asks for the tier: then every whole block is loaded.
     assert stayed == 0
     assert came_back >= sum((len(prompt.tokens) - 1) // 16 * 16 for prompt in kept.prompts) > 200
 
 
 def gated(baseline: str, candidate: str, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """What `kvpilot probe` ends with, and what it says."""
+    """Return the exit status and output of `kvpilot probe`."""
     common = ("--baseline", baseline, "--candidate", candidate, "--json", "--deadline-seconds", "1200")
     with redirect_stdout(StringIO()) as said:
         code = command.main([*common, *arguments])
@@ -145,7 +145,7 @@ def test_the_gate_says_that_fp8_misses_the_default_limits_with_this_model_yet_is
 
 @pytest.fixture(scope="module")
 def garbage(sixteen: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
-    """What the gate says of an engine that answers garbage: it asks as the operator's own probes do."""
+    """Return the gate's verdict on an engine that answers garbage, asked as by the operator's own probes."""
     with engine(smollm2_135m(), BROKEN, tmp_path_factory.mktemp("broken"), KV_MEMORY) as running:
         return gated(sixteen, running.url, *GENERAL)
 
@@ -190,7 +190,7 @@ async def test_an_engine_behind_a_meshs_mutual_tls_is_read_and_probed_like_one_b
 
 
 def test_a_probe_gives_way_to_queued_users_and_comes_after_them_by_priority(tmp_path: Path) -> None:
-    """One request runs at a time here: of three users who ask again and again, two wait at nearly any time."""
+    """One request runs at a time here: of three users who ask repeatedly, two wait at nearly any time."""
     prompts = packs.load(["builtin/structured"])[:3]
     load = {"model": MODEL, "prompt": [7] * 16, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 

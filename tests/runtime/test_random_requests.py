@@ -1,7 +1,7 @@
-"""Random requests through a real engine whose cache is far too small for them, held against the codec without pages.
+"""Random requests through a real engine whose cache is far too small for them, against the codec without pages.
 
-The engine preempts, finds prefixes in its cache and cuts prompts into chunks; the oracle (`kvpilot_smallmodels.oracle`)
-computes each request on its own with plain transformers.
+The engine preempts, finds prefixes in its cache and cuts prompts into chunks. The oracle (`kvpilot_smallmodels.oracle`)
+computes each request alone in plain transformers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FROM_PAGES = {"KVPILOT_PREFILL_FROM_PAGES": "1", "KVPILOT_CALIBRATION": "off"}
 
 
 class Request:
-    """A prompt of up to `longest` tokens, which may begin like others, and how many tokens are asked for."""
+    """Prompt of up to `longest` tokens, which may begin like others, and the number of tokens to answer."""
 
     def __init__(self, rng: random.Random, shared: list[int], longest: int) -> None:
         self.alone = rng.random() < 0.5
@@ -44,14 +44,14 @@ class Request:
 
 
 def drawn(count: int, longest: int, seed: int) -> list[Request]:
-    """`count` random requests; 40 in a row share a prefix, so that some find it still cached."""
+    """Return `count` random requests; groups of 40 share a prefix, so that some find it still cached."""
     rng = random.Random(seed)
     shared = [[rng.randrange(3, 49152) for _ in range(longest * 3 // 4)] for _ in range(count // 40 + 1)]
     return [Request(rng, shared[i // 40], longest) for i in range(count)]
 
 
 def served(running: Engine, count: int, longest: int, seed: int) -> list[Request]:
-    """Such requests, answered 24 at a time."""
+    """Answer such requests, 24 at a time."""
     requests = drawn(count, longest, seed)
 
     def ask(request: Request) -> None:
@@ -63,7 +63,7 @@ def served(running: Engine, count: int, longest: int, seed: int) -> list[Request
 
 
 def served_in_turn(model: Path, count: int, longest: int, blocks: int, seed: int) -> tuple[list[Request], Answered]:
-    """The same requests, all of them waiting from the start."""
+    """Answer the same requests, all of them waiting from the start."""
     requests = drawn(count, longest, seed)
     options: dict[str, Any] = {
         "dtype": "float32", "max_num_batched_tokens": CHUNK, "max_num_seqs": 16, "block_size": 16,
@@ -123,7 +123,7 @@ def test_paging_changes_no_token_of_requests_that_come_and_go(
 def judge(
     model: Path, requests: list[Request], figures: dict[str, float], record_property: Callable[[str, object], None]
 ) -> None:
-    """All answers are the codec's, and these requests have met what they are there for."""
+    """Check that all answers are the codec's, and that these requests met preemption, prefix hits and chunks."""
     assert [len(r.answer) for r in requests] == [r.tokens for r in requests]
     oracle = Oracle(model, "k4v4")
     below = [max(oracle.shortfalls(r.prompt, r.answer)) for r in requests]
@@ -142,7 +142,7 @@ def judge(
     # That they took place is enough: how often depends on the pace at which a machine sends and answers.
     assert all(figures.values())
     assert told["certainly_chunked"] > len(requests) / 10
-    # However many rounding has changed: each is judged on its own, and a broken engine is known by its first three.
+    # Rounding may change any number of them: each is judged alone, and a broken engine shows in the first three.
     unsound = (i for i in suspects if not oracle.sound(requests[i].prompt, requests[i].answer))
     wrong = list(itertools.islice(unsound, 3))
     assert not wrong, [(i, below[i]) for i in wrong]

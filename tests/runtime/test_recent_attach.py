@@ -1,4 +1,4 @@
-"""Which layers get a ring, what its pages are, and what is said where there is none."""
+"""Layers that get a ring, the spec of its pages, and the reasons for having none."""
 
 from __future__ import annotations
 
@@ -21,15 +21,12 @@ from kvpilot_runtime.recent.ring_layers import RecentLayer
 from kvpilot_runtime.speculation import refuse_other_groups
 from kvpilot_runtime.vllm_api import compat, contract
 
-if not contract.has_rings():
-    pytest.skip("this vLLM has no pages outside of prefix caching: there is no window", allow_module_level=True)
-
 NAMES = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
 
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of an engine in k4v4 with a context of 2,048 tokens."""
+    """Return the configuration of an engine in k4v4 with a context of 2,048 tokens."""
     monkeypatch.setattr(packed, "get_current_vllm_config", lambda: None)
     monkeypatch.setattr(packed, "calibration_of", lambda _config: None)
     monkeypatch.delenv(ring_layers.VARIABLE, raising=False)
@@ -55,7 +52,7 @@ def attached(
     config: Any, dim: int = 128, kv_heads: tuple[int, int] = (8, 8), shared: str | None = None,
     names: Sequence[str] = NAMES,
 ) -> list[Any]:  # fmt: skip
-    """Two layers as vLLM has them, after they were told that their weights are there."""
+    """Return two layers as vLLM has them, after their weights were loaded."""
     dtype, context = config.cache_config.cache_dtype, config.compilation_config.static_forward_context
     cls = getattr(cpu, compat.backend_class(dtype))
     for name, heads in zip(names, kv_heads, strict=True):
@@ -255,7 +252,7 @@ def test_where_there_can_be_no_rings_log_and_metric_name_the_reason(
     monkeypatch.setattr(ring_layers.recent_info, "report", told.append)
     monkeypatch.setattr(ring_layers.log, "propagate", True)
     if reason == "VllmWithoutRings":
-        monkeypatch.setattr(contract, "has_rings", lambda: False)
+        monkeypatch.setattr(contract, "has", lambda _feature: False)
     elif reason == "HybridManagerOff":
         config.scheduler_config.disable_hybrid_kv_cache_manager = True
     elif reason == "OtherLayers":

@@ -1,7 +1,7 @@
-"""The recent window in a real engine: requests that share prefixes, come in chunks, are preempted and change places.
+"""The recent window in a real engine: requests share prefixes, come in chunks, are preempted and change places.
 
-Rings are full of other tokens' rows whenever a request gets them. Each step of the engine is taken down, so that the
-oracle knows of every position whether it was computed with a window, and what the ring had by then.
+Rings are full of other tokens' rows whenever a request gets them. Each step of the engine is recorded, so that the
+oracle knows the window and the ring's content at every position.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from kvpilot_runtime.vllm_api import compat
 from kvpilot_smallmodels.families import VOCABULARY, make
 from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama, tiny_qwen3
 from kvpilot_smallmodels.oracle import Oracle
@@ -28,7 +27,7 @@ BLOCK, CHUNK = 16, 48
 def asked(
     model: Path, dtype: str, count: int, longest: int, blocks: int, seed: int, vocabulary: int = 49152, **more: Any
 ) -> Asked:
-    """Three rounds of random requests; most of a round's begin alike, and so do some of another round's."""
+    """Return three rounds of random requests; most of a round's begin alike, and so do some of another round's."""
     rng = random.Random(seed)
     shared = [[rng.randrange(3, vocabulary) for _ in range(longest * 3 // 4)] for _ in range(2)]
 
@@ -83,7 +82,6 @@ def test_answers_are_those_of_attention_with_a_window_however_requests_came_to_i
     assert len(plain.wrong) > count // 10
 
 
-@pytest.mark.skipif(compat.vllm_version() < (0, 29), reason="vLLM 0.28 knows no layouts of all layers")
 @pytest.mark.parametrize(("layout", "recent"), [("BHLNC", 64), ("BHLNC", 0), ("BLHNC", 64)])
 def test_answers_are_the_same_where_a_block_has_the_pages_of_all_layers_in_a_row(layout: str, recent: int) -> None:
     question = asked(tiny_llama(), "k4v4", 30, 160, 44, seed=20261122, recent=recent, layout=layout)

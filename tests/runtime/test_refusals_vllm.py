@@ -1,4 +1,4 @@
-"""What our backend does not serve is refused by vLLM itself too, started without preflight: never a wrong answer."""
+"""Features that our backend does not serve are refused in vLLM itself too, started without preflight."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPECULATION = {
 }
 TRANSFER = {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both",
                                    "kv_connector_extra_config": {"shared_storage_path": "unused"}}}  # fmt: skip
-# What is asked for, and the words that must be said beside the dtype's name.
+# A request, and the words that the refusal must have beside the dtype's name.
 CASES: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "mla": ("mla", {}, "MLA not supported"),
     "alibi": ("alibi", {}, "a model with ALiBi is not supported"),

@@ -1,4 +1,4 @@
-"""Engines that calibrate themselves: the factors are those of the built-in text, the same at every start, and told."""
+"""Engines that calibrate themselves: factors of the built-in text, the same at every start, and reported."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ SLACK = 1e-3
 
 
 def told(page: list[str]) -> dict[str, str]:
-    """The labels of the one series of where the factors come from."""
+    """Return the labels of the one series of the factors' source."""
     [line] = [line for line in page if line.startswith(calibration_info.NAME + "{")]
     labels = line.partition("{")[2].partition("}")[0]
     return dict(part.split("=", 1) for part in labels.replace('"', "").split(","))
 
 
 def asked(model: Path, dtype: str, prompts: list[list[int]], calibration: str = "") -> Asked:
-    """These prompts at once, 16 tokens each, from an engine without a window."""
+    """Return these prompts at once, 16 tokens each, for an engine without a window."""
     options = {"max_num_batched_tokens": CHUNK, "max_model_len": CONTEXT, "kv_cache_memory_bytes": 64 << 20}
     return Asked(str(model), dtype, [prompts], [[16] * len(prompts)], options, recent=0, calibration=calibration)
 

@@ -27,7 +27,7 @@ LONG = ("--kv-cache-memory-bytes=64M", "--max-model-len=4096", "--max-num-batche
 
 
 def capacity(model: Path, dtype: str, folder: Path, *arguments: str) -> int:
-    """Tokens that the engine says its KV cache holds."""
+    """Return the tokens of the engine's KV cache, as it reports them."""
     with forked_serve.engine(model, dtype, folder, *arguments) as running:
         labels = running.cache_config()
         assert labels["cache_dtype"] == dtype
@@ -41,9 +41,9 @@ class Life:
     capacity: int
     text: str
     page: PodMetrics
-    """Its metrics while it answered, as it says them and as they are read."""
+    """Its metrics while it answered, as parsed."""
     in_flight: bool
-    """Whether the request still ran after the signal was sent."""
+    """True if the request still ran after the signal was sent."""
     answer: list[int]
     url: str
 
@@ -71,7 +71,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
 
 
 def running_page(running: Engine, answer: Future[list[int]]) -> tuple[str, PodMetrics]:
-    """The first page of the engine that shows the request running: whatever is asserted is asserted of this one."""
+    """Return the first page of the engine that shows the request running; all assertions are about this one."""
     while not answer.done():
         text = running.page()
         if (page := parse_page(text)).running:
@@ -101,7 +101,7 @@ def test_its_page_says_that_it_has_calibrated_itself(life: Life) -> None:
 
 @pytest.fixture(scope="module")
 def sixteen_bits() -> dict[Path, int]:
-    """Tokens that an engine's cache of 16 bits holds, by model, in the memory that the other tests give theirs."""
+    """Return the tokens of an engine's 16-bit cache, by model, in the memory that the other tests give theirs."""
     models = {tiny_llama(): 2048, tiny_gemma3(): 4096}
     most = {"kv_cache_memory_bytes": 64 << 20}
     few = {tiny_llama(): {}, tiny_gemma3(): {"max_num_batched_tokens": 64, "max_num_seqs": 8}}

@@ -1,4 +1,4 @@
-"""What cannot work is refused before vLLM is imported: one JSON line with field, value and remedy, and exit code 78."""
+"""Impossible requests are refused before vLLM is imported: one JSON line with field, value and remedy, and code 78."""
 
 from __future__ import annotations
 

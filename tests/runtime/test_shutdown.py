@@ -1,4 +1,4 @@
-"""An engine that is told to end finishes what it has been sent, also what waits for its step to end."""
+"""An engine that drains finishes all requests that it has received, even those that wait for its step to end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpilot_runtime import plugin
 
 
 class Core(EngineCoreProc):
-    """vLLM's loop around an engine that only notes what it is given."""
+    """vLLM's loop around an engine that only records its input."""
 
     def __init__(self, timeout: int) -> None:
         self.vllm_config: Any = SimpleNamespace(shutdown_timeout=timeout)

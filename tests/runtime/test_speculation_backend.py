@@ -1,8 +1,8 @@
-"""Steps with draft tokens through the CPU backend, held against the same tokens one at a time.
+"""Steps with draft tokens through the CPU backend, against the same tokens one at a time.
 
-What stands in for the model runner drafts tokens, some right and some wrong, takes the wrong ones back, and lets
-sequences come in chunks, change places and begin anew in other pages. All pages and rings come from one pool, as in
-vLLM, and nobody clears what stands in them.
+The stand-in for the model runner drafts right and wrong tokens, rejects the wrong ones, and lets sequences come in
+chunks, change places and restart in other pages. All pages and rings come from one pool, as in vLLM, and are never
+cleared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEADS, KV_HEADS, DIM, BLOCK, LAYER = 4, 2, 64, 16, "model.layers.0.self_attn.att
 
 @dataclass
 class Part:
-    """A sequence's part of a step: tokens from `begin` on, [tokens, heads, DIM] of each kind."""
+    """Part of a sequence in a step: tokens from `begin` on, [tokens, heads, DIM] of each kind."""
 
     name: str
     begin: int
@@ -73,11 +73,11 @@ class Runner:
             blocks.append(self.free.pop(self.choose.randrange(len(self.free))))
 
     def forget(self, name: str) -> None:
-        """A sequence ends or is preempted; its pages, rings among them, are anyone's as they are."""
+        """End or preempt a sequence; its pages and rings return to the pool unchanged."""
         self.free += self.tables.pop(name, []) + self.rings.pop(name, [])
 
     def step(self, parts: list[Part], monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-        """The outputs of each part, [tokens, HEADS, DIM]."""
+        """Return the outputs of each part, [tokens, HEADS, DIM]."""
         counts = [len(part.query) for part in parts]
         ends = [part.begin + count for part, count in zip(parts, counts, strict=True)]
         table = torch.zeros(len(parts), 64, dtype=torch.int32)
@@ -110,14 +110,14 @@ class Runner:
 
 
 class Sequence:
-    """A sequence whose right tokens are known; `done` of them are stored, the first `prompt` are its prompt."""
+    """Sequence whose right tokens are known; `done` of them are stored, the first `prompt` are its prompt."""
 
     def __init__(self, name: str, choose: random.Random, rng: torch.Generator) -> None:
         self.name, self.done, self.prompt, self.length = name, 0, choose.randint(1, 100), choose.randint(110, 180)
         self.right = [torch.randn(self.length, heads, DIM, generator=rng) for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
     def part(self, count: int, right: int, rng: torch.Generator, prompt: bool = False) -> Part:
-        """The next `count` tokens, of which the first `right` are right."""
+        """Return the next `count` tokens, of which the first `right` are right."""
         rows = [x[self.done : self.done + right] for x in self.right]
         rows = [torch.cat([x, torch.randn(count - right, *x.shape[1:], generator=rng)]) for x in rows]
         return Part(self.name, self.done, *rows, prompt=prompt)

@@ -1,10 +1,9 @@
-"""Speculative decoding in a real engine: greedy answers are those without it, whatever was drafted and taken back."""
+"""Speculative decoding in a real engine: greedy answers are those without it, for all drafts and rejections."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,11 @@ from kvpilot_smallmodels.oracle import SLACK, Oracle
 from support.judge import Judge
 from support.stepped_engine import Asked, Told, serve
 
-pytestmark = [
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(
-        version("vllm").startswith("0.30."), reason="vLLM 0.30 speculates on no CPU: its sampler wants Triton there"
-    ),
-]
+pytestmark = pytest.mark.timeout(3600)
 
 
 def asked(model: Path, dtype: str, count: int, blocks: int, longest: int = 120, **more: Any) -> Asked:
-    """Two rounds of random requests of a few words that come again and again: some drafts are right, and some are not.
+    """Return two rounds of random requests of a few repeated words: some drafts are right, and some are not.
 
     Most prompts begin like others, of their round or of the other.
     """
@@ -57,7 +51,7 @@ def asked(model: Path, dtype: str, count: int, blocks: int, longest: int = 120, 
 
 
 def figures(question: Asked, told: Told) -> dict[str, int]:
-    """What took place."""
+    """Count the events."""
     begun = sum(step["anew"] for step in told.steps)
     return {
         "drafted": told.drafted, "accepted": told.accepted, "refused": told.drafted - told.accepted,

@@ -1,4 +1,4 @@
-"""What people switch on in vLLM beside our dtypes: what cannot work is refused before vLLM starts, all else goes on."""
+"""Features of vLLM beside our dtypes: impossible ones are refused before vLLM starts, all others pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from kvpilot_runtime import serve
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.check import check
-from kvpilot_runtime.vllm_api import compat
 from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama
 from support.preflights import asked, refusal
 
@@ -28,7 +27,7 @@ GEMMA3 = {
 
 
 def folder(path: Path, config: dict[str, Any]) -> str:
-    """A model of this config, and a little that stands for weights."""
+    """Make a model of this config, with placeholders for weights."""
     (path / "config.json").write_text(json.dumps(config))
     (path / "model.bin").write_bytes(b"0")
     return str(path)
@@ -93,7 +92,7 @@ OF_A_MODEL = [
     ('-sc={"method": "mtp", "num_speculative_tokens": 1}',), ("--spec-method=mimo_mtp",),
     ('-sc={"method": "eagle", "model": "org/head", "parallel_drafting": false}',),
 ]  # fmt: skip
-"""Drafts that come from a model, or from layers of the model's own."""
+"""Drafts that come from a model, or from layers of the served model."""
 
 
 @pytest.mark.parametrize(
@@ -178,18 +177,6 @@ def test_batch_invariance_is_refused_beside_our_dtypes_alone(monkeypatch: pytest
     check(asked())
 
 
-@pytest.mark.parametrize("version", [(0, 28), (0, 29)])
-def test_sleep_mode_is_refused_where_vllm_frees_more_than_the_cache(
-    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]
-) -> None:
-    monkeypatch.setattr(compat, "vllm_version", lambda: version)
-    error = refusal(asked("--enable-sleep-mode"))
-    assert error.reason == "BadArguments"
-    assert "before vLLM 0.30" in error.message
-    assert "newer vLLM" in error.message
-    check(asked("--enable-sleep-mode", dtype="auto"))
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -258,7 +245,7 @@ def test_a_model_that_attends_to_later_tokens_is_refused_by_name(tmp_path: Path,
 
 
 def published(model: str) -> dict[str, Any]:
-    """The config of a model of the corpus."""
+    """Return the config of a model of the corpus."""
     corpus = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())["models"]
     [config] = [entry["config"] for entry in corpus if entry["model"] == model]
     return dict(config)

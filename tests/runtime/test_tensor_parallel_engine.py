@@ -1,4 +1,4 @@
-"""Two ranks of tensor parallelism in a real engine: each has the KV heads, rings and factors of its own.
+"""Two ranks of tensor parallelism in a real engine: each has its own KV heads, rings and factors.
 
 Requests share prefixes, come in chunks and are preempted, and rings are full of other tokens' rows at first, as in
 `test_recent_engine.py`; a rank that read another's factors or rows would give other answers.
@@ -30,7 +30,7 @@ RANKS, CHUNK, CONTEXT = 2, 128, 224
 
 
 def asked(model: Path, count: int, seed: int, **more: Any) -> Asked:
-    """Three rounds of random requests; most of them begin alike."""
+    """Return three rounds of random requests; most of them begin alike."""
     rng = random.Random(seed)
     shared = [[rng.randrange(3, 49152) for _ in range(120)] for _ in range(2)]
 
@@ -48,18 +48,18 @@ def asked(model: Path, count: int, seed: int, **more: Any) -> Asked:
 
 
 def factors_by_rank(told: Told) -> list[list[Factors]]:
-    """What each rank computes with."""
+    """Return the factors of each rank."""
     return [[Factors(*map(torch.tensor, layer)) for layer in rank] for rank in told.factors]
 
 
 def joined(ranks: Sequence[Sequence[Factors]]) -> list[Factors]:
-    """The model's factors, of those that its ranks have."""
+    """Join the ranks' factors into the model's."""
     return [Factors(*(torch.cat([getattr(one, name) for one in layer]) for name in Factors.__dataclass_fields__))
             for layer in zip(*ranks, strict=True)]  # fmt: skip
 
 
 def assert_answers(question: Asked, told: Told, factors: list[Factors], record: Any) -> None:
-    """They are those of all heads' factors and windows, and not those of the ranks' factors exchanged."""
+    """Check that answers are those of all heads' factors and windows, and not those of exchanged factors."""
     found = Judge(question, told, Oracle(tiny_llama(), "k4v4", factors, recent=64))
     figures = {
         "judged": found.judged, "windowed": found.windowed, "preempted": found.preempted, "moved": told.moved,

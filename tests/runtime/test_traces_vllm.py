@@ -1,4 +1,4 @@
-"""A real vLLM's spans join the trace of the probe that asks it, as docs/observability.md has the engine's options."""
+"""A real vLLM's spans join the trace of the probe that asks it, with the options of docs/observability.md."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ pytestmark = [pytest.mark.timeout(3600), pytest.mark.long]
 
 
 class NoMaps:
-    """A cluster without a ConfigMap."""
+    """Cluster without a ConfigMap."""
 
     async def find(self, *_: str) -> None:
         return None
 
 
 def documented() -> tuple[list[str], dict[str, str]]:
-    """The arguments and the environment that the page gives engines."""
+    """Return the arguments and the environment that the page gives engines."""
     page = (ROOT / "docs/observability.md").read_text()
     (block,) = re.findall(r"```yaml\n(spec:\n  engine:.*?)```", page, re.DOTALL)
     given = yaml.safe_load(block)["spec"]["engine"]

@@ -22,7 +22,7 @@ FLOAT32 = {"KVPILOT_PREFILL_FROM_PAGES": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def random_factors(facts: factors_file.ModelFacts) -> list[Factors]:
-    """Others for each layer and head: a rank that took another's would give other answers."""
+    """Return different factors for each layer and head: a rank with another's would give other answers."""
     rng = torch.Generator().manual_seed(5)
 
     def one() -> Factors:

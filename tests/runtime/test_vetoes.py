@@ -1,4 +1,4 @@
-"""Every veto of ours held against the pinned vLLM: its backends on GPUs that are not here, and on this CPU."""
+"""Our exclusions against the pinned vLLM: its backends on GPUs that are not here, and on this CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CAPABILITIES = ((7, 0), (7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0),
 HEADS = (64, 80, 96, 128, 192, 256, 512)
 VLLMS = [name for name in formats.names() if not formats.parse(name).ours]
 NOT_HERE = ("nvfp4", "turboquant")
-"""Dtypes of which we veto nothing on a GPU; their backends do not load without one."""
+"""Dtypes that we never exclude on a GPU; their backends do not load without one."""
 
 QUESTIONS = [
     (capability, dtype, head_dim, is_latent)

@@ -1,4 +1,4 @@
-"""Files of a model's weights: those that vLLM's own loader reads, counted once, by preflight and planner alike."""
+"""Files of a model's weights: those that vLLM's own loader reads, counted once, in preflight and planner."""
 
 from __future__ import annotations
 

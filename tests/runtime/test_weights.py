@@ -1,4 +1,4 @@
-"""By what an engine tells its weights from others."""
+"""The hash by which an engine identifies its weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvpilot_runtime.transfer.weights import digest
+from kvpilot_runtime.transfer.terms import digest
 
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:

@@ -1,8 +1,8 @@
-"""Weights of 8 and 4 bits beside a KV cache of ours: the damage is the cache's, and as large as beside 16-bit weights.
+"""Weights of 8 and 4 bits with one of our KV caches: the damage is the cache's, as large as with 16-bit weights.
 
-Such engines compute in bfloat16, where a key's codes are not the oracle's to the last one, and answers are not equal.
-So they are held against the oracle by how far their tokens are below its best: with `auto`, next to nothing by the
-weights as they are read back; with `k4v4`, as far as beside weights in 16 bits, and less by the codec than without one.
+Such engines compute in bfloat16, where a key's codes differ slightly from the oracle's, and answers are not equal. So
+the test measures how far their tokens are below the oracle's best: with `auto`, next to nothing by the dequantized
+weights; with `k4v4`, as far as with weights in 16 bits, and less by the codec than without one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CASES = ("none", *METHODS) if serves_quantized() else ("none",)
 
 
 def asked(model: Path, dtype: str) -> Turn:
-    """Twelve random prompts, in chunks."""
+    """Return twelve random prompts, in chunks."""
     rng = random.Random(5)
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randint(8, 96))] for _ in range(12)]
     options = {"dtype": "bfloat16", "max_model_len": 160, "max_num_batched_tokens": 48, "max_num_seqs": 8,
@@ -38,7 +38,7 @@ def asked(model: Path, dtype: str) -> Turn:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Path, Turn, Answered]]:
-    """By method and dtype: the weights as they are read back, what was asked, and what was answered."""
+    """Return, by method and dtype, the dequantized weights, the requests and the answers."""
     root = tmp_path_factory.mktemp("weights")
     models, plain = {"none": make_model("plain", root / "model")}, {"none": root / "model"}
     for method in CASES[1:]:
@@ -51,7 +51,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tu
 
 
 def below(folder: Path, codec: str, turn: Turn, told: Answered) -> float:
-    """By how many logits an answer's tokens are below the oracle's best, on average."""
+    """Return by how many logits an answer's tokens are below the oracle's best, on average."""
     oracle = Oracle(folder, codec)
     found = [x for prompt, answer in zip(turn.rounds[0], told.answers[0], strict=True)
              for x in oracle.shortfalls(prompt, answer)]  # fmt: skip
@@ -60,7 +60,7 @@ def below(folder: Path, codec: str, turn: Turn, told: Answered) -> float:
 
 @pytest.fixture(scope="module")
 def found(served: dict[tuple[str, str], tuple[Path, Turn, Answered]]) -> dict[tuple[str, str, str], float]:
-    """By method, dtype and the oracle's codec."""
+    """Return this distance by method, dtype and the oracle's codec."""
     return {(case, dtype, codec): below(*served[case, dtype][:1], codec, *served[case, dtype][1:])
             for case in CASES for dtype in DTYPES for codec in DTYPES}  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Engines between which pages travel: each in a process of its own, asked in turn."""
+"""Engines between which pages travel, each in its own process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from typing import Any
 from support.own_process import HANGS, QUIET, address, begin, status
 
 LEAVE = {"do_remote_decode": True, "do_remote_prefill": False}
-"""What a request says whose prompt is read for another engine."""
+"""Transfer parameters of a request whose prompt is prefilled for another engine."""
 
 
 class Apart:
-    """An engine (`support.apart_engine`, or another `module` like it) in a process of its own; `log` is all that it
-    said."""
+    """Engine (`support.apart_engine`, or another `module` like it) in its own process."""
 
     def __init__(self, folder: Path, name: str, module: str, **environment: str) -> None:
         self.log_file, where = folder / f"{name}.log", folder / f"{name}.socket"
@@ -45,33 +44,33 @@ class Apart:
 
     @property
     def log(self) -> str:
-        """All that it has said."""
+        """Return all output of the engine."""
         return self.log_file.read_text(errors="replace")
 
     def tell(self, what: str, **arguments: Any) -> None:
-        """Ask, and wait for no answer."""
+        """Ask without waiting for the answer."""
         self.line.sendall(json.dumps([what, arguments]).encode() + b"\n")
 
     def hear(self) -> Any:
-        """The answer to what was told.
+        """Return the answer to the last question.
 
         Raises:
-            RuntimeError: the engine has ended instead, with the end of what it said.
+            RuntimeError: the engine has ended instead, with the end of its output.
         """
         if select.select([self.line], [], [], HANGS)[0]:
             if said := self.lines.readline():
                 return json.loads(said)
-            with suppress(RuntimeError):  # its end was heard of before
-                status(self.process)  # an engine closes the line before it says why it ends
+            with suppress(RuntimeError):  # its end is known already
+                status(self.process)  # an engine closes the connection before it logs why it ends
         raise RuntimeError(self.log[-8000:])
 
     def ask(self, what: str, **arguments: Any) -> Any:
-        """Ask, and wait for the answer."""
+        """Ask, and return the answer."""
         self.tell(what, **arguments)
         return self.hear()
 
     def kill(self) -> None:
-        """As a node does that fails."""
+        """Kill the engine, like a failing node."""
         self.process.sendall(bytes([9]))
         status(self.process)
 
@@ -86,7 +85,7 @@ class Apart:
 def engines(
     model: Path, *each: tuple[dict[str, Any], dict[str, str]], module: str = "support.apart_engine"
 ) -> Iterator[list[Apart]]:
-    """Engines with these options of vLLM's, and these variables."""
+    """Yield engines with these options of vLLM's, and these variables."""
     with TemporaryDirectory() as folder:
         started = []
         try:

@@ -1,4 +1,4 @@
-"""A real vLLM that prefills for another engine, or decodes for one, and does what it is told through a socket.
+"""A real vLLM that prefills for another engine, or decodes for one, under the control of a socket.
 
 `python -m support.apart_engine ADDRESS`: connects to a Unix socket, and answers each line of JSON with one.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Engine:
-    """What can be asked of an engine: each method is a question, its arguments and answer are JSON."""
+    """Engine that can be asked: each method is a question, its arguments and answer are JSON."""
 
     extension = "support.apart_worker.ApartWorker"
 
@@ -50,12 +50,12 @@ class Engine:
         }  # fmt: skip
 
     def workers(self, what: str, *args: Any) -> list[Any]:
-        """The word of each rank."""
+        """Return the answer of each rank."""
         found: list[Any] = self.core.model_executor.collective_rpc(what, args=args)
         return found
 
     def take_down(self, scheduled: Any) -> None:
-        """A step's requests, as `support.stepped_engine.Told` has them; the pages are the first group's."""
+        """Record a step's requests, as in `support.stepped_engine.Told`; the pages are the first group's."""
         cached = scheduled.scheduled_cached_reqs
         found = [(r.req_id, r.num_computed_tokens, r.block_ids, True) for r in scheduled.scheduled_new_reqs]
         for i, request in enumerate(cached.req_ids):
@@ -70,10 +70,10 @@ class Engine:
             )  # fmt: skip
 
     def executed(self) -> None:
-        """After each step."""
+        """Do nothing after a step; subclasses may."""
 
     def serve(self, prompts: list[list[int]], tokens: list[int], params: list[Any]) -> dict[str, Any]:
-        """Answer prompts together, each with its `kv_transfer_params`; with what was read for them, and all steps."""
+        """Answer prompts together, each with its `kv_transfer_params`; also return their reads, and all steps."""
         from vllm import SamplingParams
 
         first = self.requests
@@ -104,16 +104,16 @@ class Engine:
         }  # fmt: skip
 
     def copies(self) -> int:
-        """Of which all that was read consisted, in all ranks."""
+        """Return the number of copies of all reads, in all ranks."""
         return sum(self.workers("copies"))
 
     def digests(self, blocks: list[list[int]]) -> list[list[list[str]]]:
-        """Of each rank the digests of blocks, group by group."""
+        """Return the digests of blocks of each rank, group by group."""
         ranks = zip(*(self.workers("digests", group) for group in blocks), strict=True)
         return [list(rank) for rank in ranks]
 
     def poison(self, seed: int) -> dict[str, Any]:
-        """Fill every free block that no prefix could be found in with rows of others' rings, or any bytes."""
+        """Fill every free block without a cached prefix with rows of others' rings, or random bytes."""
         nobodys = [b.block_id for b in self.pool.free_block_queue.get_all_free_blocks() if b.block_hash is None]
         held = [b.block_id for b in self.pool.blocks if b.ref_cnt or b.block_hash is not None]
         for i, block in enumerate(nobodys):
@@ -121,16 +121,16 @@ class Engine:
         return {"poisoned": len(nobodys)}
 
     def lease(self, seconds: float) -> None:
-        """How long the blocks of a prompt are kept for the other engine, from now on."""
+        """Set how long the blocks of a prompt are kept for the other engine."""
         self.core.scheduler.connector.connector_scheduler._kv_lease_duration = seconds
 
     def look_away(self, seconds: float) -> None:
-        """For so long, no read is seen to have ended."""
+        """Ignore the end of reads for so long."""
         self.blind_until = time.perf_counter() + seconds
         self.workers("look_away", True)
 
     def step(self, seconds: float = 0.0) -> dict[str, Any]:
-        """What an idle engine does for so long, and once at least: hear what others have read, and take back blocks."""
+        """Run an idle engine for so long, at least once: it learns of others' reads, and frees blocks."""
         until = time.perf_counter() + seconds
         while True:
             self.core.step()
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def answer(engine: Engine) -> None:
-    """As `main`, for an engine."""
+    """Answer for an engine, as `main`."""
     with socket.socket(socket.AF_UNIX) as asker:
         asker.connect(sys.argv[1])
         for line in asker.makefile("r"):

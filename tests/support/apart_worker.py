@@ -1,4 +1,4 @@
-"""What engines apart from each other ask of each of their workers, by vLLM's `worker_extension_cls`."""
+"""Extension of the workers of engines between which pages travel (vLLM's `worker_extension_cls`)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from support.ring_worker import RingWorker
 
 
 class ApartWorker(RingWorker):
-    """Mixed into vLLM's worker."""
+    """Mixin of vLLM's worker."""
 
     def digests(self, blocks: list[int]) -> list[str]:
-        """Of each block the hash of its bytes in all layers of this rank; the rings' are blocks of the same pool."""
+        """Return the hash of each block's bytes in all layers of this rank; the rings' are blocks of the same pool."""
         caches = [layer.kv_cache for layer in our_layers(self.vllm_config).values()]
         whole = (b"".join(cache[block].numpy().tobytes() for cache in caches) for block in blocks)
         return [hashlib.sha256(one).hexdigest() for one in whole]
 
     def watch_reads(self) -> None:
-        """Take down what is in the blocks that were read, before any step of theirs."""
+        """Record the content of blocks that were read, before any step of theirs."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         worker = get_kv_transfer_group().connector_worker
@@ -47,14 +47,14 @@ class ApartWorker(RingWorker):
         worker._pop_done_transfers, wrapper.check_xfer_state, wrapper.get_xfer_telemetry = popped, looked, weighed
 
     def copies(self) -> int:
-        """Of which all that was read consisted."""
+        """Return the number of copies of all reads."""
         return self.copied
 
     def reads(self) -> list[tuple[str, list[Any]]]:
-        """Of each request that was read since the last call its blocks and their digests by group, with its id."""
+        """Return, for each request read since the last call, its id, its blocks and their digests by group."""
         read, self.read = self.read, []
         return read
 
     def look_away(self, blind: bool) -> None:
-        """Whether a read that has ended is not seen to have."""
+        """Ignore the end of reads while `blind`."""
         self.blind = blind

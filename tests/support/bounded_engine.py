@@ -1,4 +1,4 @@
-"""A real vLLM in one process with a cache that has a bound; pages that it frees are overwritten before the next step.
+"""A real vLLM in one process with a bounded cache; pages that it frees are overwritten before the next step.
 
 `python -m support.bounded_engine`: a JSON object of `Asked`'s fields on stdin, `Told`'s on stdout (the last line).
 """
@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
+from kvpilot_smallmodels.stepping import in_steps
 from support.own_process import ask
 
 
 @dataclass
 class Asked:
-    """What is served: `rounds` of prompts, each round's together; `tokens` of each. `options` go to vLLM's LLM.
+    """Requests to serve.
 
-    `retention`: as the environment has it. `poison`: freed pages lose their place in the prefix cache, too, and all of
-    their bytes; else they stay there until they are taken, as vLLM leaves them. `spoil_sinks`: the first page of every
-    request is overwritten like a freed one, so that it shows that such a page is seen. `abort`: requests, by their
-    number over all rounds, that are given up once they have so many tokens.
+    Attributes:
+        rounds: prompts, each round's together. tokens: of each answer. options: of vLLM's LLM.
+        retention: value of the environment variable.
+        poison: freed pages also lose their place in the prefix cache, and all of their bytes; else they stay until they
+            are taken, as in vLLM.
+        spoil_sinks: the first page of every request is overwritten like a freed one, to show that it is read.
+        abort: requests, by their number over all rounds, that are given up once they have so many tokens.
     """
 
     model: str
@@ -38,18 +43,17 @@ class Asked:
 
 @dataclass
 class Told:
-    """What came of it.
+    """Results.
 
     Attributes:
-        answers: by round and prompt. cached: tokens of each that the prefix cache had, likewise.
-        freed: pages that went back to the pool while their request ran. held: pages that one request had at a time, at
-            most. chunks: steps of several tokens that did not begin their request. preempted: requests that had to
-            begin anew.
-        blocks, tokens_of_cache: the pool, and `kv_cache_size_tokens` of it. usage: of the pool at most, 0 to 1.
+        answers: by round and prompt. cached: tokens of each from the prefix cache, likewise.
+        freed: pages that returned to the pool while their request ran. held: largest number of pages of one request.
+        chunks: steps of several tokens that did not begin their request. preempted: requests that had to restart.
+        blocks, tokens_of_cache: the pool, and its `kv_cache_size_tokens`. usage: largest use of the pool, 0 to 1.
         steps: of each request, by its number: tokens before the step, new ones, the places in its table that have a
-            page, and whether single tokens are measured for heavy hitters. begun: tokens of its answer that each had
-            when it began, or last began anew. left: pages that are not free when all is done. metrics: lines of ours
-            that /metrics has.
+            page, and True if single tokens are measured for heavy hitters. begun: tokens of its answer when each began,
+                or
+            last restarted. left: pages that are not free at the end. metrics: lines of ours on /metrics.
     """
 
     answers: list[list[list[int]]] = field(default_factory=list)
@@ -69,17 +73,17 @@ class Told:
 
 
 def serve(asked: Asked) -> Told:
-    """Ask an engine in a process of its own."""
+    """Ask an engine in its own process."""
     return Told(**ask("support.bounded_engine", asked, KVPILOT_CALIBRATION="off", KVPILOT_RETENTION=asked.retention))
 
 
 def name_of(request: str) -> str:
-    """Of a request, as it was asked for: vLLM adds something of its own."""
+    """Return a request's original name: vLLM appends to it."""
     return request.partition("-")[0]
 
 
 class Watched:
-    """Stands before an executor's `execute_model` and behind a manager's `remove_skipped_blocks`."""
+    """Hook before an executor's `execute_model` and after a manager's `remove_skipped_blocks`."""
 
     def __init__(self, core: Any, asked: Asked, told: Told) -> None:
         self.told, self.asked = told, asked
@@ -97,7 +101,7 @@ class Watched:
             told.freed += len(gone)
             if asked.poison:
                 for block in (self.pool.blocks[i] for i in gone):
-                    if block.ref_cnt == 0:  # nobody else has it
+                    if block.ref_cnt == 0:  # no other request has it
                         self.pool._maybe_evict_cached_block(block)
                         self.freed.append(block.block_id)
 
@@ -130,23 +134,23 @@ class Watched:
         core.model_executor.execute_model = executing
 
     def held(self, request: str) -> set[int]:
-        """Pages that a request has."""
+        """Return the pages of a request."""
         return {b.block_id for b in self.manager.req_to_blocks.get(request, ()) if not b.is_null}
 
     def poison(self, block: int) -> None:
-        """A page of large numbers in each layer; packed, codes at their largest with NaN for scales.
+        """Fill a page of each layer with large numbers; packed, with the largest codes and NaN for scales.
 
-        Elements are no NaN: vLLM's own kernel multiplies what follows a sequence's end by zero.
+        Elements are not NaN: vLLM's own kernel multiplies values past a sequence's end by zero.
         """
         for cache in self.caches:
             cache[block].fill_(255 if cache.dtype == torch.uint8 else 1e4)
 
 
 def main() -> None:
-    """Serve what stdin asks for."""
+    """Serve the request on stdin."""
     asked = Asked(**json.load(sys.stdin))
     from prometheus_client import generate_latest
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     options = {"enforce_eager": True, "skip_tokenizer_init": True, **asked.options}
     llm = LLM(asked.model, kv_cache_dtype=asked.dtype, dtype="float32", **options)
@@ -157,23 +161,18 @@ def main() -> None:
     told.blocks = core.scheduler.kv_cache_config.num_blocks
     told.tokens_of_cache, told.concurrency = config.kv_cache_size_tokens, config.kv_cache_max_concurrency
     Watched(core, asked, told)
+
+    def give_up(_steps: int, outputs: Sequence[Any]) -> None:
+        for output in outputs:
+            if len(output.outputs[0].token_ids) == asked.abort.get(output.request_id):
+                engine.abort_request([output.request_id])
+
     number = 0
     for prompts, tokens in zip(asked.rounds, asked.tokens, strict=True):
-        first = number
-        answers: dict[int, list[int]] = {}
-        cached: dict[int, int] = {}
-        for prompt, count in zip(prompts, tokens, strict=True):
-            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-            number += 1
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                answers[int(output.request_id)] = list(output.outputs[0].token_ids)
-                if len(output.outputs[0].token_ids) == asked.abort.get(output.request_id):
-                    engine.abort_request([output.request_id])
-                cached[int(output.request_id)] = output.num_cached_tokens or 0
-        told.answers.append([answers[n] for n in range(first, number)])
-        told.cached.append([cached[n] for n in range(first, number)])
+        answers, cached = in_steps(engine, prompts, tokens, number, give_up)
+        number += len(prompts)
+        told.answers.append(answers)
+        told.cached.append(cached)
     pool = core.scheduler.kv_cache_manager.block_pool
     told.left = told.blocks - 1 - pool.get_num_free_blocks()
     engine.engine_core.shutdown()

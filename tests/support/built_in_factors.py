@@ -1,4 +1,4 @@
-"""The factors that an engine should find in the built-in text, without an engine."""
+"""Factors that an engine should find in the built-in text, computed without an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpilot_runtime.calibration.text import lone, passes, text_ids
 
 
 def factors_of(folder: Path, chunk: int, context: int) -> list[Factors]:
-    """What `chunk` tokens of it give in plain transformers, float32, where `context` positions are served."""
+    """Return the factors from `chunk` tokens in plain transformers, float32, for a context of `context` positions."""
     seen: dict[int, Observed] = {}
     tokens = torch.tensor(text_ids(AutoTokenizer.from_pretrained(folder), chunk))
 

@@ -1,7 +1,7 @@
 """A layer of the CUDA backend on a CPU, step by step: real metadata, our kernels, and FlashAttention in plain torch.
 
-FlashAttention and the merge of its parts run on GPUs only. What stands in for them here does what they do to rows
-behind the last token, too: multiplies them by zero, so that NaN in padding shows.
+FlashAttention and the merge of its parts run only on GPUs. Their stand-ins also multiply rows behind the last token by
+zero, so that NaN in padding shows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                     cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float,
                     causal: bool, softcap: float, fa_version: int, out: torch.Tensor | None = None,
                     return_softmax_lse: bool = False) -> Any:  # fmt: skip
-    """Variable-length attention, causal at the bottom right; a sequence without keys gets zeros and -inf."""
+    """Attend with variable lengths, causally at the bottom right; a sequence without keys gets zeros and -inf."""
     assert fa_version == 3
     assert softcap == 0
     result = torch.full_like(query, torch.nan) if out is None else out
@@ -40,7 +40,7 @@ def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         new, old = q.stop - q.start, k.stop - k.start
         assert new <= max_seqlen_q
         assert old <= max_seqlen_k
-        # The last tile goes past the sequence's end, as far as the tensor does.
+        # The last tile goes past the sequence's end, to the end of the tensor.
         tile = slice(k.start, min(k.start + -(-old // 128) * 128, key.shape[0]))
         keys, values = (x[tile].repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         scores = torch.einsum("ihd,thd->hit", query[q], keys) * softmax_scale
@@ -56,7 +56,7 @@ def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
 def merge(out: torch.Tensor, one: torch.Tensor, one_lse: torch.Tensor, two: torch.Tensor, two_lse: torch.Tensor,
           out_lse: torch.Tensor | None = None) -> None:  # fmt: skip
-    """Partial results by their log-sums; one of two may be empty."""
+    """Merge partial results by their log-sums; one of two may be empty."""
     both = torch.logaddexp(one_lse, two_lse)
     weights = [(lse - both).exp().T[..., None] for lse in (one_lse, two_lse)]
     out.copy_(one * weights[0] + two * weights[1])
@@ -65,7 +65,7 @@ def merge(out: torch.Tensor, one: torch.Tensor, one_lse: torch.Tensor, two: torc
 
 
 def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The CUDA backend's module, with stand-ins for what only a GPU has."""
+    """Return the CUDA backend's module, with stand-ins for GPU-only parts."""
     from vllm.v1.attention.backends import fa_utils
 
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
@@ -94,17 +94,17 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 STEP = SimpleNamespace(attn_metadata=None)
-"""vLLM's forward context of the step that runs."""
+"""vLLM's forward context of the current step."""
 
 
 class Engine:
-    """Sequences that grow by steps through one layer of the backend, and what each step should have given."""
+    """Sequences that grow by steps through one layer of the backend, with the expected result of each step."""
 
     def __init__(
         self, module: Any, name: str, blocks: int = 12, width: int = 4, recent: int = 0, drafts: int = 0,
         chunk: int = 0, heads: int = HEADS, sinks: torch.Tensor | None = None, shared: bool = False, dim: int = DIM,
     ) -> None:  # fmt: skip
-        """`shared`: what is asked is a second layer, which uses the cache of the first."""
+        """Make sequences; `shared` adds a second layer that uses the cache of the first, and asks it instead."""
         from kvpilot_runtime.backends import packed
 
         self.dim, self.width, self.recent, self.drafts, self.chunk = dim, width, recent, drafts, chunk
@@ -130,7 +130,7 @@ class Engine:
             other.recent = recent
             layers["y"] = SimpleNamespace(impl=other, layer_name="model.layers.1.self_attn.attn")
         self.layers = list(layers.values())
-        # Keys at position 0 alone have a mean: every step must know which they are.
+        # Only keys at position 0 have a mean, so every step must know them.
         self.factors = Factors.identity(KV_HEADS, self.dim)
         self.factors.key_first.copy_(torch.arange(self.dim).cos())
         for one in self.layers:
@@ -169,10 +169,10 @@ class Engine:
         self, new: dict[str, int], padding: int, wrong: dict[str, int] | None = None, resumed: bool = False,
         images: dict[str, list[tuple[int, int]]] | None = None,
     ) -> None:  # fmt: skip
-        """New tokens by sequence, decodes first; rows of padding follow, all NaN. Checks the output of every row.
+        """Run new tokens by sequence, decodes first; rows of padding follow, all NaN. Check the output of every row.
 
-        Of a sequence's new tokens the last `wrong` are taken back. Sequences of many tokens are in their prompts,
-        unless they are `resumed`. The tokens of `images`, from the first to the last, attend to each other both ways.
+        The last `wrong` of a sequence's new tokens are rejected. Sequences of many tokens are in their prompts, unless
+        they are `resumed`. The tokens of `images`, from the first to the last, attend to each other both ways.
         """
         images = images or {}
         counts = list(new.values())
@@ -252,7 +252,7 @@ class Engine:
     def pieces(
         self, new: dict[str, int], before: dict[str, int], images: dict[str, Any]
     ) -> Iterator[tuple[str, int, int, int, bool]]:
-        """New tokens [first, end) of a sequence that see it from `seen` on, and whether they decode."""
+        """Return new tokens [first, end) of a sequence that see it from `seen` on, and True if they decode."""
         number, decodes = itertools.count(1), True
         for name, count in new.items():
             first, last = before[name], before[name] + count
@@ -265,7 +265,7 @@ class Engine:
                 first = end
 
     def rings(self, common: Any, names: list[str]) -> Any:
-        """What the ring layers' builder makes of the step; pages as a sequence's tokens come to them."""
+        """Build the ring layers' metadata of the step; sequences get pages as they grow."""
         blocks, tokens = self.ring_builder.kv_cache_spec.ring_blocks, self.ring_builder.kv_cache_spec.ring_tokens
         table = torch.zeros(len(names), max(self.width, blocks), dtype=torch.int32)
         for i, name in enumerate(names):
@@ -276,7 +276,7 @@ class Engine:
         return self.ring_builder.build(0, SimpleNamespace(**{**vars(common), "block_table_tensor": table}))
 
     def with_window(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Attention of one query that reads the window's tokens finer."""
+        """Attend from one query with a recent window."""
         near = (torch.arange(len(keys)) >= len(keys) - self.recent)[:, None, None]
 
         def read(x: torch.Tensor, side: str) -> torch.Tensor:

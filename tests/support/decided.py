@@ -1,7 +1,7 @@
-"""Which rows have the same bytes in whatever order sums in float32 are made: code that sums in another may be equal.
+"""Rows whose bytes do not depend on the order of float32 sums, so that any implementation must give the same.
 
-Of exact elements, two things of a group hang on sums: which of the encoder's ranges has the smallest squared error, and
-to which scale the stretched one of few codes is nearest. Of 1,440 rows of one to four groups 21 were too close.
+With exact elements, two things of a group depend on sums: the encoder's range with the smallest squared error, and the
+nearest value of a stretched scale. Of 1,440 rows of one to four groups 21 were too close.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from kvpilot_formats.layouts import CUT_BITS, GAIN_BITS, GAIN_LIMIT, SHRINK
 from kvpilot_kernels.reference.quantize import encode_range, split
 
 SUMS = 1e-4
-"""Far more of a squared error than float32 sums of 64 elements may be off, and what is subtracted for them."""
+"""Margin over a squared error, far above the error of float32 sums of 64 elements."""
 
 
 def decided(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Bool [...] of rows [..., D], float32, whose groups of `group` elements are encoded in codes of `bits` bits."""
+    """Return True for rows [..., D], float32, whose groups of `group` elements have decided codes of `bits` bits."""
     x = split(x, x.shape[-1] // group)
     lo, hi = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
     tried = [encode_range(x, lo * factor, hi * factor, (1 << bits) - 1) for factor in SHRINK[bits]]
@@ -37,5 +37,5 @@ def decided(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 
 
 def _nearest(scale: torch.Tensor) -> torch.Tensor:
-    """A stretched scale as it is stored, int32."""
+    """Return a stretched scale as it is stored, int32."""
     return (scale.clamp(max=65504.0).half().view(torch.int16).int() + (1 << CUT_BITS - 1)) >> CUT_BITS

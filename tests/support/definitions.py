@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 from kvpilot_localcluster.controlplane import ControlPlane
-from kvpilot_localcluster.definitions import directly, route, served_paths, unroute
-from kvpilot_localcluster.rest import ApiError, Rest, until
+from kvpilot_localcluster.definitions import DEFINITIONS, define, served_paths, undefine
+from kvpilot_localcluster.rest import Rest, until
 from kvpilot_localcluster.toolbox.kubectl import kubectl
 from kvpilot_operator.api.names import KIND, PLURAL
 from support.crd import load_crd
@@ -31,12 +30,12 @@ class Defined:
     @property
     def rest(self) -> Rest:
         """A client of the administrator's, where the definition is."""
-        return Rest.of_kubeconfig(self.plane.modern_kubeconfig)
+        return self.plane.rest
 
     @property
     def path(self) -> str:
         """Where the definition is."""
-        return f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{PLURAL}.{self.group}"
+        return f"{DEFINITIONS}/{PLURAL}.{self.group}"
 
     def services(self, version: str = "v1alpha1") -> str:
         """Where services of the namespace default are, in that version."""
@@ -52,8 +51,7 @@ class Defined:
 
     def create(self, definition: Json) -> None:
         """Bring the definition, and wait until it is served."""
-        directly(self.rest, [definition])
-        self._route(definition)
+        define(self.rest, [definition])
 
     def replace(self, definition: Json) -> None:
         """Change the definition; the server takes a moment to act on it."""
@@ -62,17 +60,6 @@ class Defined:
         self.rest.call("PUT", self.path, {**definition, "metadata": metadata})
         for path in served_paths(definition):
             until(partial(self.rest.get, path), f"{path} is served")
-        self._route(definition)
-
-    def _route(self, definition: Json) -> None:
-        if self._behind:
-            port = urlsplit(self.rest.server).port
-            assert port is not None
-            route(self.plane.rest, definition, port)
-
-    @property
-    def _behind(self) -> bool:
-        return self.rest.server != self.plane.rest.server
 
     def manifest(self, name: str, version: str = "v1alpha1", **spec: Any) -> Json:
         """A service as a user writes it."""
@@ -99,18 +86,7 @@ class Defined:
 
     def remove(self) -> None:
         """Take the definition and all its services away, and wait for it."""
-        if self._behind:
-            unroute(self.plane.rest, self.rest.get(self.path))
-        self.rest.delete(self.path)
-
-        def gone() -> bool:
-            try:
-                self.rest.get(self.path)
-            except ApiError as error:
-                return error.status == 404
-            return False
-
-        until(gone, f"{self.path} is gone")
+        undefine(self.rest, self.definition())
 
 
 def with_successor(definition: Json, *, stored: str) -> None:

@@ -1,6 +1,6 @@
-"""What can happen to the disk below host memory while an engine serves: each function does it to a `DiskTier`.
+"""Faults of the disk below host memory while an engine serves: each function applies one to a `DiskTier`.
 
-The file has no name, so it is reached by its descriptor, in the engine's own process.
+The file has no name, so its descriptor in the engine's own process is used.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 
 def truncated(tier: Any) -> None:
-    """The file is as long as before, of which half is left."""
+    """Cut the file's content to half, at unchanged length."""
     opened = _file(tier)
     os.ftruncate(opened, os.fstat(opened).st_size // 2)
 
 
 def garbled(tier: Any) -> None:
-    """Every fourth page of the disk has other bytes."""
+    """Overwrite every fourth page of the disk."""
     opened = _file(tier)
     other = os.open(f"/proc/self/fd/{opened}", os.O_WRONLY)  # whose writes need not begin at a page of memory
     for at in range(0, os.fstat(opened).st_size, 4 * 4096):
@@ -29,29 +29,29 @@ def garbled(tier: Any) -> None:
 
 
 def full(tier: Any) -> None:
-    """No more can be written: the kernel says ENOSPC to each write, and what was there is gone."""
+    """Fill the disk: the kernel answers ENOSPC to each write, and old content is lost."""
     _replace(tier, "/dev/full", os.O_RDWR)
 
 
 def read_only(tier: Any) -> None:
-    """Nothing can be written; what is there can be read."""
+    """Refuse writes; reads work."""
     _replace(tier, f"/proc/self/fd/{_file(tier)}", os.O_RDONLY)
 
 
 def dead(tier: Any) -> None:
-    """Nothing can be read or written any more."""
+    """Refuse reads and writes."""
     _replace(tier, "/", os.O_RDONLY | os.O_DIRECTORY)
 
 
 def removed(tier: Any) -> None:
-    """The folder is gone."""
+    """Remove the folder."""
     where = Path(f"/proc/self/fd/{_file(tier)}").readlink().parent
     assert list(where.iterdir()) == []
     shutil.rmtree(where)
 
 
 def silent(tier: Any) -> None:
-    """The disk takes what it is asked, and never answers, as a network's does that has lost its server."""
+    """Accept requests and never answer, like a network disk that has lost its server."""
     never = threading.Event()
     file = tier._transfers._file
     file.read = file.write = lambda *_: never.wait()

@@ -1,4 +1,4 @@
-"""Real vLLMs on a CPU one after another in one process, which is imported once: what each answers to its requests.
+"""Real vLLMs on a CPU one after another in one process, which imports vLLM once, and their answers.
 
 `python -m support.engines_in_turn`: a JSON list of `Turn`s on stdin, one of `Answered` on stdout (the last line).
 """
@@ -31,10 +31,10 @@ class Turn:
 
 @dataclass
 class Answered:
-    """What came of it.
+    """Results.
 
     Attributes:
-        answers: by round and prompt. cached: tokens of each that the prefix cache had. preempted: how often that was.
+        answers: by round and prompt. cached: tokens of each from the prefix cache. preempted: number of preemptions.
         groups: each group's kind, tokens of a block, and bytes of a page that are used and that it has.
         capacity: tokens that the cache holds, by `kv_cache_size_tokens`.
     """
@@ -47,13 +47,13 @@ class Answered:
 
 
 def serve(turns: Sequence[Turn], env: Mapping[str, str] | None = None) -> list[Answered]:
-    """Ask the engines in a process of their own. Prompts read themselves back from pages, and nothing is calibrated."""
+    """Ask the engines in their own process. Prompts read themselves back from pages, and nothing is calibrated."""
     asked = [asdict(turn) for turn in turns]
     return [Answered(**found) for found in ask("support.engines_in_turn", asked, **{**_PLAIN, **(env or {})})]
 
 
 def refused(model: Path, env: Mapping[str, str] | None = None, dtype: str = "k4v4", **options: Any) -> str:
-    """What an engine says that does not start with these options; no preflight comes before it."""
+    """Return the message of an engine that does not start with these options, without a preflight."""
     small = {"load_format": "dummy", "kv_cache_memory_bytes": 16 << 20, "max_model_len": 256}
     turn = Turn(str(model), dtype, [], [], {**small, **options})
     code, out, err = run("support.engines_in_turn", [asdict(turn)], **{**_PLAIN, **(env or {})})
@@ -63,7 +63,7 @@ def refused(model: Path, env: Mapping[str, str] | None = None, dtype: str = "k4v
 
 
 def answer(turn: Turn) -> Answered:
-    """One engine, from its start to its end."""
+    """Run one engine, from its start to its end."""
     from vllm import LLM, SamplingParams
     from vllm.distributed import destroy_model_parallel
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -93,19 +93,19 @@ def answer(turn: Turn) -> Answered:
     llm.llm_engine.engine_core.shutdown()
     del llm, core
     gc.collect()
-    destroy_model_parallel()  # a model with experts has groups that others do without
+    destroy_model_parallel()  # models with experts need groups that others lack
     return Answered(answers, cached, preempted, found, capacity)
 
 
 def used(spec: Any) -> tuple[int, int]:
-    """Bytes of a group's page: those that something is kept in, and all."""
+    """Return the used bytes of a group's page, and all."""
     from dataclasses import replace
 
     return replace(spec, page_size_padded=None).page_size_bytes, spec.page_size_bytes
 
 
 def main() -> None:
-    """Serve what stdin asks for."""
+    """Serve the request on stdin."""
     turns = [Turn(**asked) for asked in json.load(sys.stdin)]
     print(json.dumps([asdict(answer(turn)) for turn in turns]), flush=True)
 

@@ -22,13 +22,13 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kvpilot_demo.load import Load
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.cluster import LocalCluster
-from kvpilot_localcluster.definitions import directly
+from kvpilot_localcluster.definitions import define
 from kvpilot_localcluster.engines import faulty
 from kvpilot_localcluster.procs import tail
 from kvpilot_localcluster.rest import HANGS, Rest
 from kvpilot_operator.api.names import API_VERSION, ENGINE_PORT, KIND, SERVICE_LABEL
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.cluster.objects import Object, Ref
 from kvpilot_operator.errors import ClusterError, Conflict
 from support.faulty_api import FaultyApi
 from support.faulty_record import record_machine
@@ -63,7 +63,7 @@ class FaultyWorld:
         local = LocalCluster(folder / "cluster", table=table, backoff=1.0)
         await asyncio.to_thread(local.start)
         try:
-            await asyncio.to_thread(directly, local.rest, [yaml.safe_load(CRD.read_text())])
+            await asyncio.to_thread(define, local.rest, [yaml.safe_load(CRD.read_text())])
             rest, configuration = local.rest, Configuration()
             await config.load_kube_config(config_file=str(local.kubeconfig), client_configuration=configuration)
             cluster = Cluster(ApiClient(configuration))
@@ -194,11 +194,11 @@ class FaultyWorld:
         """Create those CustomResourceDefinitions that no earlier test of this world has created."""
         groups = (await asyncio.to_thread(self.rest.get, "/apis"))["groups"]
         served = {group["name"] for group in groups}
-        await asyncio.to_thread(directly, self.rest, [one for one in definitions if one["spec"]["group"] not in served])
+        await asyncio.to_thread(define, self.rest, [one for one in definitions if one["spec"]["group"] not in served])
 
     async def delete(self, name: str) -> None:
         """Delete a service and wait until its pods are gone."""
-        await self.cluster.delete(API_VERSION, KIND, NAMESPACE, name)
+        await self.cluster.delete(Ref(API_VERSION, KIND, NAMESPACE, name))
 
         async def gone() -> bool:
             return not await self.pods(name)
@@ -215,11 +215,11 @@ class FaultyWorld:
 
     async def patch(self, name: str, spec: Object) -> None:
         """kubectl patch qllm --type=merge"""
-        await self.cluster.merge(API_VERSION, KIND, NAMESPACE, name, {"spec": spec})
+        await self.cluster.merge(Ref(API_VERSION, KIND, NAMESPACE, name), {"spec": spec})
 
     async def status(self, name: str) -> Object:
         """The status of a service; empty where there is none."""
-        found = await self.cluster.find(API_VERSION, KIND, NAMESPACE, name)
+        found = await self.cluster.find(Ref(API_VERSION, KIND, NAMESPACE, name))
         status: Object = (found or {}).get("status") or {}
         return status
 
@@ -245,7 +245,7 @@ class FaultyWorld:
 
     async def service_url(self, name: str) -> str:
         """The Service's own address."""
-        found = await self.cluster.get("v1", "Service", NAMESPACE, name)
+        found = await self.cluster.get(Ref("v1", "Service", NAMESPACE, name))
         address: str = found["spec"]["clusterIP"]
         return f"http://{address}" if os.geteuid() == 0 else f"http://{address}:20080"
 

@@ -12,6 +12,7 @@ import httpx
 from aiohttp import web
 
 from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import NotFound
 from support.community_kinds import definition
 
@@ -34,8 +35,7 @@ _BACKEND = {
     "type": "object",
     "required": ["name"],
     "properties": {
-        # The published one has "" by default, which a server of 1.20 refuses as null.
-        "group": {"type": "string", "maxLength": 253},
+        "group": {"type": "string", "default": "", "maxLength": 253},
         "kind": {"type": "string", "default": "Service", "minLength": 1, "maxLength": 63},
         "namespace": {"type": "string", "minLength": 1, "maxLength": 63},
         "name": _NAME,
@@ -101,14 +101,14 @@ class Gateway:
 
     async def weights(self) -> dict[str, int]:
         """Weight by backend of the route's first rule."""
-        route = await self._cluster.get(API, "HTTPRoute", self._namespace, self._route)
+        route = await self._cluster.get(Ref(API, "HTTPRoute", self._namespace, self._route))
         return {b["name"]: b.get("weight", 1) for b in route["spec"]["rules"][0]["backendRefs"]}
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         weights = await self.weights()
         name = self._random.choices(list(weights), list(weights.values()))[0]
         try:
-            service = await self._cluster.get("v1", "Service", self._namespace, name)
+            service = await self._cluster.get(Ref("v1", "Service", self._namespace, name))
         except NotFound:
             return web.Response(status=503, text=f"no Service {name}")
         self.sent[name] += 1

@@ -1,18 +1,18 @@
 """The Gluon kernel of decode on a CPU: its own source, run line by line over numpy arrays.
 
 Triton interprets its own kernels (TRITON_INTERPRET=1) but not Gluon's. `EagerKernel` takes the functions of a Gluon
-module as they are written and gives them another `gl`: values are arrays, layouts mean nothing, a pointer is a buffer
-with byte offsets. What hardware leaves undefined is made as bad as it can be, so that a mistake shows:
+module unchanged and gives them another `gl`: values are arrays, layouts mean nothing, a pointer is a buffer with byte
+offsets. Undefined behaviour of hardware becomes as bad as possible, so that a mistake shows:
 
 - an access outside the tensor that a pointer came from, or off its type's alignment, raises;
-- shared memory starts as 0xFF everywhere: NaN steps, and codes at their largest;
-- an asynchronous copy reads at once (too early, if a writer is still to be waited for), spoils its target at once
-  (too early, if somebody still reads the last tile there), and lands only when `wait_group` says so; two of them on
-  their way to one place raise;
-- a hook before each program and one at its `gdc_wait`: what the kernel before this one writes may be held back.
+- shared memory starts as 0xFF everywhere: NaN scales, and codes at their largest;
+- an asynchronous copy reads at once (too early, if a writer must be waited for), spoils its target at once
+  (too early, if the last tile there is still read), and lands only at its `wait_group`; two of them on their way to one
+  place raise;
+- a hook before each program and one at its `gdc_wait` can hold back the previous kernel's writes.
 
-Inline PTX works on registers of 32 bits, which hold neighbours of the last dimension. Only what
-`kvpilot_kernels.gpu.decode`, `latent_decode` and their parts use is here; anything else is an AttributeError or a
+Inline PTX works on registers of 32 bits, which hold neighbours of the last dimension. Only the functions that
+`kvpilot_kernels.gpu.decode`, `latent_decode` and their parts use are here; others raise an AttributeError or a
 ValueError.
 """
 
@@ -35,7 +35,7 @@ POISON = 0xFF
 
 
 class Block(np.ndarray[Any, Any]):
-    """A value of a kernel. Values never change: `x += y` makes a new one."""
+    """Value of a kernel. Values never change: `x += y` makes a new one."""
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Block:
         return block(array)
@@ -46,32 +46,32 @@ class Block(np.ndarray[Any, Any]):
     __isub__ = __imul__ = __itruediv__ = __ior__ = __iand__ = None  # type: ignore[assignment]
 
     def to(self, dtype: Any, bitcast: bool = False) -> Block:
-        """Convert, or look at the same bits."""
+        """Convert, or reinterpret the same bits."""
         return block(self.view(dtype) if bitcast else self.astype(dtype))
 
 
 def block(x: Any) -> Block:
-    """Anything as a kernel's value."""
+    """Return anything as a kernel's value."""
     result: Block = np.asarray(x).view(Block)
     return result
 
 
 class PointerType:
-    """`gl.pointer_type(dtype)`."""
+    """Stand-in for `gl.pointer_type(dtype)`."""
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = np.dtype(dtype)
 
 
 class Pointer:
-    """Addresses: bytes of one tensor, offsets of any shape into them, and the type of what is there."""
+    """Addresses: bytes of one tensor, offsets of any shape into them, and the type of the elements."""
 
     def __init__(self, memory: Any, offsets: Any, dtype: Any) -> None:
         self.memory, self.offsets, self.dtype = memory, np.asarray(offsets, np.int64), np.dtype(dtype)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Pointer:
-        """The first element of a tensor; what may be reached from it ends with the last."""
+        """Return a pointer to the first element of a tensor; it may not reach past the last."""
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         flat = tensor.as_strided((last + 1,), (1,)) if tensor.numel() else tensor.flatten()
         return cls(flat.numpy().view(np.uint8), 0, flat.numpy().dtype)
@@ -81,11 +81,11 @@ class Pointer:
         return Pointer(self.memory, self.offsets + steps, self.dtype)
 
     def to(self, kind: PointerType) -> Pointer:
-        """The same addresses, of another type."""
+        """Return the same addresses with another type."""
         return Pointer(self.memory, self.offsets, kind.dtype)
 
     def bytes_at(self, mask: Any) -> tuple[Any, Any]:
-        """Where `mask` holds: the mask in this pointer's full shape, and indices of bytes [..., itemsize] in memory.
+        """Return the mask in this pointer's full shape, and the byte indices [..., itemsize] of its true places.
 
         Raises:
             IndexError: one of them lies outside the tensor. ValueError: one is not aligned to its type.
@@ -100,7 +100,7 @@ class Pointer:
 
 
 def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Block:
-    """`gl.load`."""
+    """Stand in for `gl.load`."""
     mask, at = pointer.bytes_at(mask)
     result = np.full(mask.shape, other, pointer.dtype)
     result[mask] = pointer.memory[at].view(pointer.dtype)[:, 0]
@@ -108,7 +108,7 @@ def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Block:
 
 
 def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
-    """`gl.store`."""
+    """Stand in for `gl.store`."""
     shape = np.broadcast_shapes(pointer.offsets.shape, np.shape(value))
     mask, at = (pointer + np.zeros(shape, np.int64)).bytes_at(mask)
     wanted = np.broadcast_to(value, mask.shape)[mask].astype(pointer.dtype)
@@ -123,46 +123,46 @@ class Shared:
 
     @classmethod
     def allocate(cls, dtype: Any, shape: list[int], layout: Any) -> Shared:
-        """`gl.allocate_shared_memory`."""
+        """Stand in for `gl.allocate_shared_memory`."""
         data = np.empty(shape, dtype)
         data.view(np.uint8)[...] = POISON
         return cls(data)
 
     def index(self, i: Any) -> Shared:
-        """One of the buffers along the first dimension."""
+        """Return one of the buffers along the first dimension."""
         if not 0 <= i < self.data.shape[0]:
             raise IndexError(f"buffer {i} of {self.data.shape[0]}")
         return Shared(self.data[operator.index(i)])
 
     def slice(self, start: int, length: int) -> Shared:
-        """A part of the first dimension."""
+        """Return a part of the first dimension."""
         if start + length > self.data.shape[0]:
             raise IndexError(f"{start} to {start + length} of {self.data.shape[0]}")
         return Shared(self.data[start : start + length])
 
     def permute(self, order: list[int]) -> Shared:
-        """Dimensions in another order."""
+        """Return the dimensions in another order."""
         return Shared(self.data.transpose(order))
 
     def reshape(self, shape: list[int]) -> Shared:
-        """The same elements in another shape."""
+        """Return the same elements in another shape."""
         seen = self.data.view()
-        seen.shape = tuple(shape)  # raises where that would be a copy
+        seen.shape = tuple(shape)  # raises if that would be a copy
         return Shared(seen)
 
     def load(self, layout: Any) -> Block:
-        """What is there now."""
+        """Return the current content."""
         return block(self.data.copy(order="C"))
 
     def store(self, value: Any) -> None:
-        """Put a value of the same shape and type there."""
+        """Write a value of the same shape and type."""
         if (value.shape, value.dtype) != (self.data.shape, self.data.dtype):
             raise ValueError(f"{value.dtype} {value.shape} into {self.data.dtype} {self.data.shape}")
         self.data[...] = value
 
 
 class Copies:
-    """Asynchronous copies of one program (`async_copy`): targets, and what will be there."""
+    """Asynchronous copies of one program (`async_copy`), with their targets and content."""
 
     def __init__(self) -> None:
         self.uncommitted: list[tuple[Any, Block]] = []
@@ -172,7 +172,7 @@ class Copies:
         """Start copying one element for each address.
 
         Raises:
-            RuntimeError: another copy to the same place is on its way; nothing says which lands last.
+            RuntimeError: another copy to the same place is in flight, so the last one to land is undefined.
         """
         if pointer.offsets.shape != target.data.shape:
             raise ValueError(f"a copy of {pointer.offsets.shape} into {target.data.shape}")
@@ -186,12 +186,12 @@ class Copies:
     async_load = async_copy_global_to_shared  # its name from Triton 3.9 on
 
     def commit_group(self) -> None:
-        """Everything started since the last commit is a group."""
+        """Close the group of copies since the last commit."""
         self.groups.append(self.uncommitted)
         self.uncommitted = []
 
     def wait_group(self, pending: int) -> None:
-        """All groups but the last `pending` have landed."""
+        """Land all groups but the last `pending`."""
         landed = self.groups[: max(0, len(self.groups) - pending)]
         for target, read in itertools.chain.from_iterable(landed):
             target[...] = read
@@ -199,7 +199,7 @@ class Copies:
 
 
 def mma_v2(a: Block, b: Block, acc: Block) -> Block:
-    """a @ b + acc: of float16, subnormals and all, in float32; or of int8 in int32."""
+    """Return a @ b + acc: float16, with subnormals, in float32; or int8 in int32."""
     depth = {"float16": 16, "int8": 32}.get(a.dtype.name, 0)
     sums = np.dtype(np.float32 if depth == 16 else np.int32)
     if not depth or a.dtype != b.dtype or acc.dtype != sums or a.shape[1] % depth or a.shape[0] % 16 or b.shape[1] % 8:
@@ -210,7 +210,7 @@ def mma_v2(a: Block, b: Block, acc: Block) -> Block:
 def inline_asm_elementwise(
     asm: str, constraints: str, args: list[Block], dtype: Any, is_pure: bool, pack: int
 ) -> Block:
-    """Inline PTX of decode, on registers that hold neighbours of 32 bits in all, the first one lowest."""
+    """Run inline PTX of decode, on registers that hold neighbours of 32 bits in all, the first one lowest."""
     if constraints != "=r" + ",r" * (len(set(re.findall(r"\$\d", asm))) - 1):
         raise ValueError(f"{asm} with {constraints}")
     if asm == "cvt.rn.f16x2.f32 $0, $2, $1;":  # d, a, b: a becomes the upper half, b the lower
@@ -236,13 +236,13 @@ def inline_asm_elementwise(
 
 
 def lop3(a: Any, b: Any, c: Any, table: Any) -> Any:
-    """Any function of three bits: bit 4 a + 2 b + c of `table`."""
+    """Apply any function of three bits: bit 4 a + 2 b + c of `table`."""
     terms = [(a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for i in range(8) if table >> i & 1]
     return functools.reduce(operator.or_, terms)
 
 
 def smaller_halves(a: Any, b: Any) -> Any:
-    """The smaller float16 of each half; a number rather than NaN."""
+    """Return the smaller float16 of each half; a number rather than NaN."""
     halves = (np.ascontiguousarray(x)[..., None].view(np.float16) for x in (a, b))
     return np.fmin(*halves).view("<u4")[..., 0]
 
@@ -254,10 +254,11 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def transpose_registers(x: Block) -> Block:
-    """`movmatrix` on every register of a warp that holds [rows, columns] of 16 bits, 8 rows and 4 columns by lanes.
+    """Apply `movmatrix` to every register of a warp that holds [rows, columns] of 16 bits.
 
-    A thread has columns t, t + 4, ... of rows g, g + 8, ..., columns first, two to a register, as the layout
-    `operands.SCORES` has it. A register of all threads is a matrix of 8 rows g and 8 columns 2 t + half.
+    A warp's lanes are 8 rows and 4 columns. A thread has columns t, t + 4, ... of rows g, g + 8, ..., columns first,
+    two to a register, as in the layout `operands.SCORES`. A register of all threads is a matrix of 8 rows g and 8
+    columns 2 t + half.
     """
     rows, columns = x.shape
     by_thread = np.asarray(x).reshape(rows // 8, 8, columns // 4, 4).transpose(0, 2, 1, 3)
@@ -267,21 +268,21 @@ def transpose_registers(x: Block) -> Block:
 
 
 def where(condition: Any, x: Any, y: Any) -> Block:
-    """`gl.where`: a number takes the other side's type, two numbers are float32 or int32."""
+    """Stand in for `gl.where`: a number takes the other side's type, two numbers are float32 or int32."""
     if isinstance(x, (int, float)) and isinstance(y, (int, float)):
         x = np.float32(x) if isinstance(x, float) else np.int32(x)
     return block(np.where(condition, x, y))
 
 
 def checked_multiple(x: Any, of: int) -> Any:
-    """`gl.multiple_of`, which the compiler believes."""
+    """Check `gl.multiple_of`, which the compiler trusts."""
     if np.any(np.asarray(x) % of):
         raise ValueError(f"{x} is not a multiple of {of}")
     return x
 
 
 def language(program: tuple[int, ...], grid: tuple[int, ...]) -> SimpleNamespace:
-    """`gl`, as the program at this place of the grid sees it."""
+    """Return `gl` for the program at this place of the grid."""
     layouts = ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "SwizzledSharedLayout")
     dtypes = ("int8", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32")
     return SimpleNamespace(
@@ -301,13 +302,13 @@ def language(program: tuple[int, ...], grid: tuple[int, ...]) -> SimpleNamespace
 
 
 class EagerKernel:
-    """A kernel of a Gluon module, called as Triton's are: `kernel[grid](tensors and numbers, CONSTANT=...)`.
+    """Kernel of a Gluon module, called like Triton's: `kernel[grid](tensors and numbers, CONSTANT=...)`.
 
     Args:
-        module: where the kernel and the functions that it calls are.
+        module: of the kernel and the functions that it calls.
         kernel: its name.
         on_start: called before each program.
-        on_gdc_wait: called whenever a program waits for the kernel before this one.
+        on_gdc_wait: called whenever a program waits for the previous kernel.
     """
 
     def __init__(self, module: ModuleType, kernel: str, on_start: Callable[[], None] = lambda: None,
@@ -315,7 +316,7 @@ class EagerKernel:
         self.module, self.kernel, self.on_start, self.on_gdc_wait = module, kernel, on_start, on_gdc_wait
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """The launcher of a grid; programs run one after another. How many warps there are makes no difference."""
+        """Return the launcher of a grid; programs run one after another. The number of warps makes no difference."""
 
         def launch(*args: Any, num_warps: int, maxnreg: int | None, enable_fp_fusion: bool, launch_pdl: bool = False,
                    **constants: Any) -> None:  # fmt: skip
@@ -328,7 +329,7 @@ class EagerKernel:
         return launch
 
     def _function(self, gl: SimpleNamespace) -> Any:
-        """The kernel, with its names and those of the modules that it takes functions from, but for what is a GPU's."""
+        """Return the kernel with its names and those of the modules that it takes functions from, except a GPU's."""
         ours = {"gl": gl, "async_copy": Copies(), "mma_v2": mma_v2, "gdc_wait": self.on_gdc_wait,
                 "gdc_launch_dependents": lambda: None}  # fmt: skip
         made: dict[int, dict[str, Any]] = {}

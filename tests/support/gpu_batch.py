@@ -1,4 +1,4 @@
-"""Small batches for the GPU kernels on a CPU: launch choices of one's own, ragged sequences, poison everywhere else."""
+"""Small batches for the GPU kernels on a CPU: chosen launches, ragged sequences, poison everywhere else."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from kvpilot_kernels.reference.attention import round_trip
 
 CPU = torch.device("cpu")
 PADDED = (48, 80, 112, 160, 200, 384)
-"""Head dimensions whose rows have zeros behind, one for each of `formats.HEAD_DIMS`."""
+"""Head dimensions whose rows have padding, one for each of `formats.HEAD_DIMS`."""
 DIMS = (*formats.HEAD_DIMS, *PADDED)
 PAST_THE_END = -(2**30)
-"""What a block table holds past a sequence's end: reading there would leave the cache."""
+"""Entry of a block table past a sequence's end: a read there would leave the cache."""
 
 
 def generator(seed: int) -> torch.Generator:
-    """Random numbers that are the same every time."""
+    """Return a generator with a fixed seed."""
     return torch.Generator().manual_seed(seed)
 
 
 def poisoned(blocks: int, kv_heads: int, block_size: int, fmt: formats.Format, dim: int) -> torch.Tensor:
-    """A cache whose every byte is 0xFF: codes at their largest, and all scales NaN."""
+    """Return a cache whose every byte is 0xFF: codes at their largest, and all scales NaN."""
     return torch.full((blocks, kv_heads, block_size, fmt.row_bytes(dim)), 255, dtype=torch.uint8)
 
 
 BLOCK_OUTERMOST = ("BHLNC", "BLHNC")
-"""vLLM's names of the layouts in which a block has the pages of all layers."""
+"""Layouts of vLLM in which a block has the pages of all layers."""
 MINE, OTHERS = 1, (0, 2)
-"""Of the layers of `among_layers` that of the pages, and those whose bytes nobody may touch."""
+"""Layer of `among_layers` with the pages, and layers whose bytes must not be touched."""
 
 
 def among_layers(cache: torch.Tensor, layout: str) -> torch.Tensor:
-    """uint8 [3, *cache.shape] in memory as `layout` says: a copy of the cache as layer `MINE`, the others all 0x55."""
+    """Return uint8 [3, *cache.shape] in memory by `layout`: the cache as layer `MINE`, the others all 0x55."""
     shape = (3, *cache.shape)
     memory = torch.full([shape["LBHNC".index(dim)] for dim in layout], 0x55, dtype=torch.uint8)
     layers = memory.permute([layout.index(dim) for dim in "LBHNC"])
@@ -49,12 +49,12 @@ def among_layers(cache: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def ordinals(begin: int, end: int) -> torch.Tensor:
-    """int32 [end - begin], the places of the tokens at positions from `begin` on in their sequence, from 1."""
+    """Return int32 [end - begin], the ordinals from 1 on of the tokens at positions from `begin` on."""
     return torch.arange(begin + 1, end + 1, dtype=torch.int32)
 
 
 def some_factors(kv_heads: int, dim: int, rng: torch.Generator) -> Factors:
-    """Factors that matter: means of the size of the data, twice that for the first key, scales from a half to twice."""
+    """Return factors with an effect: means of the data's size, twice that for the first key, scales from 0.5 to 2."""
     means = [torch.randn(kv_heads, dim, generator=rng) for _ in "kv"]
     first = 2 * means[0].roll(1, -1)
     scales = [(torch.rand(kv_heads, dim, generator=rng) * 2 - 1).exp2() for _ in "kv"]
@@ -62,7 +62,7 @@ def some_factors(kv_heads: int, dim: int, rng: torch.Generator) -> Factors:
 
 
 def launch_as(shape: Shape, tile: int, stages: int, wave: int) -> Shape:
-    """The shape, with launch choices of one's own; a small wave makes splits of many tiles."""
+    """Return the shape with chosen launches; a small wave makes splits of many tiles."""
 
     def cut(tokens: int = 1) -> Cut:
         take = tuning.program_queries(shape.row_dim, shape.ratio, tokens)
@@ -73,7 +73,7 @@ def launch_as(shape: Shape, tile: int, stages: int, wave: int) -> Shape:
 
 
 def several(counts: list[int], padding: int = 0) -> Several:
-    """The rows of a step with so many query tokens of each sequence, and rows of padding after them."""
+    """Return the rows of a step with so many query tokens of each sequence, and rows of padding after them."""
     owners = torch.cat([torch.full((n,), i) for i, n in enumerate(counts)] + [torch.full((padding,), -1)])
     starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
     return Several(starts, owners.int(), max(2, *counts))
@@ -81,9 +81,9 @@ def several(counts: list[int], padding: int = 0) -> Several:
 
 def decode_rows(pages: GpuPages, table: torch.Tensor, lengths: list[int], counts: list[int] | None, query: torch.Tensor,
                 scale: float, rings: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
-    """Decode queries that no store puts into pages: float32 [rows, heads, dim].
+    """Decode queries that are not stored in pages: float32 [rows, heads, dim].
 
-    `counts`: rows of each sequence, after which `query` has rows of padding; None where each sequence has one.
+    `counts`: rows of each sequence, after which `query` has rows of padding; None if each sequence has one.
     """
     rows = None if counts is None else several(counts, len(query) - sum(counts))
     plan = Plan(pages.shape, len(lengths), rows.most if rows else 1, len(query))
@@ -106,8 +106,8 @@ class Batch:
     """Sequences of `lengths` tokens, stored by the CPU's own code through a shuffled block table.
 
     Attributes:
-        tile, stages, wave: how decode is launched; a small wave makes splits of many tiles.
-        cache: all that is not a stored token is 0xFF. table: int32 [sequences, blocks]. lens: int32 [sequences].
+        tile, stages, wave: launch of decode; a small wave makes splits of many tiles.
+        cache: all bytes but those of stored tokens are 0xFF. table: int32 [sequences, blocks]. lens: int32 [sequences].
         keys, values: of each sequence, [length, kv_heads, dim].
     """
 
@@ -156,7 +156,7 @@ class Batch:
         return self.table[sequence][at // self.block_size] * self.block_size + at % self.block_size
 
     def plan(self) -> Plan:
-        """The step's plan, its scratch all NaN."""
+        """Return the step's plan, its scratch all NaN."""
         plan = Plan(self.shape, max(1, len(self.lengths)))
         for scratch in (plan.partial, plan.lse, plan.units, plan.apart, plan.level):
             scratch.fill_(torch.nan)
@@ -164,11 +164,11 @@ class Batch:
         return plan
 
     def queries(self) -> torch.Tensor:
-        """float32 [sequences, heads, dim]."""
+        """Return float32 [sequences, heads, dim]."""
         return torch.randn(len(self.lengths), self.kv_heads * self.ratio, self.dim, generator=self.rng)
 
     def read_back(self, sequence: int, begin: int = 0) -> list[torch.Tensor]:
-        """Keys and values of the tokens from `begin` on as pages give them back, float64 [tokens, kv_heads, dim]."""
+        """Return keys and values of the tokens from `begin` on as read from pages, float64 [tokens, kv_heads, dim]."""
         return [
             round_trip(x[sequence][begin:], self.fmt, side, self.factors, begin=begin)
             for x, side in ((self.keys, "key"), (self.values, "value"))
@@ -181,7 +181,7 @@ class Batch:
         self.pages.store(query, nothing, nothing, padding, plan, len(self.lengths), self.scale)
 
     def decode(self, query: torch.Tensor) -> torch.Tensor:
-        """float32 [sequences, heads, dim] through store, plan, decode and reduce."""
+        """Return float32 [sequences, heads, dim] through store, plan, decode and reduce."""
         plan, out = self.plan(), torch.full_like(query, torch.nan)
         self.rotate(query, plan)
         self.pages.decode(self.table, self.lens, plan, out)

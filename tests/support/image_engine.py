@@ -1,4 +1,4 @@
-"""A real vLLM on a CPU that is asked with images: `python -m support.image_engine`, a `Question` on stdin."""
+"""A real vLLM on a CPU for prompts with images: `python -m support.image_engine`, a `Question` on stdin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXACT = {"KVPILOT_CALIBRATION": "off", "KVPILOT_RECENT_TOKENS": "0", "KVPILOT_P
 
 @dataclass
 class Question:
-    """What one engine is asked: prompts, each with the image of a seed before it; `options` go to vLLM's LLM."""
+    """Request to one engine: prompts, each with the image of a seed before it; `options` go to vLLM's LLM."""
 
     model: str
     dtype: str
@@ -30,7 +30,7 @@ class Question:
 
 @dataclass
 class Answered:
-    """`prompts` as the engine took them, with the tokens of the images; `cached` of each the prefix cache had."""
+    """Results: `prompts` with the tokens of the images; `cached` tokens of each from the prefix cache."""
 
     prompts: list[list[int]]
     answers: list[list[int]]
@@ -38,19 +38,19 @@ class Answered:
 
 
 def picture(seed: int) -> Any:
-    """An image of random pixels."""
+    """Return an image of random pixels."""
     from PIL import Image
 
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (PIXELS, PIXELS, 3), dtype=np.uint8))
 
 
 def serve(question: Question) -> Answered:
-    """Ask an engine in a process of its own."""
+    """Ask an engine in its own process."""
     return Answered(**ask("support.image_engine", asdict(question), **_EXACT))
 
 
 def answer(question: Question) -> Answered:
-    """One engine, from its start to its end."""
+    """Run one engine, from its start to its end."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(question.model, kv_cache_dtype=question.dtype, enforce_eager=True, **question.options)
@@ -63,8 +63,8 @@ def answer(question: Question) -> Answered:
 
 
 def main() -> None:
-    """Serve what stdin asks for."""
-    # To ask whether an encoder is Pixtral's, vLLM imports its module, which needs torchvision; no model here is one.
+    """Serve the request on stdin."""
+    # vLLM imports Pixtral's module, which needs torchvision, to compare encoders; no model here is one.
     pixtral = ModuleType("vllm.model_executor.models.pixtral")
     pixtral.PixtralHFEncoderInfo = pixtral.PixtralVisionConfig = type("Nothing", (), {})  # type: ignore[attr-defined]
     sys.modules[pixtral.__name__] = pixtral

@@ -13,7 +13,7 @@ _SPECIAL = ("<pad>", "<eos>", "<bos>", "<image>", "\n")
 
 
 def make(folder: Path) -> Path:
-    """The model and its processor in a folder."""
+    """Make the model and its processor in a folder."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -38,7 +38,7 @@ def make(folder: Path) -> Path:
     torch.manual_seed(20261125)
     model = transformers.PaliGemmaForConditionalGeneration(config)
     for name, weight in model.named_parameters():
-        # So that answers hang on what attention gives: embeddings are large in Gemma, and are the output's weights.
+        # Make answers depend on attention: embeddings are large in Gemma, and are also the output's weights.
         if "vision" not in name and name.endswith(("q_proj.weight", "k_proj.weight")):
             weight.data.mul_(3)
         if "vision" not in name and name.endswith(("o_proj.weight", "down_proj.weight", "projector.linear.weight")):
@@ -54,7 +54,7 @@ def _words() -> list[str]:
 
 
 def _rename(file: Path) -> None:
-    """Weights by the names of published checkpoints, which vLLM knows; transformers 5 leaves a part out."""
+    """Rename weights as in published checkpoints, which vLLM knows; transformers 5 omits a part."""
     found = load_file(file)
     long = {name: name.replace("vision_tower.", "vision_tower.vision_model.", 1) for name in found}
     save_file({long[name]: weight for name, weight in found.items()}, file, {"format": "pt"})

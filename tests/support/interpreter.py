@@ -1,4 +1,4 @@
-"""Triton's interpreter as our tests run it: with one mistake mended, and without what it would do again and again."""
+"""Triton's interpreter for our tests: one error is fixed, and repeated work is cached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 
 
 def mend(set_attribute: Callable[[Any, str, Any], None]) -> None:
-    """Change it, by `setattr` or a fixture's that takes it back."""
+    """Patch it, by `setattr` or a fixture's that undoes it."""
     set_attribute(interpreter.InterpreterBuilder, "create_splat", splat)
     set_attribute(interpreter, "_patch_builtin", patch_builtins)
     set_attribute(interpreter, "_get_np_dtype", numpy_dtype)
@@ -23,14 +23,14 @@ def mend(set_attribute: Callable[[Any, str, Any], None]) -> None:
     set_attribute(tl.core.block_type, "__init__", make_block_type)
     options = interpreter.interpreter_builder.options
     if not options.debug:
-        # Each sum and product of integers looks for an overflow then, and tells nobody.
+        # Each sum and product of integers would check for an overflow, and report nothing.
         set_attribute(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))
 
 
 def splat(self: Any, to: Any, scalar: Any) -> Any:
     """Spread a scalar over a block.
 
-    Triton 3.9's own makes an int32 of a comparison, which is then no mask.
+    Triton 3.9's own makes an int32 of a comparison, which is then not a mask.
     """
     return interpreter.TensorHandle(np.full(to.shape, scalar.data, scalar.data.dtype), scalar.dtype.scalar)
 
@@ -38,8 +38,8 @@ def splat(self: Any, to: Any, scalar: Any) -> Any:
 def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
     """Let a package's built-in functions be interpreted.
 
-    Triton does that at each call of a function by a kernel, and looks each time through all that the package has: a
-    quarter of the time that a kernel takes here. All of them are done at once, and undone.
+    Triton does that at each call of a function by a kernel, and scans the package each time: a quarter of a kernel's
+    time here. All of them are patched at once, and restored.
     """
     names = builtins_of(package)
     if names and not tl.core.is_builtin(getattr(package, names[0])):
@@ -50,12 +50,12 @@ def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
 
 @functools.cache
 def builtins_of(package: Any) -> tuple[str, ...]:
-    """Names of a package's built-in functions, as it is before the first kernel."""
+    """Return the names of a package's built-in functions, before the first kernel."""
     return tuple(name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member))
 
 
 def numpy_dtype(kind: Any) -> Any:
-    """What a type of Triton's is in numpy; Triton makes a table of all of them each time."""
+    """Return the numpy type of a Triton type; Triton builds a table of all of them each time."""
     scalar = kind.scalar
     return np.dtype(np.uint64) if scalar.is_ptr() else numpy_scalar(scalar)
 
@@ -64,19 +64,19 @@ numpy_scalar = functools.cache(interpreter._get_np_dtype)
 
 
 def make_tensor(self: Any, handle: Any, kind: Any) -> None:
-    """`tensor.__init__`, which makes constants of each shape anew."""
+    """Replace `tensor.__init__`, which makes constants of each shape again."""
     self.handle, self.type, self.dtype = handle, kind, kind.scalar
     self.shape, self.numel = constants_of(tuple(kind.shape) if kind.is_block() else ())
 
 
 @functools.cache
 def constants_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """A tensor's shape and number of elements."""
+    """Return a tensor's shape and number of elements."""
     return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
 
 
 def make_block_type(self: Any, element: Any, shape: Any) -> None:
-    """`block_type.__init__`, which checks each shape anew."""
+    """Replace `block_type.__init__`, which checks each shape again."""
     self.element_ty = element
     self.shape, self.numel, text = checked(tuple(getattr(size, "value", size) for size in shape))
     self.name = f"<{text}, {element}>"
@@ -84,7 +84,7 @@ def make_block_type(self: Any, element: Any, shape: Any) -> None:
 
 @functools.cache
 def checked(shape: tuple[int, ...]) -> tuple[Any, int, str]:
-    """What Triton's own `block_type` makes of a shape, and its name.
+    """Return the shape of Triton's own `block_type`, and its name.
 
     Raises:
         TypeError, ValueError: as there.

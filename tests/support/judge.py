@@ -1,4 +1,4 @@
-"""Whether an engine's answers are those of attention with a recent window, however its requests came to them."""
+"""Check that an engine's answers are those of attention with a recent window, for any schedule of its requests."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from support.stepped_engine import Asked, Told
 
 
 class Judge:
-    """Follows an engine's steps through its blocks, and holds every answer against the oracle.
+    """Judge that follows an engine's steps through its blocks, and compares every answer with the oracle.
 
-    What a position was computed with belongs to the block that has its keys: another request may find it there, also
-    after the block was in host memory.
+    The history of a position belongs to the block that has its keys: another request may find it there, even after the
+    block was in host memory.
 
     Attributes:
-        wrong: of requests, the tokens that are not the oracle's. judged: tokens that were looked at. windowed: steps of
-            sequences that read the window. preempted: requests that began anew.
+        wrong: by request, the tokens that differ from the oracle's. judged: compared tokens. windowed: steps of
+            sequences that read the window. preempted: requests that restarted.
     """
 
     def __init__(self, question: Asked, told: Told, oracle: Oracle, rounds: int = 20) -> None:
@@ -24,7 +24,7 @@ class Judge:
         self.wrong: list[tuple[int, slice]] = []
         self.judged = self.windowed = self.preempted = 0
         size, blocks = told.block_size, dict[tuple[int, int], int | None]()
-        runs: dict[int, tuple[int, list[int]]] = {}  # where a request began, and which tokens it gave since
+        runs: dict[int, tuple[int, list[int]]] = {}  # the start of a request, and its tokens since
         rings: dict[int, list[int | None]] = {}
         host: dict[tuple[int, int], int | None] = {}
         for step in told.steps:
@@ -41,20 +41,20 @@ class Judge:
                     self.judge(request, runs[request][1], rings[request])
                 runs[request] = begin, []
             first, given = runs[request]
-            # One token, and drafts after it, read the window; the ring has what was stored since the request has it.
+            # One token, and drafts after it, read the window; the ring has the tokens stored since the request got it.
             prompt, drafts = len(self.prompts[request]), question.drafts
             decodes = step["tokens"] == 1 or (step["tokens"] <= 1 + drafts and begin >= prompt)
             for at in range(begin, end):
                 blocks[step["table"][at // size], at % size] = first if decodes else None
             self.windowed += decodes
-            if end >= prompt:  # of drafts nobody knows yet which stay: the token after the first of the step does
+            if end >= prompt:  # drafts may still be rejected; the token after the first of the step stays
                 given.append(begin + 1 - prompt if decodes else end - prompt)
             rings[request] = [blocks[step["table"][at // size], at % size] for at in range(end)]
         for request, (_, given) in runs.items():
             self.judge(request, [*given[:1], len(self.answers[request]) - 1], rings[request])
 
     def judge(self, request: int, given: list[int], rings: list[int | None]) -> None:
-        """The tokens that a request gave between two preemptions, as far as its client waited for them."""
+        """Judge the tokens between two preemptions of a request, as far as its client waited for them."""
         prompt, answer = self.prompts[request], self.answers[request]
         if not given or given[0] >= len(answer):
             return

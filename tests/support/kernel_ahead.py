@@ -1,6 +1,6 @@
-"""Kernels compiled ahead of their launches, for a GPU that is not here; run in a process of its own, prints JSON.
+"""Kernels compiled ahead of their launches, for a GPU that is not here; run in a separate process, prints JSON.
 
-All is Triton's own but the driver: machine code is made by its compiler and assembler, and a launch is only noted.
+All but the driver is Triton's own: its compiler and assembler make machine code, and a launch is only recorded.
 """
 
 import json
@@ -19,12 +19,12 @@ from kvpilot_kernels.gpu import ahead, ring
 launched: list[str] = []
 """Kernels that a GPU would have run."""
 compiled: list[str] = []
-"""Those that were compiled, and not found in a cache."""
+"""Kernels that were compiled, and not found in a cache."""
 said: list[str] = []
 
 
 class Launcher:
-    """Of one kernel."""
+    """Launcher of one kernel."""
 
     def __init__(self, _source: Any, metadata: Any) -> None:
         self.name = metadata.name
@@ -34,48 +34,48 @@ class Launcher:
 
 
 class Absent:
-    """The driver of one H100 that is not there."""
+    """Driver of one absent H100."""
 
     launcher_cls = Launcher
 
     @property
     def utils(self) -> "Absent":
-        """Itself."""
+        """Return itself."""
         return self
 
     def get_current_target(self) -> GPUTarget:
-        """Compute capability 9.0."""
+        """Return compute capability 9.0."""
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
-        """The only one."""
+        """Return the only device."""
         return 0
 
     def get_current_stream(self, _device: int) -> int:
-        """The default one."""
+        """Return the default stream."""
         return 0
 
     def get_device_properties(self, _device: int) -> dict[str, int]:
-        """What Triton asks for."""
+        """Return the properties that Triton reads."""
         return {"max_shared_mem": 227 * 1024}
 
     def load_binary(self, name: str, code: bytes, _shared: int, _device: int) -> tuple[str, str, int, int, int]:
-        """Nothing is loaded, but it is machine code."""
+        """Check that it is machine code, and load nothing."""
         assert code.startswith(b"\x7fELF")
         return name, name, 32, 0, 1024
 
     def unload_module(self, _module: str) -> None:
-        """Nothing was loaded."""
+        """Do nothing: nothing was loaded."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def impossible_kernel(out_ptr, size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Ranges have powers of two, so it compiles nowhere."""
+    """Fail to compile: ranges must have powers of two."""
     tl.store(out_ptr + tl.arange(0, size), 0)
 
 
 def rings() -> None:
-    """Launches of two variants."""
+    """Launch two variants."""
     for sequences in (3, 300, 5):
         some = torch.zeros(sequences + 1, 2, dtype=torch.int32)
         ring.fill_ring_slots(torch.zeros(1, dtype=torch.int64), some[:, 0].contiguous(), some[1:, 0].contiguous(),
@@ -83,13 +83,13 @@ def rings() -> None:
 
 
 def rings_and_one_that_is_impossible() -> None:
-    """The latter last."""
+    """Launch two variants, then the impossible one."""
     rings()
     impossible_kernel[(1,)](torch.zeros(3, dtype=torch.int32), size=3)
 
 
 def told(launch: Callable[[], None]) -> dict[str, Any]:
-    """What compiling ahead did, and whether `launch` could be launched."""
+    """Report the compilations ahead, and if `launch` could be launched."""
     for kept in (launched, compiled, said):
         kept.clear()
     error, ran_before = "", []
@@ -107,7 +107,7 @@ def told(launch: Callable[[], None]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Two processes' starts, the second with the first one's cache; then a kernel that does not compile."""
+    """Start two processes, the second with the first one's cache; then compile an impossible kernel."""
 
     def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
         if not cache_hit:

@@ -20,18 +20,21 @@ HALF, DEVIATIONS = 2.0**-11, 6
 
 
 def generator(seed: int) -> torch.Generator:
-    """Random numbers that are the same every time."""
+    """Return a generator with a fixed seed."""
     return torch.Generator().manual_seed(seed)
 
 
 def poisoned(blocks: int, block_size: int, fmt: LatentFormat) -> torch.Tensor:
-    """A cache whose every byte is 0xFF: codes at their largest, and all scales NaN."""
+    """Return a cache whose every byte is 0xFF: codes at their largest, and all scales NaN."""
     return torch.full((blocks, block_size, fmt.row_bytes), 255, dtype=torch.uint8)
 
 
 def some_entries(count: int, rng: torch.Generator, outliers: int = 12, size: float = 1.0) -> torch.Tensor:
-    """float32 [count, 576]: latents as after an RMSNorm with a learned weight, some channels 8 times the others, with a
-    mean that tokens share; RoPE parts with large channels of their own, and no norm."""
+    """Return realistic entries, float32 [count, 576].
+
+    Latents are as after an RMSNorm with a learned weight, some channels 8 times the others, with a mean that tokens
+    share. RoPE parts have their own large channels, and no norm.
+    """
     weight = torch.rand(ENTRY, generator=rng) + 0.5
     weight[torch.randperm(ENTRY, generator=rng)[:outliers]] *= 8
     x = torch.randn(count, ENTRY, generator=rng) + 0.3 * torch.randn(ENTRY, generator=rng)
@@ -40,13 +43,13 @@ def some_entries(count: int, rng: torch.Generator, outliers: int = 12, size: flo
 
 
 def some_factors(rng: torch.Generator) -> LatentFactors:
-    """Factors that matter: means of the size of the data, scales from a half to twice."""
+    """Return factors with an effect: means of the size of the data, scales from a half to twice."""
     scale = (torch.rand(ENTRY, generator=rng) * 2 - 1).exp2()
     return LatentFactors(torch.randn(ENTRY, generator=rng), scale)
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Both parts of [..., 576] rotated, float64."""
+    """Rotate both parts of [..., 576], float64."""
     parts = (x[..., :RANK].double(), x[..., RANK:].double())
     return torch.cat([part @ hadamard(part.shape[-1], torch.float64) for part in parts], -1)
 
@@ -56,8 +59,8 @@ class LatentBatch:
     """Sequences of `lengths` tokens, stored by the CPU's own code through a shuffled block table.
 
     Attributes:
-        heads, tile, stages, warps, wave: how decode is launched; a small wave makes splits of many tiles.
-        cache: all that is not a stored token is 0xFF. table: int32 [sequences, blocks]. lens: int32 [sequences].
+        heads, tile, stages, warps, wave: launch of decode; a small wave makes splits of many tiles.
+        cache: all bytes but those of stored tokens are 0xFF. table: int32 [sequences, blocks]. lens: int32 [sequences].
         entries: of each sequence, [length, 576].
     """
 
@@ -97,11 +100,11 @@ class LatentBatch:
         self.pages = GpuLatentPages(self.cache, self.shape, self.factors)
 
     def queries(self) -> torch.Tensor:
-        """float32 [sequences, heads, 576]."""
+        """Return float32 [sequences, heads, 576]."""
         return torch.randn(len(self.lengths), self.heads, ENTRY, generator=self.rng) * self.size
 
     def plan(self) -> LatentPlan:
-        """The step's plan, its scratch all NaN."""
+        """Return the step's plan, its scratch all NaN."""
         plan = LatentPlan(self.shape, max(1, len(self.lengths)))
         for scratch in (plan.partial, plan.lse, plan.rotated, plan.sums):
             scratch.fill_(torch.nan)
@@ -113,18 +116,19 @@ class LatentBatch:
         self.pages.prepare(query[..., :RANK], query[..., RANK:], plan, self.scale)
 
     def decode(self, query: torch.Tensor) -> torch.Tensor:
-        """float32 [sequences, heads, 512] through plan, prepare, decode and reduce."""
+        """Return float32 [sequences, heads, 512] through plan, prepare, decode and reduce."""
         plan, out = self.plan(), torch.full((*query.shape[:2], RANK), torch.nan)
         self.prepare(query, plan)
         self.pages.decode(self.table, self.lens, plan, out)
         return out
 
     def assert_within_rounding(self, out: torch.Tensor, wanted: torch.Tensor, query: torch.Tensor, i: int) -> None:
-        """Hold sequence i's output [heads, 512] against the reference's, by where the kernels round to float16.
+        """Compare sequence i's output [heads, 512] with the reference's, within the rounding of the kernels to float16.
 
         A prepared query's elements q_i are off by e_i, up to 2^-11 of themselves, and with p the probabilities, x the
         rotated entries and v the values the output o moves by sum_i e_i scale sum_t p_t x_ti (v_t - o). Each token's
-        weight is off by up to 2^-11 of what it adds. These are independent and uniform, a third of their largest square
+        weight is off by up to 2^-11 of its contribution. These are independent and uniform, a third of their largest
+        square
         on average: the root of the summed squares is one standard deviation.
         """
         back = round_trip(self.entries[i], self.fmt, self.factors)

@@ -1,6 +1,6 @@
-"""A real vLLM in a process of its own that serves multi-head latent attention, and a model for it.
+"""A real vLLM in its own process that serves multi-head latent attention, and a model for it.
 
-`python -m support.latent_engine`: a JSON object of `Asked`'s fields on stdin; what `serve` gives on stdout (the last
+`python -m support.latent_engine`: a JSON object of `Asked`'s fields on stdin; the result of `serve` on stdout (the last
 line).
 """
 
@@ -21,9 +21,7 @@ COUNTED = ("vllm:num_preemptions", "vllm:prefix_cache_hits")
 
 @dataclass
 class Asked:
-    """`engine`: arguments of `vllm.LLM`; `requests`: prompts, and how many tokens are asked for; `interpreted`: see
-    `serve`.
-    """
+    """Request: `engine`, the arguments of `vllm.LLM`; `requests`, prompts and lengths; `interpreted`, see `serve`."""
 
     engine: dict[str, Any]
     requests: list[tuple[list[int], int]]
@@ -31,7 +29,7 @@ class Asked:
 
 
 def make_model(folder: Path) -> Path:
-    """A DeepSeek V2 of 2 dense layers with seeded random weights, of the cache's true sizes: it means nothing."""
+    """Make a DeepSeek V2 of 2 dense layers with seeded random weights, with the cache's true sizes."""
     import torch
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
@@ -76,7 +74,7 @@ def serve(
 
 
 def main() -> None:
-    """Be the engine."""
+    """Run the engine."""
     from vllm import LLM, SamplingParams
 
     job = Asked(**json.load(sys.stdin))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.v1.attention.backend import MultipleOf
 
 from kvpilot_formats.latent import names, parse
 from kvpilot_kernels.gpu import latent_decode, latent_pages
@@ -20,13 +19,10 @@ from support.interpreter import mend
 
 
 class InterpretedBackend(CudaLatentBackend):
-    """What both dtypes share: vLLM's blocks on a CPU have 16 tokens, and there is no GPU to ask."""
+    """Backend with vLLM's blocks of 16 tokens on a CPU, without a GPU to ask."""
 
+    block_step = 16
     supported_dtypes = (torch.float32,)  # type: ignore[assignment]
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:

@@ -1,4 +1,4 @@
-"""LMCache's cache server, in a process of its own."""
+"""LMCache's cache server, in its own process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 STARTS = 300
-"""Seconds, ten times what it takes."""
+"""Time limit of a start in seconds, ten times the usual."""
 
 
 class Server:
-    """`port` is where engines ask."""
+    """Server at `port`."""
 
     def __init__(self, log: Path, *options: str) -> None:
         self.port, *others = _free_ports(3)
@@ -38,7 +38,7 @@ class Server:
             time.sleep(0.2)
 
     def end(self) -> None:
-        """As a node does that fails."""
+        """Kill the server, like a failing node."""
         self.process.kill()
         self.process.wait()
 
@@ -56,7 +56,7 @@ def _free_ports(count: int) -> list[int]:
 
 @contextmanager
 def server(folder: Path, *options: str) -> Iterator[Server]:
-    """One that ends with the block."""
+    """Yield a server that ends with the block."""
     one = Server(folder / "lmcache.log", *options)
     try:
         yield one

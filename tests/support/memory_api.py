@@ -12,7 +12,7 @@ from typing import Any
 
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.api.names import KIND, REVISION_LABEL, SERVICE_LABEL
-from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.cluster.objects import Object, Ref
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import ClusterError, Conflict, NotFound
 from kvpilot_operator.observe.gather import Observations, Observer
@@ -72,9 +72,9 @@ class MemoryApi:
             for n in range(obj["spec"]["replicas"] if kind == "Deployment" else 0):
                 self.put(_pod(name, obj["spec"]["selector"]["matchLabels"], n))
 
-    async def find(self, api_version: str, kind: str, namespace: str, name: str) -> Object | None:
-        self.asked.append(("find", kind, name))
-        return copy.deepcopy(self.objects.get((kind, name)))
+    async def find(self, ref: Ref) -> Object | None:
+        self.asked.append(("find", ref.kind, ref.name))
+        return copy.deepcopy(self.objects.get((ref.kind, ref.name)))
 
     async def first(
         self, api_version: str, kind: str, namespace: str, selector: str = "", *, fields: str = "", limit: int
@@ -106,18 +106,21 @@ class MemoryApi:
         if known is not None and subresource:
             # The operator alone writes what it applies to here, so what it leaves out is gone.
             known = {key: value for key, value in known.items() if key != subresource}
+        if known is not None and manifest["kind"] == "Service":
+            # A Service's selector is one value to an apply, whoever wrote its labels.
+            known = {**known, "spec": {key: value for key, value in known["spec"].items() if key != "selector"}}
         return self.put(_merged(known or {}, manifest))
 
-    async def merge(self, api_version: str, kind: str, namespace: str, name: str, patch: Object) -> Object:
-        what = self._begin("merge", kind, name, patch)
+    async def merge(self, ref: Ref, patch: Object) -> Object:
+        what = self._begin("merge", ref.kind, ref.name, patch)
         known = self.objects.get(what)
         if known is None:
-            raise NotFound("PATCH", name, 404, "not found")
+            raise NotFound("PATCH", ref.name, 404, "not found")
         self._same(known, patch["metadata"].get("uid"))
         return self.put(_merged(known, patch))
 
-    async def delete(self, api_version: str, kind: str, namespace: str, name: str, *, uid: str = "") -> None:
-        what = self._begin("delete", kind, name, {})
+    async def delete(self, ref: Ref, *, uid: str = "") -> None:
+        what = self._begin("delete", ref.kind, ref.name, {})
         if what in self.objects:
             self._same(self.objects[what], uid)
             self.drop(*what)

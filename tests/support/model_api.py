@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from kvpilot_operator.api.names import DO_NOT_EVICT_ANNOTATION, DTYPE_LABEL, REVISION_LABEL
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import Conflict, NotFound, Rejected
 from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.objects import ObjectView
@@ -56,19 +57,19 @@ class ModelApi:
             found["HTTPRoute", KEY.name] = view
         return found
 
-    async def find(self, api_version: str, kind: str, namespace: str, name: str) -> Json | None:
-        revision = name.removeprefix(f"{KEY.name}-")
-        if kind in KINDS:
-            there = revision in self._model.deployments and self._model.kind(revision) == kind
-            return {"metadata": _metadata(kind, name)} if there else None
+    async def find(self, ref: Ref) -> Json | None:
+        revision = ref.name.removeprefix(f"{KEY.name}-")
+        if ref.kind in KINDS:
+            there = revision in self._model.deployments and self._model.kind(revision) == ref.kind
+            return {"metadata": _metadata(ref.kind, ref.name)} if there else None
         there = {
-            "Service": name in self._model.services,
-            "InferencePool": name in self._model.pools,
-            "HTTPRoute": name == self._model.route_name,
+            "Service": ref.name in self._model.services,
+            "InferencePool": ref.name in self._model.pools,
+            "HTTPRoute": ref.name == self._model.route_name,
             "PodDisruptionBudget": self._model.budget is not None,
-            "ConfigMap": self._model.keeps(name),
-        }[kind]
-        return {"metadata": _metadata(kind, name)} if there else None
+            "ConfigMap": self._model.keeps(ref.name),
+        }[ref.kind]
+        return {"metadata": _metadata(ref.kind, ref.name)} if there else None
 
     async def metadata(
         self, api_version: str, kind: str, namespace: str, selector: str, *, most: int
@@ -109,32 +110,32 @@ class ModelApi:
             self._write(lambda: self._put(kind, name, manifest))
         return {"metadata": self._answer(kind, name)}
 
-    async def merge(self, api_version: str, kind: str, namespace: str, name: str, patch: Json) -> Json:
-        model, revision = self._model, name.removeprefix(f"{KEY.name}-")
-        if kind == "HTTPRoute":
+    async def merge(self, ref: Ref, patch: Json) -> Json:
+        model, revision = self._model, ref.name.removeprefix(f"{KEY.name}-")
+        if ref.kind == "HTTPRoute":
             if patch["metadata"]["resourceVersion"] != model.route_version:
-                raise Conflict("PATCH", name, 409, "changed")
+                raise Conflict("PATCH", ref.name, 409, "changed")
             self._write(lambda: model.edit_route(patch["spec"]["rules"]))
-        elif kind in KINDS:
-            if revision not in model.deployments or model.kind(revision) != kind:
-                raise NotFound("PATCH", name, 404, "gone")
+        elif ref.kind in KINDS:
+            if revision not in model.deployments or model.kind(revision) != ref.kind:
+                raise NotFound("PATCH", ref.name, 404, "gone")
             scaled = (model.deployments[revision][0], patch["spec"]["replicas"])
             self._write(lambda: model.deployments.update({revision: scaled}))
-        elif kind == "Service":
-            self._write(lambda: model.services.update({name: {}}))
-        return {"metadata": self._answer(kind, name)}
+        elif ref.kind == "Service":
+            self._write(lambda: model.services.update({ref.name: {}}))
+        return {"metadata": self._answer(ref.kind, ref.name)}
 
-    async def delete(self, api_version: str, kind: str, namespace: str, name: str, *, uid: str = "") -> None:
-        assert uid == _uid(kind, name)
-        if kind in KINDS:
-            self._write(lambda: self._model.deployments.pop(name.removeprefix(f"{KEY.name}-"), None))
-        elif kind == "Service":
-            self._write(lambda: self._model.services.pop(name, None))
-        elif kind == "InferencePool":
-            self._write(lambda: self._model.pools.pop(name, None))
-        elif kind == "HTTPRoute":
+    async def delete(self, ref: Ref, *, uid: str = "") -> None:
+        assert uid == _uid(ref.kind, ref.name)
+        if ref.kind in KINDS:
+            self._write(lambda: self._model.deployments.pop(ref.name.removeprefix(f"{KEY.name}-"), None))
+        elif ref.kind == "Service":
+            self._write(lambda: self._model.services.pop(ref.name, None))
+        elif ref.kind == "InferencePool":
+            self._write(lambda: self._model.pools.pop(ref.name, None))
+        elif ref.kind == "HTTPRoute":
             self._write(lambda: self._own_route("web", None))
-        elif kind == "PodDisruptionBudget":
+        elif ref.kind == "PodDisruptionBudget":
             self._write(lambda: setattr(self._model, "budget", None))
 
     def _write(self, change: Callable[[], object]) -> None:

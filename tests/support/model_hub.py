@@ -1,4 +1,4 @@
-"""A hub of models on loopback, as far as its client asks it: what a model has, and its files, by ranges too."""
+"""A hub of models on loopback, for the client's requests: a model's list of files, and their content, by ranges too."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Hub:
         self._server.server_close()
 
     def info(self) -> dict[str, Any]:
-        """What the hub says of the model."""
+        """Return the hub's description of the model."""
         return {"id": self.model, "sha": COMMIT, "siblings": [_sibling(*one) for one in self.files.items()]}
 
 
@@ -65,7 +65,7 @@ def hub_of(model: str, files: Mapping[str, bytes]) -> Iterator[Hub]:
 
 
 def content_name(content: bytes) -> str:
-    """What the hub and its client's cache call a content."""
+    """Return the name of a content at the hub and in its client's cache."""
     if len(content) >= LARGE:
         return hashlib.sha256(content).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

@@ -12,7 +12,7 @@ import pytest
 
 from kvpilot_localcluster.engines import PAGE_LATER
 from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API
-from kvpilot_operator.cluster.objects import path_of
+from kvpilot_operator.cluster.objects import Ref, path_of
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.gather import Observations, Observer
 from kvpilot_operator.observe.informers import InformerCache
@@ -80,15 +80,15 @@ class FakeCluster:
         self.asked.append(api_version)
         return api_version in self.served
 
-    async def find(self, api_version: str, kind: str, namespace: str, name: str) -> Any:
-        path = path_of(api_version, kind, namespace, name)
+    async def find(self, ref: Ref) -> Any:
+        path = ref.path
         self.asked.append(path)
-        if kind in self.broken:
-            raise self.broken[kind]
+        if ref.kind in self.broken:
+            raise self.broken[ref.kind]
         return self.objects.get(path)
 
-    async def find_json(self, api_version: str, kind: str, namespace: str, name: str, *, most: int) -> bytes | None:
-        found = await self.find(api_version, kind, namespace, name)
+    async def find_json(self, ref: Ref, *, most: int) -> bytes | None:
+        found = await self.find(ref)
         return None if found is None else json.dumps(found).encode()
 
 

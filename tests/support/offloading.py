@@ -1,8 +1,8 @@
-"""Stands before the copies of offloading in a stepped engine: writes them down, holds them back, compares bytes.
+"""Hook before the copies of offloading in a stepped engine: records them, delays them, compares bytes.
 
-What is stored is kept from the layers' own caches when its copy is submitted, and held against what is there when a
-load of it has ended. With `late`, a copy ends so many steps after it was submitted, or when vLLM waits for it, and
-moves nothing before: as a GPU may. What goes on to a disk, and comes back to another place, is followed by its key.
+The bytes of a store are read from the layers' own caches when its copy is submitted, and compared when a load of it
+has ended. With `late`, a copy ends so many steps after it was submitted, or when vLLM waits for it, and moves nothing
+before, as a GPU may. Chunks that go to a disk, and come back to another place, are followed by their keys.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from kvpilot_runtime.transfer.host_copies import rows
 
 
 class Transfers:
-    """Of one engine's connector.
+    """Transfers of one engine's connector.
 
     Args:
         connector: vLLM's `OffloadingConnectorWorker`. config: its `KVCacheConfig`. layers: by name.
-        pages: the group whose blocks are written down. late: steps.
+        pages: the group whose blocks are recorded. late: steps.
 
     Attributes:
-        moves: `stored` or `loaded`, with pairs of a block and the number of what was stored. loaded, changed, read,
+        moves: `stored` or `loaded`, with pairs of a block and the number of the stored bytes. loaded, changed, read,
             unread, unwritten: as in `Told`.
     """
 
@@ -41,7 +41,7 @@ class Transfers:
         self._worker._copy, self._worker.get_finished, self._worker.wait = self._submit, self._finished, self._wait
 
     def follow(self, tier: Any) -> None:
-        """Know what the chunks hold that a `DiskTier` brings back, and how many it did, and did not."""
+        """Follow the chunks that a `DiskTier` brings back, and count those that it did, and did not."""
         from vllm.v1.kv_offload.base import get_offload_group_idx
 
         ids = [group.group_id for group in self._spec.config.groups]
@@ -50,11 +50,11 @@ class Transfers:
         move, load, finished = tier._move, tier.submit_load, tier.get_finished_jobs
 
         def place(key: Any, at: Any) -> tuple[int, int]:
-            """A chunk is a block here."""
+            """Return the block that a chunk is here."""
             return ids.index(get_offload_group_idx(key)), int(at)
 
         def moved(job: int, held: Any, at: Any, *, load: bool) -> None:
-            # A chunk that is computed anew may differ in a code: what the disk has already stays there.
+            # A chunk that is computed again may differ in a code: the disk keeps the first one.
             if held is not None and not load:
                 by_key[held.key] = self._kept[place(held.key, at)]
             move(job, held, at, load=load)
@@ -81,7 +81,7 @@ class Transfers:
         tier._move, tier.submit_load, tier.get_finished_jobs = moved, submit_load, get_finished_jobs
 
     def taken(self) -> list[dict[str, Any]]:
-        """What was written down since the last call."""
+        """Return the records since the last call."""
         moves, self.moves = self.moves, []
         return moves
 

@@ -1,4 +1,4 @@
-"""What a process that `support.own_process` asks has found before its question; it then makes a mess, or waits."""
+"""Report of a process that `support.own_process` asks on its environment; it then makes a mess, or waits."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from support.vllm_forks import IMPORTED
 
 @dataclass
 class Asked:
-    """`waits`: the answer never comes; numbers of its process and of one that it has spawned go to a file first."""
+    """Request; with `waits` the answer never comes, and the ids of its process and its child go to that file."""
 
     waits: str = ""
 
 
 @dataclass
 class Told:
-    """Its environment and folder; modules of ours that are there at its start; whether another's mess is there.
+    """Its environment and folder; our modules that are there at its start; True if another's mess is there.
 
-    `spawned`: the same of a process that it spawns after its own mess.
+    `spawned`: the same for a process that it spawns after its own mess.
     """
 
     environment: dict[str, str]
@@ -46,7 +46,7 @@ def serve(waits: str = "", **environment: str) -> Told:
 
 
 def main() -> None:
-    """Answer stdin."""
+    """Answer the request on stdin."""
     asked = Asked(**json.load(sys.stdin))
     spawn = multiprocessing.get_context("spawn")
     if asked.waits:

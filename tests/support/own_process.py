@@ -1,6 +1,6 @@
-"""vLLM in a process of its own: a module of this package gets a question as JSON, and its last line is the answer.
+"""vLLM in its own process: a module of this package gets a question as JSON, and its last line is the answer.
 
-It is forked from one that has imported vLLM (`support.vllm_forks`), which ends with who asks, however that one ends.
+It is forked from one that has imported vLLM (`support.vllm_forks`), which ends with its caller in every case.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 HANGS = 1200
-"""Seconds, ten times what the longest question takes."""
+"""Time limit in seconds, ten times that of the longest question."""
 
 QUIET = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
@@ -34,7 +34,7 @@ QUIET = {
 
 @dataclass
 class _Server:
-    """A process that forks those that are asked for at an address."""
+    """Process that forks others at an address."""
 
     process: subprocess.Popen[bytes]
     address: str
@@ -45,19 +45,19 @@ _turn, _starting = threading.Lock(), threading.Lock()
 
 
 def ask(module: str, asked: DataclassInstance | list[Any] | dict[str, Any], **environment: str) -> Any:
-    """What `main` of a module answers, with these variables beside what keeps an engine small and offline.
+    """Return the answer of a module's `main`, with these variables and those that keep an engine small and offline.
 
     Raises:
-        RuntimeError: it ended in an error, with the end of what it said.
+        RuntimeError: it failed, with the end of its output.
     """
     code, out, err = run(module, asked, **environment)
     if code:
-        raise RuntimeError(out[-2000:] + err[-10_000:])  # what is wrong comes before what leaks at the end
+        raise RuntimeError(out[-2000:] + err[-10_000:])  # errors come before leak warnings at the end
     return json.loads(out.splitlines()[-1])
 
 
 def run(module: str, asked: DataclassInstance | list[Any] | dict[str, Any], **environment: str) -> tuple[int, str, str]:
-    """Like `ask`, however it ended: the exit status, and all that it said on stdout and stderr."""
+    """Do as `ask`, for any end: return the exit status, and all output on stdout and stderr."""
     # Prompts read themselves back, unless a question says otherwise.
     variables = {**_quiet(), "KVPILOT_PREFILL_FROM_PAGES": "1", **environment}
     with TemporaryDirectory() as folder, _turn:
@@ -73,14 +73,14 @@ def run(module: str, asked: DataclassInstance | list[Any] | dict[str, Any], **en
 
 
 def address() -> str:
-    """Where any process may `begin` another one, with an environment that keeps engines small and offline."""
+    """Return the address where any process may `begin` another one, with an environment for small, offline engines."""
     return _server(_quiet())
 
 
 def begin(
     address: str, module: str, arguments: list[str], environment: Mapping[str, str], streams: list[int]
 ) -> socket.socket:
-    """Start a process in this folder, with these streams. What is sent to it are signals; it answers by `status`."""
+    """Start a process in this folder, with these streams. Bytes sent to it are signals; it answers by `status`."""
     about = {"module": module, "arguments": arguments, "where": str(Path.cwd()), "environment": dict(environment)}
     conversation = socket.socket(socket.AF_UNIX)
     conversation.connect(address)
@@ -93,7 +93,7 @@ def begin(
 
 
 def status(conversation: socket.socket) -> int:
-    """How the process ends: its exit status, or less than 0, a signal."""
+    """Return the process's exit status, or a negative signal."""
     if not (said := conversation.recv(16)):
         raise RuntimeError("the process that has imported vLLM is gone")
     return int(said)
@@ -104,7 +104,7 @@ def _quiet() -> dict[str, str]:
 
 
 def _server(variables: Mapping[str, str]) -> str:
-    """Of one that was started with the same variables, but for those that nobody reads while vLLM is imported."""
+    """Return a server that was started with the same variables, except those that vLLM's import ignores."""
     late = ("KVPILOT_", "PYTEST_CURRENT_TEST")
     early = {name: value for name, value in variables.items() if not name.startswith(late)}
     kind = frozenset(early.items())
@@ -129,9 +129,9 @@ def _start(variables: Mapping[str, str]) -> _Server:
 
 
 def end() -> None:
-    """Nothing of the processes that are asked, nor of one that answers, outlives this."""
+    """End all servers; their processes end with them."""
     while _servers:
         _, server = _servers.popitem()
-        server.process.kill()  # what it has forked is killed by the kernel with it
+        server.process.kill()  # the kernel kills its children with it
         server.process.wait()
         rmtree(Path(server.address).parent, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A real engine in a process of its own, and by how much the answers of its page check differ from the reference's."""
+"""A real engine in its own process, and the error of its page check's answers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from support.own_process import ask
 
 
 def off(loses: bool = False, **environment: str) -> float:
-    """Ask one; `loses`: the first entry of each block table becomes the null block before the step of all requests."""
+    """Ask one; `loses` replaces the first entry of each block table before the step of all requests."""
     found: float = ask("support.page_checked", {"loses": loses}, **environment)["off"]
     return found
 
 
 def main() -> None:
-    """Answer stdin."""
+    """Answer the request on stdin."""
     loses = json.load(sys.stdin)["loses"]
     from vllm import LLM
 

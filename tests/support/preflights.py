@@ -1,4 +1,4 @@
-"""Requests of kvpilot-serve, and how preflight refuses them."""
+"""Requests of kvpilot-serve, and their refusals by preflight."""
 
 import pytest
 
@@ -10,12 +10,12 @@ from kvpilot_smallmodels.models import tiny_llama
 
 
 def asked(*arguments: str, dtype: str = "k4v4", model: str | None = None) -> Request:
-    """What kvpilot-serve makes of its arguments."""
+    """Return kvpilot-serve's reading of its arguments."""
     return serve.parse([f"--model={model or tiny_llama()}", f"--kv-cache-dtype={dtype}", *arguments])[0]
 
 
 def refusal(request: Request) -> PreflightError:
-    """The error that a request meets."""
+    """Return the error of a request."""
     with pytest.raises(PreflightError) as caught:
         check(request)
     return caught.value

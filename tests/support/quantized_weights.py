@@ -1,8 +1,7 @@
-"""Checkpoints whose linear layers are quantized, and the same weights as they are read back, in 16 bits.
+"""Checkpoints whose linear layers are quantized, and the same weights dequantized, in 16 bits.
 
-Written from the formats' descriptions, without the tools that usually make them. The second folder is what the first
-one means: an engine with the first computes what plain transformers do with the second, up to rounding (and, where
-activations have 8 bits, up to theirs).
+They are written from the formats' descriptions, without the usual tools. An engine with the first folder computes the
+same as plain transformers with the second, up to rounding (and, if activations have 8 bits, up to theirs).
 """
 
 from __future__ import annotations
@@ -20,27 +19,27 @@ GROUP = 32
 """Elements of a weight's row that share a scale, in formats of 4 bits."""
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight columns stands in each nibble, from the lowest."""
+"""Column in each nibble of a group of eight, from the lowest."""
 
 Tensors = dict[str, torch.Tensor]
 
 
 def _packed(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Eight codes of 4 bits of the last dimension in an int32."""
+    """Pack eight codes of 4 bits of the last dimension into an int32."""
     eights = codes.long().view(*codes.shape[:-1], -1, 8)[..., list(order)]
     words = (eights << (4 * torch.arange(8))).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
 def _int8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """compressed-tensors, W8A8: one scale for each output, symmetric."""
+    """Quantize as compressed-tensors W8A8: one scale per output, symmetric."""
     scale = weight.abs().amax(1, keepdim=True) / 127
     codes = (weight / scale).round().clamp(-127, 127)
     return {"weight": codes.to(torch.int8), "weight_scale": scale}, codes * scale
 
 
 def _gptq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Symmetric, 8 is zero; codes are packed along the inputs."""
+    """Quantize symmetrically, 8 is zero; codes are packed along the inputs."""
     groups = weight.view(weight.shape[0], -1, GROUP)
     scale = (groups.abs().amax(2, keepdim=True) / 7).half()
     codes = (groups / scale.float()).round().clamp(-8, 7)
@@ -54,7 +53,7 @@ def _gptq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def _awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """With zero points; codes are packed along the outputs."""
+    """Quantize with zero points; codes are packed along the outputs."""
     groups = weight.view(weight.shape[0], -1, GROUP)
     low, high = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
     scale = ((high - low) / 15).half()
@@ -87,7 +86,7 @@ METHODS: dict[str, tuple[Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]],
 
 
 def make(method: str, model: Path, quantized: Path, read_back: Path) -> None:
-    """Write `model` with its projections quantized, and as they are read back."""
+    """Write `model` with its projections quantized, and dequantized."""
     quantize, said = METHODS[method]
     config = json.loads((model / "config.json").read_text())
     tensors = load_file(model / "model.safetensors")

@@ -16,14 +16,15 @@ from support.gpu_batch import generator, ordinals, poisoned, some_factors
 
 @dataclass
 class Sequences:
-    """Keys and values of sequences, and which of their tokens the ring has.
+    """Keys and values of sequences, and the tokens that their rings have.
 
     Attributes:
-        cache: pages and rings, blocks of one pool; every byte that nobody wrote is 0xFF.
+        cache: pages and rings, blocks of one pool; every unwritten byte is 0xFF.
         table: int32 [sequences, blocks]. ring_table: int32 [sequences, ring_blocks].
-        drafts: tokens of a step that may be taken back, for which the rings have room.
-        keys, values: of each sequence, [length, kv_heads, dim]. fine: of each, bool [length], what the ring was given.
-        plain, refined: of each, float64 [2, length, kv_heads, dim], what its keys and values are read back as.
+        drafts: tokens of a step that may be rejected, for which the rings have room.
+        keys, values: of each sequence, [length, kv_heads, dim]. fine: of each, bool [length], tokens written to the
+            ring.
+        plain, refined: of each, float64 [2, length, kv_heads, dim], its keys and values as they are read back.
     """
 
     name: str
@@ -61,18 +62,18 @@ class Sequences:
         )
 
     def slots(self, sequence: int, begin: int, end: int) -> torch.Tensor:
-        """int64 [end - begin] in the pages."""
+        """Return int64 [end - begin] slots in the pages."""
         at = torch.arange(begin, end)
         return self.table[sequence].long()[at // self.block_size] * self.block_size + at % self.block_size
 
     def ring_slots(self, sequence: int, begin: int, end: int) -> torch.Tensor:
-        """int64 [end - begin] in the ring, for a step that ends at `end`."""
+        """Return int64 [end - begin] slots in the ring, for a step that ends at `end`."""
         at = torch.arange(begin, end)
         rows = self.ring_table[sequence].expand(len(at), -1)
         return ring_slots(at, torch.full_like(at, end), rows, self.recent + self.drafts, self.ring_tokens)
 
     def store(self, sequence: int, begin: int, end: int, ring: bool = True) -> None:
-        """Store tokens [begin, end) in one step; without `ring` as another sequence did whose pages these were."""
+        """Store tokens [begin, end) in one step; without `ring` like another sequence that owned these pages."""
         ring_slots = self.ring_slots(sequence, begin, end)
         if not ring:
             ring_slots = torch.full_like(ring_slots, -1)
@@ -82,7 +83,7 @@ class Sequences:
             ordinals(begin, end),
         )  # fmt: skip
         self.fine[sequence][new] = ring_slots >= 0
-        # As the same batch: sums in another order would move a code now and then.
+        # Use the same batch: another order of sums would sometimes move a code.
         for side, (name, x) in enumerate((("key", self.keys), ("value", self.values))):
             for kept, recent in ((self.plain, False), (self.refined, True)):
                 kept[sequence][side, new] = round_trip(x[sequence][new], self.fmt, name, self.factors, recent, begin)
@@ -95,35 +96,35 @@ class Sequences:
             at = torch.arange(tokens)
             rows = self.ring_table[i].expand(tokens, -1)
             where = ring_slots(at, torch.full_like(at, tokens), rows, tokens, self.ring_tokens)
-            # Their pages are those that nobody uses: block 0, again and again.
+            # Their pages are unused: always block 0.
             for part in range(0, tokens, self.block_size):
                 these = slice(part, part + self.block_size)
                 self.cpu.store(key[these], value[these], torch.arange(len(key[these])), where[these])
 
     def queries(self) -> torch.Tensor:
-        """float32 [sequences, heads, dim]."""
+        """Return float32 [sequences, heads, dim]."""
         return torch.randn(len(self.lengths), self.kv_heads * self.ratio, self.dim, generator=self.rng)
 
     def decode(self, query: torch.Tensor) -> torch.Tensor:
-        """By the CPU's code."""
+        """Decode by the CPU's code."""
         lens = torch.tensor(self.lengths)
         return self.cpu.decode(query, self.table, lens, self.scale, ring_table=self.ring_table)
 
     def read_back(self, sequence: int, length: int, window: int = 0) -> torch.Tensor:
-        """Keys and values, float64 [2, tokens, kv_heads, dim], of the last `window` of `length` tokens, 0 for all."""
+        """Return keys and values, float64 [2, tokens, kv_heads, dim], of the last `window` (0: all) tokens."""
         fine = self.fine[sequence][:length] & (torch.arange(length) >= length - self.recent)
         plain, refined = self.plain[sequence][:, :length], self.refined[sequence][:, :length]
         return torch.where(fine[:, None, None], refined, plain)[:, -window:]
 
     def wanted(self, query: torch.Tensor, sequence: int, length: int, window: int = 0) -> torch.Tensor:
-        """The reference's answer, float64 [heads, dim], of a query that sees the last `window` tokens, 0 for all."""
+        """Return the reference's answer, float64 [heads, dim], to a query of the last `window` tokens (0: all)."""
         key, value = self.read_back(sequence, length, window)
         return attend(query[None], key, value, self.scale)[0]
 
     def assert_decode_equals_the_reference(
         self, order: list[int] | None = None, lengths: list[int] | None = None
     ) -> None:
-        """Every head of every sequence, in this order of the batch."""
+        """Compare every head of every sequence, in this order of the batch."""
         order, lengths = order or list(range(len(self.lengths))), lengths or self.lengths
         query = self.queries()
         lens = torch.tensor([lengths[i] for i in order])

@@ -1,4 +1,4 @@
-"""What stands in for the skill of models that draft, which random weights lack."""
+"""Stand-in for the skill of draft models, which random weights lack."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvpilot_smallmodels.families import VOCABULARY
 
 
 def right_drafts(expected: list[list[int]]) -> None:
-    """Let this process's drafts be taken from these sequences, prompts with answers; in a third of them one is wrong.
+    """Draw this process's drafts from these sequences, prompts with answers; in a third of them one is wrong.
 
-    vLLM's proposer runs as it is before, with all that it stores.
+    vLLM's proposer runs unchanged before, with all its stores.
     """
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner

@@ -1,4 +1,4 @@
-"""What a stepped engine asks of each of its workers, by vLLM's `worker_extension_cls`: one of each rank."""
+"""Extension of a stepped engine's workers (vLLM's `worker_extension_cls`), one per rank."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kvpilot_runtime.backends.packed import our_layers
 
 
 class RingWorker:
-    """Mixed into vLLM's worker."""
+    """Mixin of vLLM's worker."""
 
     vllm_config: Any
     model_runner: Any
 
     def rows_of(self, requests: list[str]) -> list[int]:
-        """Where requests stand in the batch."""
+        """Return the rows of requests in the batch."""
         rows = self.model_runner.input_batch.req_id_to_index
         return [rows[request] for request in requests]
 
     def poison_ring(self, block: int, other: int | None, seed: int) -> None:
-        """The rows of another request's ring, each one place further, so that none is of its token; or any bytes."""
+        """Write another request's ring rows, shifted by one place so that none is of its token, or random bytes."""
         rng = torch.Generator().manual_seed(seed)
         context = self.vllm_config.compilation_config.static_forward_context
         for ring in (layer for name, layer in context.items() if name.endswith(".recent")):
@@ -45,6 +45,6 @@ class RingWorker:
             page.copy_(rows)
 
     def factors_of_rank(self) -> list[list[Any]]:
-        """Layer by layer the tensors of `Factors`, as lists [kv_heads of this rank, D]."""
+        """Return, layer by layer, the tensors of `Factors`, as lists [kv_heads of this rank, D]."""
         found = [layer.impl.factors(layer) for layer in our_layers(self.vllm_config).values()]
         return [[getattr(one, field.name).tolist() for field in fields(one)] for one in found]

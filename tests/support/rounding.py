@@ -1,16 +1,18 @@
-"""How far a decode step in float16 may be off the reference: from where it rounds, so that no draw crosses the limit.
+"""Allowed error of a decode step in float16 against the reference, from its rounding, so that no draw exceeds it.
 
 Decode rounds twice; all else is float32 and far smaller:
 
 - a rotated query's elements q_i, to 2^-14 of the largest. With e_i the error of element i, p the
   probabilities, and k' the rotated keys as they are read back, the output o moves by
+
       sum_i e_i scale sum_t p_t k'_ti (v_t - o)
-- each token's weights p_t s of the value's codes, to float16: a share of 2^-11 at most of what the token adds, for each
+
+- each token's weights p_t s of the value's codes, to float16: at most 2^-11 of the token's contribution, for each
   group on its own. A group's codes span less than twice its largest element.
 
 Errors of rounding are independent and uniform, a third of their largest square on average. The root of the summed
-squares is one standard deviation, and `DEVIATIONS` of them are out of any draw's reach: of 5,657 heads in 300 random
-batches, the furthest was 1.4 off, half were below 0.25.
+squares is one standard deviation, and no draw reaches `DEVIATIONS` of them: of 5,657 heads in 300 random batches, the
+furthest was 1.4 off, half were below 0.25.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ def assert_within_rounding(
     softcap: float = 0.0,
     begin: int = 0,
 ) -> None:
-    """Hold one sequence's output, [heads, dim], against the reference's.
+    """Compare one sequence's output, [heads, dim], with the reference's.
 
     Args:
         query: [heads, dim]. key, value: float64 [tokens, kv_heads, dim], as they are read back, of all tokens seen.
-        factors: what they are stored with. scale, softcap: of the scores. begin: position of the first token.
+        factors: of the cache. scale, softcap: of the scores. begin: position of the first token.
     """
     heads, dim = query.shape
     ratio = heads // key.shape[1]

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, REVISION_LABEL, SERVICE_PORT
+from kvpilot_operator.cluster.objects import Ref
 from support.faulty_world import NAMESPACE, FaultyWorld, until
 from support.inference_gateway import InferenceGateway
 from support.inference_kinds import picker_name
@@ -58,7 +59,7 @@ async def by_route(
 
     async def revisions() -> list[str | None]:
         """What the backends select: the service's, and the canary's, a Service of which is there in a trial alone."""
-        found = [await world.cluster.find(API_OF[kind], kind, NAMESPACE, one) for one in (name, f"{name}-canary")]
+        found = [await world.cluster.find(Ref(API_OF[kind], kind, NAMESPACE, one)) for one in (name, f"{name}-canary")]
         return [None if one is None else selected_by({**one, "kind": kind}).get(REVISION_LABEL) for one in found]
 
     async def settled() -> bool:
@@ -81,7 +82,7 @@ async def by_route(
             taken += await ends(world, name, "Promoted", "k8v4")
             await until(settled, "the backends select what serves")
             third = (await revisions())[0]
-    found = await world.cluster.get(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name)
+    found = await world.cluster.get(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name))
     assert [ref["name"] for ref in found["spec"]["rules"][0]["backendRefs"]] == [name]
     assert seen.unprobed == []
     assert seen.failed == []

@@ -1,4 +1,4 @@
-"""As `support.apart_engine`, an engine that shares pages through LMCache: among its steps stands what moved."""
+"""Engine like `support.apart_engine` that shares pages through LMCache; its steps include the moves."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from support import apart_engine
 
 
 class SharedEngine(apart_engine.Engine):
-    """`moved` of each rank stands in the steps behind the step that did it."""
+    """Engine whose steps are followed by each rank's `moved`."""
 
     extension = "support.shared_worker.SharedWorker"
 
     def start(self, model: str, options: dict[str, Any]) -> dict[str, Any]:
         """Make the engine.
 
-        vLLM 0.32's CPU platform looks for kernels in all modules, and ends at one of numba, which LMCache imports: it
-        has an answer for every attribute that it is asked for.
+        vLLM 0.32's CPU platform looks for kernels in all modules, and ends at one of numba, which LMCache imports: that
+        one answers every attribute.
         """
         import llvmlite.binding.ffi
 
@@ -26,8 +26,10 @@ class SharedEngine(apart_engine.Engine):
         return super().start(model, options)
 
     def take_down(self, scheduled: Any) -> None:
-        """And fill the rings that requests are given, with rows of others or any bytes: one that was preempted could
-        find its own there."""
+        """Also fill the rings that requests get with rows of others or random bytes.
+
+        A restarted request could find its own there.
+        """
         super().take_down(scheduled)
         cached = scheduled.scheduled_cached_reqs
         given = {request.req_id: request.block_ids for request in scheduled.scheduled_new_reqs}
@@ -43,7 +45,7 @@ class SharedEngine(apart_engine.Engine):
                 self.rings.setdefault(request, []).append(block)
 
     def executed(self) -> None:
-        """After each step."""
+        """Record the moves after each step."""
         ranks = self.workers("moved")
         self.steps += [{"moved": list(one)} for one in zip(*ranks, strict=True)]
 

@@ -1,4 +1,4 @@
-"""What engines that share pages through LMCache ask of each of their workers, by vLLM's `worker_extension_cls`."""
+"""Extension of the workers of engines that share pages through LMCache (vLLM's `worker_extension_cls`)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from support.apart_worker import ApartWorker
 
 
 class SharedWorker(ApartWorker):
-    """Mixed into vLLM's worker."""
+    """Mixin of vLLM's worker."""
 
     def watch_reads(self) -> None:
-        """Take down which blocks go to LMCache and come from it, and what is in them by then."""
+        """Record the blocks that go to LMCache and come from it, and their content then."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         self.moves: list[dict[str, Any]] = []
@@ -28,7 +28,7 @@ class SharedWorker(ApartWorker):
         self.watch(adapter.transfer_ctx)
 
     def watch(self, context: Any) -> None:
-        """Of one connection to the server."""
+        """Watch one connection to the server."""
         store, retrieve, block = context.submit_store, context.submit_retrieve, self.vllm_config.cache_config.block_size
 
         def move(what: str, key: Any, blocks: list[int], skipped: int = 0) -> None:
@@ -56,6 +56,6 @@ class SharedWorker(ApartWorker):
         context.submit_store, context.submit_retrieve = stored, loaded
 
     def moved(self) -> list[dict[str, Any]]:
-        """What was taken down since the last call, in order."""
+        """Return the records since the last call, in order."""
         moves, self.moves = self.moves, []
         return moves

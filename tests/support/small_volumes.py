@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def small_volume(where: Path, size: str) -> Iterator[Path]:
-    """A file system of `size`, as mount says it, in a folder; skips the test where nothing may be mounted."""
+    """Mount a file system of `size`, in mount's notation, in a folder; skip the test if mounts are not allowed."""
     mounting = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", where], capture_output=True, check=False
     )

@@ -1,4 +1,4 @@
-"""A real vLLM in one process whose steps are written down, and whose rings are full of other tokens' rows at first.
+"""A real vLLM in one process whose steps are recorded, and whose rings are full of other tokens' rows at first.
 
 `python -m support.stepped_engine`: a JSON object of `Asked`'s fields on stdin, `Told`'s on stdout (the last line).
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
 from kvpilot_runtime.config.offload import below_host
+from kvpilot_smallmodels.stepping import in_steps
 from support import disk_faults
 from support.own_process import ask
 from support.right_drafts import right_drafts
@@ -21,17 +22,23 @@ from support.right_drafts import right_drafts
 
 @dataclass
 class Asked:
-    """What is served: `rounds` of prompts, each round's together; `tokens` of each. `options` go to vLLM's LLM.
+    """Requests to serve.
 
-    `recent`: tokens of the window, None for the default. `drafts`: tokens that speculation by `method` may draft
-    for a sequence in a step, 0 for none. `right`: the answers that are expected; drafts are then taken from them, as
-    many as it happens and some of them made wrong, since text of random weights hardly repeats itself. `trusting`: rows
-    of a ring are used whatever their tags say, which no engine of ours does. `given_up`: requests, numbered through all
-    rounds, and after how many steps of their round their clients leave. `late`: see `support.offloading`.
-    `calibration`: a file of factors, `off`, or nothing for an engine that finds its own. `drafter`: the model that
-    drafts, where the method wants one beside the served one. `disk`: `path` and `size` in bytes of a file below host
-    memory, and `faults` by the round that they come before (`support.disk_faults`). `layout`: vLLM's name of one for
-    the KV cache, or nothing for its choice.
+    Attributes:
+        rounds: prompts, each round's together. tokens: of each answer. options: of vLLM's LLM.
+        recent: tokens of the window, None for the default.
+        drafts: tokens that speculation by `method` may draft for a sequence in a step, 0 for none.
+        right: expected answers, from which drafts of random length are taken, some made wrong, since text of random
+            weights hardly repeats itself.
+        trusting: rows of a ring are used whatever their tags are, unlike in our engines.
+        given_up: requests, numbered through all rounds, and the number of steps of their round after which their
+            clients leave.
+        late: see `support.offloading`.
+        calibration: a file of factors, `off`, or nothing for an engine that calibrates itself.
+        drafter: the draft model, if the method needs a separate one.
+        disk: `path` and `size` in bytes of a file below host memory, and `faults` by the round that they precede
+            (`support.disk_faults`).
+        layout: vLLM's name of a layout for the KV cache, or nothing for its choice.
     """
 
     model: str
@@ -54,20 +61,22 @@ class Asked:
 
 @dataclass
 class Told:
-    """What came of it.
+    """Results.
 
     Attributes:
-        answers: by round and prompt. cached: tokens of each that the prefix cache or host memory had, likewise.
-        steps: of all requests (numbered through all rounds) in order: request, first position, how many, whether the
-            request begins anew (after a preemption, too), and its blocks. Between them what was offloaded: pairs of a
-            block and the number of what was stored, `stored` or `loaded`.
-        loaded, changed: blocks of all groups that came back from host memory, and of these the ones with a byte in any
-            layer that differs from what was stored.
-        read, unread: chunks that came from a disk, and that did not though they were asked for. unwritten: transfers
-            to it of which a part was left out or failed.
+        answers: by round and prompt. cached: tokens of each from the prefix cache or host memory, likewise.
+        steps: of all requests (numbered through all rounds) in order: request, first position, number of tokens, True
+            if the request restarts (also after a preemption), and its blocks. Between them the offloaded blocks: pairs
+            of
+                a
+            block and the number of the stored bytes, `stored` or `loaded`.
+        loaded, changed: blocks of all groups that came back from host memory, and those with a byte in any layer that
+            differs from the stored one.
+        read, unread: chunks that came from a disk, and that did not although requested. unwritten: transfers to it of
+            which a part was dropped or failed.
         block_size: tokens of a block. moved: how often a request was in another row of the batch than in the step
-            before. poisoned: ring pages. drafted, accepted: tokens; of requests' last steps nobody knows the latter.
-        factors: of each rank, see `RingWorker.factors_of_rank`. metrics: lines of ours that /metrics has.
+            before. poisoned: ring pages. drafted, accepted: tokens, the latter without requests' last steps.
+        factors: of each rank, see `RingWorker.factors_of_rank`. metrics: lines of ours on /metrics.
         groups: the kind of each group of layers that share a block table, and their names. layout: of the KV cache.
     """
 
@@ -91,7 +100,7 @@ class Told:
 
 
 def serve(asked: Asked) -> Told:
-    """Ask an engine in a process of its own."""
+    """Ask an engine in its own process."""
     return Told(
         **ask(
             "support.stepped_engine",
@@ -104,7 +113,7 @@ def serve(asked: Asked) -> Told:
 
 
 class Steps:
-    """Stands before an executor's `execute_model`: writes down what each step does, and poisons new rings."""
+    """Hook before an executor's `execute_model` that records each step, and poisons new rings."""
 
     def __init__(self, core: Any, asked: Asked, told: Told) -> None:
         self.told, self.choose, self.pick = told, random.Random(1), random.Random(1)
@@ -124,7 +133,7 @@ class Steps:
         self.tables: dict[str, list[int]] = {}
         self.owned: dict[str, list[int]] = {}
         self.rows: dict[str, int] = {}
-        self.drafts: dict[str, int] = {}  # where a request stood when tokens were drafted for it
+        self.drafts: dict[str, int] = {}  # position of a request when tokens were drafted for it
         told.layout = getattr(self.executor.vllm_config.cache_config, "kv_cache_layout", None)
         execute = self.executor.execute_model
         self.transfers = None
@@ -156,11 +165,11 @@ class Steps:
         self.executor.execute_model = watched
 
     def ask(self, what: str, *args: Any) -> Any:
-        """The first rank's word; all of them are asked."""
+        """Ask all ranks, and return the first one's answer."""
         return self.executor.collective_rpc(what, args=args)[0]
 
     def propose(self, most: int, sampled: list[list[int]], lengths: Any, *_: Any, **__: Any) -> list[list[int]]:
-        """Stands in for vLLM's proposer of ngrams: what is expected next, now and then with one wrong token."""
+        """Replace vLLM's proposer of ngrams: propose the expected tokens, sometimes with a wrong one."""
         drafts = []
         for request, tokens, length in zip(self.requests(), sampled, lengths, strict=False):
             draft: list[int] = []
@@ -172,7 +181,7 @@ class Steps:
         return drafts
 
     def before(self, scheduled: Any) -> list[str]:
-        """Take down a step's requests, and fill the rings that they are given with rows of others."""
+        """Record a step's requests, and fill the rings that they get with rows of others."""
         for request in scheduled.finished_req_ids | (scheduled.preempted_req_ids or set()):
             self.owned.pop(request, None)
             self.rows.pop(request, None)
@@ -213,16 +222,16 @@ class Steps:
 
 
 def expected(asked: Asked) -> list[list[int]]:
-    """Each request's prompt and the answer that is expected."""
+    """Return each request's prompt and expected answer."""
     pairs = zip(chain(*asked.rounds), chain(*asked.right), strict=True)
     return [prompt + answer for prompt, answer in pairs]
 
 
 def main() -> None:
-    """Serve what stdin asks for."""
+    """Serve the request on stdin."""
     asked = Asked(**json.load(sys.stdin))
     from prometheus_client import generate_latest
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     if asked.trusting:
         from kvpilot_kernels import ring
@@ -252,22 +261,16 @@ def main() -> None:
     for turn, (prompts, tokens) in enumerate(zip(asked.rounds, asked.tokens, strict=True)):
         if fault := asked.disk.get("faults", {}).get(str(turn)):
             getattr(disk_faults, fault)(steps_of.disk)
-        first, steps = number, 0
-        answers: dict[int, list[int]] = {}
-        cached: dict[int, int] = {}
-        for prompt, count in zip(prompts, tokens, strict=True):
-            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-            number += 1
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                answers[int(output.request_id)] = list(output.outputs[0].token_ids)
-                cached[int(output.request_id)] = output.num_cached_tokens or 0
-            steps += 1
-            engine.abort_request([str(n) for n, after in asked.given_up if first <= n < number and after == steps])
-        told.answers.append([answers.get(n, []) for n in range(first, number)])
-        told.cached.append([cached.get(n, 0) for n in range(first, number)])
-    engine.engine_core.shutdown()  # several workers say on stdout that they end
+        leaving = [(n, after) for n, after in asked.given_up if number <= n < number + len(prompts)]
+
+        def give_up(steps: int, _outputs: Sequence[Any], leaving: Sequence[tuple[int, int]] = leaving) -> None:
+            engine.abort_request([str(n) for n, after in leaving if after == steps])
+
+        answers, cached = in_steps(engine, prompts, tokens, number, give_up)
+        number += len(prompts)
+        told.answers.append(answers)
+        told.cached.append(cached)
+    engine.engine_core.shutdown()  # several workers log their end to stdout
     print(json.dumps(asdict(told)), flush=True)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from kvpilot_operator.api.names import INFERENCE_POOL_API, REVISION_LABEL, SERVICE_LABEL
-from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.cluster.objects import Object, Ref
 from support.faulty_world import IMAGE, NAMESPACE, FaultyWorld, until
 from support.inference_gateway import Sent, ServiceWay, Way, picked
 from support.inference_kinds import pool
@@ -162,5 +162,5 @@ async def promoted_and_rolled_back(
     assert seen.unprobed == []
     assert seen.failed == []
     assert set(seen.answered) == {first, second}
-    await world.cluster.delete(INFERENCE_POOL_API, "InferencePool", NAMESPACE, everyone)
+    await world.cluster.delete(Ref(INFERENCE_POOL_API, "InferencePool", NAMESPACE, everyone))
     return killer, seen, taken

@@ -1,7 +1,7 @@
-"""Attributes of vLLM's modules and classes that a registered plugin replaces: asked in a process of its own.
+"""Attributes of vLLM's modules and classes that a registered plugin replaces, found in a separate process.
 
-The process imports vLLM and all that the plugin may wrap, registers the plugin, perhaps configures something, and tells
-which attributes are other objects than before.
+The process imports vLLM and all that the plugin may wrap, registers the plugin, perhaps configures something, and
+reports the attributes that are other objects than before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Attributes = dict[tuple[str, str], int]
 
 @dataclass
 class Asked:
-    """The dtypes that a cache is configured with after registration; `child`: another process registers then, too."""
+    """Dtypes that a cache is configured with after registration; with `child` another process registers then too."""
 
     dtypes: tuple[str, ...] = ()
     spawns: bool = False
@@ -42,7 +42,7 @@ def replaced(dtypes: tuple[str, ...] = (), spawns: bool = False, **environment: 
 
 
 def attributes() -> dict[str, Any]:
-    """Each attribute of each of vLLM's modules, and of each class that one of them defines, by its dotted name."""
+    """Return each attribute of vLLM's modules, and of the classes that they define, by its dotted name."""
     found: dict[str, Any] = {}
     for name, module in sorted(sys.modules.items()):
         if not (name == "vllm" or name.startswith("vllm.")):
@@ -55,7 +55,7 @@ def attributes() -> dict[str, Any]:
 
 
 def others(before: dict[str, Any]) -> list[str]:
-    """Those that were there and are other objects now, or are there no more; what imports bring is not among them."""
+    """Return attributes that are other objects now, or gone; additions by imports do not count."""
     now = attributes()
     return sorted(name for name, value in before.items() if now.get(name) is not value)
 
@@ -81,13 +81,13 @@ def look(asked: Asked) -> Told:
 
 
 def _child() -> list[str]:
-    """Return what a process finds replaced that inherits the environment and nothing else."""
+    """Return the attributes that are replaced in a process that only inherits the environment."""
     environment = {name: value for name, value in os.environ.items() if name.startswith("KVPILOT_")}
     return Told(**ask("support.vllm_attributes", Asked().__dict__, **environment)).registered
 
 
 def main() -> None:
-    """Answer stdin."""
+    """Answer the request on stdin."""
     question = json.load(sys.stdin)
     print(json.dumps(look(Asked(tuple(question["dtypes"]), question["spawns"])).__dict__), flush=True)
 

@@ -1,10 +1,10 @@
-"""A process that has imported vLLM and becomes a new one for whoever asks, by fork(): no engine has to import it anew.
+"""A process that has imported vLLM and forks a new one for each caller, so that no engine imports it again.
 
-`python -m support.vllm_forks FD`, where FD is a socket that listens. Who asks sends four files, a question in JSON
-(see `become`) and the new process's stdin, stdout and stderr; any byte that follows is a signal for that process. The
-answer is its exit status, once it has ended. What it starts by `spawn` is forked, too, from a process as it was itself
-in the beginning. Nothing of kvpilot is imported before the environment of a question is there, and nothing that a
-question does is seen by the next. Nothing outlives who asked for it, nor who holds this process's stdin open.
+`python -m support.vllm_forks FD`, where FD is a listening socket. A caller sends four files, a question in JSON (see
+`become`) and the new process's stdin, stdout and stderr; any byte that follows is a signal for that process. The answer
+is its exit status, once it has ended. Processes that it starts by `spawn` are forked too, from one in its initial
+state. Nothing of kvpilot is imported before the environment of a question is there, and no question sees another one's
+effects. Nothing outlives the caller, nor the process that holds this one's stdin open.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def leave(do: Callable[[], None]) -> NoReturn:
-    """Do this, and end as a process does that has done it, but take nothing apart that the kernel frees anyway."""
+    """Do this, and end like a process that has done it, without freeing what the kernel frees anyway."""
     code = 0
     try:
         do()
@@ -73,7 +73,7 @@ def leave(do: Callable[[], None]) -> NoReturn:
 
 
 def answer_all(listener: socket.socket) -> dict[str, Any]:
-    """Fork for each who asks. Returns in the child alone, with what it was asked."""
+    """Fork for each caller. Return only in the child, with its question."""
     running: dict[socket.socket, tuple[int, int]] = {}  # who asks: its process, and what can be read once that ended
     while True:
         ends = {ended: asker for asker, (_, ended) in running.items()}
@@ -133,7 +133,7 @@ def _close(files: list[int]) -> None:
 
 
 def _take(files: list[int]) -> dict[str, Any]:
-    """The question; the other files become this process's own."""
+    """Return the question; the other files become this process's own."""
     about, *streams = files
     with os.fdopen(about) as text:
         question: dict[str, Any] = json.load(text)
@@ -151,7 +151,7 @@ def become(
     """Be `python -P -m module ARGUMENTS`, as if started so in this folder.
 
     Args:
-        own: what vLLM's import sets by itself. sockets: a folder that none but this user reads.
+        own: variables that vLLM's import sets by itself. sockets: a folder that only this user reads.
     """
     _die_with(parent)
     os.chdir(where)
@@ -166,9 +166,9 @@ def become(
 
 
 def fork_what_is_spawned(address: Path) -> None:
-    """Let `spawn` fork processes from one that is now as this one, by the standard library's fork server.
+    """Let `spawn` fork processes from one in this state, by the standard library's fork server.
 
-    Unlike there they have the environment that the process which starts them has at that time, as `spawn` gives it.
+    Unlike there, they get the environment that their parent has then, as with `spawn`.
     """
     described, prepared = spawn.get_preparation_data, spawn.prepare
     server: Any = forkserver._forkserver
@@ -204,7 +204,7 @@ def fork_what_is_spawned(address: Path) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Be killed when this parent ends, however it does."""
+    """Be killed when this parent ends in any way."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)

@@ -1,6 +1,6 @@
-"""Files that vLLM's default loader reads of folders, asked by `support.own_process`: `[FOLDER, ...]`.
+"""Files that vLLM's default loader reads in folders, asked by `support.own_process`: `[FOLDER, ...]`.
 
-It is answered by a sorted list of file names for each, or by null where the loader finds no weights.
+The answer is a sorted list of file names for each, or null if the loader finds no weights.
 """
 
 from __future__ import annotations

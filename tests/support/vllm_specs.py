@@ -1,7 +1,7 @@
-"""vLLM's own KV-cache specs of models that are a config.json alone: built without weights, on torch's meta device.
+"""vLLM's own KV-cache specs of models that are only a config.json: built without weights, on torch's meta device.
 
-Asked by `support.own_process`, for vLLM keeps what it builds: `{"NAME": [CONFIG, {"disable_sliding_window": true}],
-...}`, which is answered by `{"NAME": {"groups": [...], "shared": 0} or {"failed": "why"}, ...}`.
+Asked by `support.own_process`, since vLLM keeps its builds: `{"NAME": [CONFIG, {"disable_sliding_window": true}],
+...}`. The answer is `{"NAME": {"groups": [...], "shared": 0} or {"failed": "why"}, ...}`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpilot_runtime.vllm_api import cache_specs
 
 
 def main() -> None:
-    """Read configs from stdin and write what vLLM makes of them to stdout."""
+    """Read configs from stdin and write vLLM's specs to stdout."""
     models: dict[str, Any] = json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):
         found = {name: attempt(config, options) for name, (config, options) in models.items()}
@@ -42,10 +42,10 @@ TEXT = {
     "qwen3_vl_moe_text": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
 }
-"""By the model_type of a text part, the text model that it is: models with images or sound need torchvision."""
+"""Text model by the model_type of a text part: models with images or sound need torchvision."""
 
 CLASSES = {"internlm2": "llama", "mimo": "qwen2", "minicpm": "llama", "orion": "llama"}
-"""By the model_type of a config class that only the model's repository has, a class of transformers with its fields."""
+"""Class of transformers with the same fields, by the model_type of a config class that only a repository has."""
 
 
 def text_alone(config: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def text_alone(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def attempt(config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The specs of one model, or why vLLM builds none here."""
+    """Return the specs of one model, or the reason why vLLM builds none here."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(text_alone(config)))
@@ -72,7 +72,7 @@ def attempt(config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def specs(folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Layers by what they keep, as preflight asks for them."""
+    """Return layers grouped by their specs, as preflight asks for them."""
     from vllm.engine.arg_utils import EngineArgs
 
     return cache_specs.specs(EngineArgs(model=folder, **options))

@@ -1,4 +1,4 @@
-"""KV-cache dtypes that vLLM's own backends take on GPUs that are not here, asked by `support.own_process`.
+"""KV-cache dtypes that vLLM's own backends take on absent GPUs, asked by `support.own_process`.
 
 The question is `[[CAPABILITY, DTYPE, HEAD_DIM, LATENT], ...]`, and the answer a list of booleans. The platform is that
 of vLLM for CUDA with another capability. Modules of compiled kernels are empty: nothing runs them here.
@@ -43,7 +43,7 @@ class _Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def main() -> None:
-    """Read questions from stdin and write what vLLM answers to stdout."""
+    """Read questions from stdin and write vLLM's answers to stdout."""
     with contextlib.redirect_stdout(sys.stderr):
         sys.meta_path.insert(0, _Kernels())
         from vllm.config import VllmConfig, set_current_vllm_config

@@ -17,5 +17,5 @@ def write_safetensors(file: Path, size: int) -> None:
 
 
 def write_index(file: Path, names: Iterable[str]) -> None:
-    """Write an index that says in which files a model's tensors are."""
+    """Write an index with the file of each of a model's tensors."""
     file.write_text(json.dumps({"weight_map": {f"w{i}": name for i, name in enumerate(names)}}))

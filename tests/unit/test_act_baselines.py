@@ -8,6 +8,7 @@ from typing import Any
 from kvpilot_operator.act.baselines import MAX_KEPT, MAX_SEEN
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.api.names import SERVICE_LABEL, baseline_name
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.state.decision import Decision
@@ -42,13 +43,13 @@ class FakeCluster:
             self.seen += 1
             yield one
 
-    async def delete(self, _version: str, _kind: str, _namespace: str, name: str, *, uid: str) -> None:
+    async def delete(self, ref: Ref, *, uid: str) -> None:
         if self.refuses:
             raise ClusterError("DELETE", "/configmaps", 403, "forbidden")
-        assert self.maps.pop(name)["metadata"]["uid"] == uid
+        assert self.maps.pop(ref.name)["metadata"]["uid"] == uid
 
-    async def find(self, _version: str, _kind: str, _namespace: str, name: str) -> dict[str, Any] | None:
-        return self.maps.get(name)
+    async def find(self, ref: Ref) -> dict[str, Any] | None:
+        return self.maps.get(ref.name)
 
     async def create(self, written: dict[str, Any]) -> dict[str, Any]:
         self.put(written["metadata"]["name"], "2026-11-09T00:00:00Z")

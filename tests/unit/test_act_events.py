@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from kvpilot_operator.act.events import MAX_REMEMBERED, SAME_SECONDS, Events, event_manifest
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import ClusterError, NotFound
 from kvpilot_operator.state.decision import Event
 from support.services import KEY, NOW, manifest, snapshot
@@ -30,10 +31,10 @@ class Board:
         self.events[name] = {**manifest, "metadata": {**manifest["metadata"], "name": name}}
         return self.events[name]
 
-    async def merge(self, api_version: str, kind: str, namespace: str, name: str, patch: dict[str, Any]) -> None:
-        if name not in self.events:
-            raise NotFound("PATCH", name, 404, "not found")
-        self.events[name] |= patch
+    async def merge(self, ref: Ref, patch: dict[str, Any]) -> None:
+        if ref.name not in self.events:
+            raise NotFound("PATCH", ref.name, 404, "not found")
+        self.events[ref.name] |= patch
 
     @property
     def counts(self) -> list[tuple[str, int]]:

@@ -158,7 +158,6 @@ async def test_a_write_is_meant_for_the_object_that_was_seen_and_for_no_other(ob
 
 
 async def test_labels_that_somebody_adds_to_our_selector_are_taken_away(operator: Operator) -> None:
-    """Before Kubernetes 1.21 an apply leaves them there, and the Service selects nothing."""
     await served(operator)
     mixed = operator.api.objects["Service", "chat"]
     operator.api.put({**mixed, "spec": {**mixed["spec"], "selector": {**mixed["spec"]["selector"], "app": "shop"}}})

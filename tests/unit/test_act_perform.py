@@ -11,6 +11,7 @@ import pytest
 from kvpilot_operator.act.perform import FIGURES_SECONDS, REAPPLY_SECONDS, Actor
 from kvpilot_operator.api.names import HTTP_ROUTE_API, REVISION_LABEL
 from kvpilot_operator.api.words import ConditionType
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import Conflict
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.objects import disruption_budget, route_rules, service, workload
@@ -38,19 +39,19 @@ class Recorder:
         self.there.add((manifest["kind"], manifest["metadata"]["name"]))
         return {"metadata": {"uid": "o-1", "generation": 1, "resourceVersion": "10"}}
 
-    async def merge(self, api_version: str, kind: str, namespace: str, name: str, patch: Any) -> None:
-        if kind == "HTTPRoute" and patch["metadata"]["resourceVersion"] != self.route_version:
-            raise Conflict("PATCH", name, 409, "changed")
-        self.writes.append(("merge", kind, name))
+    async def merge(self, ref: Ref, patch: Any) -> None:
+        if ref.kind == "HTTPRoute" and patch["metadata"]["resourceVersion"] != self.route_version:
+            raise Conflict("PATCH", ref.name, 409, "changed")
+        self.writes.append(("merge", ref.kind, ref.name))
         self.patches.append(patch)
 
-    async def find(self, api_version: str, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
-        ours = {"metadata": {"name": name, "uid": "o-1", "ownerReferences": [{"uid": "u-1"}]}}
-        return ours if (kind, name) in self.there else None
+    async def find(self, ref: Ref) -> dict[str, Any] | None:
+        ours = {"metadata": {"name": ref.name, "uid": "o-1", "ownerReferences": [{"uid": "u-1"}]}}
+        return ours if (ref.kind, ref.name) in self.there else None
 
-    async def delete(self, api_version: str, kind: str, namespace: str, name: str, *, uid: str = "") -> None:
-        self.writes.append(("delete", kind, name))
-        self.there.discard((kind, name))
+    async def delete(self, ref: Ref, *, uid: str = "") -> None:
+        self.writes.append(("delete", ref.kind, ref.name))
+        self.there.discard((ref.kind, ref.name))
 
     async def create(self, manifest: Any) -> dict[str, Any]:
         self.writes.append(("create", manifest["kind"], manifest["metadata"].get("name", "")))
@@ -169,7 +170,7 @@ async def test_what_must_not_be_there_is_deleted_once():
     for _ in range(3):
         await actor.perform(s, Decision(s.status, gone))
     assert recorder.writes == [("delete", *budget)]
-    there = Objects((disruption_budget(KEY, "u-1", "x", 1, evict_unready=True),), {}, frozenset())
+    there = Objects((disruption_budget(KEY, "u-1", "x", 1),), {}, frozenset())
     await actor.perform(s, Decision(s.status, there))
     await actor.perform(s, Decision(s.status, gone))
     assert recorder.writes[1:] == [("create", *budget), ("apply", *budget), ("delete", *budget)]
@@ -211,7 +212,7 @@ def test_a_service_and_its_budget_select_one_revision_or_every_one():
     for name in ("abc", ""):
         selector = service(KEY, "u-1", "chat", name)["spec"]["selector"]
         assert selector.get(REVISION_LABEL, "") == name
-        budget = disruption_budget(KEY, "u-1", name, 1, evict_unready=True)["spec"]
+        budget = disruption_budget(KEY, "u-1", name, 1)["spec"]
         assert budget["selector"]["matchLabels"] == selector
         assert budget["minAvailable"] == 1
 

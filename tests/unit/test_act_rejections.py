@@ -45,14 +45,13 @@ def nothing(_: Object) -> None:
     return None
 
 
-async def test_a_refusal_stands_in_the_conditions_with_field_and_remedy_after_the_next_pass(operator: Operator) -> None:
+async def test_a_refusal_stands_in_the_conditions_with_its_field_after_the_next_pass(operator: Operator) -> None:
     operator.api.refuses = refusing("Deployment", f"{FIELD}: {WORDS}", causes=((FIELD, WORDS),))
     await operator.reconcile()
     await operator.reconcile(0)
     for condition in map(operator.condition, ("ObjectsAccepted", "Ready", "Available", "Progressing")):
-        assert (condition.status, condition.reason) == ("False", "RequestAboveLimit")
-        assert condition.message.startswith("spec.engine.resources.requests.memory: ")
-        assert "raise spec.engine.resources.limits.memory" in condition.message
+        assert (condition.status, condition.reason) == ("False", "Forbidden")
+        assert condition.message.startswith(f"{FIELD}: {WORDS} (Deployment chat-")
     accepted = operator.condition("SpecAccepted")
     assert (accepted.status, accepted.reason) == ("True", "PartlyActedOn")
 
@@ -107,12 +106,12 @@ async def test_a_restart_of_the_operator_takes_no_refusal_out_of_the_status(oper
     for _ in range(3):
         await operator.reconcile()
     told = operator.condition("ObjectsAccepted")
-    assert told.reason == "QuotaExceeded"
+    assert told.reason == "Forbidden"
     operator.restart()
     for _ in range(3):
         await operator.reconcile()
         assert operator.condition("ObjectsAccepted") == told
-        assert operator.condition("Ready").reason == "QuotaExceeded"
+        assert operator.condition("Ready").reason == "Forbidden"
 
 
 async def test_what_nobody_asks_for_any_more_is_not_told_any_more(operator: Operator) -> None:
@@ -124,7 +123,7 @@ async def test_what_nobody_asks_for_any_more_is_not_told_any_more(operator: Oper
     operator.edit(NEWER)
     for _ in range(3):
         await operator.reconcile()
-    assert operator.condition("ObjectsAccepted").reason == "QuotaExceeded"
+    assert operator.condition("ObjectsAccepted").reason == "Forbidden"
     assert (operator.condition("Ready").status, operator.condition("Serving").status) == ("False", "True")
     operator.edit(OBJ)
     for _ in range(3):

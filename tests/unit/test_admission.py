@@ -178,7 +178,8 @@ def test_an_operator_that_may_not_write_a_pods_status_says_so():
     assert [(one.kind, one.name) for one in refused] == [("Pod", "bad")]
     s = running(manifest(), "auto", pods=(closed(OLD, name="bad"),), rejections=refused)
     told = decide(s).status.condition("ObjectsAccepted")
-    assert (told.status, told.reason) == ("False", "OperatorForbidden")
+    assert (told.status, told.reason) == ("False", "Forbidden")
+    assert "give the operator this right" in told.message
 
 
 class Everybody:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yarl import URL
 
-from kvpilot_operator.cluster.objects import path_of
+from kvpilot_operator.cluster.objects import Ref, path_of
 from kvpilot_operator.errors import BadName, ClusterError, Conflict, NotFound, Rejected, Throttled
 from support.answering_server import Answer, Server, pod, status
 
@@ -52,7 +52,7 @@ async def test_what_the_server_refuses_is_typed(
 ) -> None:
     server.answer = answer
     with pytest.raises(ClusterError) as caught:
-        await server.cluster.get("v1", "Pod", "a", "p")
+        await server.cluster.get(Ref("v1", "Pod", "a", "p"))
     assert type(caught.value) is error
     assert caught.value.status == code
     assert server.told == [("GET", "Pod", code)]
@@ -93,7 +93,7 @@ async def test_a_write_that_is_refused_says_for_what(
 ) -> None:
     server.answer = answer
     with pytest.raises(Rejected) as caught:
-        await server.cluster.merge("v1", "Service", "a", "s", {})
+        await server.cluster.merge(Ref("v1", "Service", "a", "s"), {})
     assert (caught.value.reason, caught.value.causes) == (reason, causes)
     assert server.wrote == []
 
@@ -101,7 +101,7 @@ async def test_a_write_that_is_refused_says_for_what(
 async def test_a_write_that_is_meant_for_another_object_of_the_name_is_a_conflict(server: Server) -> None:
     server.answer = refusal(422, reason="Invalid", message="m", details={"causes": OTHER_UID})
     with pytest.raises(Conflict):
-        await server.cluster.merge("v1", "Service", "a", "s", {"metadata": {"uid": "u"}})
+        await server.cluster.merge(Ref("v1", "Service", "a", "s"), {"metadata": {"uid": "u"}})
 
 
 async def test_a_delete_carries_the_uid_that_it_is_meant_for(server: Server) -> None:
@@ -112,8 +112,8 @@ async def test_a_delete_carries_the_uid_that_it_is_meant_for(server: Server) -> 
         return web.json_response({})
 
     server.answer = answer
-    await server.cluster.delete("v1", "Service", "a", "s", uid="u-1")
-    await server.cluster.delete("v1", "Service", "a", "s")
+    await server.cluster.delete(Ref("v1", "Service", "a", "s"), uid="u-1")
+    await server.cluster.delete(Ref("v1", "Service", "a", "s"))
     assert [body.get("preconditions") for body in bodies] == [{"uid": "u-1"}, None]
 
 
@@ -138,7 +138,7 @@ async def _list(_: web.Request) -> web.StreamResponse:
 async def test_an_answer_that_is_no_object_is_an_error(server: Server, answer: Answer) -> None:
     server.answer = answer
     with pytest.raises(ClusterError):
-        await server.cluster.get("v1", "Pod", "a", "p")
+        await server.cluster.get(Ref("v1", "Pod", "a", "p"))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ async def test_a_list_or_another_object_where_one_was_asked_for_is_an_error(serv
 
     server.answer = answer
     with pytest.raises(ClusterError, match="the answer is no Pod of this name"):
-        await server.cluster.find("v1", "Pod", "a", "p")
+        await server.cluster.find(Ref("v1", "Pod", "a", "p"))
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,9 @@ async def test_a_list_or_another_object_where_one_was_asked_for_is_an_error(serv
 )
 async def test_what_is_no_name_is_not_asked_for(server: Server, name: str) -> None:
     with pytest.raises(BadName, match="is not a name of a Pod"):
-        await server.cluster.find("v1", "Pod", "a", name)
+        await server.cluster.find(Ref("v1", "Pod", "a", name))
     with pytest.raises(BadName):
-        await server.cluster.delete("v1", "Pod", "a", name)
+        await server.cluster.delete(Ref("v1", "Pod", "a", name))
     manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "a", "name": name}}
     with pytest.raises(BadName):
         await server.cluster.apply(manifest)
@@ -194,11 +194,11 @@ async def test_whoever_asks_for_it_is_told_of_every_write(server: Server) -> Non
     server.answer = answer
     manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "a", "name": "p"}}
     await server.cluster.apply(manifest, subresource="status")
-    await server.cluster.merge("v1", "Pod", "a", "p", {})
+    await server.cluster.merge(Ref("v1", "Pod", "a", "p"), {})
     await server.cluster.create(manifest)
-    await server.cluster.delete("v1", "Pod", "a", "p")
+    await server.cluster.delete(Ref("v1", "Pod", "a", "p"))
     server.answer = status(404)
-    await server.cluster.delete("v1", "Pod", "a", "p")
+    await server.cluster.delete(Ref("v1", "Pod", "a", "p"))
     server.answer = status(500)
     with pytest.raises(ClusterError):
         await server.cluster.apply(manifest)
@@ -215,5 +215,5 @@ async def test_a_write_that_is_not_answered_with_an_object_is_an_error(server: S
 
     server.answer = answer
     with pytest.raises(ClusterError, match="the answer is no Pod"):
-        await server.cluster.merge("v1", "Pod", "a", "p", {})
+        await server.cluster.merge(Ref("v1", "Pod", "a", "p"), {})
     assert server.wrote == []

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from kubernetes.aio.client import V1PodDisruptionBudgetSpec
 
 from kvpilot_operator.api.names import REVISION_LABEL
 from kvpilot_operator.decide import decide
-from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.state.status import parse_status
 from support.model_cluster import ModelCluster
 from support.services import manifest, running
@@ -70,18 +67,9 @@ def test_a_paused_trial_whose_canary_has_the_place_of_a_replica_has_no_budget_th
     assert cluster.budget is not None
 
 
-def budget(server):
-    objects = decide(replace(running(manifest(replicas=3), "auto"), server=server)).objects
-    return next((m["spec"] for m in objects.apply if m["kind"] == "PodDisruptionBudget"), None)
-
-
 def test_a_pod_that_is_not_ready_never_keeps_a_node():
-    spec = budget(ServerFacts())
+    objects = decide(running(manifest(replicas=3), "auto")).objects
+    (spec,) = (m["spec"] for m in objects.apply if m["kind"] == "PodDisruptionBudget")
     assert spec["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
     known = V1PodDisruptionBudgetSpec.attribute_map.values()
     assert set(spec) <= set(known)
-
-
-def test_a_server_that_does_not_know_the_policy_for_unready_pods_is_not_sent_it():
-    assert "unhealthyPodEvictionPolicy" not in budget(ServerFacts(unhealthy_pod_eviction=False))
-    assert budget(ServerFacts(pod_disruption_budgets=False)) is None

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvpilot_operator.decide import decide
+from kvpilot_operator.errors import NameTaken
 from kvpilot_operator.state.objects import DeploymentView, Rejection
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Condition, Status
@@ -14,7 +15,7 @@ from support.services import NOW, manifest, pod, revision_of, running, snapshot
 
 OBJ = manifest(kvCache={"mode": "Fixed", "dtype": "auto"}, scaling={"mode": "External"})
 NAME = revision_of(OBJ, "auto")
-TAKEN = Rejection("Service", "chat", "NameTaken", "Service models/chat exists and is not kvpilot's")
+TAKEN = Rejection("Service", "chat", "NameTaken", NameTaken("Service", "models", "chat").message)
 QUOTA = "exceeded quota: team, requested: pods=1, used: pods=1, limited: pods=1"
 
 
@@ -49,8 +50,8 @@ def test_pods_that_cannot_be_created_are_told_while_the_others_serve() -> None:
     s = running(two, "auto", deployments=views, rejections=())
     assert told(s, "Serving").status == "True"
     for kind in ("Ready", "ObjectsAccepted", "Progressing"):
-        assert (told(s, kind).status, told(s, kind).reason) == ("False", "QuotaExceeded")
-        assert told(s, kind).message.startswith("spec.replicas: ")
+        assert (told(s, kind).status, told(s, kind).reason) == ("False", "FailedCreate")
+        assert told(s, kind).message.startswith(QUOTA)
 
 
 def test_an_engine_that_fails_is_told_before_pods_that_cannot_be_created() -> None:
@@ -63,12 +64,12 @@ def test_what_keeps_no_engine_from_answering_is_no_reason_for_not_serving() -> N
     budget = Rejection("PodDisruptionBudget", "chat", "Forbidden", "exceeded quota: team")
     s = running(OBJ, "auto", pods=(pod(NAME, ready=False),), rejections=(budget,))
     assert told(s, "Serving").reason == "EnginesStarting"
-    assert told(s, "ObjectsAccepted").reason == "QuotaExceeded"
+    assert told(s, "ObjectsAccepted").reason == "Forbidden"
 
 
 def test_before_anything_is_written_the_last_word_on_refusals_stands() -> None:
     before = Condition(
-        type="ObjectsAccepted", status="False", reason="QuotaExceeded", message="m", last_transition_time=NOW,
+        type="ObjectsAccepted", status="False", reason="Forbidden", message="m", last_transition_time=NOW,
         observed_generation=1,
     )  # fmt: skip
     assert told(snapshot(OBJ), "ObjectsAccepted").status == "Unknown"

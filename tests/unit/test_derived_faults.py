@@ -10,7 +10,7 @@ def told(case: Wrong, message: str) -> bool:
     """Whether a message has the value, unless it may be a secret, stands in a map or is no scalar, and a remedy."""
     scalar = isinstance(case.value, (str, int)) and not isinstance(case.value, bool) and not case.field.endswith(".a")
     shown = repr(case.value)[:90] if scalar else ""
-    remedy = "set " if case.keyword == "required" else "change it"
+    remedy = "set " if case.keyword == "required" else "use a value"
     return remedy in message and (shown in message or "a value that is not shown" in message)
 
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.lease import Candidate, Timing
 from kvpilot_operator.control.election import Election
-from kvpilot_operator.control.replica import Replica as Leading
-from kvpilot_operator.control.replica import first_of
+from kvpilot_operator.control.leader import Replica as Leading
+from kvpilot_operator.control.leader import first_of
 from kvpilot_operator.errors import ClusterError, Conflict, LeadershipLost
 
 REPLICAS = 3

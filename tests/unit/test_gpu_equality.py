@@ -1,4 +1,4 @@
-"""What the equality benchmark calls equal."""
+"""Verdicts of the equality benchmark."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""What the benchmarks of families and options call right."""
+"""Verdicts of the benchmarks of families and options."""
 
 import math
 import sys

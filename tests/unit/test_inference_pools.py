@@ -207,8 +207,8 @@ def test_a_pool_that_is_refused_for_want_of_a_picker_is_said_and_its_service_goe
     cluster.watch = at_every_moment
     cluster.until(stage("Shifting"))
     found = told(cluster, "ObjectsAccepted")
-    assert (found.status, found.reason) == ("False", "EndpointPickerMissing")
-    assert found.message.startswith("spec.inferencePool.endpointPickerRef: ")
+    assert (found.status, found.reason) == ("False", "Invalid")
+    assert "name a picker in spec.inferencePool.endpointPickerRef" in found.message
     assert told(cluster, "Available").status == "True"
     cluster.until(ended)
     assert cluster.status["lastCanary"]["stage"] == "Promoted"
@@ -229,8 +229,8 @@ def test_no_trial_by_a_route_begins_while_a_pool_of_it_is_refused_and_the_route_
     for _ in waits_without_a_trial(cluster):
         assert (cluster.rules, cluster.traffic, cluster.shares()) == (to_service, old, {old: 1.0})
     found = told(cluster, "ObjectsAccepted").message
-    assert "spec.inferencePool.endpointPickerRef: " in found
-    assert "spec.inferencePool.canaryEndpointPickerRef: " in found
+    assert "(InferencePool chat)" in found
+    assert "(InferencePool chat-canary)" in found
     assert told(cluster, "Progressing").reason == "RouteUnusable"
     assert "InferencePool chat, which it is to send to, is refused" in told(cluster, "Progressing").message
     edit(cluster, inferencePool=PICKERS)

@@ -46,6 +46,7 @@ class Server:
 
     def __init__(self) -> None:
         self.services: dict[str, int] = {}
+        self.page = 500
         self.version = 1
         self.lists: list[web.Response] = []
         self.watches: list[web.Response | bytes] = []
@@ -82,12 +83,15 @@ class Server:
             return web.json_response(self._discovery(request.path))
         if "watch" in request.query:
             return await self._watch(request)
-        alone = "PartialObjectMetadata" in request.headers["Accept"]
-        self.asked.append("names" if alone else "list")
-        if self.lists and not alone:
+        self.asked.append("list")
+        if self.lists:
             return self.lists.pop(0)
         items = [service(name, version) for name, version in self.services.items()]
-        return web.json_response({"metadata": {"resourceVersion": str(self.version)}, "items": items})
+        first = int(request.query.get("continue", 0))
+        metadata = {"resourceVersion": str(self.version)}
+        if len(items) > first + self.page:
+            metadata["continue"] = str(first + self.page)
+        return web.json_response({"metadata": metadata, "items": items[first : first + self.page]})
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         self.asked.append("watch")
@@ -127,7 +131,7 @@ def _resource(plural: str, kind: str) -> dict[str, Any]:
 class Watched:
     """What the operator knows: a Store fed by kopf."""
 
-    def __init__(self, server: Server, cluster: Cluster) -> None:
+    def __init__(self, server: Server) -> None:
         self.server = server
         self.told: set[ServiceKey] = set()
         self.store: Store[ServiceKey, str] = Store(
@@ -135,7 +139,7 @@ class Watched:
             lambda obj: ServiceKey(obj["metadata"]["namespace"], obj["metadata"]["name"]),
             self.told.add,
         )
-        self.feed = ServiceFeed(cluster, self.store, [""])
+        self.feed = ServiceFeed(self.store, [""])
 
     def names(self) -> set[str]:
         return {service.name for service in self.told if self.store.of(service)}
@@ -158,7 +162,7 @@ async def watching(server: Server) -> AsyncIterator[Watched]:
     api = ApiClient(Configuration(host=f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"))  # type: ignore[union-attr]
     give_up_early(api)
     cluster = Cluster(api)
-    known = Watched(server, cluster)
+    known = Watched(server)
     registry = kopf.OperatorRegistry()
 
     @kopf.on.startup(registry=registry)
@@ -167,13 +171,12 @@ async def watching(server: Server) -> AsyncIterator[Watched]:
 
     @kopf.on.login(registry=registry)
     async def login(**_: Any) -> kopf.AiohttpSession:
-        return cluster.session_for_kopf(API_VERSION, KIND, [""], known.feed.listed).login()
+        return cluster.session_for_kopf(API_VERSION, KIND, [""], known.feed.listed)
 
     @kopf.on.event(API_VERSION, PLURAL, registry=registry)
     async def take(event: kopf.RawEvent, **_: Any) -> None:
         known.feed.take(event["type"], event["object"])
 
-    feeding = asyncio.create_task(known.feed.run())
     stop = asyncio.Event()
     at_work = asyncio.create_task(
         kopf.operator(registry=registry, standalone=True, clusterwide=True, stop_flag=stop, memo=kopf.Memo())
@@ -183,8 +186,6 @@ async def watching(server: Server) -> AsyncIterator[Watched]:
             yield known
             assert not at_work.done(), "kopf has ended"
     finally:
-        feeding.cancel()
-        await asyncio.gather(feeding, return_exceptions=True)
         # kopf waits five seconds for all tasks that began after it: the server's, of connections that are open, too.
         server.streams.clear()
         await cluster.close()
@@ -206,6 +207,17 @@ async def test_services_are_known_once_all_of_them_were_told() -> None:
     async with watching(server) as known:
         await known.feed.filled.wait()
         assert known.names() == set(server.services)
+
+
+async def test_a_list_of_several_pages_is_taken_whole() -> None:
+    server = Server()
+    server.page = 3
+    for number in range(7):
+        server.put(f"s{number}")
+    async with watching(server) as known:
+        await known.feed.filled.wait()
+        assert known.names() == set(server.services)
+    assert server.asked[:3] == ["list"] * 3
 
 
 async def test_where_there_is_none_that_is_known_too() -> None:
@@ -323,7 +335,7 @@ async def test_nothing_of_kopfs_is_written_while_the_fence_is_closed() -> None:
     give_up_early(api)
     fence = WriteFence()
     cluster = Cluster(api, fence)
-    login = cluster.session_for_kopf(API_VERSION, KIND, [""], lambda _: None).login()
+    login = cluster.session_for_kopf(API_VERSION, KIND, [""], lambda *_: None)
     session = login.aiohttp_session
     with pytest.raises(NotLeader):
         await session.patch(f"{login.server}{SERVICES}/x", json={})

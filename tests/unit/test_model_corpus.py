@@ -151,7 +151,7 @@ anything = st.recursive(
 
 @st.composite
 def mutated(draw):
-    """A published config with a few fields, anywhere in it, that are missing, of another model, or anything at all."""
+    """Draw a published config with a few fields, anywhere in it, that are missing, of another model, or arbitrary."""
     names = sorted(CONFIGS)
     config = copy.deepcopy(CONFIGS[draw(st.sampled_from(names))])
     other = CONFIGS[draw(st.sampled_from(names))]

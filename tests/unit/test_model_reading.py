@@ -1,4 +1,4 @@
-"""What a model's config.json says of its KV cache, held against transformers' own classes where these say it."""
+"""Facts of a model's KV cache from its config.json, compared with transformers' own classes where these have them."""
 
 import importlib.metadata
 import importlib.util
@@ -152,8 +152,8 @@ def test_every_dtype_of_vllm_has_a_size_whatever_the_model(kind):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_hidden_layers": "many"}, "num_hidden_layers in config.json is 'many', which is no size"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers in config.json is 1000000000, which is no size"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers in config.json is 'many', which is not a size"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers in config.json is 1000000000, which is not a size"),
         ({"num_attention_heads": 7}, "num_attention_heads in config.json is 7 and num_key_value_heads 8"),
         ({"hidden_size": 16}, "which leaves nothing for each"),
         ({"layer_types": ["full_attention"] * 31}, "layer_types in config.json has 31 entries"),

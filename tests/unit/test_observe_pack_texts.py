@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvpilot_operator.api.spec import Spec, parse
 from kvpilot_operator.budget import CONFIG_MAP_BYTES, PACKS_BYTES
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import ClusterError, OverBudget
 from kvpilot_operator.observe.probe_packs import PackTexts
 from kvpilot_operator.probes.errors import PackTooLarge
@@ -26,11 +27,11 @@ class FakeCluster:
     maps: dict[str, bytes] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
 
-    async def find_json(self, _version: str, _kind: str, _namespace: str, name: str, *, most: int) -> bytes | None:
-        self.asked.append(name)
-        found = self.maps.get(name)
+    async def find_json(self, ref: Ref, *, most: int) -> bytes | None:
+        self.asked.append(ref.name)
+        found = self.maps.get(ref.name)
         if found is not None and len(found) > most:
-            raise OverBudget(f"{name}: more than {most} bytes")
+            raise OverBudget(f"{ref.name}: more than {most} bytes")
         return found
 
 

@@ -144,7 +144,7 @@ async def test_a_question_that_fails_is_counted_and_logged_with_its_service_once
     assert all(SECRET not in line.getMessage() and not line.exc_info for line in lines)
     assert len(lines) == 1
     assert "decide.py:" in lines[0].getMessage()
-    assert world.telemetry.registry.get_sample_value("kvpilot_passes_total", {"result": "error"}) == 0
+    assert world.telemetry.registry.get_sample_value("kvpilot_reconciles_total", {"result": "error"}) == 0
     world.cache.services.forget("models", "s0")
     assert world.telemetry.registry.get_sample_value("kvpilot_unanswered_questions_total", labels) is None
 

@@ -289,8 +289,8 @@ def test_what_is_wrong_is_said_in_one_line_and_ends_with_2(capsys, argv, said):
     [
         ({"num_hidden_layers": None, "model_type": "brand_new"}, "config.json has no num_hidden_layers"),
         ({"vocab_size": None, "model_type": "brand_new"}, "config.json has no vocab_size"),
-        ({"num_attention_heads": "many"}, "num_attention_heads in config.json is 'many', which is no size"),
-        ({"num_key_value_heads": -8}, "num_key_value_heads in config.json is -8, which is no size"),
+        ({"num_attention_heads": "many"}, "num_attention_heads in config.json is 'many', which is not a size"),
+        ({"num_key_value_heads": -8}, "num_key_value_heads in config.json is -8, which is not a size"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder is true"),
         ({"layer_types": ["linear_attention"] * 32}, "config.json has no layers that attend"),
         (

@@ -13,6 +13,7 @@ import pytest
 
 from kvpilot_operator.api.names import baseline_name
 from kvpilot_operator.budget import CANARY_PROBE, CHECK
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.control import prober as module
 from kvpilot_operator.control.prober import BACKOFF, Probe, Prober, schedules_by_priority
 from kvpilot_operator.errors import ClusterError
@@ -39,10 +40,10 @@ class FakeCluster:
         self.maps: dict[str, dict[str, Any]] = {}
         self.broken = False
 
-    async def find(self, _version: str, _kind: str, _namespace: str, name: str) -> dict[str, Any] | None:
+    async def find(self, ref: Ref) -> dict[str, Any] | None:
         if self.broken:
             raise ClusterError("GET", "/configmaps", 500, "down")
-        return self.maps.get(name)
+        return self.maps.get(ref.name)
 
     def keep(self, name: str, content: bytes) -> None:
         self.maps[name] = baseline_config_map(KEY, "u-1", IDENTITY, content)

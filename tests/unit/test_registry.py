@@ -23,8 +23,7 @@ from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.names import KIND
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.control import pilot, workqueue
-from kvpilot_operator.control.pilot import Pilot
-from kvpilot_operator.control.registry import Registry, ServiceRecord
+from kvpilot_operator.control.pilot import Pilot, Registry, ServiceRecord
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.control.workqueue import FairQueue
 from kvpilot_operator.decide import decide

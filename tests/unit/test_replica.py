@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from kvpilot_operator.cluster.fence import WriteFence
-from kvpilot_operator.control import replica
-from kvpilot_operator.control.leader import prepare
+from kvpilot_operator.control import leader as leader_module
+from kvpilot_operator.control.leader import Replica, first_of, prepare
 from kvpilot_operator.errors import ClusterError, NotLeader
 
 
@@ -53,22 +54,22 @@ async def led(fence: WriteFence, failures: list[Exception]) -> FakeLeader:
     return leader
 
 
-async def life(fence: WriteFence, start: replica.Start, stop: asyncio.Event) -> None:
+async def life(fence: WriteFence, start: Callable[[], Awaitable[Any]], stop: asyncio.Event) -> None:
     """Lead until told to stop, then hand over: what the operator's process does."""
-    one = replica.Replica(fence, start)
+    one = Replica(fence, start)
 
     async def lead() -> None:
         await one.lead()
         await one.ended()
 
     try:
-        await replica.first_of(stop.wait(), lead())
+        await first_of(stop.wait(), lead())
     finally:
         await one.end()
 
 
 async def test_an_api_server_that_refuses_at_first_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(leader_module, "_PAUSE_SECONDS", 0.05)
     began = time.monotonic()
     leader = await led(WriteFence(), [ClusterError("GET", "/version", code, "starting") for code in (500, 429, 0)])
     assert leader.told == ["leads", "quiet", "closed"]

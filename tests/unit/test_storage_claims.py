@@ -308,8 +308,8 @@ async def test_no_engine_starts_while_its_claim_is_refused(operator: Operator) -
         await operator.reconcile()
     assert not [what for what in operator.api.objects if what[0] == "Deployment"]
     told = operator.condition("ObjectsAccepted")
-    assert (told.status, told.reason) == ("False", "QuotaExceeded")
-    assert "raise ResourceQuota disks" in told.message
+    assert (told.status, told.reason) == ("False", "Forbidden")
+    assert "exceeded quota: disks" in told.message
 
 
 async def test_a_claim_that_the_user_names_is_the_users_whatever_it_is_called(operator: Operator) -> None:
@@ -332,8 +332,8 @@ async def test_a_claim_that_is_refused_keeps_no_engine_from_being_mended(operato
     (deployment,) = (obj for what, obj in operator.api.objects.items() if what[0] == "Deployment")
     assert deployment["spec"]["replicas"] == 2
     told = operator.condition("ObjectsAccepted")
-    assert (told.reason, told.status) == ("ClaimCannotShrink", "False")
-    assert told.message.startswith("spec.cache.weights.size: ")
+    assert (told.reason, told.status) == ("Invalid", "False")
+    assert "spec.cache.weights: a claim keeps its class" in told.message
     assert operator.condition("Stalled").status == "True"
 
 

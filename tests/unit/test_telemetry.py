@@ -189,7 +189,7 @@ LAST_CANARY = {"stage": "RolledBack", "dtype": "k8v4", "verdict": "Failed", "rea
         ("kvpilot_probe_top1_agreement_ratio", {"dtype": "k4v4"}, 0.985),
         ("kvpilot_probe_failures", {}, 2),
         ("kvpilot_probe_errors", {}, 1),
-        ("kvpilot_last_pass_timestamp_seconds", {}, NOW.timestamp()),
+        ("kvpilot_last_reconcile_timestamp_seconds", {}, NOW.timestamp()),
         ("kvpilot_decisions_total", {"action": "DtypeDown", "reason": "MemoryBound"}, 1),
     ],
 )
@@ -348,11 +348,11 @@ def test_how_a_pass_ended_is_counted(error: Exception | None, result: str) -> No
         if error is not None:
             raise error
     values = {
-        one: telemetry.registry.get_sample_value("kvpilot_passes_total", {"result": one})
+        one: telemetry.registry.get_sample_value("kvpilot_reconciles_total", {"result": one})
         for one in ("ok", "conflict", "error")
     }
     assert values == {**dict.fromkeys(values, 0), result: 1}
-    assert telemetry.registry.get_sample_value("kvpilot_pass_duration_seconds_count") == 1
+    assert telemetry.registry.get_sample_value("kvpilot_reconcile_duration_seconds_count") == 1
 
 
 def test_the_queue_is_as_long_as_it_is_when_it_is_read() -> None:

@@ -20,6 +20,7 @@ from opentelemetry.trace import StatusCode
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.names import KIND, baseline_name
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.control.pilot import Pilot
 from kvpilot_operator.control.prober import Probe, Prober
 from kvpilot_operator.control.telemetry import Telemetry
@@ -162,8 +163,8 @@ class Maps:
     def __init__(self) -> None:
         self.maps: dict[str, Any] = {}
 
-    async def find(self, _version: str, _kind: str, _namespace: str, name: str) -> Any:
-        return self.maps.get(name)
+    async def find(self, ref: Ref) -> Any:
+        return self.maps.get(ref.name)
 
 
 async def probed(handler: Handler, tracer: Tracer, ask: Callable[[str], Any], maps: Maps, heads: list[str]) -> Any:

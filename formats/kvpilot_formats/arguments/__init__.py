@@ -1,8 +1,8 @@
 """Arguments of `vllm serve` and `kvpilot-serve`, read without vLLM: one parser, and one table of kvpilot's rules.
 
-`parser` reads arguments as vLLM's own argparse parser does; `vllm.json` is the table of that parser's options, written
-by scripts/vllm_arguments.py. `drafts`, `transfer` and `rules` say which options and variables do not go together. The
-operator judges spec.engine.extraArgs by them, kvpilot-serve judges its command line, and an engine its configuration.
+`parser` reads arguments as vLLM's own argparse parser; `vllm.json` is the table of that parser's options, written by
+scripts/vllm_arguments.py. `drafts` and `rules` say which options and variables are not supported together. The operator
+applies them to spec.engine.extraArgs, kvpilot-serve to its command line, and an engine to its configuration.
 """
 
 from kvpilot_formats.arguments.numbers import whole_number

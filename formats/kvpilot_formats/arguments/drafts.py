@@ -1,4 +1,4 @@
-"""Speculative decoding as vLLM's arguments ask for it, and the drafts that our dtypes serve."""
+"""Speculative decoding in vLLM's arguments, and the drafts that our dtypes support."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from collections.abc import Mapping
 from kvpilot_formats.arguments.parser import Arguments
 
 DRAFTERS = ("ngram", "suffix")
-"""The methods of speculative decoding whose drafts come from the tokens themselves."""
+"""Methods of speculative decoding whose drafts come from the tokens themselves."""
 
 DRAFT_MODELS = ("draft_model", "eagle", "eagle3", "mtp")
-"""Methods with a model that drafts, be it one layer, and has a KV cache of its own."""
+"""Methods with a draft model, of one layer or more, that has its own KV cache."""
 
 SUFFIX_TOKENS = 24
-"""Draft tokens of `suffix` where nobody says how many."""
+"""Default number of draft tokens of `suffix`."""
 
 _CONFIG = "--speculative-config"
 _PARTS = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
 _OF_DRAFTS = {"kv_cache_dtype": "a KV-cache dtype of the draft's own", "parallel_drafting": "parallel drafting",
               "use_heterogeneous_vocab": "a draft of another vocabulary"}  # fmt: skip
-"""Fields of a speculative configuration that our dtypes do not serve."""
+"""Fields of a speculative configuration that our dtypes do not support."""
 _OFF = (None, False, "False", "false")
 
 
 def speculation(arguments: Arguments) -> dict[str, str]:
-    """The fields of vLLM's SpeculativeConfig, empty for none; `method` is among them whenever there is any.
+    """Return the fields of vLLM's SpeculativeConfig, empty for none; `method` is among them if there is any.
 
-    Values that cannot be read are left to vLLM, whose parser ends the start.
+    Unreadable values are left to vLLM, whose parser ends the start.
     """
     whole = arguments.mapping(_CONFIG)
     found = {str(name).replace("-", "_"): str(part) for name, part in whole.items() if part is not None}
     for option, field in _PARTS.items():
         if (value := arguments.value(option)) is not None:
             found[field] = value
-    if found:  # vLLM finds the method by the model's name, too, and has more names for some
+    if found:  # vLLM also finds the method by the model's name, and has more names for some
         method = found.get("method") or {"ngram": "ngram", "[ngram]": "ngram"}.get(found.get("model", ""))
         method = "mtp" if (method or "").endswith("_mtp") else method
         found["method"] = "ngram" if method == "[ngram]" else method or "draft_model"
@@ -41,10 +41,10 @@ def speculation(arguments: Arguments) -> dict[str, str]:
 
 
 def unsupported_drafts(method: str | None, asked: Mapping[str, object]) -> str | None:
-    """The part of speculative decoding that our dtypes do not serve; None for none.
+    """Return the part of speculative decoding that our dtypes do not support; None for none.
 
     Args:
-        method: as vLLM calls it, None for no speculation. asked: fields of vLLM's SpeculativeConfig.
+        method: vLLM's name, None for no speculation. asked: fields of vLLM's SpeculativeConfig.
     """
     served = DRAFTERS + DRAFT_MODELS
     if method is not None and method not in served:
@@ -55,7 +55,7 @@ def unsupported_drafts(method: str | None, asked: Mapping[str, object]) -> str |
 
 
 def drafts(arguments: Arguments) -> int:
-    """Draft tokens of a sequence in a step, at most; 0 without speculative decoding."""
+    """Return the largest number of draft tokens of a sequence in a step; 0 without speculative decoding."""
     found = speculation(arguments)
     tokens = found.get("num_speculative_tokens", "")
     return int(tokens) if tokens.isdecimal() else SUFFIX_TOKENS if found.get("method") == "suffix" else 0

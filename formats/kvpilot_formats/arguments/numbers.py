@@ -1,4 +1,4 @@
-"""Whole numbers as vLLM's command line writes them."""
+"""Whole numbers in vLLM's command line."""
 
 from __future__ import annotations
 

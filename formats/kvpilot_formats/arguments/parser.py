@@ -1,8 +1,8 @@
-"""The parser of vLLM's arguments, in pure Python.
+"""Parser of vLLM's arguments, in pure Python.
 
-vLLM takes an underscore for a dash, any beginning of a name that no other option shares, `-n2`, `-O3`, values after `=`
-or in the next items, and `--option.key value` for one key of a JSON value. A reader that misses one of these spellings
-misses the option. So this module follows vLLM's parser and argparse step by step, and a property test compares both.
+vLLM takes an underscore for a dash, any unique prefix of a name, `-n2`, `-O3`, values after `=` or in the next items,
+and `--option.key value` for one key of a JSON value. A reader that misses one of these spellings misses the option. So
+this module follows vLLM's parser and argparse step by step, and a property test compares both.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ KVPILOT = (
     "--calibration", "--recent-tokens", "--retention", "--retention-sink-tokens", "--retention-window-tokens",
     "--retention-budget-tokens", "--kv-offloading-disk-path", "--kv-offloading-disk-size",
 )  # fmt: skip
-"""Options of kvpilot-serve alone. Each takes one value, and no beginning of a name stands for it."""
+"""Options that only kvpilot-serve has. Each takes one value, and prefixes do not stand for it."""
 
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 _LEVEL = "--optimization-level"
 
 
 class Option(NamedTuple):
-    """One spelling of an option: its main name, its number of values ("0", "1", "?", "+"), and whether it negates."""
+    """Spelling of an option: its main name, its number of values ("0", "1", "?", "+"), and True if it negates."""
 
     name: str
     takes: str
@@ -36,11 +36,11 @@ class Option(NamedTuple):
 
 
 class Given(NamedTuple):
-    """An option that the arguments set.
+    """Option that the arguments set.
 
     Attributes:
         name: its main name. values: none for a flag. off: it was turned off (`--no-...`).
-        places: the items of the arguments that say it.
+        places: the items of the arguments that set it.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Given(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """An argument that vLLM's parser refuses: its place among the arguments, and the reason with a remedy."""
+    """Argument that vLLM's parser refuses: its place among the arguments, and the reason with a remedy."""
 
     place: int
     message: str
@@ -63,11 +63,11 @@ class _Word(NamedTuple):
 
 @dataclass(frozen=True)
 class Arguments:
-    """A list of arguments that was read. Of an option that is given twice, the last one counts.
+    """List of arguments that was read. If an option is given twice, the last one counts.
 
     Attributes:
         given: the options, in the order in which vLLM takes them.
-        faults: arguments that vLLM would refuse. Options that vLLM 0.32 does not have are no faults.
+        faults: arguments that vLLM would refuse. Options that vLLM 0.32 does not have are not faults.
     """
 
     items: tuple[str, ...]
@@ -75,11 +75,11 @@ class Arguments:
     faults: tuple[Fault, ...]
 
     def get(self, name: str) -> Given | None:
-        """The setting of an option that counts; None where it is not set."""
+        """Return the setting of an option that counts; None if it is not set."""
         return next((one for one in reversed(self.given) if one.name == name), None)
 
     def value(self, name: str) -> str | None:
-        """The option's last value; None where it is not set, or set without a value."""
+        """Return the option's last value; None if it is not set, or set without a value."""
         found = self.get(name)
         return found.values[-1] if found is not None and found.values else None
 
@@ -89,14 +89,14 @@ class Arguments:
         return found is not None and not found.off
 
     def count(self, name: str) -> int:
-        """The number that an option has; 1 where it is not set, or has no number above 0."""
+        """Return the number that an option has; 1 if it is not set or not above 0."""
         try:
             return max(1, whole_number(self.value(name) or ""))
         except ValueError:
             return 1
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """The JSON object that an option has; empty where there is none, or none that can be read."""
+        """Return the JSON object that an option has; empty without one, or if it cannot be read."""
         try:
             found = json.loads(self.value(name) or "")
         except (ValueError, RecursionError):
@@ -104,14 +104,14 @@ class Arguments:
         return found if isinstance(found, dict) else {}
 
     def without(self, *options: str) -> list[str]:
-        """The arguments but for those that set one of these options."""
+        """Return the arguments except those that set one of these options."""
         left_out = {place for one in self.given if one.name in options for place in one.places}
         return [item for place, item in enumerate(self.items) if place not in left_out]
 
 
 @functools.cache
 def _options() -> Mapping[str, Option]:
-    """vLLM's options by each of their full names."""
+    """Return vLLM's options by each of their full names."""
     text = (resources.files("kvpilot_formats.arguments") / "vllm.json").read_text()
     found: dict[str, Option] = {}
     for name, row in json.loads(text)["options"].items():
@@ -123,14 +123,14 @@ def _options() -> Mapping[str, Option]:
 
 
 def names(option: str) -> tuple[str, ...]:
-    """Every full name of an option that does not turn it off, its main name first."""
+    """Return every full name of an option that does not turn it off, its main name first."""
     if option in KVPILOT:
         return (option,)
     return tuple(spelled for spelled, row in _options().items() if row.name == option and not row.off)
 
 
 def read(arguments: Iterable[str]) -> Arguments:
-    """Read arguments. Never raises: see `Arguments.faults`."""
+    """Read arguments. Never raise: see `Arguments.faults`."""
     return _read(tuple(arguments))
 
 
@@ -143,7 +143,7 @@ def _read(items: tuple[str, ...]) -> Arguments:
 
 
 def _spelled(items: Sequence[str]) -> Iterator[_Word]:
-    """The items with dashes for underscores in names, and with `-O` in full."""
+    """Yield the items with dashes for underscores in names, and with `-O` in full."""
     for place, item in enumerate(items):
         here = (place,)
         if item.startswith("--help="):
@@ -162,7 +162,7 @@ def _spelled(items: Sequence[str]) -> Iterator[_Word]:
 
 
 def _merged(words: list[_Word], faults: list[Fault]) -> list[_Word]:
-    """The words with all `--option.key value` of one option as one JSON value at the end, as vLLM puts them."""
+    """Return the words with all `--option.key value` of one option as one JSON value at the end, as in vLLM."""
     kept: list[_Word] = []
     found: dict[str, tuple[dict[str, Any], list[int]]] = {}
     rest = iter(words)
@@ -212,9 +212,9 @@ def _update(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
 
 
 def _consumed(words: Sequence[_Word], faults: list[Fault]) -> Iterator[Given]:
-    """The options with their values, in argparse's way."""
+    """Yield the options with their values, as argparse consumes them."""
     dashes = next((index for index, word in enumerate(words) if word.text == "--"), len(words))
-    # All words after two dashes alone are values of no option.
+    # Words after a lone "--" belong to no option.
     kinds = [_option(word, faults) if index < dashes else None for index, word in enumerate(words)]
     at, unknown = 0, False
     while at < len(words):
@@ -252,7 +252,7 @@ def _stray(text: str) -> str:
 
 
 def _option(word: _Word, faults: list[Fault]) -> tuple[Option | None, str | None] | None:
-    """The option of a word, and its value after `=`; (None, None) for an unknown option, None for a value."""
+    """Return the option of a word, and its value after `=`; (None, None) for an unknown option, None for a value."""
     text, table = word.text, _options()
     if not text.startswith("-"):
         return None
@@ -277,7 +277,7 @@ def _option(word: _Word, faults: list[Fault]) -> tuple[Option | None, str | None
 
 
 def _beginning(text: str) -> Iterator[tuple[str, str | None]]:
-    """Each name that begins like this word, with the value that then stands in the word."""
+    """Yield each name that this word is a prefix of, with the value that the word then has."""
     name, equals, value = text.partition("=")
     given = value if equals else None
     for spelled in _options():

@@ -1,7 +1,7 @@
-"""Options and variables of vLLM that kvpilot reserves, or that do not go together with something of kvpilot's.
+"""Options and variables of vLLM that kvpilot reserves, or does not support together with its own features.
 
-Each rule stands here alone. Arguments are judged by `first_on`, and the configuration of an engine that kvpilot-serve
-did not start by `first_set`.
+Each rule is here once. `first_on` applies them to arguments, and `first_set` to the configuration of an engine that
+kvpilot-serve did not start.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 SIMPLE_OFFLOAD = "VLLM_USE_SIMPLE_KV_OFFLOAD"
 OFFLOAD = "--kv-offloading-size"
 TRANSFER = "--kv-transfer-config"
+SKIP_LAYERS = "--kv-cache-dtype-skip-layers"
 DATA_PARALLEL = "--data-parallel-size"
 PIPELINE_PARALLEL = "--pipeline-parallel-size"
 SPECULATION = ("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens")
 RETENTION = ("--retention", "--retention-sink-tokens", "--retention-window-tokens", "--retention-budget-tokens")
 
-CARRIERS = ("NixlConnector", "LMCacheMPConnector")
+CONNECTORS = ("NixlConnector", "LMCacheMPConnector")
 """Connectors of vLLM that carry pages of our dtypes between engines."""
 
 
 class Switch(NamedTuple):
-    """Something that vLLM's options switch on.
+    """Feature that vLLM's options switch on.
 
     Attributes:
         what: its name in messages. options: the main names of its options. off: the values that leave it off.
-        setting: its place in vLLM's VllmConfig, where an engine can look, too.
+        setting: its place in vLLM's VllmConfig, for engines.
     """
 
     what: str
@@ -58,7 +59,7 @@ BESIDE_ANY = (
     Switch("dual batch overlap", ("--enable-dbo",), (), "parallel_config.enable_dbo"),
     Switch("dual batch overlap", ("--ubatch-size",), ("0", "1"), "parallel_config.ubatch_size"),
 )  # fmt: skip
-"""Goes neither with our dtypes nor with a bounded cache."""
+"""Features that neither our dtypes nor bounded caches support."""
 
 BESIDE_OURS = (
     Switch("offloading by another backend than vLLM's own", ("--kv-offloading-backend",), ("native",)),
@@ -67,43 +68,43 @@ BESIDE_OURS = (
     Switch("pooling", ("--convert",), ("auto", "none")),
     Switch("pooling", ("--pooler-config",)),
 )
-"""Does not go with our dtypes."""
+"""Features that our dtypes do not support."""
 
-BESIDE_BOUNDED = (
-    _SPECULATIVE,
-    Switch("offloading to host memory", (OFFLOAD,), (), "kv_transfer_config"),
-    Switch("KV transfer", (TRANSFER,), (), "kv_transfer_config"),
-    *BESIDE_ANY,
+_MOVING = (
+    Switch("offloading to host memory", (OFFLOAD,)),
+    Switch("KV transfer or offloading", (TRANSFER,), (), "kv_transfer_config"),
 )
-"""Was never tried beside a bounded cache, or would look for pages that were freed."""
+
+BESIDE_BOUNDED = (_SPECULATIVE, *_MOVING, *BESIDE_ANY)
+"""Features that were not tested beside a bounded cache, or would look for freed pages."""
 
 BESIDE_LATENT = (
     _SPECULATIVE,
-    Switch("offloading to host memory", (OFFLOAD,)),
-    Switch("KV transfer", (TRANSFER,)),
+    *_MOVING,
+    Switch("layers that stay in 16 bits", (SKIP_LAYERS,), (), "cache_config.kv_cache_dtype_skip_layers"),
 )
-"""Does not go with our dtypes of latents."""
+"""Features that our latent dtypes do not support."""
 
 BESIDE_HEAVY_HITTERS = (_TENSOR, _PIPELINE)
-"""Was never tried beside pages that are weighed."""
+"""Features that were not tested beside weighed pages."""
 
 BESIDE_DRAFT_MODELS = (_TENSOR, _PIPELINE, _ADAPTERS, _OFFLOADING)
-"""Was never seen right beside drafts of a model."""
+"""Features that are not known to work beside a draft model."""
 
-BESIDE_CARRIERS = (_PIPELINE, _DATA, _SPECULATIVE, _ADAPTERS, _OFFLOADING._replace(setting=""))
-"""Was never seen right beside a connector of `CARRIERS`."""
+BESIDE_CONNECTORS = (_PIPELINE, _DATA, _SPECULATIVE, _ADAPTERS, _OFFLOADING._replace(setting=""))
+"""Features that are not known to work beside a connector of `CONNECTORS`."""
 
 SEVERAL_ENGINES = (
     DATA_PARALLEL, "--data-parallel-size-local", "--data-parallel-address", "--data-parallel-rpc-port",
     "--data-parallel-backend", "--data-parallel-supervisor-port",
 )  # fmt: skip
-"""Starts several engines in a pod."""
+"""Options that start several engines in a pod."""
 
 VARIABLES_BESIDE_OURS = {BATCH_INVARIANT: "batch invariance", SIMPLE_OFFLOAD: "vLLM's simple offloading"}
 
 
 def first_on(arguments: Arguments, switches: Iterable[Switch]) -> tuple[str, str] | None:
-    """The first option that switches one of these on, and its name in words; None for none."""
+    """Return the first option that switches one of these on, and its name in words; None for none."""
     for switch in switches:
         for option in switch.options:
             if arguments.on(option) and arguments.value(option) not in switch.off:
@@ -112,18 +113,18 @@ def first_on(arguments: Arguments, switches: Iterable[Switch]) -> tuple[str, str
 
 
 def first_set(config: Any, switches: Iterable[Switch]) -> tuple[str, str] | None:
-    """The first of these that vLLM's `VllmConfig` has switched on, as `first_on`."""
+    """Return the first of these that vLLM's `VllmConfig` has switched on, as `first_on`."""
     for switch in switches:
         value = config if switch.setting else None
         for part in switch.setting.split("."):
             value = getattr(value, part, None)
-        if value not in (None, False) and str(value) not in switch.off:
+        if value and str(value) not in switch.off:
             return switch.options[0], switch.what
     return None
 
 
 def beside_ours(arguments: Arguments, variables: Mapping[str, str]) -> tuple[str, str] | None:
-    """The first option, or variable, that does not go with a dtype of ours, and its name in words; None for none."""
+    """Return the first option or variable that our dtypes do not support, and its name in words; None for none."""
     asked = speculation(arguments)
     if (what := unsupported_drafts(asked.get("method"), asked)) is not None:
         return next(option for option in SPECULATION if arguments.on(option)), what
@@ -133,21 +134,21 @@ def beside_ours(arguments: Arguments, variables: Mapping[str, str]) -> tuple[str
         return found[0], f"a model that drafts, beside {found[1]},"
     if arguments.on(TRANSFER):
         connector = transfer(arguments).get("kv_connector")
-        if connector not in CARRIERS:
-            return TRANSFER, f"KV transfer other than by {', '.join((OFFLOAD, *CARRIERS))}"
-        if (found := first_on(arguments, BESIDE_CARRIERS)) is not None:
+        if connector not in CONNECTORS:
+            return TRANSFER, f"KV transfer other than by {', '.join((OFFLOAD, *CONNECTORS))}"
+        if (found := first_on(arguments, BESIDE_CONNECTORS)) is not None:
             return found[0], f"{connector} beside {found[1]}"
     on = (name for name in VARIABLES_BESIDE_OURS if variables.get(name, "0").strip() not in ("", "0"))
     return next(((name, VARIABLES_BESIDE_OURS[name]) for name in on), None)
 
 
 def transfer(arguments: Arguments) -> dict[str, Any]:
-    """The fields of vLLM's KVTransferConfig; empty where there is none, or none that can be read."""
+    """Return the fields of vLLM's KVTransferConfig; empty without one, or if it cannot be read."""
     return arguments.mapping(TRANSFER)
 
 
 class Reserved(NamedTuple):
-    """Options that spec.engine.extraArgs may not have, and the reason with a remedy."""
+    """Options that spec.engine.extraArgs must not have, and the reason with a remedy."""
 
     options: Collection[str]
     message: str
@@ -156,7 +157,7 @@ class Reserved(NamedTuple):
 RESERVED = (
     Reserved(
         ("--model", "--revision", "--served-model-name", "--host", "--port", "--uds", "--kv-cache-dtype",
-         "--kv-cache-dtype-skip-layers", "--max-model-len", "--tensor-parallel-size", "--gpu-memory-utilization",
+         SKIP_LAYERS, "--max-model-len", "--tensor-parallel-size", "--gpu-memory-utilization",
          "--shutdown-timeout", "--recent-tokens", *RETENTION),
         "kvpilot sets it itself: remove it and use the field of spec.model, spec.engine, spec.kvCache or spec.drain "
         "that stands for it",
@@ -184,16 +185,19 @@ RESERVED = (
         "its file may set anything, and kvpilot cannot read it: remove it and list its options one by one",
     ),
 )  # fmt: skip
-"""The CRD's rule on spec.engine.extraArgs refuses the full names; the operator refuses every spelling."""
+"""Options that users must not set.
+
+The CRD's rule on spec.engine.extraArgs refuses the full names; the operator refuses every spelling.
+"""
 
 
 def reserved(arguments: Arguments) -> list[tuple[int, str]]:
-    """The place of each reserved option among the arguments, and a message with the remedy."""
+    """Return the place of each reserved option among the arguments, and a message with the remedy."""
     found = []
     for given in arguments.given:
         message = next((one.message for one in RESERVED if given.name in one.options and not given.off), None)
         if given.name == "--api-server-count" and not (given.values[0].isdecimal() and int(given.values[0])):
-            message = "without an API server the engine answers nobody: use at least 1, or remove it"
+            message = "without an API server the engine answers no requests: use at least 1, or remove it"
         if message is not None:
             found.append((given.places[0], f"{given.name}: {message}"))
     return found

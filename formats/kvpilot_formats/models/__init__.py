@@ -1,7 +1,7 @@
-"""What a model's config.json says of its KV cache: one reading for `kvpilot-serve`, `kvpilot plan` and the operator.
+"""Facts about the KV cache from a model's config.json, for `kvpilot-serve`, `kvpilot plan` and the operator.
 
-Pure Python: neither torch nor transformers, and no network. Fields that a config.json leaves out take the defaults of
-transformers' own config classes, which `defaults.json` keeps (made by scripts/model_defaults.py).
+Pure Python, without torch, transformers and network. Missing fields take the defaults of transformers' own config
+classes, which `defaults.json` has (made by scripts/model_defaults.py).
 """
 
 from kvpilot_formats.models.architecture import Architecture, Group, Kind

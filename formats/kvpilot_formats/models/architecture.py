@@ -1,4 +1,4 @@
-"""The facts of a model that decide how large its KV cache is and which formats can hold it."""
+"""Facts of a model that decide the size of its KV cache and the formats that can hold it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from kvpilot_formats import latent as latent_formats
 
 
 class Kind(StrEnum):
-    """What a layer keeps of a sequence."""
+    """State that a layer keeps of a sequence."""
 
     FULL = "full"
     WINDOW = "window"
     CHUNKED = "chunked"
     STATE = "state"
-    SHARED = "shared"
     OTHER = "other"
     NONE = "none"
 
@@ -28,7 +27,7 @@ class Group:
     Attributes:
         kind: FULL, WINDOW or CHUNKED.
         kv_heads, head_dim, value_dim: of a layer, in elements; values may be shorter than keys.
-        window: tokens that a layer attends to at most: of its window, or of its chunk; 0 for FULL.
+        window: largest number of tokens that a layer attends to, of its window or chunk; 0 for FULL.
     """
 
     kind: Kind
@@ -41,28 +40,28 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One model; sizes in elements, lengths in tokens.
+    """Model architecture; sizes in elements, lengths in tokens.
 
     Attributes:
-        model_type, architectures: as config.json names them, of the whole model.
-        groups: layers with a KV cache of their own, those that attend to everything first.
+        model_type, architectures: the names in config.json, of the whole model.
+        groups: layers with their own KV cache, those that attend to everything first.
         heads: query heads of a layer.
-        state_layers: layers with a state of fixed size (Mamba, linear attention, convolutions), those counted that
+        state_layers: layers with a state of fixed size (Mamba, linear attention, convolutions), including those that
             attend too.
         shared_layers: layers that read the cache of another layer.
-        other_layers: layers whose cache is not known here, and not counted.
+        other_layers: layers whose cache is unknown here, and not counted.
         latent: elements that a token keeps in each layer under multi-head latent attention; 0 without.
-        index_bytes: bytes that a token's index takes in each layer of sparse attention, whatever the dtype.
+        index_bytes: bytes of a token's index in each layer of sparse attention, in every dtype.
         softcap: the cap of attention's logits, or None.
         alibi, encoder_decoder: attention has biases by distance; the model has cross attention.
-        bidirectional: tokens attend to those after them, too, as in models for embeddings.
-        image_prefix: the tokens of an image do, among themselves.
+        bidirectional: tokens also attend to later ones, as in models for embeddings.
+        image_prefix: the tokens of an image attend to each other both ways.
         custom_code: the repository brings its own model code (`auto_map`).
-        max_positions: the longest context, or None when the model does not say.
-        idle_window: the config has a window that is no shorter than the longest context; its layers count as full.
-        auto: the dtype that vLLM makes of `auto`: `auto` for the model's own, or one that the checkpoint says.
+        max_positions: the longest context, or None if the model does not say.
+        idle_window: the config has a window that is not shorter than the longest context; its layers count as full.
+        auto: the dtype that vLLM makes of `auto`: `auto` for the model's own, or one that the checkpoint names.
         element_bytes: bytes of a KV element in the model's own dtype.
-        doubt: what is not certain of these facts, for people.
+        doubt: uncertain facts, for people.
     """
 
     model_type: str
@@ -88,42 +87,42 @@ class Architecture:
 
     @property
     def layers(self) -> int:
-        """Layers with a KV cache of their own."""
+        """Number of layers with their own KV cache."""
         return sum(group.layers for group in self.groups)
 
     @property
     def full_layers(self) -> int:
-        """Of these, those that attend to everything."""
+        """Number of these that attend to everything."""
         return sum(group.layers for group in self.groups if group.kind is Kind.FULL)
 
     @property
     def window_layers(self) -> int:
-        """Of these, those with a sliding window, which stay in 16 bits beside our dtypes."""
+        """Number of these with a sliding window, which stay in 16 bits beside our dtypes."""
         return sum(group.layers for group in self.groups if group.kind is Kind.WINDOW)
 
     @property
     def chunked_layers(self) -> int:
-        """Of these, those that attend within chunks."""
+        """Number of these that attend within chunks."""
         return sum(group.layers for group in self.groups if group.kind is Kind.CHUNKED)
 
     @property
     def kv_heads(self) -> int:
-        """KV heads of the layers that grow with a sequence, the most where they differ; 0 without a cache."""
+        """KV heads of the layers that grow with a sequence, the largest if they differ; 0 without a cache."""
         return max((group.kv_heads for group in self._growing()), default=0)
 
     @property
     def head_dim(self) -> int:
-        """Elements of a key in the layers that grow with a sequence, the most where they differ; 0 without a cache."""
+        """Elements of a key in the layers that grow with a sequence, the largest if they differ; 0 without a cache."""
         return max((group.head_dim for group in self._growing()), default=0)
 
     def _growing(self) -> tuple[Group, ...]:
         return tuple(group for group in self.groups if group.kind is Kind.FULL) or self.groups
 
     def token_bytes(self, dtype: str | formats.Format | latent_formats.LatentFormat, kept: int = 0) -> int:
-        """Bytes of a token in the layers that grow with a sequence, in all KV heads.
+        """Return the bytes of a token in the layers that grow with a sequence, in all KV heads.
 
-        `kept` of these layers stay in the model's dtype. Under latent attention 16 bits, fp8 and formats of latents are
-        laid out.
+        `kept` of these layers stay in the model's dtype. Under latent attention 16 bits, fp8 and latent formats have a
+        layout.
 
         Raises:
             FormatError: no such dtype, or it has no layout for these keys and values.
@@ -148,7 +147,7 @@ class Architecture:
 
 
 def _row_bytes(stored: formats.Format, group: Group) -> int:
-    """Of a key and a value of one head."""
+    """Return the bytes of a key and a value of one head."""
     if group.value_dim == group.head_dim:
         return stored.row_bytes(group.head_dim)
     return (stored.row_bytes(group.head_dim) + stored.row_bytes(group.value_dim)) // 2

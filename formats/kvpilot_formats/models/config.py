@@ -1,4 +1,4 @@
-"""Reading config.json, and single fields of it with the defaults of transformers' classes behind them."""
+"""Reading of config.json, and of single fields with the defaults of transformers' classes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 LARGEST_FILE = 16 * 2**20
-"""Bytes; the largest config.json that is published has some 0.4 MB."""
+"""Size limit in bytes; the largest published config.json has about 0.4 MB."""
 
 LARGEST_SIZE = 2**40
 MOST_LAYERS = 10_000
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
-# As classes without a map of their own spell them.
+# Spellings of classes that do not have a map.
 _SPELLINGS = {
     "hidden_size": ("n_embd", "d_model"),
     "intermediate_size": ("n_inner", "ffn_hidden_size"),
@@ -29,9 +29,9 @@ _SPELLINGS = {
 
 
 class ConfigError(ValueError):
-    """config.json cannot be had or understood; the message names the field, its value and the remedy.
+    """Error for a config.json that is missing or unreadable; the message names the field, its value and the remedy.
 
-    Attributes: `missing`, whether there is no such file.
+    Attributes: `missing`, True if there is no such file.
     """
 
     def __init__(self, message: str, missing: bool = False) -> None:
@@ -40,7 +40,9 @@ class ConfigError(ValueError):
 
 
 def load(file: Path) -> dict[str, Any]:
-    """The object in a config.json; where it has no quantization_config, that of an hf_quant_config.json beside it.
+    """Return the object in a config.json.
+
+    If it has no quantization_config, that of an hf_quant_config.json beside it is added.
 
     Raises:
         ConfigError: there is no such file, it is too large to be a config, or it holds no JSON object.
@@ -70,14 +72,14 @@ def _object(file: Path) -> dict[str, Any]:
 
 @functools.cache
 def defaults() -> Mapping[str, Any]:
-    """By model_type: the defaults of its class, how it spells fields, its text part, and the kinds of its layers."""
+    """Return, by model_type, the defaults of its class, its spelling of fields, its text part and its layers."""
     text = (resources.files("kvpilot_formats.models") / "defaults.json").read_text()
     table: dict[str, Any] = json.loads(text)["models"]
     return table
 
 
 def known(model_type: str) -> bool:
-    """Whether transformers has a config class of its own for it."""
+    """Return True if transformers has a config class for it."""
     return model_type in defaults()
 
 
@@ -86,14 +88,13 @@ _TYPES = {
     "LongcatFlashForCausalLM": "longcat_flash",
     "LongcatFlashNgramForCausalLM": "longcat_flash",
 }
-"""model_type by architecture, of models whose published configs name none, or that of another model: vLLM builds what
-the architecture says."""
+"""model_type by architecture, for published configs with no or a wrong one: vLLM builds the architecture."""
 
 
 class Fields:
-    """The fields of a config's text part.
+    """Fields of a config's text part.
 
-    A field that is not there has the default of the class; one that is null has not.
+    A missing field has the default of the class; a null field does not.
     """
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
@@ -118,22 +119,22 @@ class Fields:
         self._names: Mapping[str, str] = row.get("names", {})
 
     def get(self, field: str) -> Any:
-        """Its value, its class's default, or None."""
+        """Return its value, its class's default, or None."""
         for name in (field, self._names.get(field), *_SPELLINGS.get(field, ())):
             if name is not None and name in self.text:
                 return self.text[name]
         return self._defaults.get(field)
 
     def anywhere(self, field: str) -> Any:
-        """As `get`, and if the text part has none, the whole model's."""
+        """Return the text part's value as `get`, or else the whole model's."""
         value = self.text.get(field)
         return value if value is not None else self.raw.get(field, self._defaults.get(field))
 
     def size(self, *fields: str, most: int = LARGEST_SIZE) -> int:
-        """The first of these that is there and not null, or 0.
+        """Return the first of these that is there and not null, or 0.
 
         Raises:
-            ConfigError: it is no size.
+            ConfigError: it is not a size.
         """
         for field in fields:
             value = self.get(field)
@@ -142,10 +143,10 @@ class Fields:
         return 0
 
     def needed(self, field: str, most: int = LARGEST_SIZE) -> int:
-        """As `size`, and it must be there and positive.
+        """Return `size`, which must be there and positive.
 
         Raises:
-            ConfigError: it is no size, or is missing.
+            ConfigError: it is not a size, or is missing.
         """
         value = self.size(field, most=most)
         if not value:
@@ -154,7 +155,7 @@ class Fields:
 
     @staticmethod
     def checked(field: str, value: Any, most: int = LARGEST_SIZE) -> int:
-        """`value`, which must be a size; of a list with one value a layer, the largest.
+        """Return `value`, which must be a size; of a list with one value per layer, the largest.
 
         Raises:
             ConfigError: it is not.
@@ -162,11 +163,11 @@ class Fields:
         values = value if isinstance(value, list) and value else [value]
         for one in values:
             if not isinstance(one, int) or isinstance(one, bool) or not 0 <= one <= most:
-                raise ConfigError(f"{field} in config.json is {shown(value)}, which is no size; correct it or download the file again")  # fmt: skip  # noqa: E501
+                raise ConfigError(f"{field} in config.json is {shown(value)}, which is not a size; correct it or download the file again")  # fmt: skip  # noqa: E501
         return int(max(values))
 
     def listed(self, field: str) -> list[Any] | None:
-        """A list, or None where it is missing, null or empty.
+        """Return a list, or None if it is missing, null or empty.
 
         Raises:
             ConfigError: it is something else.
@@ -178,7 +179,7 @@ class Fields:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, however large it is."""
+    """Return a value for a message, shortened if it is large."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 

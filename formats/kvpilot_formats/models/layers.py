@@ -1,4 +1,4 @@
-"""Which layer of a model keeps what: from the lists that configs write out, or from the rule of their class."""
+"""Kind of each layer of a model, from lists in its config or from the rule of its class."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ WORDS: dict[str, Kind] = {
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent"), Kind.STATE),
     **dict.fromkeys(("mlp", "moe"), Kind.NONE),
 }  # fmt: skip
-"""What a layer keeps, by the word that transformers and published configs have for it. One that attends and has a state
-is `hybrid`, and another word means a cache that is not known here."""
+"""Kind of a layer by its word in transformers and published configs.
+
+One that attends and has a state is `hybrid`. Other words mean an unknown cache.
+"""
 
 HYBRID = "hybrid"
 REPEATED = frozenset({"longcat_flash", "iquestloopcoder"})
@@ -25,24 +27,24 @@ _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # hybrid_ov
 
 
 def kinds(fields: Fields) -> list[str]:
-    """The word of WORDS, or another one, for each layer.
+    """Return the word of WORDS, or another one, for each layer.
 
     Raises:
         ConfigError: a list of the config has wrong types, or fewer layers than num_hidden_layers says.
     """
     if fields.built_as in REPEATED:
         return _repeated(fields)
-    if fields.listed("compress_ratios") is not None:  # DeepSeek V4: caches of windows and of several tokens at once
+    if fields.listed("compress_ratios") is not None:  # DeepSeek V4: caches of windows and of merged tokens
         return ["compressed_attention"] * fields.needed("num_hidden_layers", MOST_LAYERS)
     pattern = fields.get("hybrid_override_pattern")
     if isinstance(pattern, str) and pattern:
         return [_PATTERN.get(letter, letter) for letter in pattern[:MOST_LAYERS]]
-    # Two lists of the same thing; classes without num_hidden_layers take the number of layers from it.
+    # Two spellings of one list; classes without num_hidden_layers take the number of layers from it.
     for field in ("layer_types", "layers_block_type"):
         found = fields.listed(field)
         if found is not None:
             layers = fields.size("num_hidden_layers", most=MOST_LAYERS) or len(found)
-            # A few configs list the layers of multi-token prediction, too.
+            # Some configs also list the layers of multi-token prediction.
             return [_word(field, value) for value in _as_long(field, found, layers)]
     layers = fields.needed("num_hidden_layers", MOST_LAYERS)
     for listed in (_by_sparsity, _by_index, _by_flag, _by_block, _by_period):
@@ -53,8 +55,8 @@ def kinds(fields: Fields) -> list[str]:
 
 
 def _repeated(fields: Fields) -> list[str]:
-    """Models whose layers attend more than once, each time with a cache of its own."""
-    if fields.built_as == "longcat_flash":  # num_hidden_layers counts its attentions, two a layer
+    """Return the layers of models whose layers attend more than once, each time with its own cache."""
+    if fields.built_as == "longcat_flash":  # num_hidden_layers counts attentions, two per layer
         twice = 2 * fields.size("num_layers", most=MOST_LAYERS)
         return ["attention"] * (twice or fields.needed("num_hidden_layers", MOST_LAYERS))
     layers = fields.needed("num_hidden_layers", MOST_LAYERS)
@@ -63,7 +65,7 @@ def _repeated(fields: Fields) -> list[str]:
 
 
 def _by_sparsity(fields: Fields, layers: int) -> list[str] | None:
-    """MiniMax M3, some of whose layers choose blocks of tokens by an index that they keep beside keys and values."""
+    """Return the layers of MiniMax M3, some of which choose blocks of tokens by an index beside keys and values."""
     sparse = fields.get("sparse_attention_config")
     if not isinstance(sparse, Mapping) or not sparse.get("use_sparse_attention"):
         return None
@@ -73,7 +75,7 @@ def _by_sparsity(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_index(fields: Fields, layers: int) -> list[str] | None:
-    """Configs that number the layers which attend."""
+    """Return the layers of configs that number the layers which attend."""
     for field, other in (("attn_layer_indices", "mamba"), ("full_attn_idxs", "conv")):
         found = fields.listed(field)
         if found is not None:
@@ -86,7 +88,7 @@ def _by_index(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_flag(fields: Fields, layers: int) -> list[str] | None:
-    """Configs with a number for each layer that says which of two kinds it is."""
+    """Return the layers of configs with a number for each layer that selects one of two kinds."""
     for field, one, zero in (
         ("attn_type_list", "attention", "linear_attention"),
         ("hybrid_layer_pattern", "sliding_attention", "attention"),
@@ -101,7 +103,7 @@ def _by_flag(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_block(fields: Fields, layers: int) -> list[str] | None:
-    """Blocks that repeat (RecurrentGemma), and blocks of which some have no attention (Nemotron-NAS)."""
+    """Return the layers of repeated blocks (RecurrentGemma), and of blocks without attention (Nemotron-NAS)."""
     repeated = fields.listed("block_types")
     if repeated is not None:
         return [_word("block_types", repeated[i % len(repeated)]) for i in range(layers)]
@@ -114,7 +116,7 @@ def _by_block(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_period(fields: Fields, layers: int) -> list[str] | None:
-    """Jamba: one layer in so many, and which one of them."""
+    """Return the layers of Jamba, which names a period and an offset."""
     period, offset = fields.size("attn_layer_period"), fields.size("attn_layer_offset")
     if not period:
         return None
@@ -122,7 +124,7 @@ def _by_period(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_class(fields: Fields, layers: int) -> list[str]:
-    """What the class does with configs that name no kinds."""
+    """Return the layers of configs without kinds, by the rule of the class."""
     rule = fields.kinds
     if "period" in rule:
         period: Sequence[str] = rule["period"]
@@ -132,7 +134,7 @@ def _by_class(fields: Fields, layers: int) -> list[str]:
             written = None
         length = 0 if written is None else Fields.checked(rule["by"], written, MOST_LAYERS)
         if length:
-            # As the class has it, but so long: one layer is odd, the first or the last.
+            # The class's rule, to this length: the first or the last layer is odd.
             odd, others = (0, 1) if rule["odd"] == 0 else (-1, 0)
             one, many = [period[odd]], [period[others]] * (length - 1)
             period = one + many if odd == 0 else many + one

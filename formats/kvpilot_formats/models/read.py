@@ -1,4 +1,4 @@
-"""From a config.json to an `Architecture`, as vLLM would build the model."""
+"""`Architecture` from a config.json, as vLLM would build the model."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ LATENT = frozenset({
     "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note", "glm4_moe_lite", "glm5_next",
     "glm5_next_text", "glm_moe_dsa", "hy_v4", "kimi_k2", "kimi_linear", "longcat_flash", "pangu_ultra_moe",
 })  # fmt: skip
-"""model_type of models that vLLM serves with a latent cache where they have a kv_lora_rank; others unfold it."""
+"""model_types that vLLM serves with a latent cache if they have a kv_lora_rank; others unfold it."""
 
 _ALIBI = frozenset({"bloom", "mpt"})
 _IMAGE_PREFIX = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma"})
 _INDEX_SCALE_BYTES = 4  # vLLM keeps an index in fp8 with a float32 scale
 _INDEXED = "index_topk"
-_LARGEST_CAP = 1e6  # beyond any logit
+_LARGEST_CAP = 1e6  # larger than any logit
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
-    """The facts of a Hugging Face config; of a model with images or sound, those of its text part.
+    """Return the facts of a Hugging Face config; of a model with images or sound, those of its text part.
 
     Raises:
         ConfigError: a field is missing, has a wrong type, or contradicts another one.
@@ -94,12 +94,12 @@ def _decoder(fields: Fields) -> list[str]:
 
 
 def _window(fields: Fields, limit: int | None) -> tuple[int, bool]:
-    """Tokens, 0 where no layer has a window that it could leave; and whether there is one as long as any context."""
+    """Return the window's tokens, 0 if no context can leave it; and True if there is one as long as any context."""
     window = fields.size("sliding_window", "sliding_window_size")
     if fields.built_as == "iquestloopcoder":
         window = fields.size("loop_window_size") or 64
     elif fields.model_type in ("cohere2", "cohere2_moe"):
-        window += bool(window)  # its layers see the token itself besides
+        window += bool(window)  # its layers also see the token itself
     if fields.get("use_sliding_window") is False:
         return 0, False
     idle = bool(window) and limit is not None and window >= limit
@@ -107,7 +107,7 @@ def _window(fields: Fields, limit: int | None) -> tuple[int, bool]:
 
 
 def _sharing(fields: Fields, words: list[str]) -> tuple[list[str], int]:
-    """The layers with a cache of their own, and how many of the last ones read another one's."""
+    """Return the layers with their own cache, and the number of last ones that read another layer's."""
     shared = fields.size("num_kv_shared_layers", most=MOST_LAYERS)
     if shared >= len(words):
         if shared:
@@ -123,16 +123,16 @@ def _heads(fields: Fields, crossed: bool = False) -> int:
 
 
 def _group(fields: Fields, index: int, kind: Kind, window: int, crossed: bool) -> Group:
-    """One layer's shape."""
+    """Return one layer's shape."""
     heads = _heads(fields, crossed)
     head_dim = fields.size("head_dim", "attention_head_dim", "kv_channels")
-    # Under latent attention head_dim is the part with positions in some classes, and says nothing of a cache.
+    # Under latent attention some classes' head_dim is the RoPE part, and does not describe a cache.
     if fields.size("kv_lora_rank") and (nope := fields.size("qk_nope_head_dim")):
         head_dim = nope + fields.size("qk_rope_head_dim")
     if not head_dim:
         head_dim = fields.needed("hidden_size") // heads
     kv_heads = _kv_heads(fields, heads, index)
-    # Where vLLM unfolds a latent (MiniCPM3), values are padded to the size of keys.
+    # If vLLM unfolds a latent (MiniCPM3), values are padded to the size of keys.
     unfolded = fields.size("kv_lora_rank") and fields.model_type not in LATENT
     value_dim = (0 if unfolded else fields.size("v_head_dim")) or head_dim
     if kind is Kind.WINDOW:
@@ -150,7 +150,7 @@ def _group(fields: Fields, index: int, kind: Kind, window: int, crossed: bool) -
 
 
 def _kv_heads(fields: Fields, heads: int, index: int) -> int:
-    """KV heads of a layer."""
+    """Return the KV heads of a layer."""
     blocks = fields.listed("block_configs")
     if blocks is not None and index < len(blocks) and isinstance(blocks[index], Mapping):
         attention = blocks[index].get("attention")
@@ -158,7 +158,7 @@ def _kv_heads(fields: Fields, heads: int, index: int) -> int:
             grouped = attention.get("n_heads_in_group")
             if grouped:
                 return max(1, heads // Fields.checked("block_configs.attention.n_heads_in_group", grouped))
-    # Falcon: older models have one KV head, and then keep their number of heads in the field.
+    # Falcon: older models have one KV head, although the field has their number of heads.
     if fields.get("multi_query") is True and not fields.get("new_decoder_architecture"):
         return 1
     if fields.get("multi_query_attention") is True:  # ChatGLM
@@ -184,7 +184,7 @@ def _latent(fields: Fields) -> int:
 
 
 def _element_bytes(fields: Fields) -> int:
-    """Of the KV cache in the model's own dtype: vLLM serves float32 checkpoints in 16 bits too."""
+    """Return the bytes of an element in the model's own dtype: vLLM serves float32 checkpoints in 16 bits too."""
     dtype = str(fields.anywhere("dtype") or fields.anywhere("torch_dtype"))
     return 1 if "float8" in dtype else 2
 

@@ -1,4 +1,4 @@
-"""What keeps a KV-cache dtype of ours from a model. vLLM's own dtypes are for vLLM to judge."""
+"""Properties of a model that our KV-cache dtypes do not support. vLLM judges its own dtypes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvpilot_formats.models.architecture import Architecture, Kind
 
 
 def unsupported(model: Architecture) -> str | None:
-    """What our dtypes do not support in this model, or None."""
+    """Name the property of this model that our dtypes do not support, or return None."""
     ours = [group for group in model.groups if group.kind is not Kind.WINDOW]
     sizes = {size for group in ours for size in (group.head_dim, group.value_dim)}
     odd = sorted(size for size in sizes if formats.stored_dim(size) is None)
@@ -27,7 +27,7 @@ def unsupported(model: Architecture) -> str | None:
 
 
 def unsupported_latent(model: Architecture) -> str | None:
-    """What our dtypes of multi-head latent attention do not support in this model, or None."""
+    """Name the property of this model that our latent dtypes do not support, or return None."""
     found = (
         (not model.latent, "a model without multi-head latent attention"),
         (model.index_bytes, "sparse attention with an index, as in DeepSeek V3.2"),

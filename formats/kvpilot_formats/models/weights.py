@@ -1,4 +1,4 @@
-"""The files of a model's weights, and their bytes: those that vLLM's default loader reads, and no copy beside them."""
+"""Files of a model's weights, and their bytes: those that vLLM's default loader reads, without copies beside them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _DAMAGED = "; download the model again"
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that vLLM loads with `--load-format auto`, or GGUF files if there are no others.
 
-    Weights in the publisher's own layout (`consolidated*.safetensors`) come before all others. An index decides which
-    of several safetensors files are the model's.
+    Weights in the publisher's own layout (`consolidated*.safetensors`) come first. An index decides which of several
+    safetensors files are the model's.
 
     Raises:
-        ConfigError: the folder has no weights, or an index names a file that is not there or cannot be read.
+        ConfigError: the folder has no weights, or an index names a file that does not exist or cannot be read.
     """
     consolidated = any(fnmatch(file.name, _MISTRAL) for file in folder.rglob("*") if file.is_file())
     patterns = (_MISTRAL,) if consolidated else ("*.safetensors", "*.bin", "*.pt", "*.gguf")
@@ -41,10 +41,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the bytes of a model's weights: of safetensors files, those of the tensors that their headers list.
+    """Return the bytes of a model's weights: of safetensors files, those of the tensors in their headers.
 
     Raises:
-        ConfigError: as `weight_files`, or a file is damaged or cut short.
+        ConfigError: as `weight_files`, or a file is damaged or truncated.
     """
     return sum(
         _tensor_bytes(file) if file.suffix == ".safetensors" else file.stat().st_size for file in weight_files(folder)
@@ -52,7 +52,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def _indexed(found: list[Path], index: Path) -> list[Path]:
-    """Those of the files that the index names; all of them where there is no index."""
+    """Return the files that the index names; all of them without an index."""
     if not index.is_file():
         return found
     try:

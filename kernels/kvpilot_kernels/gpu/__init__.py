@@ -1,1 +1,1 @@
-"""The kernels that run on a GPU: store, plan, decode, reduce and gather over packed pages (Triton and Gluon)."""
+"""GPU kernels: store, plan, decode, reduce and gather over packed pages (Triton and Gluon)."""

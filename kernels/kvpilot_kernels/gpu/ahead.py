@@ -1,8 +1,8 @@
-"""Compile what launches need before any of them runs, several variants at a time.
+"""Compile the variants that launches need before any of them runs, several at once.
 
-Triton compiles a variant where it is first launched: one after the other, in the launching thread. But what takes long
-of it, its passes, LLVM, the assembler and the C compiler, runs without Python's lock, so threads compile side by side.
-What they compiled is in the kernels' own caches, where the launch itself would have put it: it cannot be missed.
+Triton compiles a variant at its first launch, in the launching thread. Most of the time goes to its passes, LLVM, the
+assembler and the C compiler, which run without Python's lock, so threads can compile in parallel. Results go to the
+kernels' own caches, where the launch itself would put them, so they are always found.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from triton.runtime.driver import driver
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 MOST_THREADS = 8
-"""More gain nothing: about a tenth of the time is Python's, and the longest variant takes as long as it takes."""
+"""Largest useful number: about a tenth of the time holds Python's lock, and the longest variant sets the end."""
 
 
 class Ahead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types for us
-    """While it is entered, launches of what is not compiled do nothing but have it compiled by `pool`."""
+    """Mode in which launches of uncompiled variants only submit them to `pool`."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         super().__init__(pool, ignore_errors=True)
@@ -32,7 +32,7 @@ class Ahead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types for 
         self.failed: list[Exception] = []
 
     def submit(self, key: Any, compile_fn: Callable[[], Any], *then: Callable[..., None]) -> None:
-        """As Triton's, which returns what a launch waits for: without a kernel Triton launches nothing."""
+        """Submit a compilation as Triton does, but return no kernel, so that Triton launches nothing."""
 
         def make() -> Any:
             try:
@@ -48,17 +48,17 @@ class Ahead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types for 
 
 
 def threads(sharers: int) -> int:
-    """Threads of each of so many processes that compile at once: half of the cores for all, as others need some."""
+    """Return the threads for each of so many processes that compile at once: half of the cores together."""
     return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // (2 * sharers)))
 
 
 def compile_ahead(launch: Callable[[], None], sharers: int = 1) -> None:
-    """Compile what `launch` needs, then launch it.
+    """Compile the variants that `launch` needs, then launch it.
 
-    Where compiling ahead fails launches compile, as ever, and raise if they must: of that itself there is a warning.
+    If compiling ahead fails, there is a warning; launches then compile as usual, and may raise.
 
     Args:
-        launch: launches kernels; called twice, and the first time none runs that was not compiled before.
+        launch: launches kernels; called twice. The first time only compiled variants run.
         sharers: processes of this machine that do the same.
     """
     began, mode, failed = time.perf_counter(), None, None

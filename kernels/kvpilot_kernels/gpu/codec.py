@@ -1,9 +1,9 @@
-"""The page codec of the Triton kernels: codes and scale metadata between a row's slots and the bytes of a page.
+"""Page codec of the Triton kernels: codes and scale metadata between a row's slots and the bytes of a page.
 
-The byte layout is `kvpilot_formats.layouts`; the same in plain torch is `reference.quantize`. Offsets of regions come
-from `Format.page_layout` and `Format.ring_layout` as constants of a launch. D is a row's elements, the next of
-`formats.HEAD_DIMS` to HEAD, which the model's head has; WIDE is D padded to groups of 64 slots (`rotation`): only at
-D = 96 and 192 are there slots that hold nothing.
+`kvpilot_formats.layouts` defines the bytes, and `reference.quantize` does the same in plain torch. Offsets of regions
+are constants of a launch, from `Format.page_layout` and `Format.ring_layout`. D is the number of elements of a row, the
+next of `formats.HEAD_DIMS` to HEAD, the model's head dimension. WIDE is D padded to groups of 64 slots (`rotation`):
+only D = 96 and 192 have empty slots.
 """
 
 from typing import NamedTuple
@@ -22,9 +22,9 @@ ROUND_HALF = tl.constexpr(1 << (layouts.CUT_BITS - 1))
 INFINITY = tl.constexpr(0x7C00 >> layouts.CUT_BITS)
 NAN = tl.constexpr(0x7E00 >> layouts.CUT_BITS)
 NARROW = tl.constexpr(256)
-"""Elements of a head up to which decode keeps its queries in registers."""
+"""Largest number of elements of a head whose queries decode keeps in registers."""
 LARGEST = tl.constexpr(32512.0)
-"""Of a query as integers of an upper and a lower signed byte."""
+"""Largest element of a query as an integer of an upper and a lower signed byte."""
 
 
 class SideLayout(NamedTuple):
@@ -33,7 +33,8 @@ class SideLayout(NamedTuple):
     Attributes:
         bits: of a code. row: bytes of a token's packed codes. codes, meta: offsets in a page.
         shrink: factors on a group's range that the encoder tries.
-        digits: digits that a code lacks of 8 bits. digit_codes, ring_meta: offsets in a ring's page, 0 without a ring.
+        digits: number of digits that refine a code to 8 bits. digit_codes, ring_meta: offsets in a ring's page, 0
+            without.
     """
 
     bits: int
@@ -47,7 +48,7 @@ class SideLayout(NamedTuple):
 
 
 def side_layouts(fmt: formats.Format, head_dim: int, block_size: int, recent: int) -> tuple[SideLayout, SideLayout]:
-    """Keys' and values' constants of a page of `block_size` tokens, with a ring where `recent` is not 0.
+    """Return the constants of keys and values in a page of `block_size` tokens, with a ring if `recent` is not 0.
 
     Raises:
         UnsupportedHeadDimError, FormatError: as `Format.page_layout` and `Format.ring_layout`.
@@ -69,10 +70,10 @@ def side_layouts(fmt: formats.Format, head_dim: int, block_size: int, recent: in
 
 @triton.jit
 def byte_of(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """The byte of a packed row that holds a slot, and whether the slot holds an element."""
+    """Return the byte of a packed row that holds a slot, and True if the slot holds an element."""
     PLANE: tl.constexpr = WIDE * BITS // 8
     GROUP: tl.constexpr = D // (WIDE // 64)
-    if PLANE > 64 and GROUP != 64:  # a plane's groups lie side by side
+    if PLANE > 64 and GROUP != 64:  # a plane's groups are adjacent
         at = slot % PLANE // 64 * GROUP + slot % 64
         real = slot % 64 < GROUP
     else:
@@ -83,7 +84,7 @@ def byte_of(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def pack_codes(codes, BITS: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr):
-    """Codes, int32 [TOKENS, WIDE] by slot, as bytes, int32 [TOKENS, WIDE * BITS / 8]."""
+    """Pack codes, int32 [TOKENS, WIDE] by slot, into bytes, int32 [TOKENS, WIDE * BITS / 8]."""
     PLANES: tl.constexpr = 8 // BITS
     plane = tl.arange(0, PLANES)
     planes = tl.reshape(codes, [TOKENS, PLANES, WIDE // PLANES])
@@ -99,13 +100,13 @@ def write_codes(row_ptr, packed, live, BITS: tl.constexpr, D: tl.constexpr, WIDE
 
 @triton.jit
 def read_codes(row_ptr, live, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Codes, int32 [TOKENS, WIDE] by slot, of rows at pointers [TOKENS]; 0 where there is no element."""
+    """Read codes, int32 [TOKENS, WIDE] by slot, of rows at pointers [TOKENS]; empty slots give 0."""
     return read_slots(row_ptr, live, tl.arange(0, WIDE), BITS, D, WIDE)
 
 
 @triton.jit
 def read_slots(row_ptr, live, slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """As `read_codes`, of some slots alone."""
+    """Read some slots only, as `read_codes`."""
     at, real = byte_of(slot, BITS, D, WIDE)
     byte = tl.load(row_ptr[:, None] + at[None, :], mask=live[:, None] & real[None, :], other=0).to(tl.int32)
     return (byte >> (BITS * (slot // (WIDE * BITS // 8)))[None, :]) & ((1 << BITS) - 1)
@@ -113,8 +114,11 @@ def read_slots(row_ptr, live, slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: t
 
 @triton.jit
 def query_planes(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """`operands.key_planes` by slots of a query: by what its elements are divided, float32, 1 or 4, and whether codes
-    that they are multiplied by end at a byte's sign."""
+    """Return `operands.key_planes` by slots of a query.
+
+    These are the divisor of its elements, float32, 1 or 4, and True if the codes that they multiply end at a byte's
+    sign.
+    """
     GROUP: tl.constexpr = D // (WIDE // 64)
     first = slot // (WIDE * BITS // 8) * BITS
     above = first - slot // 64 * GROUP // (D * BITS // 8) * BITS
@@ -124,7 +128,7 @@ def query_planes(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def scale_bits(wanted):
-    """The scale bits of a group: float32 to the 11 upper bits of a float16, rounded up, below infinity."""
+    """Round float32 scales of groups up to the 11 upper bits of a float16, below infinity."""
     bits = (tl.minimum(wanted, 65504.0).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
             + ROUND_UP) >> CUT_BITS  # fmt: skip
     return tl.minimum(bits, INFINITY - 1)
@@ -132,7 +136,7 @@ def scale_bits(wanted):
 
 @triton.jit
 def nearest_scale_bits(wanted):
-    """As `scale_bits`, to the nearest."""
+    """Do as `scale_bits`, but round to the nearest."""
     bits = (tl.minimum(wanted, 65504.0).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
             + ROUND_HALF) >> CUT_BITS  # fmt: skip
     return tl.minimum(bits, INFINITY - 1)
@@ -140,31 +144,31 @@ def nearest_scale_bits(wanted):
 
 @triton.jit
 def scale_of(bits):
-    """float32 of a group's scale bits."""
+    """Return the float32 scale of a group's scale bits."""
     return (bits << CUT_BITS).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def zero_of(zero_code, BITS: tl.constexpr):
-    """Zero points, float32 in codes, of zero_code."""
+    """Return zero points, float32 in codes, of zero_code."""
     return zero_code.to(tl.float32) * (((1 << BITS) - 1) / ZERO_STEPS)
 
 
 @triton.jit
 def pack_meta(bits, zero_code):
-    """Scale metadata, int32, of scale bits and zero_code."""
+    """Pack scale bits and zero_code into scale metadata, int32."""
     return (bits << ZERO_BITS) | zero_code.to(tl.int32)
 
 
 @triton.jit
 def scale_and_zero(meta, BITS: tl.constexpr):
-    """Scales and zero points, float32, of scale metadata as int32 (whatever stands above its 16 bits)."""
+    """Return scales and zero points, float32, of scale metadata as int32 (higher bits than its 16 are ignored)."""
     return scale_of((meta & 0xFFFF) >> ZERO_BITS), zero_of(meta & ZERO_MASK, BITS)
 
 
 @triton.jit
 def tags(packed, meta, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr):
-    """The 14 bits by which a ring knows rows, int32 [TOKENS, groups], of packed bytes and metadata [TOKENS, groups]."""
+    """Return the 14-bit tags that identify rows in a ring, int32 [TOKENS, groups], of packed bytes and metadata."""
     GROUPS: tl.constexpr = WIDE // 64
     at, real = byte_of(tl.arange(0, WIDE * BITS // 8), BITS, D, WIDE)
     group = tl.arange(0, GROUPS)

@@ -1,11 +1,11 @@
-"""Columns of decode's matrix products: what of a query is in which, on the way in, between the two products, and out.
+"""Columns of decode's matrix products: which query is in which column, before, between and after the two products.
 
-Tensor cores take 8 queries at a time, and models have 4 to a KV head. So the first product has a query in two
-neighbouring columns, 2 i and 2 i + 1, as the upper and the lower byte of an integer of 16 bits: a thread holds both
-sums and adds them. Of what follows each thread has a query of its own, and no column is empty down to 4 queries.
+Tensor cores take 8 queries at once, and models have 4 to a KV head. So the first product has a query in two adjacent
+columns, 2 i and 2 i + 1, as the upper and the lower byte of a 16-bit integer: a thread holds both sums and adds them.
+After that each thread has its own query, and no column is empty down to 4 queries.
 
-The second product has 8 columns. Its right operand is the transpose of what threads hold after the first, by blocks of
-8 tokens and 8 numbers: `movmatrix` takes the two halves of a register as neighbouring columns, so that
+The second product has 8 columns. Its right operand is the transpose of the threads' registers after the first, by
+blocks of 8 tokens and 8 numbers. `movmatrix` takes the two halves of a register as adjacent columns, so that
 
 - of 8 queries (Q = 8), where a register holds queries t and t + 4 of one token, column 2 t + h is query t + 4 h;
 - of 16, the second 8 columns are the same for the second 8 queries;
@@ -37,7 +37,7 @@ from kvpilot_kernels.gpu.operands import (
 
 @gluon.jit
 def place_of(n, first, stride, RATIO: gl.constexpr, SEVERAL: gl.constexpr):
-    """Where query `first` + n of a KV head is, in queries behind query `first`; with SEVERAL, behind query 0.
+    """Return the offset of query `first` + n of a KV head from query `first`; with SEVERAL, from query 0.
 
     stride: queries from a token of the sequence to its next one.
     """
@@ -48,10 +48,10 @@ def place_of(n, first, stride, RATIO: gl.constexpr, SEVERAL: gl.constexpr):
 def load_query(rotated_ptr, sums_ptr, units_ptr, apart_ptr, level_ptr, first, count, stride, KEY: gl.constexpr,
                D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, LEVEL: gl.constexpr,
                SEVERAL: gl.constexpr):  # fmt: skip
-    """`count` queries of a KV head, at their `place_of`, as the integers that `store` made of them, in registers.
+    """Load `count` queries of a KV head, at their `place_of`, as `store`'s integers, into registers.
 
     Returns:
-        By plane int8 [bytes, 2 Q]; by group the `load_sums`; then what `load_units` has.
+        By plane int8 [bytes, 2 Q]; by group the `load_sums`; then the `load_units`.
     """
     PLANES: gl.constexpr = key_planes(KEY.bits, D, GROUP)
     WORDS: gl.constexpr = chunk_words(KEY.bits, D, GROUP)
@@ -77,8 +77,10 @@ def load_query(rotated_ptr, sums_ptr, units_ptr, apart_ptr, level_ptr, first, co
 @gluon.jit
 def load_sums(sums_ptr, first, count, stride, g: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr,
               GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Of a group what sums start with where codes are less by 128, int32 [2 Q], by columns of the first product, and
-    what a zero code takes off a product, float32 [Q], over UNIT."""
+    """Load a group's initial sums for codes that are less by 128, int32 [2 Q], and a zero code's share, float32 [Q].
+
+    The former are by columns of the first product, the latter over UNIT.
+    """
     sums_ptr += 3 * g
     column = gl.arange(0, 2 * Q, gl.SliceLayout(0, MMA))
     place = place_of(column // 2, first, stride, RATIO, SEVERAL) * (3 * (D // GROUP)) + column % 2
@@ -92,8 +94,10 @@ def load_sums(sums_ptr, first, count, stride, g: gl.constexpr, BITS: gl.constexp
 @gluon.jit
 def load_units(units_ptr, apart_ptr, level_ptr, first, count, stride, RATIO: gl.constexpr, Q: gl.constexpr,
                LEVEL: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """What `count` queries count in, float32 [Q], NaN where a query has one; in these units what the score of the
-    sequence's first token starts with, float32 [Q], and every score with LEVEL."""
+    """Load the units of `count` queries, float32 [Q], NaN for a query with one; then offsets of scores in these units.
+
+    The offsets are those of the sequence's first token, float32 [Q], and with LEVEL of every token.
+    """
     i = gl.arange(0, Q, COLS)
     place = place_of(i, first, stride, RATIO, SEVERAL)
     unit = gl.load(units_ptr + place, mask=i < count, other=1.0)
@@ -106,7 +110,7 @@ def load_units(units_ptr, apart_ptr, level_ptr, first, count, stride, RATIO: gl.
 
 @gluon.jit
 def join_bytes(sums, TILE: gl.constexpr, Q: gl.constexpr):
-    """Sums of products with the upper and the lower bytes of queries, int32 [TILE, 2 Q], as float32 [TILE, Q]."""
+    """Join sums of products with the upper and the lower bytes of queries, int32 [TILE, 2 Q], as float32 [TILE, Q]."""
     upper, lower = gl.split(gl.reshape(sums, [TILE, Q, 2]))
     return gl.convert_layout((upper * 256 + lower).to(gl.float32), SCORES, assert_trivial=True)
 
@@ -121,15 +125,15 @@ def transpose_blocks(x):
 
 @gluon.jit
 def keep(x, mask):
-    """The bits of float16 x that are in `mask`."""
+    """Return the bits of float16 x that are in `mask`."""
     return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [x, mask], dtype=gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def to_right(x, TILE: gl.constexpr, Q: gl.constexpr):
-    """float16 [TILE, Q] as a product's right operand [TILE, 8], or 16 for 16, in the module's order of columns."""
+    """Return float16 [TILE, Q] as a right operand [TILE, 8], or 16 for 16, in the module's order of columns."""
     x = transpose_blocks(x)
-    # What was a thread's row and column is now column and row of the operand; the rest keeps its place.
+    # A thread's row and column became column and row of the operand; the rest keeps its place.
     if Q == 4:
         first = (gl.arange(0, TILE, ROWS)[:, None] % 2 == 0) & (gl.arange(0, Q, COLS)[None, :] >= 0)
         x = gl.join(
@@ -143,7 +147,7 @@ def to_right(x, TILE: gl.constexpr, Q: gl.constexpr):
 
 @gluon.jit
 def by_columns(x, Q: gl.constexpr):
-    """float32 [Q] of queries as that of the second product's columns."""
+    """Return float32 [Q] of queries as that of the second product's columns."""
     if Q == 4:
         x = gl.reshape(gl.join(x, x), [8])
     else:
@@ -153,7 +157,7 @@ def by_columns(x, Q: gl.constexpr):
 
 @gluon.jit
 def by_queries(x, WIDE: gl.constexpr, Q: gl.constexpr):
-    """A second product, [WIDE, 8] or 16 for 16 queries, as that of queries, [WIDE, Q]."""
+    """Return a second product, [WIDE, 8] or 16 for 16 queries, as that of queries, [WIDE, Q]."""
     if Q == 4:
         first, last = gl.split(gl.reshape(x, [WIDE, 4, 2]))
         x = first + last
@@ -164,5 +168,5 @@ def by_queries(x, WIDE: gl.constexpr, Q: gl.constexpr):
 
 @gluon.jit
 def over_own_rows(x, TILE: gl.constexpr, Q: gl.constexpr):
-    """Sums over the rows of [TILE, Q] that a thread holds, [8, Q]."""
+    """Sum the rows of [TILE, Q] that a thread holds: [8, Q]."""
     return gl.convert_layout(gl.sum(gl.reshape(x, [TILE // 8, 8, Q]), 0), SCORES, assert_trivial=True)

@@ -4,25 +4,26 @@ With codes c, scale s and zero point z of a group, and the rotated query q (in u
 
     q . k = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
-so the matrix products run on codes alone. What makes it fast on NVIDIA GPUs from compute capability 8.0 on:
+so the matrix products run on codes alone. Reasons for its speed on NVIDIA GPUs from compute capability 8.0 on:
 
-- keys: a code is in a byte already, and one AND takes four of them to an operand of 8-bit integers (m16n8k32). A query
-  is an integer of 16 bits in two columns (`columns`), so sums are exact;
-- values: a code becomes a float16 by one AND: the bits of n in a mantissa with exponent 0 are the subnormal n * 2^-24,
-  which tensor cores multiply exactly (m16n8k16). Nothing is shifted into place but the upper byte of a word;
+- keys: a code is in a byte already, and one AND makes four of them an operand of 8-bit integers (m16n8k32). A query
+  is a 16-bit integer in two columns (`columns`), so sums are exact;
+- values: one AND makes a code a float16: the bits of n in a mantissa with exponent 0 are the subnormal n * 2^-24, which
+  tensor cores multiply exactly (m16n8k16). Only the upper byte of a word is shifted;
 - codes go from memory to shared memory (cp.async) and by ldmatrix, transposed for the values, straight into the
   registers of an MMA operand. The planes of a row (`operands`) are separate MMAs on permuted elements;
 - keys and values are the left operand (tokens, or elements, along M), queries of one KV head the right;
 - a program is one warp: no barrier, no exchange between warps, and eight or more of them hide each other's latency.
 
-The recent window (`layouts`: ring layout) is read by a second loop over a sequence's last tiles: one more product, on
-the digits that codes lack of 8 bits, times the scale of a token's residual: 0 where the ring has another token's row.
+A second loop over a sequence's last tiles reads the recent window (`layouts`: ring layout). It has one more product, on
+the digits that refine codes to 8 bits, times the scale of a token's residual, which is 0 if the ring has another
+token's row.
 
-Where a sequence has several tokens in a step (SEVERAL: one, and what was drafted after it), each column of the
-products has its `end`: how many tokens its query sees. Pages are read once for all of them. Only the last tiles, which
-not all columns see, are masked by column, and those of the recent window, which is each column's own.
+If a sequence has several tokens in a step (SEVERAL: one, and its drafts), each column of the products has its `end`:
+the number of tokens that its query sees. Pages are read once for all of them. Only the last tiles, which not all
+columns see, are masked by column, and those of the recent window, which differs by column.
 
-Gluon, because Triton's own layouts take packed values through shared memory unpacked, which halves the speed.
+The language is Gluon, because Triton's own layouts move unpacked values through shared memory, at half the speed.
 """
 
 from triton.experimental import gluon
@@ -85,7 +86,7 @@ def epilogue(out_ptr, lse_ptr, first, count, stride, m, total, zeros, acc, VALUE
     word = gl.arange(0, padded(WORDS), ROWS)[:, None]
     n = gl.arange(0, Q, COLS)
     place = place_of(n, first, stride, RATIO, SEVERAL)
-    for i in gl.static_range(0, len(PLANES), 2):  # even elements of words, and odd ones
+    for i in gl.static_range(0, len(PLANES), 2):  # even and odd elements of words
         shift = gl.sum(zeros[PLANES[i][3]], 0) * (zero_unit(VALUE.bits) / UNIT)
         even = by_queries(acc[i], padded(WORDS), Q) * (0.5 ** (VALUE.bits * PLANES[i][1]) / UNIT)
         odd = by_queries(acc[i + 1], padded(WORDS), Q) * (0.5 ** (VALUE.bits * PLANES[i][1]) / UNIT)
@@ -102,11 +103,12 @@ def attend(query, stage, m, total, zeros, acc, recent, base, table_ptr, ring_ptr
            VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, Q: gl.constexpr, TILE: gl.constexpr,
            PAGE: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
            RECENT: gl.constexpr, RING: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Take tokens [begin, stop) of the split's, which ends at `end`, into the running softmax of `accumulate`.
+    """Add tokens [begin, stop) of the split, which ends at `end`, to the running softmax of `accumulate`.
 
-    Up to `ahead`, STAGES - 1 tiles are on their way. With RECENT one, at `stage`, and its digits in the places of the
-    others, and `recent` is what `load_recent` has of it. length: the least that a query sees; `ends`: as `hide` has it;
-    ring_rows: the blocks of the sequence's ring.
+    Copies of tiles up to `ahead`, STAGES - 1, are in flight. With RECENT only the tile at `stage` is, with its digits
+    in the buffers of the others, and `recent` has its `load_recent`. length: the smallest number of tokens that a query
+    sees;
+    `ends`: as in `hide`; ring_rows: the blocks of the sequence's ring.
     """
     scores_unit = gl.full([Q], 1.0, gl.float32, COLS) if SOFTCAP else query[-3]
     for t in range(begin, stop, TILE):
@@ -169,20 +171,20 @@ def decode_kernel(
     SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, RECENT: gl.constexpr, RING: gl.constexpr, RING_BLOCKS: gl.constexpr,
     SEVERAL: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Partial attention of one split of the plan and TAKE queries of a KV head, at most 16; one warp.
+    """Attend in one split of the plan, for TAKE queries of a KV head, at most 16, with one warp.
 
     Grid (cdiv(most tokens of a sequence * RATIO, TAKE), kv_heads, splits).
 
     rotated: int8 [rows, kv_heads * RATIO, 2, D], sums: int32 [rows, kv_heads * RATIO, groups, 3] and units:
-    float32 [rows, kv_heads * RATIO], the queries as `store` makes integers of them; a row is a query token.
+    float32 [rows, kv_heads * RATIO], the queries as integers from `store`; a row is a query token.
     apart: float32 [rows, kv_heads * RATIO], added to the score of the sequence's first token; level: the same shape,
-    added to every score before its cap, unread where there is none.
+    added to every score before its cap, unread without one.
     cache: packed pages; table: int32 [sequences, blocks]; splits: int32 [splits, 4] as (sequence, start, end, the
-    sequence's length), a sequence of -1 is no work; KEY, VALUE: a `codec.SideLayout`.
+    sequence's length), with a sequence of -1 for no work; KEY, VALUE: a `codec.SideLayout`.
     ring: pages of the last RECENT tokens' residuals, RING tokens in each of RING_BLOCKS; ring_table: int32 [sequences,
-    RING_BLOCKS], negative for none. Unread where RECENT is 0.
-    starts: int32 [sequences + 1], the first row of each sequence, whose rows see one token more each, the last one all;
-    spans, bases: as `plan` writes them. Without SEVERAL each sequence is one row, and these are not read.
+    RING_BLOCKS], negative for none. Unread if RECENT is 0.
+    starts: int32 [sequences + 1], the first row of each sequence; each row sees a token more, and the last one all;
+    spans, bases: as written by `plan`. Without SEVERAL each sequence is one row, and these are not read.
     out: float32 [results, kv_heads, RATIO, D], normalised, rotated; lse: float32 [results, kv_heads, RATIO] in log2. A
     split has a result for each row of its sequence.
     """
@@ -235,14 +237,14 @@ def decode_kernel(
         ring_rows = ()
         for i in gl.static_range(RING_BLOCKS):
             ring_rows = ring_rows + (gl.load(ring_table_ptr + sequence.to(gl.int64) * ring_table_stride + i),)
-        # From the first tile with a token of the recent window on, digits take the places of tiles ahead.
+        # From the first tile of the recent window on, digits take the buffers of later tiles.
         plain = end
         ahead = end
         if RECENT > 0:
             plain = gl.minimum(gl.maximum(gl.maximum(length - RECENT, 0) // TILE * TILE, start), end)
             ahead = gl.minimum(plain + 1, end)
-        # What this step stores is at the end of a sequence: its own token, and before it perhaps one of a sequence that
-        # it shares a block with. Tiles before these two tokens do not wait for `store`.
+        # This step stores at the end of a sequence: its own token, and before it perhaps one of a sequence that shares
+        # a block with it. Tiles before these two tokens do not wait for `store`.
         settled = gl.minimum(end - 1 - TILE, ahead)
         blocks = ()
         for i in gl.static_range(STAGES - 1):
@@ -321,5 +323,5 @@ def decode_kernel(
             out_ptr + at * D, lse_ptr + at, first, count, heads * RATIO, m, total, zeros, acc, VALUE, D, GROUP, RATIO,
             Q, SEVERAL,
         )  # fmt: skip
-    elif OVERLAP:  # what comes after relies on this kernel for all that came before
+    elif OVERLAP:  # later kernels rely on this one for all earlier writes
         gdc_wait()

@@ -1,7 +1,7 @@
-"""Gather: lay tokens side by side in 16 bits, in the model's own elements: read back from pages, or fresh ones.
+"""Gather: write tokens contiguously in 16 bits, in the model's dtype: read back from pages, or copied from fresh ones.
 
-Prefill attends through a workspace of fixed size. Where contexts and the step's own tokens fit into it together, one
-launch lays them out and one call of FlashAttention runs over them. Longer contexts come chunk by chunk.
+Prefill attends through a workspace of fixed size. If contexts and the step's own tokens fit into it together, one
+launch writes them and one call of FlashAttention runs over them. Longer contexts come chunk by chunk.
 """
 
 import triton
@@ -14,7 +14,7 @@ from kvpilot_kernels.gpu.rotation import load_signs, plain_slots, rotate
 @triton.jit
 def read_side(page_ptr, place, live, signs_ptr, head, mean_ptr, scale_ptr, SIDE: tl.constexpr, HEAD: tl.constexpr,
               D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
-    """Rows [TOKENS, WIDE] of a side of `head`, rotated back, in plain slots of the model's elements, float32."""
+    """Read rows [TOKENS, WIDE] of a side of `head`, rotated back, in plain slots of the model's elements, float32."""
     code = read_codes(page_ptr + (SIDE.codes + place * SIDE.row), live, SIDE.bits, D, WIDE)
     at = (page_ptr + SIDE.meta).to(tl.pointer_type(tl.int16))[:, None]
     at += tl.arange(0, WIDE // 64)[None, :] * PAGE + place[:, None]
@@ -38,11 +38,11 @@ def gather_kernel(
     KV_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
     WIDE: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(tokens, TOKENS), KV_HEADS): the tokens in `slots`, one after the other.
+    """Write the tokens in `slots`, one after the other. Grid (cdiv(tokens, TOKENS), KV_HEADS).
 
     slots: int64 [tokens]; a negative one, -1 - row, is a fresh token: row `row` of key and value, strides per token in
-    elements. ordinals: int32 [tokens], places in a sequence from 1 on. Outputs: 16 bits [tokens, KV_HEADS, HEAD]. The
-    rest as in `store`.
+    elements. ordinals: int32 [tokens], positions in a sequence from 1 on. Outputs: 16 bits [tokens, KV_HEADS, HEAD].
+    The rest is as in `store`.
     """
     head = tl.program_id(1)
     at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -67,7 +67,7 @@ def gather_kernel(
         page, place, stored, value_signs_ptr, head, value_mean_ptr, value_scale_ptr, VALUE, HEAD, D, WIDE, PAGE
     )
     tl.store(value_out_ptr + to, y.to(value_out_ptr.dtype.element_ty), mask=mask)
-    if fresh:  # read again what the rest needs: nothing of it is kept in registers meanwhile
+    if fresh:  # load the arguments again, since they are not kept in registers meanwhile
         row = -1 - tl.load(slots_ptr + at, mask=live, other=0)
         mask = (row >= 0)[:, None] & has[None, :]
         given = tl.load(key_ptr + (row[:, None] * key_stride + head * HEAD + d[None, :]), mask=mask, other=0.0)

@@ -1,18 +1,17 @@
 """Decode of multi-head latent attention: one query token of every sequence over its latent pages, split over tokens.
 
-All heads attend to the same entries, and values are the latents again, so a tile of packed codes is read once for both
-products and for all heads of a program. With codes c, scale s and zero point z of a token, and the rotated query q
+All heads attend to the same entries, and values are the latents again. So a tile of packed codes is read once for both
+products and all heads of a program. With codes c, scale s and zero point z of a token, and the rotated query q
 
     q . x = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
-As in `decode`, codes go from memory to shared memory as they are and by ldmatrix, transposed for the values, to the
-left operand of an MMA, where one AND makes a code a float16: a subnormal, which tensor cores multiply exactly. Tokens,
-or elements, are along M and heads along N, so 16 heads fill what they take. Unlike `decode` a program has several
-warps: the accumulators of 512 elements are too many registers for one.
+As in `decode`, codes go unchanged from memory to shared memory and by ldmatrix, transposed for the values, to the left
+operand of an MMA. There one AND makes a code a float16 subnormal, which tensor cores multiply exactly. Tokens or
+elements are along M and heads along N, so that 16 heads fill an operand. Unlike `decode` a program has several warps,
+because the accumulators of 512 elements are too many registers for one.
 
-Weights p s are kept relative to a large one of them, not to the largest p: a latent may be small or large as a model
-likes. Where one would leave float16's range, which is seldom, sums are scaled anew; so float16 has room for 2^22 below
-the largest.
+Weights p s are relative to a large one of them, not to the largest p, since a latent may be arbitrarily small or large.
+If one would leave float16's range, which is rare, sums are rescaled. Weights down to 2^-22 of the largest fit.
 """
 
 from triton.experimental import gluon
@@ -50,13 +49,13 @@ from kvpilot_kernels.gpu.operands import (
 )
 
 HEADROOM = gl.constexpr(15.0)
-"""No weight is above 2^15, within float16."""
+"""Exponent of the largest weight, 2^15, within float16's range."""
 
 FROM = gl.constexpr(8.0)
-"""Where one would be, weights are counted anew, so that it is 2^8."""
+"""Exponent of the weight, 2^8, that a rescaling gives the largest one."""
 
 LEAST = gl.constexpr(2.0**-20)
-"""The smallest scale that a token of other than zeros has."""
+"""Smallest scale of a token that is not all zeros."""
 
 
 @gluon.jit
@@ -77,10 +76,10 @@ def multiply_by_queries(low, queries, sums, first: gl.constexpr, BITS: gl.conste
 def score(codes, rope_codes, queries, rope_queries, word, rope_word, stage, sums_ptr, count, LATENT: gl.constexpr,
           POSITION: gl.constexpr, HEADS: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr,
           WARPS: gl.constexpr):  # fmt: skip
-    """A tile's scores in log2, by part float32 [TILE, heads].
+    """Return a tile's scores in log2, by part float32 [TILE, heads].
 
-    word, rope_word: metadata of its tokens. Sums of the queries are loaded anew for each tile: kept, they would be more
-    registers than there are.
+    word, rope_word: metadata of its tokens. Sums of the queries are loaded for each tile again, because registers have
+    no room for them.
     """
     PARTS: gl.constexpr = parts(Q)
     CHUNKS: gl.constexpr = LATENT.row // 2 // chunk_words(WARPS)
@@ -135,7 +134,7 @@ def accumulate(codes, weights, stage, acc, LATENT: gl.constexpr, Q: gl.constexpr
 
 @gluon.jit
 def rescaled(acc, alphas):
-    """acc, by plane and part, times a factor for each head, by part [heads]."""
+    """Return acc, by plane and part, times a factor for each head, by part [heads]."""
     PARTS: gl.constexpr = len(alphas)
     new = ()
     for i in gl.static_range(len(acc)):
@@ -149,13 +148,11 @@ def latent_decode_kernel(
     LATENT: gl.constexpr, POSITION: gl.constexpr, HEADS: gl.constexpr, TAKE: gl.constexpr, Q: gl.constexpr,
     TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Partial attention of one split of the plan and TAKE of the heads, padded to Q; WARPS warps.
+    """Attend in one split of the plan, for TAKE heads padded to Q, with WARPS warps. Grid (cdiv(HEADS, TAKE), splits).
 
-    Grid (cdiv(HEADS, TAKE), splits).
-
-    query: float16 [sequences, HEADS, 576] and sums: float32 [sequences, 3, HEADS], as `latent_store` prepares them.
-    cache: latent pages; table: int32 [sequences, blocks]; splits: int32 [splits, 4] as (sequence, start, end, ...), a
-    sequence of -1 is no work; LATENT, POSITION: a `codec.SideLayout`.
+    query: float16 [sequences, HEADS, 576] and sums: float32 [sequences, 3, HEADS], from `latent_store`.
+    cache: latent pages; table: int32 [sequences, blocks]; splits: int32 [splits, 4] as (sequence, start, end, ...),
+    with a sequence of -1 for no work; LATENT, POSITION: a `codec.SideLayout`.
     out: float32 [splits, HEADS, 512], normalised, rotated; lse: float32 [splits, HEADS] in log2.
     OVERLAP: launched as a dependent of `latent_prepare`, which lets this start once every entry is stored.
     """
@@ -233,7 +230,7 @@ def latent_decode_kernel(
                 codes, rope_codes, queries, rope_queries, word, rope_word, stage, sums, count, LATENT, POSITION, HEADS,
                 TILE, Q, WARPS,
             )  # fmt: skip
-            # Past the end scales may be NaN, and 0 * NaN is not 0; before it a NaN is in the score already.
+            # Past the end scales may be NaN, and 0 * NaN is not 0. Before the end the score is NaN already.
             scale = scales_up_to(word, gl.full([TILE], LARGEST_HALF, gl.uint16, ROWS))
             height = gl.log2(gl.maximum(scale, LEAST))
             zero = zero_codes(word)
@@ -272,7 +269,7 @@ def latent_decode_kernel(
             norm = gl.convert_layout(gl.sum(total[j], 0), COLS)
             shift = gl.convert_layout(gl.sum(zeros[j], 0), COLS) * (zero_unit(LATENT.bits) / UNIT)
             n = PARTS[j][0] + gl.arange(0, PARTS[j][1], COLS)
-            for i in gl.static_range(len(PLANES) // 2):  # of a word's even element and its odd one
+            for i in gl.static_range(len(PLANES) // 2):  # even and odd elements of a word
                 even, odd = acc[2 * i * len(PARTS) + j], acc[(2 * i + 1) * len(PARTS) + j]
                 even = (even * (0.5 ** (LATENT.bits * PLANES[2 * i][1]) / UNIT) - shift[None, :]) / norm[None, :]
                 odd = (odd * (0.5 ** (LATENT.bits * PLANES[2 * i][1]) / UNIT) - shift[None, :]) / norm[None, :]
@@ -280,5 +277,5 @@ def latent_decode_kernel(
                 to = out_ptr + at * RANK + n[None, :] * RANK + element
                 store_pairs(to, even, odd, (n[None, :] < count) & (word >= 0))
             gl.store(lse_ptr + at + n, gl.log2(norm) + m[j], mask=n < count)
-    elif OVERLAP:  # what comes after relies on this kernel for all that came before
+    elif OVERLAP:  # later kernels rely on this one for all earlier writes
         gdc_wait()

@@ -1,7 +1,7 @@
-"""Gather of latent pages: read entries back into 16 bits, in the model's own elements.
+"""Gather of latent pages: read entries back in the model's dtype, 16 bits.
 
-Prefill makes keys and values of each head out of its context's entries, a chunk of the context at a time, in a
-workspace of fixed size; the context never exists in 16 bits as a whole.
+Prefill computes each head's keys and values from its context's entries, chunk by chunk, in a workspace of fixed size.
+The whole context never exists in 16 bits.
 """
 
 import triton
@@ -14,7 +14,7 @@ from kvpilot_kernels.gpu.rotation import rotate
 
 @triton.jit
 def read_part(page, place, live, to, mean_ptr, factor_ptr, SIDE: tl.constexpr, WIDTH: tl.constexpr):
-    """Write rows [TOKENS, WIDTH] of a part, rotated back, in the model's elements, at pointers [TOKENS], if `live`."""
+    """Write rows [TOKENS, WIDTH] of a part, rotated back, in the model's dtype, at pointers [TOKENS], if `live`."""
     d = tl.arange(0, WIDTH)
     code = read_codes(page + (SIDE.codes + place * SIDE.row), live, SIDE.bits, WIDTH, WIDTH)
     meta = tl.load((page + SIDE.meta).to(tl.pointer_type(tl.int16)) + place, mask=live, other=0).to(tl.int32)
@@ -24,12 +24,12 @@ def read_part(page, place, live, to, mean_ptr, factor_ptr, SIDE: tl.constexpr, W
     tl.store(to[:, None] + d[None, :], y.to(to.dtype.element_ty), mask=live[:, None])
 
 
-# What a step gives it are parts of tensors, and tables of any width.
+# A step passes parts of tensors, and tables of any width.
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "starts_ptr"])
 def latent_gather_kernel(cache_ptr, table_ptr, starts_ptr, rows_ptr, out_ptr, mean_ptr, factor_ptr,
                          page_stride, table_stride, LATENT: tl.constexpr, POSITION: tl.constexpr, PAGE: tl.constexpr,
                          TOKENS: tl.constexpr):  # fmt: skip
-    """Grid (cdiv(longest, TOKENS), 2, sequences): latents and RoPE parts of tokens [start, start + length).
+    """Read latents and RoPE parts of tokens [start, start + length). Grid (cdiv(longest, TOKENS), 2, sequences).
 
     table: int32 [sequences, blocks]; starts: int32 [sequences]; rows: int32 [sequences + 1], where each sequence's
     tokens start in the output (their differences are the lengths); out: any float dtype, [rows, 576]; the rest as in

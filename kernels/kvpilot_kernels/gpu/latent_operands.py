@@ -1,6 +1,6 @@
-"""Latents as operands of MMAs: how words lie over the warps of a program, how queries and tiles get to shared memory.
+"""Latents as operands of MMAs: layout of words over a program's warps, and copies to shared memory.
 
-What `operands` is to pages of keys and values; the products are in `latent_decode`.
+It corresponds to `operands` for keys and values; `latent_decode` has the products.
 """
 
 from triton.experimental import gluon
@@ -16,43 +16,43 @@ ROPE_WORDS = gl.constexpr(formats.ROPE // 2)
 
 @gluon.constexpr_function
 def products(warps):
-    """The layout of a product: 16 rows to a warp, all columns."""
+    """Return the layout of a product: 16 rows to a warp, all columns."""
     return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
 
 
 @gluon.constexpr_function
 def left(warps):
-    """Words, or the float16 made of them, as a product's left operand."""
+    """Return the layout of words, or of the float16 made of them, as a product's left operand."""
     return gl.DotOperandLayout(0, products(warps), 2)
 
 
 @gluon.constexpr_function
 def right(warps):
-    """Queries or weights as a product's right operand."""
+    """Return the layout of queries or weights as a product's right operand."""
     return gl.DotOperandLayout(1, products(warps), 2)
 
 
 @gluon.constexpr_function
 def halves(warps):
-    """The layout of a product in which the two rows that a thread has of 16 became one."""
+    """Return the layout of a product after the two rows of 16 that a thread has became one."""
     return gl.BlockedLayout([1, 2], [8, 4], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def copies(words, warps):
-    """Words of a row as threads copy them, 16 bytes each."""
+    """Return the layout of a row's words as threads copy them, 16 bytes each."""
     return gl.BlockedLayout([1, 8], [256 // words, words // 8], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def chunk_words(warps):
-    """Words of a row that are an operand at a time: an MMA's 16 rows to a warp, when they are rows."""
+    """Return the number of a row's words that form an operand at once: an MMA's 16 rows to a warp."""
     return 16 * warps
 
 
 @gluon.constexpr_function
 def parts(heads):
-    """Heads along N, a multiple of 8, as (first, width) of products whose widths are powers of two."""
+    """Split heads along N, a multiple of 8, into products (first, width) whose widths are powers of two."""
     found, first = (), 0
     for width in (32, 16, 8):
         if heads - first >= width:
@@ -63,7 +63,7 @@ def parts(heads):
 
 @gluon.constexpr_function
 def planes(bits, warps):
-    """Planes of a latent's row as (chunk, sub-plane, odd).
+    """Return the planes of a latent's row as (chunk, sub-plane, odd).
 
     Element of word w: sub * 512 * bits / 8 + 2 * (chunk * chunk_words + w) + odd.
     """
@@ -78,9 +78,9 @@ def planes(bits, warps):
 @gluon.jit
 def stage_queries(queries, rope_queries, query_ptr, count, first: gl.constexpr, LATENT: gl.constexpr, Q: gl.constexpr,
                   WARPS: gl.constexpr):  # fmt: skip
-    """Put prepared queries from `first` on, of `count`, into shared memory by plane, float16 [Q, words].
+    """Copy prepared queries from `first` on, of `count`, into shared memory by plane, float16 [Q, words].
 
-    Each is divided by what codes of its plane have too much.
+    Each is divided by the excess factor of its plane's codes.
     """
     PLANES: gl.constexpr = planes(LATENT.bits, WARPS)
     WORDS: gl.constexpr = chunk_words(WARPS)
@@ -100,7 +100,7 @@ def stage_queries(queries, rope_queries, query_ptr, count, first: gl.constexpr, 
 @gluon.jit
 def load_sums(sums_ptr, count, first: gl.constexpr, LATENT: gl.constexpr, POSITION: gl.constexpr, HEADS: gl.constexpr,
               Q: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """Of queries from `first` on, float32 [Q]: unit, and what a zero code takes off both products, all over UNIT."""
+    """Load the unit of queries from `first` on, and a zero code's share in both products, float32 [Q] over UNIT."""
     n = first + gl.arange(0, Q, gl.SliceLayout(0, products(WARPS)))
     unit = gl.load(sums_ptr + n, mask=n < count, other=0.0) * (1.0 / UNIT)
     taken = gl.load(sums_ptr + HEADS + n, mask=n < count, other=0.0) * zero_unit(LATENT.bits)
@@ -131,13 +131,13 @@ def fetch(codes, rope_codes, meta, stage, cache_ptr, table_ptr, t, end, page_str
         copy_to_shared(rope_codes.index(stage), rows + (token * ROPE_WORDS + word))
         flat: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
         i = gl.arange(0, 2 * TILE, flat)
-        # The words of latents and of RoPE parts are one region after the other.
+        # The metadata of latents and of RoPE parts are adjacent regions.
         copy_to_shared(meta.index(stage), (page + LATENT.meta).to(u16) + place + ((i // TILE) * PAGE + i % TILE))
 
 
 @gluon.jit
 def over_own_rows(x, WARPS: gl.constexpr):
-    """Sums over the two rows of 16 that a thread has of a product [rows, heads]: [rows / 2, heads]."""
+    """Sum the two rows of 16 that a thread has of a product [rows, heads]: [rows / 2, heads]."""
     ROWS: gl.constexpr = x.shape[0]
     Q: gl.constexpr = x.shape[1]
     x = gl.sum(gl.reshape(x, [ROWS // 16, 2, 8, Q]), 1)

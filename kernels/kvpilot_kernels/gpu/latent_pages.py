@@ -1,6 +1,7 @@
-"""Latent pages on a GPU: what a backend calls, with the same contract as `kvpilot_kernels.latent.cpu`.
+"""Latent pages on a GPU: the interface for backends, with the same contract as `kvpilot_kernels.latent.cpu`.
 
-A `LatentPlan` holds what all layers of a step share: how decode's work is cut, and the scratch of its partial results.
+A `LatentPlan` holds the data that all layers of a step share: the splits of decode, and scratch for its partial
+results.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from kvpilot_kernels.latent import check
 from kvpilot_kernels.latent.factors import LatentFactors
 
 MOST_HEADS = 128
-"""Query heads of a model (of a rank) that were checked against the reference."""
+"""Largest number of a rank's query heads that was checked against the reference."""
 
 BEYOND = 1
-"""Splits of each sequence that a plan may make beyond a wave: a result of 128 heads is 256 KiB."""
+"""Splits per sequence that a plan may make beyond a wave; a result of 128 heads is 256 KiB."""
 
 
 def part_layouts(fmt: LatentFormat, block_size: int) -> tuple[SideLayout, SideLayout]:
-    """Constants of a page's latents and RoPE parts.
+    """Return the constants of a page's latents and RoPE parts.
 
     Raises:
         FormatError: as `LatentFormat.page_layout`.
@@ -47,10 +48,10 @@ def part_layouts(fmt: LatentFormat, block_size: int) -> tuple[SideLayout, SideLa
 
 
 class LatentShape:
-    """What is fixed for a layer: format, heads, block size, and the launch choices that follow.
+    """Fixed properties of a layer: format, heads, block size, and the launch choices that follow.
 
     Args:
-        fmt: the format. heads: query heads here (of this rank), at most 128. block_size: tokens in a page.
+        fmt: the format. heads: query heads of this rank, at most 128. block_size: tokens in a page.
 
     Raises:
         BadInputError: another number of heads. FormatError: a block size without a layout.
@@ -69,7 +70,7 @@ class LatentShape:
 
 
 class LatentPlan:
-    """How one step's decode is cut; made once for `sequences` rows, its buffers keep their addresses.
+    """Splits of one step's decode, for up to `sequences` rows; its buffers keep their addresses.
 
     Attributes:
         splits: int32 [count, 4]; spans: int32 [sequences, 2] (`plan`).
@@ -88,7 +89,7 @@ class LatentPlan:
         self.sums = torch.empty(sequences, 3, heads, dtype=torch.float32, device=device)
 
     def update(self, seq_lens: torch.Tensor) -> None:
-        """Cut the work for int32 [sequences or fewer] stored lengths; 0 is a row of padding.
+        """Split the work for int32 [sequences or fewer] stored lengths; 0 is a row of padding.
 
         Raises:
             BadInputError: more sequences than the plan has.
@@ -98,10 +99,10 @@ class LatentPlan:
 
 
 class GpuLatentPages:
-    """One layer's cache of latent pages, uint8 [blocks, block_size, row_bytes], flat per block.
+    """Cache of latent pages of one layer, uint8 [blocks, block_size, row_bytes], flat per block.
 
     Raises:
-        BadInputError: the cache is not laid out as the shape says, naming what it should be.
+        BadInputError: the cache does not have the right layout, which the message names.
     """
 
     def __init__(self, cache: torch.Tensor, shape: LatentShape, factors: LatentFactors | None = None) -> None:
@@ -118,7 +119,7 @@ class GpuLatentPages:
 
         Args:
             latent: [tokens, 512], after its norm; rope: [tokens, 64], after RoPE; any float dtype.
-            slot_mapping: int64 [tokens or fewer], block * block_size + place; negative is padding.
+            slot_mapping: int64 [tokens or fewer], block * block_size + offset; negative is padding.
 
         Raises:
             BadInputError: another shape, type or stride; nothing was launched.
@@ -161,11 +162,11 @@ class GpuLatentPages:
 
     def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: LatentPlan,
                out: torch.Tensor) -> None:  # fmt: skip
-        """Attention of one query token per sequence, prepared by `prepare`, over all of its stored tokens.
+        """Attend from one query token per sequence, prepared by `prepare`, to all of its stored tokens.
 
         Args:
             block_table: int32 [sequences, blocks]; entries past a sequence's length are not read.
-            seq_lens: int32 [sequences] tokens stored, as the plan was updated with; 0 gives zeros.
+            seq_lens: int32 [sequences] tokens stored, as in the plan's update; 0 gives zeros.
             out: [sequences, heads, 512], 16 bits or float32, in latent space, written; heads and elements contiguous.
 
         Raises:
@@ -189,7 +190,7 @@ class GpuLatentPages:
             self.merge(seq_lens.shape[0], plan, out)
 
     def attend(self, block_table: torch.Tensor, sequences: int, plan: LatentPlan) -> None:
-        """The first half of `decode`: partial results of every split, into the plan."""
+        """Run the first half of `decode`: write partial results of every split to the plan."""
         s, choice = self.shape, self.shape.choice
         latent_decode_kernel[(triton.cdiv(s.heads, s.take), most_splits(sequences, s.wave, BEYOND))](
             plan.rotated, plan.sums, self.cache, block_table, plan.splits, plan.partial, plan.lse,
@@ -199,7 +200,7 @@ class GpuLatentPages:
         )  # fmt: skip
 
     def merge(self, sequences: int, plan: LatentPlan, out: torch.Tensor) -> None:
-        """The second half of `decode`: merge what the plan holds, rotate it back and write it to `out`."""
+        """Run the second half of `decode`: merge the plan's results, rotate them back and write them to `out`."""
         s, f = self.shape, self.factors
         choice = latent_tuning.merging(s.wave // sequences)
         latent_reduce_kernel[(sequences, triton.cdiv(s.heads, choice.heads))](
@@ -209,7 +210,7 @@ class GpuLatentPages:
 
     def gather(self, block_table: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor, longest: int,
                out: torch.Tensor) -> None:  # fmt: skip
-        """Read tokens [start, start + length) of each sequence back, in the model's own elements.
+        """Read tokens [start, start + length) of each sequence back, in the model's dtype.
 
         Args:
             block_table: int32 [sequences, blocks]. starts: int32 [sequences].

@@ -17,12 +17,11 @@ from kvpilot_kernels.gpu.rotation import rotate
 def latent_reduce_kernel(partial_ptr, lse_ptr, spans_ptr, mean_ptr, factor_ptr, out_ptr, out_stride,
                          HEADS: tl.constexpr, TAKE: tl.constexpr, STEP: tl.constexpr,
                          OVERLAP: tl.constexpr):  # fmt: skip
-    """Grid (sequences, cdiv(HEADS, TAKE)): a program takes TAKE heads, STEP splits in flight.
+    """Merge the results of TAKE heads, STEP splits in flight. Grid (sequences, cdiv(HEADS, TAKE)).
 
     partial: float32 [splits, HEADS, 512]; lse: float32 [splits, HEADS]; spans: int32 [sequences, 2], the first split of
-    a sequence and how many it has; mean and factor: float32 [512 or more]; out: [sequences, HEADS, 512], any float
-    dtype, stride per sequence in elements. A sequence without splits gets zeros. OVERLAP: launched as a dependent of
-    decode.
+    a sequence and their number; mean and factor: float32 [512 or more]; out: [sequences, HEADS, 512], any float dtype,
+    stride per sequence in elements. A sequence without splits gets zeros. OVERLAP: launched as a dependent of decode.
     """
     sequence = tl.program_id(0)
     first = tl.load(spans_ptr + 2 * sequence).to(tl.int64)
@@ -33,7 +32,7 @@ def latent_reduce_kernel(partial_ptr, lse_ptr, spans_ptr, mean_ptr, factor_ptr, 
     if OVERLAP:
         gdc_wait()
     head = tl.program_id(1) * TAKE + tl.arange(0, TAKE)
-    # Splits first: a warp then has a head, or several have one, and nothing in the loop crosses threads.
+    # Splits are the first dimension: a head belongs to one or several warps, and the loop exchanges no data.
     k = tl.arange(0, STEP)[:, None, None]
     h = head[None, :, None]
     top = tl.full([STEP, TAKE, 1], -1e30, tl.float32)

@@ -1,11 +1,11 @@
 """Store of latent pages: rotate, quantize, pack and write a step's entries; and prepare the queries that decode.
 
-These are two launches, as vLLM stores a step's entries before it has absorbed its queries. What is computed is
-`latent.reference` with the factors of `latent.factors`. For a query it is, with both parts rotated,
+There are two launches, because vLLM stores a step's entries before it has absorbed its queries. The computation is that
+of `latent.reference` with the factors of `latent.factors`. For a query it is, with both parts rotated,
 
     q' = (q / factor) H * scale * log2(e) / unit        unit: so that its largest element is LARGEST
 
-in float16, so that whatever a model's magnitudes are, neither q' nor a sixteenth of it leaves float16's range.
+in float16. So neither q' nor a sixteenth of it leaves float16's range, whatever the model's magnitudes are.
 """
 
 import triton
@@ -22,7 +22,7 @@ ROPE = tl.constexpr(formats.ROPE)
 ENTRY = tl.constexpr(formats.ENTRY)
 
 LARGEST = tl.constexpr(1024.0)
-"""Of a prepared query's elements: sums over 576 of them with codes of 8 bits stay far within float32 and float16."""
+"""Largest element of a prepared query: sums over 576 of them with 8-bit codes stay within float16 and float32."""
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def store_part(x_ptr, stride, mean_ptr, factor_ptr, slots_ptr, cache_ptr, tokens
 @triton.jit
 def load_part(x_ptr, stride, head_stride, factor_ptr, row, live, scale, HEADS: tl.constexpr,
               WIDTH: tl.constexpr):  # fmt: skip
-    """Rotated rows of queries, float32 [ROWS, WIDTH]; row: [ROWS], counting the heads of all tokens."""
+    """Load rotated rows of queries, float32 [ROWS, WIDTH]; row: [ROWS], counting the heads of all tokens."""
     d = tl.arange(0, WIDTH)
     at = (row // HEADS).to(tl.int64) * stride + (row % HEADS) * head_stride
     x = tl.load(x_ptr + at[:, None] + d[None, :], mask=live[:, None], other=0.0)
@@ -62,11 +62,11 @@ def latent_store_kernel(
     page_stride, LATENT: tl.constexpr, POSITION: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(tokens, TOKENS), 2): latents, then RoPE parts.
+    """Store latents, then RoPE parts. Grid (cdiv(tokens, TOKENS), 2).
 
     latent: [tokens, 512] and rope: [tokens, 64]; any float dtype, strides per token in elements; slots: int64 [tokens],
     negative for padding; cache: uint8 pages, stride in bytes; mean and factor: float32 [576]; LATENT, POSITION: a
-    `codec.SideLayout`. OVERLAP: what came before is there after `gdc_wait`.
+    `codec.SideLayout`. OVERLAP: earlier writes are visible after `gdc_wait`.
     """
     if OVERLAP:
         gdc_wait()
@@ -87,11 +87,11 @@ def latent_prepare_kernel(
     query_ptr, query_rope_ptr, rotated_ptr, sums_ptr, factor_ptr, rows, query_stride, query_head,
     query_rope_stride, query_rope_head, scale, HEADS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(rows, ROWS),); a row is a query of one head.
+    """Prepare queries; a row is a query of one head. Grid (cdiv(rows, ROWS),).
 
     query: [tokens, HEADS, 512] and query_rope: [tokens, HEADS, 64], any float dtype, strides per token and per head in
     elements; rotated: float16 [tokens, HEADS, 576]; sums: float32 [tokens, 3, HEADS], a query's unit and the sums of
-    its two parts; factor: as above. OVERLAP: decode may start once what came before this is there.
+    its two parts; factor: as above. OVERLAP: decode may start once earlier writes are visible.
     """
     if OVERLAP:
         gdc_wait()
@@ -112,7 +112,7 @@ def latent_prepare_kernel(
     tl.store(to[:, None] + (tl.arange(0, ROPE) + RANK)[None, :], rope_half, mask=live[:, None])
     total = tl.sum(half.to(tl.float32), 1)
     rope_total = tl.sum(rope_half.to(tl.float32), 1)
-    # Of a query with a NaN all scores are: a maximum may have lost it, a sum cannot.
+    # Propagate NaN to all scores of the query: a maximum can drop it, a sum cannot.
     unit += (total + rope_total) * 0.0
     to = sums_ptr + (row // HEADS).to(tl.int64) * (3 * HEADS) + row % HEADS
     tl.store(to, unit, mask=live)

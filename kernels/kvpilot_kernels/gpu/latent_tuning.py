@@ -1,7 +1,7 @@
 """Launch choices of latent decode: heads, warps, tile, stages, and how many programs fit a multiprocessor.
 
-They follow from registers and shared memory (docs/benchmarks/kernel-resources.md), the merge from what an H200 took
-(docs/benchmarks/h200-mla.md). `benchmarks/kernels/mla_decode.py --sweep` times others beside them.
+They follow from registers and shared memory (docs/benchmarks/kernel-resources.md), the merge from times on an H200
+(docs/benchmarks/h200-mla.md). `benchmarks/kernels/mla_decode.py --sweep` times alternatives.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from math import gcd
 from kvpilot_formats.latent import ENTRY, LatentFormat
 
 MOST_HEADS = 24
-"""Heads of a program: accumulators of 512 elements for each are all that registers hold."""
+"""Largest number of heads of a program, limited by registers: each needs accumulators of 512 elements."""
 
 STORE_TOKENS, STORE_WARPS = 1, 1
-"""Rows of a program of `store` and of `prepare`, and its warps."""
+"""Rows and warps of a program of `store` and of `prepare`."""
 
 GATHER_TOKENS, GATHER_WARPS = 8, 4
-"""Tokens of a program of `gather`, and its warps."""
+"""Tokens and warps of a program of `gather`."""
 
 
 @dataclass(frozen=True)
 class Merge:
-    """Of a program of `reduce`: its `heads`, the `splits` in flight, a power of two, and its `warps`."""
+    """Program of `reduce`: its `heads`, the `splits` in flight, a power of two, and its `warps`."""
 
     heads: int
     splits: int
@@ -31,10 +31,10 @@ class Merge:
 
 
 def merging(splits: int) -> Merge:
-    """The merge where a sequence may have so many splits.
+    """Return the merge for sequences of at most so many splits.
 
-    One sequence alone has as many as the GPU has room for, and few programs merge them: these take many splits at once,
-    or memory's latency is paid for each pair. Measured with 264, 33 and 8 splits a sequence.
+    A single sequence has as many splits as the GPU has room for, and few programs merge them. These take many splits at
+    once, to pay memory's latency less often. Measured with 264, 33 and 8 splits per sequence.
     """
     if splits > 64:
         return Merge(1, 32, 16)
@@ -42,7 +42,7 @@ def merging(splits: int) -> Merge:
 
 
 def shared_kib(capability: tuple[int, int]) -> int:
-    """Shared memory of a multiprocessor; a program may have all but one KiB, and one more goes with each program."""
+    """Return a multiprocessor's shared memory; a program may have all but 1 KiB, and costs 1 KiB more."""
     if capability in ((8, 6), (8, 9)) or capability[0] == 12:
         return 100
     return 164 if capability[0] == 8 else 228
@@ -50,8 +50,13 @@ def shared_kib(capability: tuple[int, int]) -> int:
 
 @dataclass(frozen=True)
 class LatentChoice:
-    """`heads` of a program padded to a multiple of 8, `tile` tokens a turn, `stages` tiles in flight, `warps`, and the
-    `programs` that fit a multiprocessor at once. `registers` a thread may have, None for what the assembler takes."""
+    """Launch choices of a program.
+
+    Attributes:
+        heads: padded to a multiple of 8. tile: tokens a turn. stages: tiles in flight. warps: of the program.
+        programs: number that fits a multiprocessor at once. registers: limit per thread, None to let the assembler
+            choose.
+    """
 
     heads: int
     tile: int
@@ -61,17 +66,17 @@ class LatentChoice:
     registers: int | None = None
 
     def shared_bytes(self, fmt: LatentFormat) -> int:
-        """Bytes of shared memory that a program takes, but for a few that reductions over warps need."""
+        """Return the bytes of shared memory of a program, without the few that reductions over warps need."""
         return self.stages * self.tile * fmt.row_bytes + self.heads * (2 * ENTRY + 2 * self.tile)
 
 
 def program_heads(heads: int) -> int:
-    """Heads of a program, of so many in all: as even a share as can be of at most MOST_HEADS."""
+    """Return the heads of a program, of so many in all: an even share of at most MOST_HEADS."""
     return -(-heads // -(-heads // MOST_HEADS))
 
 
 def choose(fmt: LatentFormat, heads: int, block_size: int, capability: tuple[int, int]) -> LatentChoice:
-    """The choice for a model's `heads` (of this rank). The tile divides `block_size`, as a tile lies in one page."""
+    """Return the choice for `heads` of this rank. The tile divides `block_size`, since it lies in one page."""
     wide = -(-program_heads(heads) // 8) * 8
     for most in (64, 32):
         choice = LatentChoice(wide, gcd(most, block_size), 2, 4, 2)

@@ -1,8 +1,8 @@
 """Launch a compiled kernel again without Triton's Python launcher.
 
 Triton binds, specializes and looks up every argument of every launch in Python. With 40 parameters that takes longer
-than the kernels of a small step run, so a step that no CUDA graph holds would wait for the host. A `Variant` keeps what
-Triton compiled for each kind of arguments and hands later arguments to the compiled launcher as they are.
+than the kernels of a small step run, so a step outside a CUDA graph would wait for the host. A `Variant` keeps
+Triton's compiled program for each kind of arguments, and passes later arguments directly to the compiled launcher.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Numbers = tuple[int | float, ...]
 
 
 class Variant:
-    """A kernel with its constants and launch options.
+    """Kernel with its constants and launch options.
 
     Args:
         kernel: a function of `triton.jit` or `gluon.jit` that takes pointers, then numbers, then constants.
@@ -31,7 +31,7 @@ class Variant:
         self._compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
     def __call__(self, grid: tuple[int, int, int], pointers: Pointers, numbers: Numbers) -> CompiledKernel | None:
-        """Launch the kernel; return what was compiled, None where nothing was, as in the interpreter."""
+        """Launch the kernel; return the compiled program, or None in the interpreter."""
         key = kinds(pointers, numbers)
         compiled = self._compiled.get(key)
         if compiled is None:
@@ -47,7 +47,7 @@ class Variant:
         found = self._kernel[grid](*args, **self._constants)
         if not isinstance(found, CompiledKernel):
             return None
-        # The compiled launcher takes the constants, too, in the kernel's order, and reads none.
+        # The compiled launcher also takes the constants, in the kernel's order, and ignores them.
         self._rest = tuple(self._constants[name] for name in self._kernel.arg_names[len(args) :])
         if key[0] == 0:
             self._compiled[key] = found
@@ -55,7 +55,10 @@ class Variant:
 
 
 def kinds(pointers: Pointers, numbers: Numbers) -> tuple[Any, ...]:
-    """Return all that Triton may compile another program for; the first entry is 0 if 16 divides every address."""
+    """Return the properties of arguments for which Triton may compile another program.
+
+    The first entry is 0 if 16 divides every address.
+    """
     unaligned = 0
     for x in pointers:
         if x is not None:

@@ -1,7 +1,7 @@
 """Operands of decode's matrix products: pages on their way to shared memory, codes and weights to tensor cores.
 
-Keys are bytes of 8 signed bits for m16n8k32, values words of 16 bits for m16n8k16 in float16. A row of packed codes is
-several planes on permuted elements: those that one AND keeps of every byte or word of a register.
+Keys are signed bytes for m16n8k32, values 16-bit words for m16n8k16 in float16. A row of packed codes is several planes
+on permuted elements: those that one AND keeps of every byte or word of a register.
 """
 
 from triton.experimental import gluon
@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from kvpilot_kernels.gpu.codec import CUT_BITS, NARROW, ZERO_BITS, ZERO_STEPS
 
-# Renamed between Triton 3.6 and 3.9.
+# Triton 3.6 and 3.9 have different names for it.
 copy_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
@@ -19,27 +19,27 @@ QUERIES = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 4))
 VALUES = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 SCORES = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [1, 1], [1, 0]))
-"""What a product's result is after its neighbouring columns became one: thread t of four has columns t, t + 4, ..."""
+"""Layout of a product after its adjacent columns became one: thread t of four has columns t, t + 4, ..."""
 ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 COLS = gl.constexpr(gl.SliceLayout(0, SCORES.value))
 
 UNIT = gl.constexpr(2.0**-24)
-"""The value of the code 1 in a float16 mantissa with exponent 0."""
+"""Value of the code 1 in a float16 mantissa with exponent 0."""
 
-# Two words of metadata in a register, as two float16.
+# Two words of metadata of a register as two float16.
 SCALES = gl.constexpr(
     f"{{ .reg .b32 x; shr.u32 x, $1, {ZERO_BITS.value - CUT_BITS.value};"
     f" and.b32 $0, x, {hex((0x7FFF >> CUT_BITS.value << CUT_BITS.value) * 0x10001)}; }}"
 )
 LARGEST_HALF = gl.constexpr(0x7BFF)
 NAN_HALF = gl.constexpr(0x7FFF)
-"""Bits of float16 as limits of `scales_up_to`: the largest number, and NaN, with which every scale stays as it is."""
+"""Bits of float16 that are limits of `scales_up_to`: the largest number, and NaN, which changes no scale."""
 ZEROS = gl.constexpr(f"and.b32 $0, $1, {hex(((1 << ZERO_BITS.value) - 1) * 0x10001)};")
 
 
 @gluon.constexpr_function
 def value_planes(bits, dim, group):
-    """Planes of a row as (chunk, sub-plane, odd, group); a chunk's words share their group in each plane.
+    """Return the planes of a row as (chunk, sub-plane, odd, group); a chunk's words share their group in each plane.
 
     Element of word w of chunk c: sub * dim * bits / 8 + 2 * (c * chunk_words + w) + odd.
     """
@@ -54,11 +54,11 @@ def value_planes(bits, dim, group):
 
 @gluon.constexpr_function
 def key_planes(bits, dim, group):
-    """Planes of a row as (chunk, sub-plane, group, first bit, shifted, factor).
+    """Return the planes of a row as (chunk, sub-plane, group, first bit, shifted, factor).
 
-    Element of byte b of chunk c: sub * dim * bits / 8 + 2 * c * chunk_words + b. Its code stands from the first bit of
-    the byte on, or of the byte's upper half if `shifted`, and counts `factor` * 2^`key_shift` times there. The factor,
-    1 or 4, is what differs between planes of a group: queries are divided by it.
+    Element of byte b of chunk c: sub * dim * bits / 8 + 2 * c * chunk_words + b. Its code begins at the first bit of
+    the byte, or of its upper half if `shifted`, and counts `factor` * 2^`key_shift` times there. The factor, 1 or 4,
+    differs between planes of a group; queries are divided by it.
     """
     row, width = dim * bits // 8, 2 * chunk_words(bits, dim, group)
     planes = ()
@@ -73,100 +73,108 @@ def key_planes(bits, dim, group):
 
 @gluon.constexpr_function
 def key_shift(bits, dim, group, g):
-    """The bit of a byte at which the first element of group g stands."""
+    """Return the bit of a byte at which the first element of group g begins."""
     return bits * (g * group // (dim * bits // 8))
 
 
 @gluon.constexpr_function
 def is_signed(bits, dim, group, g):
-    """Whether some codes of group g end at a byte's sign, and are less by 128."""
+    """Return True if some codes of group g end at a byte's sign, and are less by 128."""
     return any(first + bits == 8 for _, _, at, first, _, _ in key_planes(bits, dim, group) if at == g)
 
 
 @gluon.constexpr_function
 def chunk_words(bits, dim, group):
-    """Words of a chunk."""
+    """Return the words of a chunk."""
     return min(dim * bits // 16, group // 2)
 
 
 @gluon.constexpr_function
 def padded(words):
-    """Words that a tile loads for a chunk: a power of two, 16 at least (an MMA's depth). The rest is not used."""
+    """Return the words that a tile loads for a chunk: a power of two, at least 16 (an MMA's depth).
+
+    The words past the chunk are unused.
+    """
     return 16 if words <= 16 else 32
 
 
 @gluon.constexpr_function
 def chunks(bits, dim, group):
-    """Chunks of a row."""
+    """Return the chunks of a row."""
     return dim * bits // 16 // chunk_words(bits, dim, group)
 
 
 @gluon.constexpr_function
 def is_wide(dim):
-    """Whether a head has more elements than registers hold of its queries: what is else for it is in `wide`."""
+    """Return True if registers cannot hold a head's queries; `wide` has the differences."""
     return dim > NARROW.value
 
 
 @gluon.constexpr_function
 def zero_unit(bits):
-    """A zero point's unit in codes: z = zero_code * zero_unit."""
+    """Return a zero point's unit in codes: z = zero_code * zero_unit."""
     return ((1 << bits) - 1) / ZERO_STEPS.value
 
 
 @gluon.constexpr_function
 def middle(bits):
-    """What a residual is counted from: half of its largest value."""
+    """Return the midpoint that residual codes are centred on."""
     return ((1 << 8 - bits) - 1) / 2
 
 
 @gluon.constexpr_function
 def keep_in_words(bits, sub):
-    """PTX that keeps one code in each half of a register."""
+    """Return PTX that keeps one code in each half of a register."""
     return f"and.b32 $0, $1, {hex(((1 << bits) - 1 << bits * sub) * 0x10001)};"
 
 
 @gluon.constexpr_function
 def keep_in_bytes(bits, first):
-    """PTX that keeps one code in each byte of a register; with the byte's sign less 128, (register & mask) ^ sign."""
+    """Return PTX that keeps one code in each byte of a register.
+
+    Codes with the byte's sign become less by 128: (register & mask) ^ sign.
+    """
     mask = hex(((1 << bits) - 1 << first) * 0x1010101)
     return f"lop3.b32 $0, $1, {mask}, 0x80808080, 0x6a;" if first + bits == 8 else f"and.b32 $0, $1, {mask};"
 
 
 @gluon.jit
 def store_pairs(pointer, even, odd, mask):
-    """Write a float32 of each to where `pointer` has the first of the two, which are neighbours: eight bytes at a time,
-    so that sectors of memory are written whole."""
+    """Write adjacent float32, one of each tensor, to `pointer`, which has the address of the first.
+
+    They are written by eight bytes, so that sectors of memory are written whole.
+    """
     both = even.to(gl.uint32, bitcast=True).to(gl.uint64) | (odd.to(gl.uint32, bitcast=True).to(gl.uint64) << 32)
     gl.store(pointer.to(gl.pointer_type(gl.uint64)), both, mask=mask)
 
 
 @gluon.jit
 def word_plane(words, bits: gl.constexpr, sub: gl.constexpr):
-    """Codes of a sub-plane of the low bytes as float16 subnormals times 2^(bits * sub)."""
+    """Return codes of a sub-plane of the low bytes as float16 subnormals times 2^(bits * sub)."""
     return gl.inline_asm_elementwise(keep_in_words(bits, sub), "=r,r", [words], dtype=gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def byte_plane(codes, bits: gl.constexpr, first: gl.constexpr):
-    """Codes from a bit on, int8 times 2^first; less 128 if that is 8 bits."""
+    """Return codes from a bit on, int8 times 2^first; less 128 if that is 8 bits."""
     return gl.inline_asm_elementwise(keep_in_bytes(bits, first), "=r,r", [codes], dtype=gl.int8, is_pure=True, pack=4)
 
 
 @gluon.jit
 def upper_bytes(words):
-    """The upper byte of each word, moved down; what comes from the neighbour above is masked by `word_plane`."""
+    """Move the upper byte of each word down; `word_plane` masks the bits of the neighbour above."""
     return gl.inline_asm_elementwise("shr.u32 $0, $1, 8;", "=r,r", [words], dtype=gl.uint16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def upper_halves(codes):
-    """The upper half of each byte, moved down; what comes from the neighbour above is masked by `byte_plane`."""
+    """Move the upper half of each byte down; `byte_plane` masks the bits of the neighbour above."""
     return gl.inline_asm_elementwise("shr.u32 $0, $1, 4;", "=r,r", [codes], dtype=gl.int8, is_pure=True, pack=4)
 
 
 @gluon.jit
 def to_half(x):
-    """float32 to float16, two at a time."""
+    """Convert float32 to float16, two at a time."""
     return gl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
     )
@@ -174,13 +182,16 @@ def to_half(x):
 
 @gluon.jit
 def scales(meta):
-    """Scales of metadata (see `layouts`), float32."""
+    """Return scales of metadata (see `layouts`), float32."""
     return gl.inline_asm_elementwise(SCALES, "=r,r", [meta], dtype=gl.float16, is_pure=True, pack=2).to(gl.float32)
 
 
 @gluon.jit
 def scales_up_to(meta, limits):
-    """Scales of metadata, float32, where a NaN becomes its limit: bits of a float16, uint16 in the shape of `meta`."""
+    """Return scales of metadata, float32, with a limit in place of NaN.
+
+    The limits are bits of a float16, uint16 in the shape of `meta`.
+    """
     x = gl.inline_asm_elementwise(SCALES, "=r,r", [meta], dtype=gl.float16, is_pure=True, pack=2)
     x = gl.inline_asm_elementwise(
         "min.f16x2 $0, $1, $2;", "=r,r,r", [x, limits], dtype=gl.float16, is_pure=True, pack=2
@@ -190,19 +201,19 @@ def scales_up_to(meta, limits):
 
 @gluon.jit
 def zero_codes(meta):
-    """Zero codes of metadata times UNIT, float32."""
+    """Return zero codes of metadata times UNIT, float32."""
     return gl.inline_asm_elementwise(ZEROS, "=r,r", [meta], dtype=gl.float16, is_pure=True, pack=2).to(gl.float32)
 
 
 @gluon.jit
 def fetch_rows(buffer, at, rows, SIDE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr,
                SIZE: gl.constexpr):  # fmt: skip
-    """Start copying a tile's rows of codes, elements of SIZE bytes from `rows` + int [TILE] on, into `at` and on."""
+    """Start copying a tile's rows of codes, elements of SIZE bytes from `rows` + int [TILE] on, to `at`."""
     WIDTH: gl.constexpr = 2 * chunk_words(SIDE.bits, D, GROUP) // SIZE
     COUNT: gl.constexpr = chunks(SIDE.bits, D, GROUP)
     token, element = row_of_copies(SIDE.bits, D, GROUP, TILE, SIZE)
     for c in gl.static_range(COUNT):
-        if is_wide(D):  # one offset for all chunks: an offset each would be a register each
+        if is_wide(D):  # one offset for all chunks, to save registers
             to = token[:, None] * (SIDE.row // SIZE) + element[None, :]
             copy_to_shared(buffer.index(at * COUNT + c), rows + c * WIDTH + to)
         else:
@@ -212,7 +223,7 @@ def fetch_rows(buffer, at, rows, SIDE: gl.constexpr, D: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def row_of_copies(BITS: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, SIZE: gl.constexpr):
-    """Tokens of a tile and elements of a chunk, as a warp copies them 16 bytes a thread."""
+    """Return tokens of a tile and elements of a chunk, as a warp copies them, 16 bytes per thread."""
     WIDE: gl.constexpr = 2 * padded(chunk_words(BITS, D, GROUP)) // SIZE
     each: gl.constexpr = 16 // SIZE
     layout: gl.constexpr = gl.BlockedLayout([1, each], [32 * each // WIDE, WIDE // each], [1, 1], [1, 0])
@@ -239,14 +250,14 @@ def fetch_tile(keys, values, meta, stage, base, block, t, page_stride, KEY: gl.c
     fetch_rows(keys, stage, (page + (KEY.codes + place * KEY.row)).to(s8), KEY, D, GROUP, TILE, 1)
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     i = gl.arange(0, 2 * (D // GROUP) * TILE, layout)
-    # The words of keys and of values are one region after the other.
+    # The metadata of keys and of values are adjacent regions.
     copy_to_shared(meta.index(stage), (page + KEY.meta).to(u16) + place + ((i // TILE) * PAGE + i % TILE))
     fetch_rows(values, stage, (page + (VALUE.codes + place * VALUE.row)).to(u16), VALUE, D, GROUP, TILE, 2)
 
 
 @gluon.jit
 def load_keys(buffer, at, COUNT: gl.constexpr):
-    """A tile's keys, int8 [TILE, bytes]: of each chunk its bytes, and their upper halves moved down."""
+    """Load a tile's keys, int8 [TILE, bytes]: of each chunk its bytes, and their upper halves moved down."""
     codes = ()
     for c in gl.static_range(COUNT):
         low = buffer.index(at * COUNT + c).load(KEYS)
@@ -256,7 +267,7 @@ def load_keys(buffer, at, COUNT: gl.constexpr):
 
 @gluon.jit
 def load_values(buffer, at, COUNT: gl.constexpr):
-    """A tile's values, uint16 [words, TILE]: of each chunk its words, and their upper bytes moved down."""
+    """Load a tile's values, uint16 [words, TILE]: of each chunk its words, and their upper bytes moved down."""
     words = ()
     for c in gl.static_range(COUNT):
         low = buffer.index(at * COUNT + c).permute([1, 0]).load(VALUES)

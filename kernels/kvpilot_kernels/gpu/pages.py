@@ -1,6 +1,6 @@
-"""Packed pages on a GPU: what a backend calls, with the same contract as `kvpilot_kernels.cpu`.
+"""Packed pages on a GPU: the interface for backends, with the same contract as `kvpilot_kernels.cpu`.
 
-A `Plan` holds what all layers of a step share: how decode's work is cut, and the scratch of its partial results.
+A `Plan` holds the data that all layers of a step share: the splits of decode, and scratch for its partial results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOG2_E = 1.4426950408889634
 
 
 class Cut(NamedTuple):
-    """How decode is launched: `take` queries a program, `parts` programs a split and KV head, `wave` splits at once."""
+    """Launch of decode: `take` queries per program, `parts` programs per split and KV head, `wave` splits at once."""
 
     take: int
     parts: int
@@ -39,12 +39,12 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Several:
-    """Where a step's rows (query tokens) are, if sequences have several; a sequence's rows follow each other.
+    """Rows (query tokens) of a step whose sequences have several; a sequence's rows are consecutive.
 
-    Its last row sees all that is stored of the sequence, each one before it a token less.
+    Its last row sees all that is stored of the sequence, and each earlier one a token less.
 
     Attributes:
-        starts: int32 [sequences + 1], each sequence's first row. most: rows of one sequence at most.
+        starts: int32 [sequences + 1], each sequence's first row. most: rows of the longest sequence.
         owners: int32 [rows], the sequence of each, negative for padding.
     """
 
@@ -54,16 +54,16 @@ class Several:
 
 
 class Shape:
-    """What is fixed for a layer: format, heads, block size, and the launch choices that follow.
+    """Fixed properties of a layer: format, heads, block size, and the launch choices that follow.
 
-    `row_dim`: elements of a stored row and of a rotated query, `Format.row_dim`. `wide`: of rows with more than
-    `codec.NARROW` of them, which some kernels treat otherwise.
+    `row_dim` is the number of elements of a stored row and of a rotated query, `Format.row_dim`. `wide` marks rows with
+    more than `codec.NARROW` of them, which some kernels treat differently.
 
     Args:
         fmt: one of kvpilot's own formats. head_dim: elements of a key and of a value.
-        kv_heads: KV heads here (of this rank). ratio: query heads per KV head.
-        block_size: tokens in a page. window: the last tokens that a query sees, 0 for all. softcap: 0 for none.
-        recent: the last tokens that are read with what a ring adds, 0 for no ring.
+        kv_heads: KV heads of this rank. ratio: query heads per KV head.
+        block_size: tokens in a page. window: number of last tokens that a query sees, 0 for all. softcap: 0 for none.
+        recent: number of last tokens that are refined by a ring, 0 for no ring.
 
     Raises:
         BadInputError: no query head per KV head.
@@ -102,7 +102,7 @@ class Shape:
         return self._variants[key]
 
     def cut(self, tokens: int = 1) -> Cut:
-        """How decode is launched in a step with so many tokens of a sequence at most."""
+        """Return the launch of decode for a step with at most so many tokens per sequence."""
         if tokens not in self._cuts:
             take, bits = (
                 tuning.program_queries(self.row_dim, self.ratio, tokens),
@@ -114,10 +114,10 @@ class Shape:
         return self._cuts[tokens]
 
     def settle(self, tokens: int, taken: tuning.Taken | None) -> None:
-        """Cut such steps for no more programs than fit with what each takes, as `attend` says; None: unknown.
+        """Limit the programs of such steps to those that fit with the resources of each, None if unknown.
 
-        The tables count on what one compiler gave, and on a GPU of 9.0. Where fewer fit, some programs of a wave wait
-        for others to end. Not after a CUDA graph has been captured, which keeps its grid.
+        `attend` returns these. The tables assume one compiler, and a GPU of 9.0. If fewer programs fit, some of a wave
+        would wait for others. Do not call this after a CUDA graph has been captured, since it keeps its grid.
         """
         cut = self.cut(tokens)
         if taken is not None:
@@ -129,18 +129,20 @@ class Shape:
 
 
 class Plan:
-    """How one step's decode is cut; made once for `sequences`, with up to `tokens` of each and `rows` in all, as many
-    as it takes if not told. Its buffers keep their addresses.
+    """Splits of one step's decode, for up to `sequences`, with up to `tokens` of each and `rows` in all.
+
+    `rows` defaults to the largest number. The buffers keep their addresses.
 
     Attributes:
         splits: int32 [count, 4]; spans: int32 [sequences, 2]; bases: int32 [sequences] (`plan`).
         partial: float32 [results, kv_heads, ratio, row_dim]; lse: float32 [results, kv_heads, ratio].
         rotated: int8 [rows, kv_heads * ratio, 2, row_dim], the rotated queries as integers, by upper and lower bytes;
-        sums: int32 [rows, kv_heads * ratio, groups, 3] of these; units: float32 [rows, kv_heads * ratio], what they
-        count in (`store.store_integers`).
-        apart: float32 [rows, kv_heads * ratio], what is added to the scores of the sequences' first tokens.
-        level: the same shape, what keys' mean adds to every score; used where a cap or a sink makes it matter.
-        several: of the step; None where each sequence is one row.
+            sums: int32 [rows, kv_heads * ratio, groups, 3] of these; units: float32 [rows, kv_heads * ratio], their
+                units
+            (`store.store_integers`).
+        apart: float32 [rows, kv_heads * ratio], added to the scores of the sequences' first tokens.
+        level: same shape, the part of every score from the keys' mean; used if a cap or a sink makes it matter.
+        several: of the step; None if each sequence is one row.
     """
 
     def __init__(self, shape: Shape, sequences: int, tokens: int = 1, rows: int | None = None) -> None:
@@ -166,18 +168,18 @@ class Plan:
         self.rotated = torch.empty(*queries, 2, dim, dtype=torch.int8, **make)  # type: ignore[call-overload]
 
     def cut(self) -> Cut:
-        """How decode is launched in this step."""
+        """Launch of decode in this step."""
         return self.shape.cut(1 if self.several is None else self.several.most)
 
     def update(self, seq_lens: torch.Tensor, overlap: bool = False, several: Several | None = None) -> None:
-        """Cut the work for int32 [sequences or fewer] stored lengths; 0 is padding.
+        """Split the work for int32 [sequences or fewer] stored lengths; 0 is padding.
 
-        `several`: the step's rows; None where each sequence has one. With `overlap`, decode starts to read before the
-        step's tokens are stored: only right where this step stores nothing but one token of each of these sequences (a
-        chunk of a prompt may be another's prefix).
+        `several` are the step's rows; None if each sequence has one. With `overlap`, decode starts to read before the
+        step's tokens are stored. That is right only if the step stores just one token of each of these sequences, since
+        a chunk of a prompt may be another sequence's prefix.
 
         Raises:
-            BadInputError: more sequences or rows than the plan has, or rows that are not described as `Several` says.
+            BadInputError: more sequences or rows than the plan has, or rows that contradict `Several`.
         """
         check.sequences(seq_lens, self.sequences if several else min(self.sequences, self.rows))
         if several is not None:
@@ -189,13 +191,13 @@ class Plan:
 
 
 class GpuPages:
-    """One layer's cache of packed pages, uint8 [blocks, kv_heads, block_size, row_bytes], flat per (block, head).
+    """Cache of packed pages of one layer, uint8 [blocks, kv_heads, block_size, row_bytes], flat per (block, head).
 
     `ring` holds the pages of the recent window, in the same shape and perhaps the same tensor; None without a window.
     `sinks`: floats [kv_heads * ratio], a logit of each head that takes weight and has no value; None without.
 
     Raises:
-        BadInputError: cache, ring or sinks are not laid out as the shape says, naming what they should be.
+        BadInputError: cache, ring or sinks do not have the right layout, which the message names.
     """
 
     def __init__(self, cache: torch.Tensor, shape: Shape, factors: Factors, ring: torch.Tensor | None = None,
@@ -222,10 +224,10 @@ class GpuPages:
 
         Args:
             query: [tokens, heads, D]; key, value: [tokens, kv_heads, D], heads and elements contiguous.
-            slot_mapping: int64 [tokens], block * block_size + place; negative is padding. scale: factor on the scores.
-            ring_slots: int64 [tokens], as `ring.ring_slots` makes them; None without a recent window.
-            ordinals: int [tokens or fewer, then padding follows], each token's place in its sequence from 1 on; None
-                where none of them is its sequence's first.
+            slot_mapping: int64 [tokens], block * block_size + offset; negative is padding. scale: factor on the scores.
+            ring_slots: int64 [tokens], from `ring.ring_slots`; None without a recent window.
+            ordinals: int [tokens or fewer, then padding follows], each token's position in its sequence, from 1 on;
+                None if none of them is its sequence's first.
 
         Raises:
             BadInputError: another shape, type or stride; nothing was launched.
@@ -257,13 +259,13 @@ class GpuPages:
 
     def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, out: torch.Tensor,
                ring_table: torch.Tensor | None = None) -> None:  # fmt: skip
-        """Attention of each sequence's query tokens, rotated by `store`, over the stored tokens that each of them sees.
+        """Attend from each sequence's query tokens, rotated by `store`, to the stored tokens that each of them sees.
 
         Args:
             block_table: int32 [sequences, blocks]; entries past a sequence's length are not read.
-            seq_lens: int32 [sequences] tokens stored, as the plan was updated with; 0 gives zeros.
+            seq_lens: int32 [sequences] tokens stored, as in the plan's update; 0 gives zeros.
             out: [rows, heads, D], 16 bits or float32, written; heads and elements contiguous. A row is a sequence, or
-                a token as the plan's `several` says.
+                a token of the plan's `several`.
             ring_table: int32 [sequences, ring_blocks], negative for none; None without a recent window.
 
         Raises:
@@ -285,10 +287,10 @@ class GpuPages:
 
     def attend(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan,
                ring_table: torch.Tensor | None = None) -> tuning.Taken | None:  # fmt: skip
-        """The first half of `decode`: partial results of every split, into the plan.
+        """Run the first half of `decode`: write partial results of every split to the plan.
 
         Returns:
-            What a program takes, as the kernel was compiled; None where it was not, as in the interpreter.
+            The resources of a program, from the compiler; None in the interpreter.
         """
         s, rings, cut = self.shape, block_table if ring_table is None else ring_table, plan.cut()
         several, choice = plan.several, cut.choice
@@ -310,7 +312,7 @@ class GpuPages:
         return None if kernel is None else tuning.Taken(kernel.n_regs, kernel.metadata.shared)
 
     def merge(self, rows: int, plan: Plan, out: torch.Tensor) -> None:
-        """The second half of `decode`: merge what the plan holds, rotate it back and write it to `out`."""
+        """Run the second half of `decode`: merge the plan's results, rotate them back and write them to `out`."""
         s, f, several = self.shape, self.factors, plan.several
         take, step, warps = tuning.merging(s.row_dim, rows * s.kv_heads, s.ratio, s.device)
         starts, owners = (plan.spans, plan.spans) if several is None else (several.starts, several.owners)
@@ -330,13 +332,13 @@ class GpuPages:
 
     def gather(self, slots: torch.Tensor, ordinals: torch.Tensor, key_out: torch.Tensor, value_out: torch.Tensor,
                key: torch.Tensor | None = None, value: torch.Tensor | None = None) -> None:  # fmt: skip
-        """Lay tokens side by side, in the model's own elements: read back from pages, or fresh ones.
+        """Write tokens contiguously in the model's dtype: read from pages, or copied from fresh ones.
 
         Args:
-            slots: int64 [tokens]; ordinals: int32 [tokens]; as `places.stored_slots` or `joined_slots` give them.
+            slots: int64 [tokens]; ordinals: int32 [tokens]; from `places.stored_slots` or `joined_slots`.
             key_out, value_out: [tokens or more, kv_heads, D], 16 bits, contiguous; rows after the tokens stay.
             key, value: fresh tokens, [rows, kv_heads, D], heads and elements contiguous; slot -1 - row names a row.
-                None where no slot is negative.
+                None if no slot is negative.
 
         Raises:
             BadInputError: another integer type or stride, or not as many ordinals as slots; nothing was launched.

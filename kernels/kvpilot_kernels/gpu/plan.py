@@ -1,9 +1,9 @@
-"""Plan: how decode's work is cut, on the GPU, so that a captured graph follows the lengths of each step.
+"""Plan: the splits of decode, computed on the GPU, so that a captured graph follows the lengths of each step.
 
-The tiles of all sequences are cut into splits of one sequence, of about tiles / wave tiles each; `wave` is how many
-programs fit the GPU at once, divided by those that share a split, and each has one split. Where the ends of sequences
-would make more, all become a little longer. Where that leaves much of a wave without a split, as with 32 sequences and
-a wave of 49, or with more sequences than a wave, splits are made for several rounds of a wave, if these end sooner.
+The tiles of all sequences are cut into splits of one sequence, of about tiles / wave tiles each. `wave` is the number
+of programs that run at once, divided by those that share a split, and each has one split. If the sequences' ends would
+make more splits, all become a little longer. If much of a wave would stay without a split, as with 32 sequences and a
+wave of 49, or with more sequences than a wave, there are splits for several rounds of a wave if these end sooner.
 """
 
 import torch
@@ -11,39 +11,40 @@ import triton
 import triton.language as tl
 
 CHUNK, OWN, PER = 1024, 32, 16
-"""Sequences that a program counts at a time, those of which it writes the splits, and splits of each at a time."""
+"""Sequences that a program counts at once, sequences whose splits it writes, and splits of each written at once."""
 
 ROUNDS = 4
-"""Numbers of rounds that are weighed, from the fewest on."""
+"""Numbers of rounds to compare, from the smallest on."""
 
 FIXED = tl.constexpr(3)
-"""What a split takes beside its tiles, in tiles: first loads that nothing hides, its results and their merge. An
-estimate: other numbers were not timed."""
+"""Cost of a split beside its tiles, in tiles: first loads, results and their merge. An estimate, not tuned."""
 
 
 def beyond(tokens: int) -> int:
-    """Splits of each sequence that has tokens, on average, that a plan may make beyond a wave. Several tokens have a
-    result in each of them; more than 3 would by `most_tiles` seldom end sooner."""
+    """Return the number of splits beyond a wave that a plan may make, on average per sequence with tokens.
+
+    Several tokens have a result in each of them. By `most_tiles` more than 3 would seldom end sooner.
+    """
     return 3 if tokens == 1 else 1
 
 
 def most_splits(sequences: int, wave: int, more: int) -> int:
-    """Rows of a split list that holds any plan of a `wave` and `more` splits of each sequence, on average."""
+    """Return the rows of a split list that holds any plan of a `wave` and, on average, `more` splits per sequence."""
     return wave + more * sequences
 
 
 def most_results(rows: int, tokens: int, wave: int, sequences: int) -> int:
-    """Return how many partial results any plan of so many `rows` has at most, with up to `tokens` of a sequence.
+    """Return the largest number of partial results of a plan with so many `rows` and up to `tokens` of a sequence.
 
-    A split has a result for each row of its sequence. The first splits of all sequences have `rows` together; of the
-    others there are no more than a wave and `beyond` less 1 of each sequence that has tokens.
+    A split has a result for each row of its sequence. The first splits of all sequences have `rows` together. The
+    others are at most a wave and `beyond` less 1 per sequence with tokens.
     """
     return rows + (wave + (beyond(tokens) - 1) * sequences) * tokens
 
 
 @triton.jit
 def tiles_of(lens_ptr, s, live, tokens, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Lengths of the sequences s, and the tiles that one of their last `tokens` sees: the first one, and how many."""
+    """Return the lengths of the sequences s, and the first tile and number of tiles that their last `tokens` see."""
     lens = tl.load(lens_ptr + s, mask=live, other=0)
     begin = lens * 0
     if WINDOW > 0:
@@ -53,7 +54,7 @@ def tiles_of(lens_ptr, s, live, tokens, TILE: tl.constexpr, WINDOW: tl.constexpr
 
 @triton.jit
 def cut(tiles, c):
-    """Tiles of each split of sequences, and how many splits they have, where a split may have c tiles."""
+    """Return the tiles per split and the splits of sequences, if a split may have c tiles."""
     parts = tl.maximum((tiles + c - 1) // c, 1)
     each = tl.maximum((tiles + parts - 1) // parts, 1)
     return each, (tiles + each - 1) // each
@@ -61,7 +62,7 @@ def cut(tiles, c):
 
 @triton.jit
 def count_splits(lens_ptr, sequences, tokens, c, TILE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """Splits of all sequences where a split may have c tiles, and the tiles of the largest."""
+    """Return the splits of all sequences if a split may have c tiles, and the tiles of the largest."""
     total = 0
     largest = 1
     for at in range(0, sequences, CHUNK):
@@ -75,12 +76,12 @@ def count_splits(lens_ptr, sequences, tokens, c, TILE: tl.constexpr, WINDOW: tl.
 @triton.jit
 def most_tiles(lens_ptr, sequences, more, wave, tokens, TILE: tl.constexpr, WINDOW: tl.constexpr, ROUNDS: tl.constexpr,
                CHUNK: tl.constexpr):  # fmt: skip
-    """Tiles that a split may have, so that all end soonest, with no more splits than a wave and `more` of each sequence
-    that has tokens, on average.
+    """Return the tiles per split with which all end soonest.
 
-    Sequences without tokens add none: `most_results` counts on it.
-    A cut is taken to last as many rounds of a wave as it has splits for, each as long as the largest split and FIXED.
-    From the fewest rounds on ROUNDS cuts are weighed, until one is within an eighth of what no cut could beat.
+    There are at most a wave and `more` splits of each sequence that has tokens, on average. Sequences without tokens
+    add none, which `most_results` relies on. A cut is assumed to last as many rounds of a wave as it has splits for,
+    each as long as the largest split and FIXED. From the fewest rounds on, ROUNDS cuts are compared, until one is
+    within an eighth of the bound for every cut.
     """
     total = 0
     live = 0
@@ -112,7 +113,7 @@ def most_tiles(lens_ptr, sequences, more, wave, tokens, TILE: tl.constexpr, WIND
 
 @triton.jit
 def rows_of(starts_ptr, s, live, SEVERAL: tl.constexpr):
-    """Rows of the sequences s in this step."""
+    """Return the rows of the sequences s in this step."""
     rows = s * 0 + 1
     if SEVERAL:
         rows = tl.load(starts_ptr + 1 + s, mask=live, other=0) - tl.load(starts_ptr + s, mask=live, other=0)
@@ -123,12 +124,12 @@ def rows_of(starts_ptr, s, live, SEVERAL: tl.constexpr):
 def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequences, count, more, wave, tokens,
                 TILE: tl.constexpr, WINDOW: tl.constexpr, SEVERAL: tl.constexpr, ROUNDS: tl.constexpr,
                 CHUNK: tl.constexpr, OWN: tl.constexpr, PER: tl.constexpr):  # fmt: skip
-    """Grid (cdiv(sequences, OWN),): a program counts all sequences, and writes what its own have.
+    """Count all sequences, and write the splits of the program's own ones. Grid (cdiv(sequences, OWN),).
 
     lens: int32 [sequences], 0 for a row of padding; starts: int32 [sequences + 1], the first row of each, at most
     `tokens` each, not read without SEVERAL; splits: int32 [count, 4] as (sequence or -1, start, end, length) in tokens,
-    start a multiple of TILE, length the sequence's; more: as `most_tiles` has it; spans: int32 [sequences, 2], the
-    first split of a sequence and how many it has; bases: int32 [sequences], the first one's first result, written with
+    with start a multiple of TILE, and the sequence's length; more: as in `most_tiles`; spans: int32 [sequences, 2], the
+    first split of a sequence and their number; bases: int32 [sequences], the first split's first result, written with
     SEVERAL.
     """
     c = most_tiles(lens_ptr, sequences, more, wave, tokens, TILE, WINDOW, ROUNDS, CHUNK)
@@ -172,10 +173,10 @@ def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequence
 def fill_splits(seq_lens: torch.Tensor, splits: torch.Tensor, spans: torch.Tensor, wave: int, tile: int,
                 window: int = 0, bases: torch.Tensor | None = None, starts: torch.Tensor | None = None,
                 tokens: int = 1, more: int | None = None) -> None:  # fmt: skip
-    """Cut the work of int32 [sequences] stored lengths into `splits` and `spans`, as `plan_kernel` has them.
+    """Split the work of int32 [sequences] stored lengths into `splits` and `spans`, as `plan_kernel`.
 
-    `starts` and `bases` where sequences have several rows, up to `tokens`; None where each has one. `more`: as
-    `most_splits` has it, `beyond` of the tokens if not told.
+    `starts` and `bases` are for sequences with several rows, up to `tokens`; None if each has one. `more`: as in
+    `most_splits`; it defaults to `beyond` of the tokens.
     """
     sequences, several = seq_lens.shape[0], starts is not None
     more = beyond(tokens) if more is None else more

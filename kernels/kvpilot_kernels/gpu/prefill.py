@@ -1,5 +1,6 @@
-"""Prefill of wide heads: a chunk's queries over keys and values in 16 bits, with log-sums, where FlashAttention has no
-kernel: 2 and 3 take heads of up to 256 elements.
+"""Prefill of wide heads: a chunk's queries over keys and values in 16 bits, with log-sums.
+
+FlashAttention 2 and 3 have no kernel for heads of more than 256 elements.
 
     o_i = sum_t softmax_t(cap(scale * q_i . k_t)) v_t        lse_i = log(sum_t exp(cap(scale * q_i . k_t)))
 """
@@ -19,11 +20,11 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def add_keys(query, key_ptr, value_ptr, first, nk, seen, scale, softcap, key_stride, value_stride, m, total, acc,
              D: tl.constexpr, WIDE: tl.constexpr, N: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
-    """Take keys [first, first + N) of `nk` into the running softmax, of each query those before `seen` [M, 1]."""
+    """Add keys [first, first + N) of `nk` to the running softmax, for each query those before `seen` [M, 1]."""
     n = tl.arange(0, N)
     at = first + n
     d = tl.arange(0, WIDE)
-    mask = (at < nk)[:, None] & (d < D)[None, :]  # what follows may be NaN
+    mask = (at < nk)[:, None] & (d < D)[None, :]  # values past the end may be NaN
     key = tl.load(key_ptr + first * key_stride + (n[:, None] * key_stride + d[None, :]), mask=mask, other=0.0)
     score = tl.dot(query, tl.trans(key)) * scale
     if SOFTCAP:
@@ -43,14 +44,15 @@ def prefill_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, starts_ptr, 
                    query_stride, key_stride, value_stride, out_stride, RATIO: tl.constexpr, D: tl.constexpr,
                    WIDE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr,
                    SOFTCAP: tl.constexpr):  # fmt: skip
-    """Grid (cdiv(longest, M), heads, sequences): M queries of a head, over all keys of the sequence, or with CAUSAL
-    over those up to the query's own, where the last query sees all.
+    """Attend from M queries of a head to all keys of the sequence. Grid (cdiv(longest, M), heads, sequences).
+
+    With CAUSAL a query sees the keys up to its own, and the last query sees all.
 
     query, out: [rows, heads, D], key and value: [keys, heads / RATIO, D], 16 bits, strides per token in elements, heads
     and elements contiguous; WIDE: D padded to a power of two; starts: int32 [sequences + 1], first queries; rows_ptr:
-    the same of keys; lse: float32 [heads, rows], natural, -inf (and outputs 0) where a sequence has no keys.
+    the same of keys; lse: float32 [heads, rows], natural, -inf (and outputs 0) for a sequence without keys.
     """
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # those that see most begin first
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # programs with most keys start first
     head = tl.program_id(1)
     sequence = tl.program_id(2)
     begin = tl.load(starts_ptr + sequence)
@@ -90,13 +92,13 @@ def prefill_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, starts_ptr, 
 def prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int,
             rows: torch.Tensor, scale: float, causal: bool, softcap: float = 0.0,
             out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention of several sequences' queries over keys and values in 16 bits.
+    """Return attention of several sequences' queries over keys and values in 16 bits.
 
     Args:
         query: [tokens, heads, D]; key, value: [keys, kv_heads, D]; heads and elements contiguous.
-        starts, rows: int32 [sequences + 1], where each sequence's queries and keys begin. longest: queries of one at
-            most. scale: factor on the scores. softcap: 0 for none.
-        causal: the last query of a sequence sees all of its keys, each one before it a key less; else each sees all.
+        starts, rows: int32 [sequences + 1], where each sequence's queries and keys begin. longest: largest number of
+            queries of one. scale: factor on the scores. softcap: 0 for none.
+        causal: the last query of a sequence sees all of its keys, each earlier one a key less; else each sees all.
         out: [tokens, heads, D], written; made if not given.
 
     Returns:

@@ -1,7 +1,7 @@
-"""The recent window's half of decode: digits of the ring's pages, and whether they belong to the tokens of a tile.
+"""Decode of the recent window: the ring's digits, and the check that they belong to a tile's tokens.
 
-`layouts` has the ring's layout. Digits go the way that codes go (`operands`); a token whose tag is not that of its row
-in the page gets the scale 0.
+`layouts` has the ring's layout. Digits take the same way as codes (`operands`). A token gets scale 0 if its tag differs
+from that of its row in the page.
 """
 
 from triton.experimental import gluon
@@ -12,19 +12,19 @@ from kvpilot_kernels.gpu.operands import ROWS, chunk_words, chunks, copy_to_shar
 
 @gluon.constexpr_function
 def places(side, stages, recent):
-    """Places for a tile of a side: `stages`, and with a window one for each digit beside the tile that they refine."""
+    """Return the number of buffers for tiles of a side: `stages`, and with a window one for each digit of a tile."""
     return max(stages, 1 + side.digits) if recent else stages
 
 
 @gluon.jit
 def place_of_digit(stage, i: gl.constexpr, PLACES: gl.constexpr):
-    """Where digit i of the tile at `stage` is: after it, in a circle, where plain tiles were before."""
+    """Return the buffer of digit i of the tile at `stage`: after it, cyclically, where plain tiles were before."""
     return (stage + 1 + i) % PLACES
 
 
 @gluon.jit
 def block_of(ring_rows, place, RING: gl.constexpr):
-    """The block of a sequence's ring, whose blocks are `ring_rows`, that has these places [TILE]."""
+    """Return the block of a sequence's ring, whose blocks are `ring_rows`, that has these places [TILE]."""
     block = place * 0 + ring_rows[0]
     for i in gl.static_range(1, len(ring_rows)):
         block = gl.where(place >= i * RING, ring_rows[i], block)
@@ -35,7 +35,7 @@ def block_of(ring_rows, place, RING: gl.constexpr):
 def fetch_digits(buffer, stage, ring_ptr, ring_rows, t, ring_page_stride, SIDE: gl.constexpr, D: gl.constexpr,
                  GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr, STAGES: gl.constexpr,
                  SIZE: gl.constexpr):  # fmt: skip
-    """Start copying the digits that the ring may have for the tile of tokens [t, t + TILE), as `fetch_rows` does."""
+    """Start copying the digits that the ring may have for the tile of tokens [t, t + TILE), as `fetch_rows`."""
     WIDTH: gl.constexpr = 2 * chunk_words(SIDE.bits, D, GROUP) // SIZE
     COUNT: gl.constexpr = chunks(SIDE.bits, D, GROUP)
     DIGITS: gl.constexpr = SIDE.digits
@@ -46,8 +46,8 @@ def fetch_digits(buffer, stage, ring_ptr, ring_rows, t, ring_page_stride, SIDE: 
         rows = (ring_ptr + SIDE.digit_codes).to(gl.pointer_type(gl.int8))
     else:
         rows = (ring_ptr + SIDE.digit_codes).to(gl.pointer_type(gl.uint16))
-    # A row has a multiple of 8 bytes and a page of 16: copies go by 8 bytes at least. Triton 3.6 takes all remainders
-    # by a multiple of 8 for multiples of 8, and copied rows of 24 bytes by 16.
+    # A row has a multiple of 8 bytes and a page of 16, so copies are at least 8 bytes wide. Triton 3.6 mistook all
+    # remainders by a multiple of 8 for multiples of 8, and copied rows of 24 bytes by 16.
     row = block.to(gl.int64) * (ring_page_stride // 16 * (16 // SIZE))
     row += gl.multiple_of(place % RING, [1]) * (SIDE.row // SIZE)
     for i in gl.static_range(DIGITS):
@@ -72,7 +72,7 @@ def fetch_ring(keys, values, stage, ring_ptr, ring_rows, t, ring_page_stride, KE
 
 @gluon.constexpr_function
 def over_lanes(tile):
-    """A tile's tokens over the lanes of a warp."""
+    """Return the layout of a tile's tokens over the lanes of a warp."""
     return gl.BlockedLayout([max(1, tile // 32)], [32], [1], [0])
 
 
@@ -80,10 +80,10 @@ def over_lanes(tile):
 def load_recent(base, table_ptr, page_stride, ring_ptr, ring_rows, t, end, ring_page_stride, KEY: gl.constexpr,
                 VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr,
                 RING: gl.constexpr):  # fmt: skip
-    """What tells whether the ring has the tokens [t, t + TILE), anything where t >= `end`.
+    """Load the data that tells if the ring has the tokens [t, t + TILE); it is arbitrary for t >= `end`.
 
-    By group, keys before values: the ring's metadata, uint16 [TILE], and of the first two groups of a side the codes
-    that are in its tag, uint16 [TILE]. Then the ring's block, [TILE] or one for all, negative for none.
+    By group, keys before values: the ring's metadata, uint16 [TILE], and for the first two groups of a side the codes
+    in its tag, uint16 [TILE]. Then the ring's block, [TILE] or one for all, negative for none.
     """
     GROUPS: gl.constexpr = D // GROUP
     live = t < end
@@ -110,14 +110,14 @@ def load_recent(base, table_ptr, page_stride, ring_ptr, ring_rows, t, end, ring_
 
 @gluon.jit
 def same_tag(meta, ring_meta, codes, at: gl.constexpr, TILE: gl.constexpr):
-    """Whether a ring's metadata has the tag of group `at` of the page, keys' groups before values'."""
+    """Return True where a ring's metadata has the tag of group `at` of the page, keys' groups before values'."""
     own = meta.slice(at * TILE, TILE).load(over_lanes(TILE)).to(gl.uint32)
     return ring_meta.to(gl.uint32) >> 2 == (codes.to(gl.uint32) * 0x9E3779B1 + own * 0x85EBCA77) >> 18
 
 
 @gluon.jit
 def is_refined(meta, recent, right, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Of the tokens that are `right` by their place, those of which the ring has the row, by what `load_recent` has."""
+    """Return True for tokens that are `right` by their position and whose row the ring has, by `load_recent`'s data."""
     GROUPS: gl.constexpr = D // GROUP
     TAGGED: gl.constexpr = min(GROUPS, 2)
     ring_meta, codes, block = recent
@@ -130,10 +130,10 @@ def is_refined(meta, recent, right, D: gl.constexpr, GROUP: gl.constexpr, TILE: 
 
 @gluon.jit
 def fine_scale(fine, g: gl.constexpr, BITS: gl.constexpr):
-    """A residual's scale in scales of its codes, float32 [TILE]: 2^e / n, 0 where the ring has another token.
+    """Return a residual's scale in scales of its codes, float32 [TILE]: 2^e / n, 0 if the ring has another token.
 
-    `fine` is the ring's metadata by group, keys before values, and what `is_refined` says; where queries differ in
-    their windows, also which tokens are in whose, [TILE, Q], which is not looked at here.
+    `fine` is the ring's metadata by group, keys before values, and the result of `is_refined`. If queries differ in
+    their windows, it also has the tokens of each window, [TILE, Q], which is ignored here.
     """
     e = fine[0][g].to(gl.uint32) & 3
     factor = gl.where(e == 0, 0.5 ** (8 - BITS), gl.where(e == 1, 0.5 ** (7 - BITS), 0.5 ** (6 - BITS)))

@@ -1,10 +1,10 @@
-"""Reduce: merge the partial results of a sequence's splits and rotate them back into the model's elements.
+"""Reduce: merge the partial results of a sequence's splits and rotate them back into the model's space.
 
 With partial outputs o_i and log-sums L_i (base 2), o = sum_i 2^(L_i - L) o_i with L = log2 sum_i 2^L_i; then
 
     out = (o H^T) / value_scale + value_mean
 
-An attention sink, a logit a with no value, is one more summand of L alone.
+An attention sink, a logit a with no value, is one more summand of L.
 """
 
 import triton
@@ -22,15 +22,16 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases
                   RATIO: tl.constexpr, TAKE: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
                   ROWS: tl.constexpr, STEP: tl.constexpr, SEVERAL: tl.constexpr, SINKS: tl.constexpr,
                   LEVEL: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Grid (rows, KV_HEADS, RATIO / TAKE): a program takes TAKE of the query heads of a KV head, of one query token.
+    """Merge TAKE of the query heads of a KV head, of one query token. Grid (rows, KV_HEADS, RATIO / TAKE).
 
     partial: float32 [results, KV_HEADS, RATIO, D]; lse: float32 [results, KV_HEADS, RATIO]; spans: int32 [sequences,
     2]; signs: [16, 16] or None (`rotation.plain_signs`); value_mean, value_scale: float32 [KV_HEADS, HEAD]; out: [rows,
     KV_HEADS * RATIO, HEAD], any float dtype, stride per row in elements. A sequence without splits gets zeros. ROWS:
-    TAKE padded to a power of two; STEP: splits in flight. owners: int32 [rows], each one's sequence, negative for
-    padding, which gets zeros; starts, bases: as `plan` has them. Without SEVERAL each sequence is a row, and these are
-    not read. sinks: [KV_HEADS * RATIO], natural logits of any float dtype, read with SINKS alone. level: float32 [rows,
-    KV_HEADS * RATIO], what every score lacks, in powers of two, read with LEVEL alone.
+    TAKE padded to a power of two; STEP: splits in flight. owners: int32 [rows], the sequence of each, negative for
+    padding, which gets zeros; starts, bases: as in `plan`. Without SEVERAL each sequence is a row, and these are not
+    read.
+    sinks: [KV_HEADS * RATIO], natural logits of any float dtype, read only with SINKS. level: float32 [rows, KV_HEADS *
+    RATIO], to be added to every score, in powers of two, read only with LEVEL.
     """
     token = tl.program_id(0)
     head = tl.program_id(1)
@@ -55,7 +56,7 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases
     row = tl.arange(0, ROWS)
     begin = tl.program_id(2) * TAKE
     start = (first * KV_HEADS + head).to(tl.int64) * RATIO + begin
-    # Splits first: a warp then has a query head, or several have one, and nothing in the loop crosses threads.
+    # Splits are the first dimension: a query head belongs to one or several warps, and the loop exchanges no data.
     k = tl.arange(0, STEP)[:, None, None]
     r = row[None, :, None]
     top = tl.full([STEP, ROWS, 1], -1e30, tl.float32)
@@ -82,7 +83,7 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases
         sink = tl.load(sinks_ptr + heads, mask=row < TAKE, other=0.0).to(tl.float32) * LOG2_E
         if LEVEL:
             at = level_ptr + token.to(tl.int64) * (KV_HEADS * RATIO) + heads
-            # Of padding there is none.
+            # Padding has none.
             sink -= tl.load(at, mask=(row < TAKE) & (number > 0), other=0.0)
         out = out * total / (total + tl.exp2(sink[:, None] - highest))
     out = tl.where(number > 0, out, 0.0)

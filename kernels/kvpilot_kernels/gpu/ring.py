@@ -1,4 +1,4 @@
-"""Where a step's tokens go in their sequences' rings, worked out on the GPU: `kvpilot_kernels.ring.ring_slots`."""
+"""Ring slots of a step's tokens, computed on the GPU: `kvpilot_kernels.ring.ring_slots`."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ TOKENS = 128
 def ring_slots_kernel(starts_ptr, lens_ptr, table_ptr, slots_ptr, sequences, tokens, table_stride,
                       RECENT: tl.constexpr, RING: tl.constexpr, RING_BLOCKS: tl.constexpr, ROUNDS: tl.constexpr,
                       TOKENS: tl.constexpr):  # fmt: skip
-    """Grid (cdiv(tokens, TOKENS),).
+    """Write the ring slots of a step's tokens. Grid (cdiv(tokens, TOKENS),).
 
     starts: int32 [sequences + 1], the first row of each sequence; lens: int32 [sequences], stored after the step;
     table: int32 [sequences, ring_blocks]; slots: int64 [tokens], written. 2^ROUNDS is more than `sequences`.
@@ -19,7 +19,7 @@ def ring_slots_kernel(starts_ptr, lens_ptr, table_ptr, slots_ptr, sequences, tok
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     low = tl.zeros([TOKENS], tl.int32)
     high = low + sequences
-    for _ in range(ROUNDS):  # the first sequence that ends after this token
+    for _ in range(ROUNDS):  # find the first sequence that ends after this token
         middle = (low + high) // 2
         ends = tl.load(starts_ptr + 1 + middle, mask=middle < high, other=2147483647)
         after = ends <= token
@@ -37,12 +37,12 @@ def ring_slots_kernel(starts_ptr, lens_ptr, table_ptr, slots_ptr, sequences, tok
 
 def fill_ring_slots(slots: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor, table: torch.Tensor,
                     recent: int, ring_tokens: int) -> None:  # fmt: skip
-    """Write where each row of a batch goes in its ring, as `kvpilot_kernels.ring.ring_slots` says; -1 for none.
+    """Write each row's slot in its ring, as `kvpilot_kernels.ring.ring_slots`; -1 for none.
 
     Args:
         slots: int64 [rows], written. starts: int32 [sequences + 1], first rows; rows after the last are padding.
         seq_lens: int32 [sequences], tokens stored after this step; 0 for a row of padding.
-        table: int32 [sequences, ring_blocks]; 0 or negative for none, as vLLM's tables have it.
+        table: int32 [sequences, ring_blocks]; 0 or negative for none, as in vLLM's tables.
     """
     rows, sequences = slots.shape[0], seq_lens.shape[0]
     ring_slots_kernel[(triton.cdiv(rows, TOKENS),)](
@@ -52,5 +52,5 @@ def fill_ring_slots(slots: torch.Tensor, starts: torch.Tensor, seq_lens: torch.T
 
 
 def rounds(sequences: int) -> int:
-    """Rounds of a search among so many, a multiple of 4: few are compiled."""
+    """Return the rounds of a search among so many, a multiple of 4, so that few variants are compiled."""
     return -(-sequences.bit_length() // 4) * 4

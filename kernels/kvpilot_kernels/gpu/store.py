@@ -1,12 +1,12 @@
 """Store: rotate, scale, quantize, pack and write a step's keys and values, and rotate its queries, in one launch.
 
-A program takes a block of tokens and one head of one of the three projections. What it computes is `reference.quantize`
-with the factors of `kvpilot_kernels.factors` (but a group with an infinity reads back as NaN); for a query it is
+A program takes a block of tokens and one head of one of the three projections. It computes `reference.quantize` with
+the factors of `kvpilot_kernels.factors` (but a group with an infinity reads back as NaN); for a query it is
 
     q' = (q / key_scale) H * scale * log2(e)
 
-so that the scores of decode are exponents of 2. Tokens of the recent window get their row of the ring by the same
-program (`reference.residual`).
+so that the scores of decode are exponents of 2. The same program writes the ring rows of tokens in the recent window
+(`reference.residual`).
 """
 
 import triton
@@ -41,20 +41,20 @@ GAIN_LIMIT = tl.constexpr(layouts.GAIN_LIMIT)
 
 @triton.jit
 def nearest(x):
-    """float32 to the nearest integer, ties to even: what is added moves the fraction out of the mantissa."""
+    """Round float32 to the nearest integer, ties to even: the added constant moves the fraction out of the mantissa."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def real_slots(BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Whether a slot holds an element, [WIDE / 64, 64]."""
+    """Return True for slots that hold an element, [WIDE / 64, 64]."""
     _, real = byte_of(tl.arange(0, WIDE), BITS, D, WIDE)
     return tl.reshape(real, [WIDE // 64, 64])
 
 
 @triton.jit
 def quantize(y, lo, hi, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Codes [T, G, 64], scale metadata [T, G] and squared errors [T, G] of y [T, G, 64] for ranges [T, G]."""
+    """Return codes [T, G, 64], scale metadata [T, G] and squared errors [T, G] of y [T, G, 64] for ranges [T, G]."""
     QMAX: tl.constexpr = (1 << BITS) - 1
     # Rounding up keeps both ends of the range within the codes.
     bits = scale_bits((hi - lo) / QMAX)
@@ -64,14 +64,14 @@ def quantize(y, lo, hi, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr)
     zero = zero_of(zero_code, BITS)
     codes = tl.minimum(tl.maximum(nearest(y * inverse[:, :, None] + zero[:, :, None]), 0.0), QMAX)
     off = (codes - zero[:, :, None]) * scale[:, :, None] - y
-    if D != WIDE:  # slots that hold nothing have no error
+    if D != WIDE:  # empty slots have no error
         off = tl.where(real_slots(BITS, D, WIDE)[None, :, :], off, 0.0)
     return codes, pack_meta(bits, zero_code), tl.sum(off * off, 2)
 
 
 @triton.jit
 def stretched(y, codes, meta, BITS: tl.constexpr):
-    """Scale metadata [T, G] under which codes [T, G, 64] are as long along y as y is; slots of no element hold 0."""
+    """Return scale metadata [T, G] that makes codes [T, G, 64] as long along y as y is; empty slots hold 0."""
     scale, zero = scale_and_zero(meta, BITS)
     along = tl.sum((codes - zero[:, :, None]) * scale[:, :, None] * y, 2)
     square = tl.sum(y * y, 2)
@@ -83,10 +83,10 @@ def stretched(y, codes, meta, BITS: tl.constexpr):
 
 @triton.jit
 def encode(y, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Codes, int32 [T, G, 64], and scale metadata [T, G] of y [T, G, 64]: the best of the ranges to try."""
+    """Return codes, int32 [T, G, 64], and scale metadata [T, G] of y [T, G, 64], for the best of the ranges to try."""
     lo = tl.minimum(tl.min(y, 2), 0.0)
     hi = tl.maximum(tl.max(y, 2), 0.0)
-    # Codes are made once more at the end: kept for two ranges at a time they are registers that programs lack.
+    # Compute codes again at the end: registers cannot hold those of two ranges.
     if len(SIDE.shrink) > 1:
         least = quantize(y, lo, hi, SIDE.bits, D, WIDE)[2]
         best = tl.full(lo.shape, SIDE.shrink[0], tl.float32)
@@ -99,14 +99,17 @@ def encode(y, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
     codes, meta, _ = quantize(y, lo, hi, SIDE.bits, D, WIDE)
     if SIDE.bits <= GAIN_BITS:
         meta = stretched(y, codes, meta, SIDE.bits)
-    # A group with a NaN reads back as NaN: comparisons and minima may have lost it, a sum cannot.
+    # Propagate NaN to the whole group: comparisons and minima can drop it, a sum cannot.
     broken = tl.sum(y, 2) * 0.0 != 0.0
     return tl.where(broken[:, :, None], 0.0, codes).to(tl.int32), tl.where(broken, NAN << ZERO_BITS, meta)
 
 
 @triton.jit
 def residual(y, codes, meta, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """What codes lack of 8 bits: r, int32 [T, G, 64], and exponents, int32 [T, G], of y [T, G, 64] and its row."""
+    """Return the residuals of codes to 8 bits: r, int32 [T, G, 64], and exponents, int32 [T, G].
+
+    They are of y [T, G, 64] and its row.
+    """
     COUNT: tl.constexpr = 1 << (8 - BITS)
     HALF: tl.constexpr = (COUNT - 1) / 2
     scale, zero = scale_and_zero(meta, BITS)
@@ -184,7 +187,7 @@ def store_side(x_ptr, stride, first_ptr, mean_ptr, scale_ptr, signs_ptr, slots_p
     tl.store(to, meta.to(tl.int16), mask=live[:, None])
     if RING > 0:
         recent = live & (ring_at >= 0)
-        if tl.max(recent.to(tl.int32), 0) > 0:  # of a prompt, the last tokens only
+        if tl.max(recent.to(tl.int32), 0) > 0:  # only the last tokens of a prompt
             ring_at = tl.where(recent, ring_at, 0)
             ring = ring_ptr + ring_at // RING * ring_page_stride + head.to(tl.int64) * ring_head_stride
             ring_place = (ring_at % RING).to(tl.int32)
@@ -197,9 +200,9 @@ def store_integers(y, at, live, rotated_ptr, sums_ptr, units_ptr, BITS: tl.const
     """Write queries y [ROWS, WIDE], in the slots of keys of BITS, as decode multiplies them, where `live`.
 
     An element becomes round(y / factor / unit), by `query_planes`, in a unit that makes the largest one LARGEST, as an
-    upper and a lower byte: int8 [2, D]. It is off by half a unit at most, or by two where the factor is 4: 2^-16 or
-    2^-14 of the query's largest element. Beside them go the unit, NaN where an element is, and by group three sums,
-    int32 [groups, 3]: of upper and of lower bytes where codes end at a sign, and of all integers times their factors.
+    upper and a lower byte: int8 [2, D]. The error is at most half a unit, or two if the factor is 4: 2^-16 or 2^-14 of
+    the query's largest element. Also written are the unit, NaN if an element is, and by group three sums, int32
+    [groups, 3]: of upper and of lower bytes where codes end at a sign, and of all integers times their factors.
     """
     GROUPS: tl.constexpr = WIDE // 64
     ROWS: tl.constexpr = y.shape[0]
@@ -234,18 +237,20 @@ def store_kernel(
     KEY: tl.constexpr, VALUE: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
     PAGE: tl.constexpr, RING: tl.constexpr, TOKENS: tl.constexpr, LEVEL: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(tokens, TOKENS), KV_HEADS * (2 + RATIO)): keys, values, then queries of the first `decodes` tokens.
+    """Store keys, values, then queries of the first `decodes` tokens.
+
+    Grid (cdiv(tokens, TOKENS), KV_HEADS * (2 + RATIO)).
 
     query: [tokens, KV_HEADS * RATIO, HEAD], key and value: [tokens, KV_HEADS, HEAD], any float dtype, strides per token
     in elements; slots: int64 [tokens], negative for padding; ordinals: int [numbered], 1 for a sequence's first token;
-    cache: uint8 pages, strides in bytes; ring_slots and ring: the same of the ring, of RING tokens a page, unread where
+    cache: uint8 pages, strides in bytes; ring_slots and ring: the same of the ring, of RING tokens a page, unread if
     RING is 0; rotated: int8 [decodes, KV_HEADS * RATIO, 2, D], sums: int32 [decodes, KV_HEADS * RATIO, groups, 3]
-    and units: float32 [decodes, KV_HEADS * RATIO], as `store_integers` has them; apart: shaped like units, to be added
-    to the scores of first tokens; signs: [16, 16] or None (`rotation`); factors: float32 [KV_HEADS, HEAD]; KEY, VALUE:
-    a `SideLayout`.
-    level: as `apart`, what the keys' mean adds to every score. Written with LEVEL alone: a softmax does not see what
-    all scores have, unless they have a cap or it has a sink.
-    WAIT: launched as a dependent: what the kernel before this one wrote is there after `gdc_wait`.
+    and units: float32 [decodes, KV_HEADS * RATIO], as in `store_integers`; apart: shaped like units, added to the
+    scores of first tokens; signs: [16, 16] or None (`rotation`); factors: float32 [KV_HEADS, HEAD]; KEY, VALUE: a
+    `SideLayout`.
+    level: as `apart`, the part of every score from the keys' mean. It is written only with LEVEL: a softmax ignores a
+    common offset unless scores have a cap or there is a sink.
+    WAIT: launched as a dependent: the preceding kernel's writes are visible after `gdc_wait`.
     """
     head = tl.program_id(1)
     if head < KV_HEADS:
@@ -261,7 +266,7 @@ def store_kernel(
             ring_page_stride, ring_head_stride, VALUE, HEAD, D, WIDE, TOKENS, PAGE, RING, WAIT,
         )  # fmt: skip
     else:
-        # A row is a token's query of one of the KV head's RATIO: TOKENS of them are fewer tokens.
+        # A row is a token's query of one of the KV head's RATIO, so TOKENS rows are fewer tokens.
         kv = head % KV_HEADS
         first = (tl.program_id(0) * RATIO + head // KV_HEADS - 2) * TOKENS
         if first < decodes * RATIO:

@@ -1,7 +1,6 @@
-"""What a tile of packed pages adds to a running softmax: the scores of its keys, and its values weighed by them.
+"""Running softmax over tiles of packed pages: the scores of a tile's keys, and its weighted values.
 
-The arithmetic is told in `decode`. A tile's codes, and its digits where it is of the recent window, are in shared
-memory by now.
+`decode` explains the arithmetic. A tile's codes, and its digits in the recent window, are in shared memory by now.
 """
 
 from triton.experimental import gluon
@@ -35,16 +34,19 @@ from kvpilot_kernels.gpu.operands import (
 from kvpilot_kernels.gpu.recent import fine_scale, place_of_digit, places
 
 HEADROOM = gl.constexpr(5.0)
-"""Probabilities are kept times 2^5: small ones times a value's scale stay normal in float16, and large scales do not
-overflow it until 2,048 (values of 6,000 and more in 2 bits, of 30,000 in 4; then the output is not finite)."""
+"""Exponent of the factor on probabilities, 2^5.
+
+Small ones times a value's scale stay normal in float16. Scales overflow it only from 2,048 on (values of 6,000 and more
+in 2 bits, of 30,000 in 4); the output is then not finite.
+"""
 
 
 @gluon.jit
 def dot(codes, operands, start, g: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
         TILE: gl.constexpr, Q: gl.constexpr):  # fmt: skip
-    """Products of a group's codes with the queries, float32 [TILE, Q], times 2^`key_shift`.
+    """Multiply a group's codes by the queries: float32 [TILE, Q], times 2^`key_shift`.
 
-    Exact up to the last rounding: sums stay below 64 * LARGEST * 255 < 2^31.
+    The sums are exact before the last rounding, because they stay below 64 * LARGEST * 255 < 2^31.
     """
     PLANES: gl.constexpr = key_planes(BITS, D, GROUP)
     sums = gl.full([TILE, 2 * Q], 0, gl.int32, MMA)
@@ -61,9 +63,9 @@ def dot(codes, operands, start, g: gl.constexpr, BITS: gl.constexpr, D: gl.const
 def score(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
           TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
           RECENT: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """A tile's scores, float32 [TILE, Q], in their query's `unit` or, with SOFTCAP, as they are.
+    """Return a tile's scores, float32 [TILE, Q], in their query's `unit` or, with SOFTCAP, as they are.
 
-    With RECENT, with what the ring's digits add: `fine` as `fine_scale` has it. Token 0 of the sequence has a mean of
+    With RECENT the ring's digits are included; `fine` is that of `fine_scale`. Token 0 of the sequence has a mean of
     its own, so its score starts with `apart`; t: the tile's first token. With SOFTCAP `level` is added before the cap.
     """
     COUNT: gl.constexpr = chunks(KEY.bits, D, GROUP)
@@ -107,13 +109,13 @@ def score(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D: gl.c
 @gluon.jit
 def hide(score, meta, t, ends, end, length, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr,
          WINDOW: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Hide the tokens of a tile that a query does not see: their scores become -1e38 or less; t: the first token.
+    """Hide the tokens of a tile that a query does not see: their scores become -1e38 or less.
 
-    `length` is the least that a query sees. Of several query tokens a sequence, `ends` has what each sees, int32 [Q],
-    and the most of them.
+    t: the first token. `length` is the smallest number of tokens that a query sees. With several query tokens per
+    sequence `ends` has the number for each, int32 [Q], and the largest of them.
 
-    A hidden token has the weight 0, and 0 times a scale that is NaN would be NaN: its scales are limited to numbers.
-    Where queries differ in what they see, all scales of the tile are, and a token with a broken value has the score NaN
+    A hidden token has weight 0, and 0 times a NaN scale would be NaN, so its scales are limited to numbers. If queries
+    differ in what they see, all scales of the tile are limited, and a token with a broken value gets the score NaN
     instead.
 
     Returns:
@@ -147,11 +149,12 @@ def hide(score, meta, t, ends, end, length, D: gl.constexpr, GROUP: gl.constexpr
 def accumulate(score, unit, limits, values, meta, stage, m, total, zeros, acc, fine, VALUE: gl.constexpr,
                D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr,
                RECENT: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Add a tile to the running softmax: new m [Q], total [8, Q], zeros by group [8, Q], acc by plane [words, columns].
+    """Add a tile to the running softmax, and return it: m [Q], total [8, Q], zeros by group [8, Q], acc by plane.
 
     m: the largest score so far, less HEADROOM. total: sums of probabilities times 2^HEADROOM, by the rows of a thread.
-    zeros: of these times scale and zero code, in units of UNIT. acc: of these times scale and code, in units of
-    UNIT * 2^(bits * sub-plane), in the columns of `columns`. `fine`: as in `score`; `limits`: as `hide` has them.
+    zeros: sums of these times scale and zero code, in units of UNIT. acc: by plane [words, columns], sums of these
+    times scale and code, in units of UNIT * 2^(bits * sub-plane), in the columns of `columns`. `fine`: as in `score`;
+    `limits`: from `hide`.
     """
     PLANES: gl.constexpr = value_planes(VALUE.bits, D, GROUP)
     COUNT: gl.constexpr = chunks(VALUE.bits, D, GROUP)

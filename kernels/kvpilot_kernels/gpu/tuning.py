@@ -1,16 +1,19 @@
 """Launch choices of decode: tile, stages, and how many programs fit a multiprocessor.
 
-Kept as tables, so that no user waits for tuning. Measured on an H200 (2026-11-22, Triton 3.6): at head_dim 128 and 256
-8, 10 to 13, 15 and 16 programs, in batches from 1 x 64K and 8 x 1K to 32 x 16K; 64 tokens of 2 stages in flight were
-best before keys were 8-bit integers (2026-11-21), and 32 at 256. Rows for head_dim 64 and 96 follow from registers;
-192 has what 256 has: nothing else was tried there.
+They are tables, so that no user waits for tuning. Measured on an H200 (2026-11-22, Triton 3.6): at head_dim 128 and 256
+8, 10 to 13, 15 and 16 programs, in batches from 1 x 64K and 8 x 1K to 32 x 16K. 64 tokens of 2 stages in flight were
+best with keys of 16 bits (2026-11-21), and 32 at 256. Rows for head_dim 64 and 96 follow from registers; 192 has those
+of 256, and nothing else was tried there.
+
 Decode of 8 queries with a recent window spills up to 480 bytes, and that of several tokens up to 512
 (docs/benchmarks/kernel-resources.md). At 512 6, 7 and 8 programs of 8 queries, 5 to 8 of 4, and tiles of 16 and 32
-tokens were timed (2026-11-24), with splits of single tiles; that splits are multiples of 64 tokens there came after it.
+tokens were timed (2026-11-24), with splits of single tiles; splits of multiples of 64 tokens came later.
+
 Blocks of `store` and `gather`, `MERGES`, and 168 registers of decode with a window were timed on an H100 (2026-11-25
-and 26), in `k4v4`, store of prompts in `k2v2`, too; other formats and GPUs follow from them. A merge of rows of 192 in
-one warp spills where two are as good but for a tenth.
-`benchmarks/kernels/decode.py` and `prompts.py` time what the tables say.
+and 26), in `k4v4`, and store of prompts in `k2v2` too; other formats and GPUs follow from them. A merge of rows of 192
+in one warp spills, while two are only a tenth slower.
+
+`benchmarks/kernels/decode.py` and `prompts.py` time the tables' choices.
 """
 
 from __future__ import annotations
@@ -25,10 +28,12 @@ import torch
 
 @dataclass(frozen=True)
 class Choice:
-    """`tile` tokens a turn, `stages` tiles in flight, `programs` that fit one multiprocessor at once.
+    """Launch choices of decode.
 
-    `registers` a thread may have, None to let the assembler weigh them against programs: it may spill some. `grain` is
-    what splits are multiples of in tokens, None for the tile.
+    Attributes:
+        tile: tokens a turn. stages: tiles in flight. programs: number that fits a multiprocessor at once.
+        registers: limit per thread, with which it may spill some; None lets the assembler weigh them against programs.
+        grain: tokens that splits are multiples of, None for the tile.
     """
 
     tile: int
@@ -39,25 +44,28 @@ class Choice:
 
 
 FUSED = {"enable_fp_fusion": True}
-"""Of every launch that computes with floats: a multiplication and an addition are one instruction. Triton 3.9 warns
-that later versions will not do so by default; all figures of ours are with it."""
+"""Option of every launch that computes with floats: a multiplication and an addition are one instruction.
+
+Triton 3.9 warns that later versions will not do so by default; all our figures are with it.
+"""
 
 TILES: dict[int, int] = {64: 64, 96: 64, 128: 64, 192: 32, 256: 32, 512: 16}
-"""Tokens of a tile by elements of a row, of up to 8 queries; of 16 it is half of that."""
+"""Tokens of a tile by elements of a row, for up to 8 queries; 16 have half of that."""
 
 PROGRAMS: dict[tuple[int, int], tuple[int, int, int]] = {
     (64, 4): (16, 16, 16), (64, 8): (16, 16, 16), (96, 4): (8, 12, 16), (96, 8): (8, 8, 8), (128, 4): (8, 12, 16),
     (128, 8): (8, 8, 8), (192, 4): (12, 12, 16), (192, 8): (8, 8, 8), (256, 4): (12, 12, 16), (256, 8): (8, 8, 8),
     (64, 16): (8, 8, 8), (96, 16): (8, 8, 8), (128, 16): (8, 8, 8), (512, 4): (8, 8, 8), (512, 8): (8, 8, 8),
 }  # fmt: skip
-"""By elements of a row and queries (4, 8 or 16 at most); for key and value of more than 8 bits together, 8, less.
+"""Programs by elements of a row and queries (at most 4, 8 or 16), or 8 less if key and value have more than 8 bits.
 
-No more are counted on than fit with what the compiled kernel takes (`Shape.settle`)."""
+`Shape.settle` reduces them to those that fit with the compiled kernel's resources.
+"""
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a program of `store` or `gather` takes: so many `tokens` of a head, in so many `warps`."""
+    """Work of a program of `store` or `gather`: so many `tokens` of a head, in so many `warps`."""
 
     tokens: int
     warps: int
@@ -65,8 +73,10 @@ class Block:
 
 @dataclass(frozen=True)
 class PrefillBlock:
-    """What a program of `prefill` takes: so many `queries` of a head, by so many `keys` at a time, in so many `warps`
-    with so many `stages` of keys and values in flight."""
+    """Work of a program of `prefill`: so many `queries` of a head, by so many `keys` at once, in so many `warps`.
+
+    `stages` of keys and values are in flight.
+    """
 
     queries: int
     keys: int
@@ -82,56 +92,60 @@ MERGES: dict[int, tuple[tuple[float, tuple[int, int, int]], ...]] = {
     256: ((0.5, (1, 64, 8)), (inf, (1, 4, 1))),
     512: ((0.5, (1, 32, 16)), (inf, (1, 8, 2))),
 }  # fmt: skip
-"""Programs of `reduce` by elements of a row: up to so many query heads of all sequences for each multiprocessor, the
-query heads of a program at most, splits in flight, and warps.
+"""Programs of `reduce` by elements of a row: a limit on query heads of all sequences per multiprocessor, then a choice.
 
-Few sequences leave the GPU idle, and have many splits: then each query head gets a program of its own, and the more
-warps the fewer they are. Each choice holds from some number of sequences to its double at least, so that a warm-up with
-powers of two meets all of them."""
+A choice is the largest number of query heads of a program, splits in flight, and warps. Few sequences leave the GPU
+idle, and have many splits: then each query head gets its own program, with more warps the fewer there are. Each choice
+holds at least from some number of sequences to its double, so that a warm-up with powers of two meets all of them.
+"""
 
 FEW_TOKENS = 128
-"""So many tokens at most are stored as those of a decode step are."""
+"""Largest number of tokens that are stored like those of a decode step."""
 
 STORES: dict[int, tuple[Block, Block]] = {
     64: (Block(8, 4), Block(8, 2)), 96: (Block(8, 4), Block(8, 1)), 128: (Block(8, 4), Block(8, 2)),
     192: (Block(8, 4), Block(8, 2)), 256: (Block(4, 4), Block(8, 4)), 512: (Block(4, 4), Block(8, 4)),
 }  # fmt: skip
-"""Of `store` by elements of a row, for few tokens and for more.
+"""Blocks of `store` by elements of a row, for few tokens and for more.
 
-A thread has neighbours of a row, and little crosses warps: small programs are best. Rows with signs (96, 192) need 8
-tokens, as many as a product has rows for: of 4, Triton 3.6 made programs that wrote wrong queries on an H100."""
+A thread has adjacent elements of a row, and warps exchange little, so small programs are best. Rows with signs (96,
+192) need 8 tokens, the number of a product's rows: with 4, Triton 3.6 made programs that wrote wrong queries on an
+H100.
+"""
 
 GATHERS: dict[int, Block] = {
     64: Block(8, 2), 96: Block(16, 2), 128: Block(8, 2), 192: Block(4, 1), 256: Block(8, 4), 512: Block(8, 4)
 }  # fmt: skip
-"""Of `gather` by elements of a row."""
+"""Blocks of `gather` by elements of a row."""
 
 
 def store_block(dim: int, tokens: int) -> Block:
-    """The block of `store` for a launch of so many tokens."""
+    """Return the block of `store` for a launch of so many tokens."""
     return STORES[dim][tokens > FEW_TOKENS]
 
 
 def gather_block(dim: int) -> Block:
-    """The block of `gather`."""
+    """Return the block of `gather`."""
     return GATHERS[dim]
 
 
 def weigh_warps(tokens: int) -> int:
-    """Warps of a program of `weigh` that takes so many tokens at a time: 16 are an operand of one; with more warps than
-    that, registers spill on 9.0."""
+    """Return the warps of a program of `weigh` that takes so many tokens at once.
+
+    An operand has 16 tokens; with more warps than operands, registers spill on 9.0.
+    """
     return min(max(tokens // 16, 1), 4)
 
 
 def prefill_block(capability: tuple[int, int]) -> PrefillBlock:
-    """The block of `prefill`: 64 queries are an operand of Hopper's warp groups, and spill elsewhere."""
+    """Return the block of `prefill`: 64 queries are an operand of Hopper's warp groups, and spill elsewhere."""
     return PrefillBlock(64 if capability[0] == 9 else 32, 32, 8, 2)
 
 
 def program_queries(dim: int, ratio: int, tokens: int) -> int:
-    """Queries that a program takes of the `ratio` heads of a KV head times the most `tokens` of a sequence in a step.
+    """Return the queries of a program, for `ratio` heads of a KV head times the most `tokens` of a sequence in a step.
 
-    Of one token, 8 heads at most, and of more than 8 heads each of two programs takes half. Of several tokens 4, 8 or
+    With one token these are at most 8 heads; each of two programs takes half of more. With several tokens it is 4, 8 or
     16: pages are read once for as many as fit, and few variants are compiled. At head_dim 256 registers of 16 spill.
     """
     if tokens == 1:
@@ -141,13 +155,13 @@ def program_queries(dim: int, ratio: int, tokens: int) -> int:
 
 
 def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capability: tuple[int, int]) -> Choice:
-    """The choice for `queries` of a program and `bits` of a key's and a value's element together.
+    """Return the choice for `queries` of a program and `bits` of a key's and a value's element together.
 
-    The tile divides `block_size`, as a tile lies in one page. On 9.0, where that was measured, the assembler weighs
-    registers against programs, but where it is a few off with a window: 12 programs fit with 168. On others it would
-    spill some, and a thread may have all 255. With a window of `recent`
-    tokens 2 bits need the shared memory and registers of 4; at head_dim 192 tiles of 32 would spill up to 896 bytes on
-    9.0, those of 16 168.
+    The tile divides `block_size`, as it lies in one page. On 9.0, where that was measured, the assembler weighs
+    registers
+    against programs, except with a window where it misses by a few: 12 programs fit with 168. Elsewhere it would spill
+    some, so a thread may have all 255. With a window of `recent` tokens 2 bits need the shared memory and registers of
+    4. At head_dim 192 tiles of 32 would spill up to 896 bytes on 9.0, and those of 16 spill 168.
     """
     most = 4 if queries <= 4 else 8 if queries <= 8 else 16
     programs = PROGRAMS[dim, most][0 if bits > 8 else 1 if bits == 8 else 2]
@@ -163,23 +177,23 @@ def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capa
 
 
 class Taken(NamedTuple):
-    """What a program of one warp takes, as it was compiled: registers of a thread, and bytes of shared memory."""
+    """Resources of a program of one warp, from the compiler: registers of a thread, and bytes of shared memory."""
 
     registers: int
     shared: int
 
 
 def fitting(taken: Taken, shared: int) -> int:
-    """Programs of one warp that a multiprocessor with so many bytes of `shared` memory holds at once.
+    """Return the programs of one warp that a multiprocessor with so many bytes of `shared` memory holds at once.
 
-    From compute capability 8.0 to 12.0: it has 65,536 registers of 32 bits, of which a warp takes 256 at a time, and
-    keeps 1 KiB of shared memory of each program for itself.
+    From compute capability 8.0 to 12.0: it has 65,536 registers of 32 bits, of which a warp takes multiples of 256, and
+    reserves 1 KiB of shared memory per program.
     """
     return min(65536 // (-(-taken.registers // 8) * 8 * 32), shared // (taken.shared + 1024))
 
 
 def merging(dim: int, groups: int, ratio: int, device: torch.device) -> tuple[int, int, int]:
-    """Query heads, splits in flight, and warps of a program of `reduce`, for the KV heads of all sequences together."""
+    """Return query heads, splits in flight, and warps of a program of `reduce`, for all sequences' KV heads."""
     rows = groups * ratio / multiprocessors(device)
     most, splits, warps = next(way for bound, way in MERGES[dim] if rows <= bound)
     return max(n for n in range(1, most + 1) if ratio % n == 0), splits, warps
@@ -187,13 +201,13 @@ def merging(dim: int, groups: int, ratio: int, device: torch.device) -> tuple[in
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 for a CPU, where the interpreter runs."""
+    """Return the multiprocessors of a GPU; 1 for a CPU, where the interpreter runs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory of a GPU's multiprocessor; 0 for a CPU."""
+    """Return the bytes of shared memory of a GPU's multiprocessor; 0 for a CPU."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
@@ -201,10 +215,10 @@ def shared_memory(device: torch.device) -> int:
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a GPU; (0, 0) for a CPU."""
+    """Return the compute capability of a GPU; (0, 0) for a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def overlaps(device: torch.device) -> bool:
-    """Whether a kernel may start while the one before it ends (programmatic dependent launch, from Hopper on)."""
+    """Return True if a kernel may start while its predecessor ends (programmatic dependent launch, from Hopper on)."""
     return capability(device) >= (9, 0)

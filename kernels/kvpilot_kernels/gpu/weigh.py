@@ -1,11 +1,11 @@
-"""Weigh: the attention that stored tokens get in a step, summed over query heads and kept by stretches of tokens.
+"""Weigh: the attention that stored tokens get in a step, summed over query heads and stretches of tokens.
 
 A sequence's log-sum L of all scores follows from those of its splits, which decode has left in the plan. A token with
-score s then has exp2(s - L) of a query's attention, so keys are read once more and values not at all:
+score s gets exp2(s - L) of a query's attention, so keys are read once more, and values are not:
 
     mass of a stretch = sum over its tokens t and the query heads h of exp2(s_ht - L_h)
 
-Whether a step is weighed is read on the device: the launch can be part of a CUDA graph that mostly weighs nothing.
+The device decides if a step is weighed, so a CUDA graph may contain the launch and mostly weigh nothing.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 
 SPLITS = tl.constexpr(16)
-"""Splits of a sequence whose log-sums are read at a time."""
+"""Splits of a sequence whose log-sums are read at once."""
 
 
 @triton.jit
 def log_sums(lse_ptr, first, number, head, row, KV_HEADS: tl.constexpr, RATIO: tl.constexpr):
-    """log2 of the sum of 2^score over all tokens of a sequence, float32 [ROWS]; 0 past its RATIO query heads."""
+    """Return log2 of the sum of 2^score over all tokens of a sequence, float32 [ROWS]; 0 past its RATIO query heads."""
     k = tl.arange(0, SPLITS)[:, None]
     top = tl.full([row.shape[0]], -1e30, tl.float32)
     norm = tl.zeros([row.shape[0]], tl.float32)
@@ -48,7 +48,7 @@ def log_sums(lse_ptr, first, number, head, row, KV_HEADS: tl.constexpr, RATIO: t
 @triton.jit
 def load_queries(rotated_ptr, units_ptr, at, row, slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
                  RATIO: tl.constexpr):  # fmt: skip
-    """Slots of a KV head's rotated queries, of the integers that `store` left, float16 [ROWS, slots]."""
+    """Load slots of a KV head's rotated queries, from the integers of `store`, as float16 [ROWS, slots]."""
     element, real = packing_slots(slot, BITS, D, WIDE)
     live = (row < RATIO)[:, None] & real[None, :]
     to = rotated_ptr + (at + row)[:, None] * (2 * D) + element[None, :]
@@ -64,12 +64,12 @@ def weigh_kernel(
     KV_HEADS: tl.constexpr, RATIO: tl.constexpr, ROWS: tl.constexpr, KEY: tl.constexpr, D: tl.constexpr,
     WIDE: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (KV_HEADS, splits): a program adds what the tokens of a split of the plan get from a KV head's queries.
+    """Add the attention that tokens of one split get from a KV head's queries. Grid (KV_HEADS, splits).
 
     wanted: int32 [1], 0 for a step in which nothing is added. total: float32 [KV_HEADS, sequences, stretches] of TOKENS
-    of a sequence's tokens each; an element is written by one program, and tokens past the last are left out. lse:
-    float32 [splits, KV_HEADS, RATIO]; a sequence has one row in the step. TOKENS divides PAGE, and where splits start.
-    ROWS: RATIO padded, 16 at least. The rest is as in `decode` and, with SINKS, as in `reduce`.
+    tokens each; one program writes an element, and tokens past the last are left out. lse: float32 [splits, KV_HEADS,
+    RATIO]; a sequence has one row in the step. TOKENS divides PAGE and the splits' starts. ROWS: RATIO padded, at least
+    16. The rest is as in `decode` and, with SINKS, as in `reduce`.
     """
     head = tl.program_id(0)
     split = tl.program_id(1)
@@ -124,19 +124,19 @@ def weigh_kernel(
 
 
 def stretch(shape: Shape) -> int:
-    """Tokens whose masses are kept as one number: what splits are multiples of."""
+    """Return the number of tokens whose masses are summed; splits are multiples of it."""
     choice = shape.cut().choice
     return choice.grain or choice.tile
 
 
 def weigh(pages: GpuPages, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, wanted: torch.Tensor,
           total: torch.Tensor) -> None:  # fmt: skip
-    """Add what the stored tokens of each sequence get, of the step that `plan` has just decoded from `pages`.
+    """Add the attention that each stored token got in the step that `plan` has just decoded from `pages`.
 
     Args:
-        block_table, seq_lens: as `GpuPages.decode` had them; each sequence has one query token.
-        wanted: int32 [1], 0: add nothing. total: float32 [kv_heads, sequences or more, stretches], added to: each of
-            `stretch` tokens; what is past the last of a sequence's is left out.
+        block_table, seq_lens: as in `GpuPages.decode`; each sequence has one query token.
+        wanted: int32 [1], 0: add nothing. total: float32 [kv_heads, sequences or more, stretches] of `stretch` tokens
+            each, added to; stretches past a sequence's last are left out.
 
     Raises:
         BadInputError: sequences with several rows, or a total without room for the plan's; nothing was launched.

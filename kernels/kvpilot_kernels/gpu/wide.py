@@ -1,10 +1,10 @@
-"""What decode does otherwise for a wide head, of 512 elements: the same arithmetic in fewer registers.
+"""Decode of a wide head, of 512 elements: the same arithmetic with fewer registers.
 
-The sums of 512 elements are 128 registers of a thread, half of what it may have. So of everything else little is held:
+The sums of 512 elements are 128 registers of a thread, half of its limit. So the rest must be small:
 
 - the queries stay in shared memory with their sums, and a tile loads them where it multiplies;
-- a row is taken by chunks, and a fence keeps the assembler from starting with all of them at once;
-- sums of weights times zero codes are rows of one more product, on the tile's metadata as it lies there;
+- a row is processed by chunks, and a fence keeps the assembler from starting all of them at once;
+- sums of weights times zero codes are rows of one more product, directly on the tile's metadata;
 - the exponents of a token in the recent window are packed into one register.
 
 Groups of 64 elements lie in one sub-plane of a row here, so that group g is sub-plane g // chunks of chunk g % chunks.
@@ -50,25 +50,28 @@ from kvpilot_kernels.gpu.operands import (
 from kvpilot_kernels.gpu.recent import place_of_digit, places
 from kvpilot_kernels.gpu.tile import HEADROOM
 
-# Renamed between Triton 3.6 and 3.9.
+# Triton 3.6 and 3.9 have different names for it.
 fence = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.constexpr_function
 def ends_part(sub, bits, digits):
-    """Whether a part of a tile ends with this sub-plane: two groups, or with digits of the recent window one."""
+    """Return True if a part of a tile ends with this sub-plane: two groups, or one with digits of the recent window."""
     return digits > 0 or bits == 8 or sub % 2 == 1
 
 
 @gluon.constexpr_function
 def keep_row(row):
-    """PTX that keeps a register whose second one names this row in both halves."""
+    """Return PTX that keeps a register in both halves if its second register names this row."""
     return f"{{ .reg .pred p; setp.eq.u32 p, $2, {hex(row * 0x10001)}; selp.b32 $0, $1, 0, p; }}"
 
 
 @gluon.jit
 def places_of_queries(Q: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr):
-    """Shared memory for queries by 64 bytes of a row, int8 [2 Q, 64], and by group int32 [2 Q] and float32 [Q]."""
+    """Return shared memory for queries by 64 bytes of a row, int8 [2 Q, 64].
+
+    By group, there is also memory for their sums, int32 [2 Q] and float32 [Q].
+    """
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return (
         gl.allocate_shared_memory(gl.int8, [D // 64, 2 * Q, 64], gl.SwizzledSharedLayout(16, 2, 4, [1, 0])),
@@ -80,7 +83,7 @@ def places_of_queries(Q: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def fetch_queries(shared, rotated_ptr, first, count, stride, D: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr,
                   SEVERAL: gl.constexpr):  # fmt: skip
-    """Start copying `store`'s integers of `count` queries, at their `place_of`; past them the last one's."""
+    """Start copying `store`'s integers of `count` queries, at their `place_of`; past them the last one is repeated."""
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [1, 1], [1, 0])
     column = gl.arange(0, 2 * Q, gl.SliceLayout(1, layout))
     byte = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
@@ -94,10 +97,10 @@ def fetch_queries(shared, rotated_ptr, first, count, stride, D: gl.constexpr, RA
 def load_wide_query(shared, sums_ptr, units_ptr, apart_ptr, level_ptr, first, count, stride, BITS: gl.constexpr,
                     D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, LEVEL: gl.constexpr,
                     SEVERAL: gl.constexpr):  # fmt: skip
-    """What products with `count` queries need, at their `place_of`; their sums go to shared memory.
+    """Load the data for products with `count` queries, at their `place_of`; their sums go to shared memory.
 
     Returns:
-        The places in shared memory, then what `load_units` has.
+        The places in shared memory, then the `load_units`.
     """
     for g in gl.static_range(D // GROUP):
         start, zero = load_sums(sums_ptr, first, count, stride, g, BITS, D, GROUP, RATIO, Q, SEVERAL)
@@ -110,9 +113,9 @@ def load_wide_query(shared, sums_ptr, units_ptr, apart_ptr, level_ptr, first, co
 @gluon.jit
 def dot_wide(codes, shared, g: gl.constexpr, first: gl.constexpr, BITS: gl.constexpr, TILE: gl.constexpr,
              Q: gl.constexpr):  # fmt: skip
-    """Products of group g's codes, which stand from bit `first` of `codes` on, with the queries, float32 [TILE, Q].
+    """Multiply group g's codes, from bit `first` of `codes` on, by the queries: float32 [TILE, Q].
 
-    Exact up to the last rounding, as `tile.dot`.
+    It is exact before the last rounding, as `tile.dot`.
     """
     sums = gl.full([TILE, 2 * Q], 0, gl.int32, MMA)
     if first + BITS == 8:
@@ -126,7 +129,7 @@ def dot_wide(codes, shared, g: gl.constexpr, first: gl.constexpr, BITS: gl.const
 def score_wide(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
                TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
                RECENT: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """As `tile.score`; `fine` as `pack_fine` has it."""
+    """Do as `tile.score`, with `fine` from `pack_fine`."""
     CHUNKS: gl.constexpr = chunks(KEY.bits, D, GROUP)
     DIGITS: gl.constexpr = KEY.digits if RECENT else 0
     shared, unit, apart, level = query
@@ -166,8 +169,10 @@ def score_wide(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D:
 def accumulate_wide(score, unit, limits, values, meta, stage, m, total, zeros, acc, fine, VALUE: gl.constexpr,
                     D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr,
                     RECENT: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """As `tile.accumulate`, but zeros: [2 * groups, columns], whose last rows are the values' groups; the first ones,
-    which come of the keys' zero codes, are nothing."""
+    """Do as `tile.accumulate`, but with zeros [2 * groups, columns].
+
+    Their last rows are the values' groups; the first ones come from the keys' zero codes and mean nothing.
+    """
     CHUNKS: gl.constexpr = chunks(VALUE.bits, D, GROUP)
     GROUPS: gl.constexpr = D // GROUP
     SUBS: gl.constexpr = 8 // VALUE.bits
@@ -214,7 +219,7 @@ def accumulate_wide(score, unit, limits, values, meta, stage, m, total, zeros, a
 
 @gluon.jit
 def only_row(x, row: gl.constexpr):
-    """A left operand, float16 [rows, TILE], with zeros in all rows of its second half but one; the first half stays."""
+    """Return a left operand, float16 [rows, TILE], with one row of its second half; the first half stays."""
     HALF: gl.constexpr = x.shape[0] // 2
     TILE: gl.constexpr = x.shape[1]
     at = gl.arange(0, x.shape[0], gl.SliceLayout(1, VALUES))[:, None]
@@ -230,8 +235,10 @@ def only_row(x, row: gl.constexpr):
 
 @gluon.jit
 def pack_fine(recent, right, D: gl.constexpr, GROUP: gl.constexpr):
-    """Exponents of what `load_recent` has, two bits a group, keys' before values', uint32 [TILE]; and a mask, of all
-    bits where a token is `right`, else of none."""
+    """Pack the exponents of `load_recent`'s data, two bits a group, keys' before values', uint32 [TILE].
+
+    Also return a mask with all bits for tokens that are `right`, and none for others.
+    """
     packed = recent[0][0].to(gl.uint32) & 3
     for g in gl.static_range(1, 2 * (D // GROUP)):
         packed = packed | ((recent[0][g].to(gl.uint32) & 3) << 2 * g)
@@ -241,7 +248,7 @@ def pack_fine(recent, right, D: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def fine_factor(fine, g: gl.constexpr, BITS: gl.constexpr):
-    """As `recent.fine_scale`: 2^(e + BITS - 8) by its bits, 0 where the ring has another token."""
+    """Return 2^(e + BITS - 8), built from its bits, as `recent.fine_scale`; 0 if the ring has another token."""
     exponent = ((fine[0] >> 2 * g) & 3) + (127 + BITS - 8)
     return ((exponent << 23) & fine[1]).to(gl.float32, bitcast=True)
 
@@ -249,7 +256,7 @@ def fine_factor(fine, g: gl.constexpr, BITS: gl.constexpr):
 @gluon.jit
 def write_wide(out_ptr, lse_ptr, first, count, stride, m, total, zeros, acc, VALUE: gl.constexpr, D: gl.constexpr,
                GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """As `decode.epilogue`, of what `accumulate_wide` has."""
+    """Write the results of `accumulate_wide`, as `decode.epilogue`."""
     GROUPS: gl.constexpr = D // GROUP
     CHUNKS: gl.constexpr = chunks(VALUE.bits, D, GROUP)
     SUBS: gl.constexpr = 8 // VALUE.bits

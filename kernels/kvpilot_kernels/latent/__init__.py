@@ -1,1 +1,1 @@
-"""Multi-head latent attention (MLA): the cache of one latent a token in packed pages."""
+"""Multi-head latent attention (MLA): a cache of one latent per token in packed pages."""

@@ -1,6 +1,6 @@
-"""What latent pages are given, looked at before anything is launched: `kvpilot_kernels.check` for one entry a token.
+"""Checks of arguments for latent pages, as `kvpilot_kernels.check`, for one entry per token.
 
-Shapes, types and strides only: nothing here waits for a GPU.
+They look only at shapes, types and strides, and never wait for a GPU.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from kvpilot_kernels.check import FLOATS, BadInputError
 
 
 def page_cache(cache: torch.Tensor, fmt: LatentFormat) -> None:
-    """A layer's cache: uint8 [blocks, block_size, row_bytes], every block one contiguous page.
+    """Check a layer's cache: uint8 [blocks, block_size, row_bytes], every block one contiguous page.
 
     Raises:
-        BadInputError: another type, shape or stride, naming the right one.
+        BadInputError: another type, shape or stride; it names the right one.
     """
     row = fmt.row_bytes
     right = cache.dtype == torch.uint8 and cache.dim() == 3 and cache.shape[2] == row
@@ -41,7 +41,7 @@ def page_cache(cache: torch.Tensor, fmt: LatentFormat) -> None:
 
 
 def tokens(latent: torch.Tensor, rope: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """New tokens: floats [tokens, 512] and [tokens, 64], slots an int64 for each of them or fewer.
+    """Check new tokens: floats [tokens, 512] and [tokens, 64], slots an int64 for each of them or fewer.
 
     Raises:
         BadInputError: another type or shape.
@@ -66,7 +66,7 @@ def tokens(latent: torch.Tensor, rope: torch.Tensor, slot_mapping: torch.Tensor)
 
 
 def queries(absorbed: torch.Tensor, rope: torch.Tensor, heads: int | None = None) -> None:
-    """Queries: floats [rows, heads, 512] and [rows, heads, 64].
+    """Check queries: floats [rows, heads, 512] and [rows, heads, 64].
 
     Raises:
         BadInputError: another type or shape.

@@ -4,7 +4,7 @@ Decode never dequantizes. With codes c, scale s and zero point z of a token, and
 
     q . x = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
-for latent and RoPE part; the output is made of the latent's codes alone, which are unpacked once for both products.
+for latent and RoPE part. The output comes from the latent's codes alone, which are unpacked once for both products.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ LATENT, POSITION = slice(RANK), slice(RANK, None)
 
 
 class LatentPages:
-    """One layer's cache of latent pages.
+    """Cache of latent pages of one layer.
 
     Args:
         cache: uint8 [blocks, block_size, row_bytes]; each block is one contiguous flat page.
         fmt: the format. factors: the layer's calibration; None for a model without.
 
     Raises:
-        BadInputError: the cache is not laid out as `fmt` says; the message names the right layout.
+        BadInputError: the cache does not have the layout of `fmt`, which the message names.
     """
 
     def __init__(self, cache: torch.Tensor, fmt: LatentFormat, factors: LatentFactors | None = None) -> None:
@@ -52,7 +52,7 @@ class LatentPages:
 
         Args:
             latent: [tokens, 512], after its norm; rope: [tokens, 64], after RoPE; any float dtype.
-            slots: int64 [tokens], block * block_size + place in the block; a negative slot is padding.
+            slots: int64 [tokens], block * block_size + offset in the block; a negative slot is padding.
 
         Raises:
             BadInputError: another type or shape, or a slot beyond the cache; nothing is written.
@@ -79,7 +79,7 @@ class LatentPages:
         seq_lens: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """Attention of one query token per sequence over all of its stored tokens, itself among them.
+        """Attend from one query token per sequence to all of its stored tokens, including itself.
 
         Args:
             query: [sequences, heads, 512], absorbed into latent space; query_rope: [sequences, heads, 64].
@@ -97,7 +97,7 @@ class LatentPages:
         common.tables(block_table, seq_lens, self.codes.shape[0], self.block_size)
         blocks = -(-int(seq_lens.max()) // self.block_size)
         past = torch.arange(blocks * self.block_size)[None, :] >= seq_lens[:, None]  # [S, L]
-        # Table entries past a sequence's end may be anything: point them at a block that exists.
+        # Table entries past a sequence's end are arbitrary, so point them at a valid block.
         table = block_table[:, :blocks].masked_fill(past[:, :: self.block_size], 0)
         q, q_rope = (
             (x.float() / self.factors.scale[part]) @ hadamard(x.shape[-1]) * scale
@@ -111,14 +111,14 @@ class LatentPages:
         scores = (q @ codes.mT - zero * q.sum(-1, keepdim=True)) * step  # [S, heads, L]
         scores += (q_rope @ rope_codes.mT - rope_zero * q_rope.sum(-1, keepdim=True)) * rope_step
         p = scores.masked_fill_(past[:, None], -torch.inf).softmax(-1)
-        # Unused slots may hold anything, NaN scales among them, and 0 * NaN is not 0.
+        # Unused slots may have NaN scales, and 0 * NaN is not 0.
         weights = p * step.masked_fill(past[:, None], 0.0)
         out = weights @ codes - (weights * zero).sum(-1, keepdim=True)
         out = out @ hadamard(RANK).T
         return out / self.factors.scale[LATENT] + self.factors.mean[LATENT]
 
     def read(self, block_table: torch.Tensor, length: int) -> torch.Tensor:
-        """Entries of one sequence's first `length` tokens, rotated back: float32 [length, 576].
+        """Read entries of one sequence's first `length` tokens, rotated back: float32 [length, 576].
 
         Raises:
             BadInputError: a length without room in the table, or a block beyond the cache.

@@ -1,8 +1,8 @@
 """Static per-channel factors of one layer's latent: a mean that all tokens share, and a scale.
 
 A token is stored as x' = ((x - mean) * scale) H, latent and RoPE part each with its own Hadamard matrix, and read back
-with the inverse. As for other caches (`kvpilot_kernels.factors`) the mean costs nothing at decode: q . mean is the same
-for every token, and an output has it once, since probabilities sum to one. The scale divides queries and outputs.
+with the inverse. As in other caches (`kvpilot_kernels.factors`) the mean costs nothing at decode: q . mean is the same
+for every token, and an output contains it once, since probabilities sum to one. The scale divides queries and outputs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvpilot_formats.latent import ENTRY
 
 @dataclass(frozen=True)
 class LatentFactors:
-    """Each float32 [576], the latent's channels first; scales are positive.
+    """Mean and scale, each float32 [576], the latent's channels first; scales are positive.
 
     Raises:
         ValueError: another shape.
@@ -32,9 +32,9 @@ class LatentFactors:
 
     @classmethod
     def identity(cls, device: torch.device | str = "cpu") -> LatentFactors:
-        """Factors that change nothing."""
+        """Return neutral factors."""
         return cls(torch.zeros(ENTRY, device=device), torch.ones(ENTRY, device=device))
 
     def to(self, device: torch.device | str) -> LatentFactors:
-        """The same factors on another device."""
+        """Return the same factors on another device."""
         return LatentFactors(self.mean.to(device), self.scale.to(device))

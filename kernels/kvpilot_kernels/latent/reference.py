@@ -1,24 +1,24 @@
-"""Multi-head latent attention over stored tokens in float64, straight from its definition: what kernels are held to.
+"""Reference of multi-head latent attention over stored tokens in float64, straight from its definition.
 
 In the absorbed form heads share a token's entry e = (latent, rope), and values are its latent:
 
     o_h = sum_t softmax_t(scale * q_h . e_t) latent_t        q_h = (q_nope_h W_UK_h, q_rope_h)
 
-with e read back from its format and rotated back. No paging, no tricks.
+with e read back from its format and rotated back. There is no paging and no optimization.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kvpilot_formats.latent import RANK, ROPE, ROPE_BITS, LatentFormat
+from kvpilot_formats.latent import RANK, ROPE_BITS, LatentFormat
 from kvpilot_kernels.latent.factors import LatentFactors
 from kvpilot_kernels.reference.hadamard import hadamard
 from kvpilot_kernels.reference.quantize import decode, encode
 
 
 def round_trip(entries: torch.Tensor, fmt: LatentFormat, factors: LatentFactors | None = None) -> torch.Tensor:
-    """What the cache gives back for entries [..., 576]: float64 in the same shape."""
+    """Return entries [..., 576] as the cache reads them back: float64 in the same shape."""
     x = entries.float()
     if factors is not None:
         x = (x - factors.mean) * factors.scale
@@ -32,7 +32,7 @@ def round_trip(entries: torch.Tensor, fmt: LatentFormat, factors: LatentFactors 
 
 
 def attend(query: torch.Tensor, entries: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention in the absorbed form, aligned to the end of the entries.
+    """Return causal attention in the absorbed form, aligned to the end of the entries.
 
     Args:
         query: [tokens, heads, 576], absorbed part first. entries: [context + tokens, 576] as they are read back.
@@ -50,34 +50,13 @@ def attend(query: torch.Tensor, entries: torch.Tensor, scale: float) -> torch.Te
 def decode_reference(
     query: torch.Tensor, entries: torch.Tensor, fmt: LatentFormat, scale: float, factors: LatentFactors | None = None
 ) -> torch.Tensor:
-    """One query token over all stored tokens of one sequence.
+    """Return attention from one query token to all stored tokens of one sequence.
 
     Args:
         query: [heads, 576]. entries: [tokens, 576] before quantization, the query's own token included.
-        fmt, factors: what they are stored with. scale: factor on the scores.
+        fmt, factors: of the cache. scale: factor on the scores.
 
     Returns:
         float64 [heads, 512], in latent space.
     """
     return attend(query[None], round_trip(entries, fmt, factors), scale)[0]
-
-
-def unabsorbed(
-    query: torch.Tensor, entries: torch.Tensor, up_key: torch.Tensor, up_value: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """The same attention as the model defines it: keys and values of each head made of the latents.
-
-    Args:
-        query: [tokens, heads, nope + 64], before it is absorbed. entries: [context + tokens, 576].
-        up_key: [heads, nope, 512], W_UK. up_value: [heads, 512, value], W_UV. scale: factor on the scores.
-
-    Returns:
-        float64 [tokens, heads, value].
-    """
-    latent, rope = entries[:, :RANK].double(), entries[:, RANK:].double()
-    nope, q_rope = query[..., :-ROPE].double(), query[..., -ROPE:].double()
-    key = torch.einsum("td,hnd->htn", latent, up_key.double())
-    value = torch.einsum("td,hdv->htv", latent, up_value.double())
-    scores = (torch.einsum("ihn,htn->hit", nope, key) + torch.einsum("ihr,tr->hit", q_rope, rope)) * scale
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(entries.shape[0] - query.shape[0] + 1)
-    return torch.einsum("hit,htv->ihv", scores.masked_fill(future, -torch.inf).softmax(-1), value)

@@ -1,1 +1,1 @@
-"""The codecs in plain torch: what the kernels are tested against, and what runs on a CPU."""
+"""Codecs in plain torch: the reference of the kernels' tests, and the implementation on a CPU."""

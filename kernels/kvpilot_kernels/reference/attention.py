@@ -1,10 +1,10 @@
-"""Attention over stored tokens in float64, straight from its definition: what every kernel is held against.
+"""Reference of attention over stored tokens in float64, straight from its definition.
 
     o_i = sum_t softmax_t(cap(scale * q_i . k_t)) v_t    over the tokens t that i may see
 
-where cap(x) = softcap * tanh(x / softcap), or x without one, and a head with a sink has one more logit in the sum that
-softmax divides by, which no value belongs to. k and v are read back from the group format (`quantize`) and rotated
-back (`hadamard`). No paging, no tricks.
+where cap(x) = softcap * tanh(x / softcap), or x without one. A head with a sink has one more logit in the sum that
+softmax divides by, without a value. k and v are read back from the group format (`quantize`) and rotated back
+(`hadamard`). There is no paging and no optimization.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvpilot_kernels.reference.residual import decode_residual, encode_residual
 def round_trip(
     x: torch.Tensor, fmt: Format, side: str, factors: Factors | None = None, recent: bool = False, begin: int = 0
 ) -> torch.Tensor:
-    """What the cache gives back for keys (`side="key"`) or values (`"value"`).
+    """Return keys (`side="key"`) or values (`"value"`) as the cache reads them back.
 
     Args:
         x: [..., D], or [..., tokens, kv_heads, D] with `factors`, which are applied before the rotation and undone
             after it.
-        fmt: the format. recent: with what the recent window's ring adds. begin: position of the first token.
+        fmt: the format. recent: include the recent window's ring. begin: position of the first token.
 
     Returns:
         float64 in the shape of x.
@@ -62,12 +62,12 @@ def decode_reference(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One query token over all stored tokens of one sequence.
+    """Return attention from one query token to all stored tokens of one sequence.
 
     Args:
         query: [heads, D]. key, value: [tokens, kv_heads, D] before quantization, the query's own token included.
         fmt: the format that they are stored in. scale: factor on the scores. factors: the layer's, or None.
-        fine: bool [tokens], those that are read with what the recent window's ring adds; None for none.
+        fine: bool [tokens], those that the recent window's ring refines; None for none.
         begin: position of the first of these tokens. softcap, sinks: as in `attend`.
 
     Returns:
@@ -96,7 +96,7 @@ def prefill_reference(
     sinks: torch.Tensor | None = None,
     spans: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:
-    """A chunk after `context` stored tokens: the context is read from the cache, the chunk attends to itself exactly.
+    """Return attention of a chunk after `context` stored tokens, which come from the cache; the chunk is exact.
 
     Args:
         query: [tokens, heads, D]. key, value: [context + tokens, kv_heads, D] before quantization.
@@ -122,10 +122,10 @@ def attend(
     sinks: torch.Tensor | None = None,
     spans: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:
-    """Causal attention aligned to the end of the keys, in float64; key and value as they are read back.
+    """Return causal attention aligned to the end of the keys, in float64; key and value as they are read back.
 
-    `softcap`: 0 for none. `sinks`: a logit for each head, [heads], or None. `spans`: of the queries' tokens, those from
-    `begin` up to `end` that attend to each other both ways.
+    `softcap`: 0 for none. `sinks`: a logit for each head, [heads], or None. `spans`: ranges [begin, end) of the
+    queries' tokens that attend to each other both ways.
     """
     tokens, heads, _ = query.shape
     repeat = heads // key.shape[1]
@@ -133,7 +133,7 @@ def attend(
     scores = torch.einsum("ihd,thd->hit", query.double(), key) * scale
     if softcap:
         scores = (scores / softcap).tanh() * softcap
-    last = torch.arange(tokens)  # the last token that each one sees
+    last = torch.arange(tokens)  # the last token that each query sees
     for begin, end in spans:
         last[begin:end] = end - 1
     future = torch.arange(key.shape[0]) - (key.shape[0] - tokens) > last[:, None]

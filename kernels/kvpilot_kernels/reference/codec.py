@@ -1,7 +1,7 @@
-"""What every codec of the accuracy table is: a way to read a cache back, and the bits that it takes.
+"""Interface of the accuracy table's codecs: a round trip through a cache, and the bits that it takes.
 
-A codec is judged by what attention sees. `key` and `value` turn one layer's fresh vectors of one sequence, in order,
-into what its cache would give back for them; per-token codecs ignore the order, codecs with tiles do not.
+A codec is judged by the attention that it gives. `key` and `value` map one layer's fresh vectors of one sequence, in
+order, to those that its cache would return; per-token codecs ignore the order, codecs with tiles do not.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 import torch
 
 RoundTrip = Callable[[torch.Tensor], torch.Tensor]
-"""float32 [tokens, kv_heads, D] to the same shape: what is read back."""
+"""Function from float32 [tokens, kv_heads, D] to the values read back, in the same shape."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """A KV-cache codec.
+    """KV-cache codec.
 
     Attributes:
         name: as in the tables.
         key, value: the round trip of keys (after RoPE) and of values.
         key_bits, value_bits: bits per element at a head_dim, scales and zero points counted.
-        tile: tokens that are quantized together; 1 for codecs that take each token on its own.
+        tile: tokens that are quantized together; 1 for per-token codecs.
         exact_ends: the sequence's first `tile` tokens and its open tile stay in 16 bits, outside `bits`.
     """
 
@@ -36,12 +36,14 @@ class Codec:
     exact_ends: bool = False
 
     def bits(self, head_dim: int) -> float:
-        """Bits per element over keys and values together."""
+        """Return the bits per element over keys and values together."""
         return (self.key_bits(head_dim) + self.value_bits(head_dim)) / 2
 
 
 def min_max(x: torch.Tensor, bits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Asymmetric round-to-nearest over `dim`: codes (float), and step and minimum with that dimension kept as 1.
+    """Round to the nearest asymmetrically over `dim`: return codes (float), step and minimum.
+
+    The latter keep that dimension as 1.
 
     step = (max - min) / (2^b - 1)        code = round((x - min) / step)        x' = code * step + min
     """
@@ -51,5 +53,5 @@ def min_max(x: torch.Tensor, bits: int, dim: int) -> tuple[torch.Tensor, torch.T
 
 
 def half(x: torch.Tensor) -> torch.Tensor:
-    """What a float16 number stored beside the codes gives back, in float32."""
+    """Round to float16, as numbers beside the codes are stored, and return float32."""
     return x.half().float()

@@ -19,7 +19,7 @@ from kvpilot_formats.formats import SERVED, stored_dim
 
 @cache
 def hadamard(dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The matrix H of shape [dim, dim] with H H^T = I; rotate rows by ``x @ H`` and back by ``y @ H.T``.
+    """Return the matrix H of shape [dim, dim] with H H^T = I; rotate rows by ``x @ H`` and back by ``y @ H.T``.
 
     Do not write into it: it is shared.
 
@@ -32,16 +32,16 @@ def hadamard(dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     h2 = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     matrix = base
     while matrix.shape[0] < dim:
-        # Rows of more than 96 are halves of the same matrix, which a kernel rotates apart and then adds and subtracts.
+        # A kernel rotates both halves of a row of more than 96 by the same matrix, then adds and subtracts them.
         matrix = torch.kron(h2, matrix) if matrix.shape[0] >= 96 else torch.kron(matrix, h2)
     return matrix.div(dim**0.5).to(dtype)
 
 
 @cache
 def rotation(head_dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The first `head_dim` rows of `hadamard(stored_dim(head_dim))`: what turns a head into a stored row.
+    """Return the first `head_dim` rows of `hadamard(stored_dim(head_dim))`, which turn a head into a stored row.
 
-    That is H behind zeros, which nobody has to append: rotate by ``x @ R`` and back by ``y @ R.T``; R R^T = I.
+    They replace H applied to a head padded with zeros: rotate by ``x @ R`` and back by ``y @ R.T``; R R^T = I.
 
     Raises:
         ValueError: heads of this dimension are not stored.
@@ -53,9 +53,9 @@ def rotation(head_dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def _paley_12() -> torch.Tensor:
-    """H_12 = I + S, where S is skew and holds the quadratic character chi(i - j) mod 11, with its first column made 1.
+    """Return H_12 = I + S, with S skew, the quadratic character chi(i - j) mod 11, and its first column made 1.
 
-    As in Sylvester's matrices, a constant row then turns into one coordinate, and leaves the others exact zeros.
+    As in Sylvester's matrices, a constant row then turns into one coordinate, and exact zeros elsewhere.
     """
     residues = {i * i % 11 for i in range(1, 11)}
     chi = [0.0] + [1.0 if i in residues else -1.0 for i in range(1, 11)]

@@ -1,4 +1,4 @@
-"""kvpilot's own formats as codecs for the accuracy table: what `PackedPages` stores, read back."""
+"""kvpilot's own formats as codecs for the accuracy table, with the round trip of `PackedPages`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpilot_kernels.reference.codec import Codec
 
 
 def own(fmt: Format, factors: Factors | None = None, recent: bool = False) -> Codec:
-    """One layer's cache in `fmt`, with its calibration or without; `recent`: with what the ring adds to the pages."""
+    """Return one layer's cache in `fmt`, with its calibration or without; `recent` includes the ring."""
     return Codec(
         fmt.name + ("+calibrated" if factors else ""),
         lambda x: _read_back(x, fmt, "key", factors, recent),

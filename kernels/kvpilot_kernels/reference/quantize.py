@@ -10,8 +10,8 @@ For a group of g elements x and codes of b bits (qmax = 2^b - 1)::
 smallest squared error: with few codes, clipping the tails costs less than the coarser scale that they would force on
 everything else. The scale metadata is described in `kvpilot_formats.layouts`.
 
-What is nearest to x is too short along x: at 2 bits <x, x'> is about 0.89 <x, x>, for every token alike, so a sum over
-tokens does not average it out as it does the rest of the error. There the codes stay and the stored scale becomes
+The nearest codes are too short along x: at 2 bits <x, x'> is about 0.89 <x, x>. As this holds for every token, a sum
+over tokens does not average it out, unlike the rest of the error. There the codes stay and the stored scale becomes
 
     scale * min(<x, x> / <x, x'>, GAIN_LIMIT)
 
@@ -59,7 +59,7 @@ def encode(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.
 
 
 def _stretched(x: torch.Tensor, codes: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
-    """The metadata [..., 1] with scales under which codes are as long along x as x is."""
+    """Return the metadata [..., 1] with scales that make codes as long along x as x is."""
     scale, zero = scale_and_zero(meta, bits)
     along = (codes - zero).mul_(scale).mul_(x).sum(-1, keepdim=True)
     gain = (x.square().sum(-1, keepdim=True) / along).clamp(max=GAIN_LIMIT)
@@ -70,19 +70,19 @@ def _stretched(x: torch.Tensor, codes: torch.Tensor, meta: torch.Tensor, bits: i
 
 
 def _error(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """Squared error of each group, [..., 1]."""
+    """Return the squared error of each group, [..., 1]."""
     return (codes.sub(zero).mul_(scale).sub_(x)).square_().sum(-1, keepdim=True)
 
 
 def split(x: torch.Tensor, parts: int) -> torch.Tensor:
-    """A view of [..., n] as [..., parts, n / parts]."""
+    """Return a view of [..., n] as [..., parts, n / parts]."""
     return x.view(*x.shape[:-1], parts, x.shape[-1] // parts)
 
 
 def encode_range(
     x: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor, qmax: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantize groups [..., g], float32, of codes up to `qmax` by ranges [..., 1] that hold 0, as they are.
+    """Quantize groups [..., g], float32, to codes up to `qmax`, for unchanged ranges [..., 1] that hold 0.
 
     Returns:
         codes (float) [..., g]; scale metadata (int32), scales and zero points [..., 1].
@@ -100,19 +100,19 @@ def encode_range(
 
 
 def _scale(bits: torch.Tensor) -> torch.Tensor:
-    """float32 scales of a group's scale bits."""
+    """Return float32 scales of a group's scale bits."""
     return (bits << CUT_BITS).to(torch.int16).view(torch.float16).float()
 
 
 def scale_and_zero(meta: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and zero points, float32 in the shape of `meta` (int16 scale metadata)."""
+    """Return scales and zero points, float32 in the shape of `meta` (int16 scale metadata)."""
     wide = meta.to(torch.int32) & 0xFFFF
     zero_code = wide & ((1 << ZERO_BITS) - 1)
     return _scale(wide >> ZERO_BITS), zero_code * (((1 << bits) - 1) / ZERO_STEPS)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes uint8 [..., D] to bytes [..., D * bits / 8]; byte j holds elements j, j + n, j + 2n, ... for n bytes."""
+    """Pack codes uint8 [..., D] into bytes [..., D * bits / 8]; byte j of n holds elements j, j + n, j + 2n, ..."""
     if bits == 8:
         return codes
     planes = split(codes, 8 // bits).unbind(-2)
@@ -123,7 +123,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """The inverse of `pack`: bytes [..., D * bits / 8] to codes uint8 [..., D]."""
+    """Invert `pack`: bytes [..., D * bits / 8] to codes uint8 [..., D]."""
     if bits == 8:
         return packed
     mask = (1 << bits) - 1
@@ -131,7 +131,7 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes uint8 [..., D] and scale metadata int16 [..., groups] to float32 [..., D], still rotated."""
+    """Decode codes uint8 [..., D] and scale metadata int16 [..., groups] to float32 [..., D], still rotated."""
     scale, zero = scale_and_zero(meta, bits)
     grouped = split(codes.float(), meta.shape[-1])
     return ((grouped - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).flatten(-2)

@@ -1,11 +1,11 @@
-"""What a ring's row holds, in plain torch: the residual of a token's codes, and the tags of its row in the page.
+"""Rows of a ring in plain torch: the residual of a token's codes, and the tags of its row in the page.
 
 With n = 2^(8 - b), the codes c, scales s and zero points z of a row x (`quantize`), and h = (n - 1) / 2::
 
     r = clamp(round((x / s + z - c) * n / 2^e + h), 0, n - 1)        x' = s * (c - z) + s * 2^e / n * (r - h)
 
 with e in 0..2 for each group, by the largest |x / s + z - c|: the larger ones are for groups whose tails were clipped.
-Everything here is the layout of `kvpilot_formats.layouts`.
+All of it has the layout of `kvpilot_formats.layouts`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _MASK = 0xFFFFFFFF
 
 
 def half(bits: int) -> float:
-    """What a residual is counted from."""
+    """Return the midpoint that residual codes are centred on."""
     return ((1 << 8 - bits) - 1) / 2
 
 
 def encode_residual(
     x: torch.Tensor, codes: torch.Tensor, meta: torch.Tensor, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `codes` lack of 8 bits.
+    """Return the residual of `codes` to 8 bits.
 
     Args:
-        x: [..., D], rotated. codes: uint8 [..., D]; meta: int16 [..., groups], what `quantize.encode` made of it.
+        x: [..., D], rotated. codes: uint8 [..., D]; meta: int16 [..., groups], from `quantize.encode`.
         bits: 2 or 4.
 
     Returns:
@@ -49,25 +49,25 @@ def encode_residual(
 
 
 def decode_residual(r: torch.Tensor, exponents: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
-    """What r, uint8 [..., D], adds to the row that was read back, float32 [..., D]."""
+    """Return the numbers that r, uint8 [..., D], adds to the row that was read back, float32 [..., D]."""
     fine = fine_scales(exponents, meta, bits)
     return ((split(r.float(), meta.shape[-1]) - half(bits)) * fine.unsqueeze(-1)).flatten(-2)
 
 
 def fine_scales(exponents: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
-    """Scales of residuals, float32 in the shape of `meta`."""
+    """Return scales of residuals, float32 in the shape of `meta`."""
     scale, _ = scale_and_zero(meta, bits)
     return scale * exponents.float().exp2() / (1 << 8 - bits)
 
 
 def pack_digits(r: torch.Tensor, bits: int) -> torch.Tensor:
-    """r, uint8 [..., D], as digits of `bits` bits, the highest first: uint8 [..., 8 / bits - 1, D * bits / 8]."""
+    """Pack r, uint8 [..., D], as digits of `bits` bits, the highest first: uint8 [..., 8 / bits - 1, D * bits / 8]."""
     mask = (1 << bits) - 1
     return torch.stack([pack((r >> shift) & mask, bits) for shift in range(8 - 2 * bits, -1, -bits)], dim=-2)
 
 
 def unpack_digits(digits: torch.Tensor, bits: int) -> torch.Tensor:
-    """The inverse of `pack_digits`."""
+    """Invert `pack_digits`."""
     rows = unpack(digits, bits).unbind(-2)
     r = rows[0]
     for row in rows[1:]:
@@ -76,7 +76,7 @@ def unpack_digits(digits: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def tags(packed: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
-    """The 14 bits by which a ring knows a side's row, by group.
+    """Return the 14-bit tags that identify a side's row in a ring, by group.
 
     Args:
         packed: codes, uint8 [..., bytes]. meta: int16 [..., groups].
@@ -90,11 +90,11 @@ def tags(packed: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
 
 
 def ring_meta(tags: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """A row's metadata in the ring, int16 [..., groups], of tags and exponents [..., groups]."""
+    """Return a row's metadata in the ring, int16 [..., groups], of tags and exponents [..., groups]."""
     return (tags << 2 | exponents.long()).to(torch.int16)
 
 
 def split_ring_meta(meta: torch.Tensor, tags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exponents, int64 [..., groups], and whether the metadata is of the row with these tags, bool [...]."""
+    """Return exponents, int64 [..., groups], and True if the metadata belongs to the row with these tags."""
     wide = meta.long() & 0xFFFF
     return wide & 3, (wide >> 2 == tags)[..., :2].all(-1)

@@ -1,4 +1,4 @@
-"""Attention of a whole sequence whose queries read their last tokens better than the rest, in differentiable torch."""
+"""Attention of a whole sequence with a recent window, in differentiable torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 _PIECE = 512
-"""Queries whose scores are held at once."""
+"""Queries whose scores are in memory at once."""
 
 Sides = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, [sequences, kv_heads, tokens, D] each."""
@@ -16,16 +16,16 @@ def windowed(
     query: torch.Tensor, pages: Sides, fine: Sides, scale: float, recent: int, *, since: int = 0, softcap: float = 0.0,
     sliding_window: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention that reads a query's last `recent` tokens, its own among them, by `fine`, the others by `pages`.
+    """Attend causally to a query's last `recent` tokens, including its own, by `fine`, and to the others by `pages`.
 
     Args:
         query: [sequences, heads, tokens, D]; heads is a multiple of kv_heads.
         scale: factor on the scores. softcap: 0 for none, else scores become cap * tanh(score / cap).
         since: tokens before this position are read by `pages` at any distance.
-        sliding_window: the last tokens that a query sees; None for all.
+        sliding_window: number of last tokens that a query sees; None for all.
 
     Returns:
-        [sequences, heads, tokens, D]. A backward pass computes the scores anew, piece by piece.
+        [sequences, heads, tokens, D]. A backward pass computes the scores again, piece by piece.
     """
     group = query.shape[1] // pages[0].shape[1]
     far, near = (tuple(x.repeat_interleave(group, 1) for x in side) for side in (pages, fine))
@@ -43,10 +43,10 @@ def _piece(
     query: torch.Tensor, far: tuple[torch.Tensor, ...], fine: tuple[torch.Tensor, ...], start: int, scale: float,
     recent: int, since: int, softcap: float, sliding_window: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """The queries from `start` on."""
+    """Attend from the queries from `start` on."""
     (key, value), (near_key, near_value) = far, fine
     end = min(start + _PIECE, query.shape[2])
-    begin = max(0, start - recent + 1)  # of the first key that any of them reads by `fine`
+    begin = max(0, start - recent + 1)  # the first key that any of them reads by `fine`
     at = torch.arange(end, device=query.device)
     ago = torch.arange(start, end, device=query.device)[:, None] - at
     near = (ago >= 0) & (ago < recent) & (at >= since)

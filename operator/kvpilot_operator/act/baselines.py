@@ -1,4 +1,4 @@
-"""The ConfigMap that keeps a captured baseline, and the number of those that a service has small."""
+"""Deletes old baselines, so that a service keeps only a few."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import logging
 from kvpilot_operator.act.ownership import is_owned
 from kvpilot_operator.api.names import SERVICE_LABEL, baseline_name
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.cluster.objects import Object, Ref
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.state.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
-# Baselines that a service keeps, so that going back to a model or to probe sets finds the answers of then.
+# Going back to a model or to probe sets finds the answers captured then.
 MAX_KEPT = 4
-# Whoever writes ConfigMaps in the namespace may give any number of them our label: so many are looked at.
+# Others may give any number of ConfigMaps our label.
 MAX_SEEN = 64
 
 
 async def prune(cluster: Cluster, s: Snapshot, but: Baseline) -> None:
     """Delete the service's oldest baselines, other than this one, beyond `MAX_KEPT` with it.
 
-    Where the API server refuses to delete, one too many is kept: no reason to throw away a capture.
+    If the API server refuses to delete, one too many is kept: the capture is worth more.
     """
     kept = baseline_name(s.key.name, but.identity)
     selector, beginning = f"{SERVICE_LABEL}={s.key.name}", baseline_name(s.key.name, "")
@@ -35,6 +35,6 @@ async def prune(cluster: Cluster, s: Snapshot, but: Baseline) -> None:
                 ours.append(metadata)
         ours.sort(key=lambda metadata: (metadata.get("creationTimestamp") or "", metadata["name"]), reverse=True)
         for metadata in ours[MAX_KEPT - 1 :]:
-            await cluster.delete("v1", "ConfigMap", s.key.namespace, metadata["name"], uid=metadata["uid"])
+            await cluster.delete(Ref("v1", "ConfigMap", s.key.namespace, metadata["name"]), uid=metadata["uid"])
     except ClusterError as error:
         log.warning("old baselines are not deleted: %s", error, extra={"service": str(s.key)})

@@ -1,9 +1,7 @@
-"""Kubernetes Events about a service: what happened and why, for people who watch.
+"""Kubernetes Events about a service, for people who watch.
 
-They are core/v1 Events with `count`: `kubectl describe` and `kubectl get events` of every version show them, and the
-same words again within an hour (an API server's usual memory for events) raise the count of the first ("3m (x5 over
-12m)") instead of standing there five times. events.k8s.io/v1 has the same store and needs a `series` for the same end,
-which an older kubectl does not show.
+The same words within an hour raise the count of one core/v1 Event ("3m (x5 over 12m)") instead of making five. Every
+kubectl shows such a count, but not each shows the `series` of events.k8s.io/v1.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from datetime import datetime, timedelta
 
 from kvpilot_operator.api.names import API_VERSION, KIND
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.objects import Object
+from kvpilot_operator.cluster.objects import Object, Ref
 from kvpilot_operator.errors import ClusterError, NotFound
 from kvpilot_operator.state.decision import Event
 from kvpilot_operator.state.snapshot import Snapshot
@@ -36,7 +34,7 @@ class _Posted:
 
 
 class Events:
-    """Posts one service's events. What it remembers of them is lost with the process: then one stands there again."""
+    """Posts one service's events. After a restart of the operator the same words make a new Event."""
 
     __slots__ = ("_cluster", "_posted")
 
@@ -45,7 +43,7 @@ class Events:
         self._posted: dict[Event, _Posted] = {}
 
     async def post(self, s: Snapshot, event: Event) -> None:
-        """Post it, or count it again; a failure is logged and no more: the journal in the status has the decision."""
+        """Post an event, or count it again. Only log a failure: the journal in the status has the decision."""
         try:
             await self._post(s, event)
         except ClusterError as error:
@@ -56,7 +54,7 @@ class Events:
         if known is not None and s.now - known.last < timedelta(seconds=SAME_SECONDS):
             patch = {"count": known.count + 1, "lastTimestamp": _time(s.now)}
             try:
-                await self._cluster.merge("v1", "Event", s.key.namespace, known.name, patch)
+                await self._cluster.merge(Ref("v1", "Event", s.key.namespace, known.name), patch)
             except NotFound:
                 pass  # Deleted by a person, or forgotten by the server: it stands there anew.
             else:
@@ -69,7 +67,7 @@ class Events:
 
 
 def event_manifest(s: Snapshot, event: Event) -> Object:
-    """A core/v1 Event that `kubectl describe` and `kubectl get events` show with the service."""
+    """Return a core/v1 Event that `kubectl describe` and `kubectl get events` show with the service."""
     time = _time(s.now)
     return {
         "apiVersion": "v1",

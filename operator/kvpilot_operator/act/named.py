@@ -1,8 +1,7 @@
-"""No pod starts before every object that it names is the service's own.
+"""Pods start only once every object that they name is the service's own.
 
-A pod names a claim or a Service, and gets whichever object has that name: an owner is not part of the reference. So
-the API server is asked for each of them right before replicas are added or a Job is made, and what it answers counts,
-not what the operator wrote last.
+A pod names a claim or a Service and gets whichever object has that name: an owner is not part of the reference. So the
+operator reads each of them from the API server right before it adds replicas or creates a Job.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from kvpilot_operator.act.ownership import is_owned, own
 from kvpilot_operator.api.names import REVISION_LABEL
 from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import NameTaken, NotStarted
 from kvpilot_operator.render.objects import group_service
 from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET
@@ -23,7 +23,7 @@ Reference = tuple[str, str, str]
 
 
 def starts_pods(s: Snapshot, manifest: Manifest) -> bool:
-    """Return True where writing this makes pods that are not there yet."""
+    """Return True if writing this manifest creates pods."""
     if manifest["kind"] not in KINDS:
         return bool(manifest["kind"] == "Job" and s.prefetch is None)
     there = s.deployments.get(manifest["metadata"]["labels"][REVISION_LABEL])
@@ -35,11 +35,11 @@ async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: 
     """Return once the pods of this workload or Job may start.
 
     Raises:
-        NotStarted: an object that they name is missing, or is somebody else's.
-        Conflict: it is an earlier service's of this name, and about to be collected.
+        NotStarted: an object that they name is missing, or belongs to somebody else.
+        Conflict: it belongs to an earlier service of this name, and is about to be collected.
     """
     for api_version, needed, about in named:
-        found = await cluster.find(api_version, needed, s.key.namespace, about)
+        found = await cluster.find(Ref(api_version, needed, s.key.namespace, about))
         if found is None:
             raise NotStarted(kind, needed, s.key.namespace, about, missing=True)
         try:
@@ -51,11 +51,11 @@ async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: 
 
 
 async def _claim_names_of_groups(cluster: Cluster, s: Snapshot, name: str) -> None:
-    """Make the headless Service that workers find their leader by, or see that it is ours or the set's own.
+    """Create the headless Service by which workers find their leader, or check that it is ours or the set's own.
 
-    LeaderWorkerSet takes any Service of the set's name, and makes one only where there is none.
+    LeaderWorkerSet takes any Service of the set's name, and creates one only if there is none.
     """
-    found = await cluster.find("v1", "Service", s.key.namespace, name)
+    found = await cluster.find(Ref("v1", "Service", s.key.namespace, name))
     if found is None:
         await cluster.create(group_service(s.key, s.uid, name))
         return

@@ -1,8 +1,8 @@
-"""Whose is an object? Nothing is written to, or deleted of, what does not name the service by its uid as an owner.
+"""Ownership of objects: the operator writes or deletes only objects that name the service's uid as an owner.
 
-A write carries the uid of the object that it is meant for, so another one that has taken its name meanwhile is left
-alone (the server answers with a conflict). Server-side apply has no such way to say "only if there is none", so a free
-name is claimed by creating the object without what makes it act, which fails where somebody was quicker.
+Each write carries the uid of the object that it is meant for. If another object has taken the name meanwhile, the
+server answers with a conflict. Server-side apply cannot say "only if there is none", so the operator claims a free name
+first: it creates the object without the parts that make it act, which fails if somebody was quicker.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from kvpilot_operator.state.snapshot import Snapshot
 
 
 def is_owned(obj: Object, uid: str) -> bool:
-    """Whether the service with this uid is an owner."""
+    """Return True if the service with this uid is an owner."""
     return any(owner.get("uid") == uid for owner in obj["metadata"].get("ownerReferences") or ())
 
 
 def own(s: Snapshot, kind: str, found: Object) -> str:
-    """The uid of an object that the service owns.
+    """Return the uid of an object that the service owns.
 
     Raises:
-        NameTaken: it is somebody else's.
-        Conflict: it is an earlier service's of this name, and about to be collected.
+        NameTaken: it belongs to somebody else.
+        Conflict: it belongs to an earlier service of this name, and is about to be collected.
     """
     metadata = found["metadata"]
     if is_owned(found, s.uid):
@@ -39,20 +39,20 @@ def own(s: Snapshot, kind: str, found: Object) -> str:
 
 
 def claim(manifest: Manifest) -> dict[str, Any] | None:
-    """What is created to claim the manifest's name: a Service or a budget that selects nothing, an empty ConfigMap, a
-    pool that selects what is admitted, a route that is attached nowhere, a whole claim, Job or LeaderWorkerSet, which
-    ask nothing of what is there.
+    """Return an object that claims the manifest's name and does nothing yet; None for a Deployment.
 
-    Fields that may be dropped later must not be in it: whoever creates a field keeps it, beside who applies it. The one
-    that has to be, a pool's endpoint picker, is taken away by a write of its own. None for a Deployment: its selector
-    is immutable, so the server itself refuses to merge ours into another one.
+    A Service or a budget selects nothing, a pool selects admitted pods, a route is attached nowhere, a ConfigMap is
+    empty. A claim, a Job or a LeaderWorkerSet is whole. A Deployment needs no claim: its selector is immutable, so the
+    server refuses to merge ours into another one.
+
+    Leave out fields that a later apply may drop: their creator keeps them. A pool cannot be without its endpoint
+    picker, so a write of its own takes it away.
     """
     if manifest["kind"] == "Deployment":
         return None
     claimed = {part: manifest[part] for part in ("apiVersion", "kind", "metadata")}
     if manifest["kind"] == "InferencePool":
-        # It cannot be without a selector, nor without its picker before v1.6 of the extension. Who is not admitted is
-        # not picked, whatever it selects.
+        # A pool needs a selector, and before v1.6 of the extension a picker. A pod that is not admitted is not picked.
         labels = {SERVICE_LABEL: manifest["spec"]["selector"]["matchLabels"][SERVICE_LABEL]}
         claimed["spec"] = {**manifest["spec"], "selector": {"matchLabels": labels}}
     elif manifest["kind"] == "HTTPRoute":

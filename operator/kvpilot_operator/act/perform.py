@@ -1,8 +1,8 @@
-"""Carries out one Decision: what must be kept first, then the status, then objects and pods, then events.
+"""Carries out one Decision: first the baseline, then the status, then objects and pods, then events.
 
-What the API server will not have (a quota, a webhook, a field) is data: it is noted with the service, the other
-objects are written all the same, and the next decision is made from it. Only what passes by itself (a conflict, a
-server that is away) is raised, and ends the reconcile.
+A refusal (a quota, a webhook, a field) is data: it is noted with the service, the other objects are written all the
+same, and the next decision takes it into account. Only errors that pass by themselves (a conflict, a server that is
+away) end the reconcile.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from kvpilot_operator.act.ownership import claim, is_owned, own
 from kvpilot_operator.act.rejections import Rejections
 from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL, deployment_name
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.objects import version_of
-from kvpilot_operator.errors import ClusterError, Conflict, NotFound, Rejected
+from kvpilot_operator.cluster.objects import Ref, version_of
+from kvpilot_operator.errors import ClusterError, Conflict, NameTaken, NotFound, Rejected
 from kvpilot_operator.probes import codec
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.objects import baseline_config_map, pod_admission, pod_do_not_evict
@@ -37,12 +37,12 @@ from kvpilot_operator.state.status import dump_status, without_figures
 
 log = logging.getLogger(__name__)
 
-# An object that was applied as it is is applied again after this long, or half of it, to mend what others changed: of a
-# Deployment's spec and a Service the cache tells at once, of all else (labels, a budget) nobody does.
+# An object is applied again after this time, or half of it, to mend changes by others. The cache tells of a changed
+# workload or Service at once, but of labels or a budget nobody does.
 REAPPLY_SECONDS = 600.0
-# Figures alone are written this often at most: an engine may report others at every scrape, and metrics have them all.
+# A status in which only figures changed is written this often at most: metrics have all of them.
 FIGURES_SECONDS = 30.0
-# Of these kinds the snapshot has all that carry the service's label, or (of pools and routes) its names.
+# The snapshot has all objects of these kinds that carry the service's label, or (pools and routes) its names.
 _WATCHED = (*KINDS, "Service", "InferencePool", "HTTPRoute")
 
 
@@ -53,7 +53,7 @@ class _Applied(NamedTuple):
     """When to apply it again, on the actor's clock."""
     uid: str
     version: str
-    """That of the object as it was answered; another one means that somebody else has changed what it should be."""
+    """The version in the answer; another one means that somebody else has changed the object."""
 
 
 class Actor:
@@ -70,9 +70,12 @@ class Actor:
         self._told = -math.inf
 
     async def perform(self, s: Snapshot, decision: Decision) -> None:
-        """Raises Conflict where the service changed since it was observed; nothing but a baseline is written then.
+        """Write everything that the decision asks for.
 
-        A baseline that is refused ends the reconcile, too: the status of this decision would name it.
+        A baseline that is refused ends the reconcile, because the status would name it.
+
+        Raises:
+            Conflict: the service changed since it was observed; only a baseline may have been written.
         """
         if decision.baseline is not None and not await self._keep(s, decision.baseline):
             return
@@ -90,11 +93,11 @@ class Actor:
 
     @property
     def rejections(self) -> tuple[Rejection, ...] | None:
-        """What the API server would not have when it was last asked; None before anything was written."""
+        """Objects that the API server refused when it was last asked; None before anything was written."""
         return self._rejections.now()
 
     async def _keep(self, s: Snapshot, baseline: Baseline) -> bool:
-        """Write a captured baseline; False where it is refused."""
+        """Write a captured baseline; return False if it is refused."""
         await baselines.prune(self._cluster, s, baseline)
         manifest = baseline_config_map(s.key, s.uid, baseline.identity, codec.encode(baseline))
         about = ("ConfigMap", manifest["metadata"]["name"])
@@ -104,7 +107,7 @@ class Actor:
         return await self._attempt(s, about, content, partial(self._apply, s, manifest, content))
 
     def _waits(self, s: Snapshot, decision: Decision) -> bool:
-        """Return True where nothing but figures has changed, and the status was written not long ago."""
+        """Return True if only figures have changed and the status was written not long ago."""
         return (
             self._clock() - self._told < FIGURES_SECONDS
             and decision.status != s.status
@@ -127,7 +130,7 @@ class Actor:
         await self._attempt(s, (KIND, s.key.name), _hash(status), write)
 
     async def _set_gates(self, s: Snapshot, names: Collection[str], *, admitted: bool) -> None:
-        """Open or close the readiness gates of these pods; one that has just gone fails nothing."""
+        """Open or close the readiness gates of these pods; skip one that has just gone."""
         for pod in (one for one in s.pods if one.name in names):
             manifest = pod_admission(s.key, pod, admitted, s.now)
             write = partial(self._cluster.apply, manifest, subresource="status")
@@ -165,12 +168,16 @@ class Actor:
     async def _attempt(
         self, s: Snapshot, what: tuple[str, str], content: bytes, write: Callable[[], Awaitable[object]]
     ) -> bool:
-        """One write; False where it is refused, now or not long ago."""
+        """Try one write; return False if it is refused, now or not long ago."""
         if self._rejections.waits(what, content):
             return False
         try:
             await write()
-        except Rejected as error:
+        except Rejected as refusal:
+            kind, name = what
+            # A Deployment's selector never changes: an object of this name with another one is not ours.
+            theirs = kind == "Deployment" and any(field == "spec.selector" for field, _ in refusal.causes)
+            error = NameTaken(kind, s.key.namespace, name) if theirs else refusal
             if self._rejections.note(what, content, error):
                 log.warning("refused: %s", error, extra={"service": str(s.key)})
             return False
@@ -193,7 +200,7 @@ class Actor:
     async def _start(
         self, s: Snapshot, named: Sequence[Reference], what: tuple[str, str], write: Callable[[], Awaitable[object]]
     ) -> None:
-        """A write that adds pods, which waits until all that they name is ours."""
+        """Write something that adds pods, once all objects that they name are ours."""
         await hold(self._cluster, s, named, *what)
         await write()
 
@@ -203,19 +210,19 @@ class Actor:
                 what = _workload(s, revision)
                 seen, api_version = s.objects.get(what), KINDS[what[0]].api_version
                 patch = {"metadata": {"uid": seen.uid} if seen is not None else {}, "spec": {"replicas": replicas}}
-                write = partial(self._cluster.merge, api_version, what[0], s.key.namespace, what[1], patch)
+                write = partial(self._cluster.merge, Ref(api_version, what[0], s.key.namespace, what[1]), patch)
                 start = partial(self._start, s, named, what, write)
                 await self._attempt(s, what, _hash(patch), start if replicas > _replicas(s, revision) else write)
 
     async def _route(self, manifest: Manifest) -> None:
-        """Conflict where the route has changed since it was observed: the next reconcile reads it again."""
-        about = manifest["metadata"]
-        patch = {"metadata": {"resourceVersion": about["resourceVersion"]}, "spec": manifest["spec"]}
-        await self._cluster.merge(manifest["apiVersion"], manifest["kind"], about["namespace"], about["name"], patch)
+        """Write a route's rules; raise Conflict if the route has changed since it was observed."""
+        version = manifest["metadata"]["resourceVersion"]
+        patch = {"metadata": {"resourceVersion": version}, "spec": manifest["spec"]}
+        await self._cluster.merge(Ref.to(manifest), patch)
 
     async def _apply(self, s: Snapshot, manifest: Manifest, content: bytes) -> None:
-        """Server-side apply, unless the object is as it was when this was last applied."""
-        kind, name = what = manifest["kind"], manifest["metadata"]["name"]
+        """Apply a manifest, unless it was applied already and the object has not changed since."""
+        kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)
         # The Job is in a snapshot for as long as it is asked for.
         there = s.prefetch is not None if kind == "Job" else kind not in _WATCHED or (seen is not None and seen.owned)
@@ -223,14 +230,10 @@ class Actor:
         if there and last is not None and same and last.version == (seen.version if seen is not None else ""):
             return
         uid = await self._uid(s, manifest)
-        if kind == "Service" and seen is not None and seen.owned and seen.selects is None:
-            # Another manager's labels in a selector outlive an apply (before Kubernetes 1.21): none of it stays.
-            empty = {"metadata": {"uid": uid}, "spec": {"selector": None}}
-            await self._cluster.merge(manifest["apiVersion"], kind, s.key.namespace, name, empty)
         if kind == "InferencePool" and seen is not None and seen.picker and "endpointPickerRef" not in manifest["spec"]:
             # Who has claimed the name, or changed the pool, keeps the picker beside us: an apply would leave it there.
             none = {"metadata": {"uid": uid}, "spec": {"endpointPickerRef": None}}
-            await self._cluster.merge(manifest["apiVersion"], kind, s.key.namespace, name, none)
+            await self._cluster.merge(Ref.to(manifest), none)
         pinned = {**manifest, "metadata": {**manifest["metadata"], **({"uid": uid} if uid else {})}}
         answer = await self._cluster.apply(pinned)
         # What was applied together, at the operator's start, is not to be due together for ever after.
@@ -238,44 +241,46 @@ class Actor:
         self._applied[what] = _Applied(content, due, answer["metadata"]["uid"], version_of(kind, answer))
 
     async def _uid(self, s: Snapshot, manifest: Manifest) -> str:
-        """The uid of the service's own object of this name, which is made where there is none; "" for a new Deployment.
+        """Return the uid of the service's own object of this name; "" for a new Deployment.
+
+        Create the object, without the parts that make it act, if there is none.
 
         Raises:
-            NameTaken: the object of this name is somebody else's.
+            NameTaken: the object of this name belongs to somebody else.
         """
-        kind, name = what = manifest["kind"], manifest["metadata"]["name"]
+        kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)
         if seen is not None and seen.owned:
             return seen.uid
         if kind not in _WATCHED and last is not None:
             return last.uid
-        found = await self._cluster.find(manifest["apiVersion"], kind, s.key.namespace, name)
+        found = await self._cluster.find(Ref.to(manifest))
         if found is not None:
             return own(s, kind, found)
         claimed = claim(manifest)
         return "" if claimed is None else str((await self._cluster.create(claimed))["metadata"]["uid"])
 
     async def _remove(self, s: Snapshot, api_version: str, kind: str, name: str) -> None:
-        """Delete what is ours; what is not watched is looked for once in a life of the operator, or after an apply."""
-        what = (kind, name)
+        """Delete an object of ours. Look for one that is not watched only once, and after each apply."""
+        what, ref = (kind, name), Ref(api_version, kind, s.key.namespace, name)
         if kind in _WATCHED:
             seen = s.objects.get(what)
             uid = seen.uid if seen is not None and seen.owned else ""
         elif what in self._applied and self._applied[what] is None:
             return
         else:
-            found = await self._cluster.find(api_version, kind, s.key.namespace, name)
+            found = await self._cluster.find(ref)
             uid = found["metadata"]["uid"] if found is not None and is_owned(found, s.uid) else ""
-        delete = partial(self._cluster.delete, api_version, kind, s.key.namespace, name, uid=uid)
+        delete = partial(self._cluster.delete, ref, uid=uid)
         if not uid or await self._attempt(s, what, b"", delete):
             self._applied[what] = None
 
 
 async def mark_do_not_evict(cluster: Cluster, s: Snapshot, wanted: frozenset[str]) -> None:
-    """Ask cluster autoscalers to leave these pods and their workers where they are, and take it back of all others.
+    """Ask cluster autoscalers to leave these pods and their workers where they are, and only these.
 
-    The annotations are applied under our field manager to single pods: a change of the pod template would roll them,
-    and what a user has annotated stays. A pod that cannot be annotated fails nothing.
+    Annotate single pods, under our field manager: a change of the pod template would roll them, and a user's own
+    annotations stay. Log a pod that cannot be annotated, and go on.
     """
     for asked, pod in ((leader.name in wanted, pod) for leader in s.pods for pod in leader.group):
         if pod.terminating or pod.do_not_evict == asked:
@@ -292,7 +297,7 @@ def _hash(manifest: Manifest) -> bytes:
 
 
 def _workload(s: Snapshot, revision: str) -> tuple[str, str]:
-    """Kind and name of what runs a revision that is there."""
+    """Return kind and name of the workload of a revision that is there."""
     return s.deployments[revision].kind, deployment_name(s.key.name, revision)
 
 

@@ -1,6 +1,6 @@
-"""What the API server would not have of a service, and when it is asked again.
+"""Remembers the refused objects of a service, and when to write them again.
 
-It lives with the process: after a restart everything is written anew, and what is refused then is known again.
+After a restart of the operator everything is written anew, and refusals are known again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.errors import Rejected
 from kvpilot_operator.state.objects import Rejection
 
-# A quota may be raised or a webhook mended at any time; nobody tells, so what was refused is written again in a while.
+# Nobody tells us when a quota is raised or a webhook mended.
 BACKOFF = Backoff(5.0, 60.0)
 
 What = tuple[str, str]
@@ -27,7 +27,7 @@ class _Held(NamedTuple):
 
 
 class Rejections:
-    """Of one service, as far as anything was written of it; `clock` counts seconds."""
+    """Refusals of one service; `clock` counts seconds."""
 
     __slots__ = ("_clock", "_held", "_written")
 
@@ -37,9 +37,9 @@ class Rejections:
         self._written = False
 
     def now(self) -> tuple[Rejection, ...] | None:
-        """What is refused now; None where nothing was written yet.
+        """Return the current refusals; None if nothing was written yet.
 
-        A baseline is written once, after a capture: it is refused until it may be tried again, and then decided upon.
+        A baseline is written once, after a capture. Its refusal counts until it may be tried again.
         """
         if not self._written:
             return None
@@ -47,12 +47,12 @@ class Rejections:
         return tuple(one.rejection for one in self._held.values() if one.rejection.kind != "ConfigMap" or now < one.due)
 
     def waits(self, what: What, content: bytes) -> bool:
-        """Whether this very content was refused, and it is too early to ask again."""
+        """Return True if this very content was refused, and it is too early to write it again."""
         one = self._held.get(what)
         return one is not None and one.content == content and self._clock() < one.due
 
     def note(self, what: What, content: bytes, error: Rejected) -> bool:
-        """A write was refused; True where it was not known already."""
+        """Remember a refusal; return True if it is new."""
         before = self._held.get(what)
         rejection = Rejection(*what, error.reason, error.message, error.causes)
         again = before is not None and before.content == content
@@ -63,11 +63,11 @@ class Rejections:
         return before is None or before.rejection != rejection
 
     def accepted(self, what: What) -> None:
-        """A write went through."""
+        """Forget the refusal of an object that was written."""
         self._held.pop(what, None)
         self._written = True
 
     def keep(self, asked: Collection[What]) -> None:
-        """Drop what nobody asks for any more, baselines excepted."""
+        """Forget refusals of objects that nobody asks for any more, except baselines."""
         self._held = {what: one for what, one in self._held.items() if what in asked or what[0] == "ConfigMap"}
         self._written = True

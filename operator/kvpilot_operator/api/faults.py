@@ -74,7 +74,7 @@ def _explained(error: str, obj: Mapping[str, Json]) -> Fault:
         field = f"{field}.{missing[1]}".lstrip(".")
         return Fault(field, f"is missing: set {missing[1]}")
     return Fault(
-        field, f"is {_shown(_at(obj, field), field)}: change it as the API has it ({wrong[0].lower()}{wrong[1:]})"
+        field, f"is {_shown(_at(obj, field), field)}: use a value that the API accepts ({wrong[0].lower()}{wrong[1:]})"
     )
 
 

@@ -1,4 +1,4 @@
-"""What is remembered of one kind of objects: small views of them, kept current by a watch and by own writes."""
+"""A cache of one kind of objects: small views, kept current by a watch and by our own writes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ class _Entry(NamedTuple, Generic[K, V]):
 class Store(Generic[K, V]):
     """Views of objects by name and by the service that they belong to.
 
-    An object whose view is None, or that belongs to no service, is not kept. An older version never replaces a newer
-    one, so it does not matter whether the watch or the answer to an own write comes first: resourceVersions of one
-    kind are compared as numbers, which Kubernetes has declared to be right. `changed` is called with the service
-    whenever a view becomes another one, and not when only the object around it does. An object whose view cannot be
-    made is left as it was known.
+    An object is not kept if its view is None or it belongs to no service. An older version never replaces a newer one,
+    so the watch and the answer to a write of ours may come in any order: Kubernetes allows to compare resourceVersions
+    of one kind as numbers. `changed` is called with the service whenever a view changes. If a view cannot be made, the
+    last one stays.
     """
 
     def __init__(
@@ -54,16 +53,16 @@ class Store(Generic[K, V]):
         return len(self._entries)
 
     def get(self, namespace: str, name: str) -> V | None:
-        """One object's view."""
+        """Return one object's view."""
         entry = self._entries.get((namespace, name))
         return entry.view if entry is not None else None
 
     def of(self, service: K) -> list[V]:
-        """The views of what belongs to a service, by name."""
+        """Return the views of a service's objects, by name."""
         return [self._entries[name].view for name in sorted(self._names.get(service, ()))]
 
     def put(self, obj: Object) -> None:
-        """An object as it is, or was, at its resourceVersion."""
+        """Take in an object as it is, or was, at its resourceVersion."""
         name, version = _name(obj), _version(obj)
         known = self._entries.get(name)
         if known is not None and version and version <= known.version:
@@ -72,7 +71,7 @@ class Store(Generic[K, V]):
             service = self._service(obj)
             view = self._view(obj) if service is not None else None
         except Exception as error:
-            # One object that nobody can make sense of must not keep the others of its kind from being seen.
+            # One odd object must not hide the others of its kind.
             where = " > ".join(places(error))
             log.error("%s %s/%s is left as it was: %s in %s", obj.get("kind", ""), *name, type(error).__name__, where)
             return
@@ -88,18 +87,18 @@ class Store(Generic[K, V]):
             self._changed(service)
 
     def drop(self, obj: Object) -> None:
-        """An object that was deleted; a newer one of its name stays."""
+        """Drop an object that was deleted, unless a newer one of its name is known."""
         known = self._entries.get(_name(obj))
         version = _version(obj)
         if known is not None and (not version or version >= known.version):
             self._remove(_name(obj))
 
     def forget(self, namespace: str, name: str) -> None:
-        """An object of this name that we have deleted ourselves, or that is known not to exist."""
+        """Drop an object that we have deleted ourselves, or that is known not to exist."""
         self._remove((namespace, name))
 
     def keep_only(self, namespace: str, names: Collection[Name], version: str) -> None:
-        """Drop what a list of a namespace (of all where it is empty) at this version did not hold."""
+        """Drop all objects that a list of a namespace ("" for all) at this version does not hold."""
         limit = whole(version, _MAX_VERSION)
         gone = [
             name
@@ -126,5 +125,5 @@ def _name(obj: Object) -> Name:
 
 
 def _version(obj: Object) -> int:
-    """0 where there is none that can be compared."""
+    """Return the resourceVersion as a number; 0 if it cannot be compared."""
     return whole(obj["metadata"].get("resourceVersion"), _MAX_VERSION) or 0

@@ -1,28 +1,28 @@
-"""The API server as the operator needs it: plain JSON objects in and out, typed errors."""
+"""A client of the API server: plain JSON objects in and out, typed errors."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
+import kopf
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
 from kvpilot_operator.cluster.fence import WriteFence
-from kvpilot_operator.cluster.kopf_session import KopfSession
-from kvpilot_operator.cluster.objects import Object, name_of, path_of
+from kvpilot_operator.cluster.kopf_session import KopfSession, Listed
+from kvpilot_operator.cluster.objects import Object, Ref, name_of, path_of
 from kvpilot_operator.cluster.transport import OnRequest, Request, Transport, give_up_early
 from kvpilot_operator.errors import ClusterError, NotFound
 
 _PAGE = 500
-# Of each object, its metadata alone may have more than a mebibyte.
+# The metadata of one object may have more than a mebibyte.
 _METADATA_PAGE = 4
 _METADATA_ALONE = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _FIELD_MANAGER = {"fieldManager": "kvpilot"}
 
-# Called after every write: kind, namespace, name, and the object as it is now, or None where it was deleted.
+# Called after every write: kind, namespace, name, and the object as it is now, or None if it was deleted.
 OnWrite = Callable[[str, str, str, Object | None], None]
 
 
@@ -37,7 +37,7 @@ class Cluster:
     async def connect(
         cls, fence: WriteFence | None = None, agent: str = "kvpilot-operator", on_request: OnRequest | None = None
     ) -> Cluster:
-        """Use KUBECONFIG, the default kubeconfig or the pod's service account; `agent` stands in audit logs."""
+        """Connect by KUBECONFIG, the default kubeconfig or the pod's service account; audit logs show `agent`."""
         try:
             config.load_incluster_config()
         except config.ConfigException:
@@ -48,54 +48,51 @@ class Cluster:
         return cls(api, fence, on_request)
 
     def telling(self, on_write: OnWrite) -> Cluster:
-        """The same connections, for one who wants to know of every write."""
+        """Return a client with the same connections that calls `on_write` after every write."""
         other = copy.copy(self)
         other._on_write = on_write
         return other
 
     def session_for_kopf(
-        self, api_version: str, kind: str, namespaces: Sequence[str], listed: Callable[[str], None]
-    ) -> KopfSession:
-        """Connections of kopf's own, to watch this kind by, with the same server, credentials, fence and counts."""
-        about = (self._transport.api, self._transport.fence, self._transport.on_request)
-        return KopfSession(*about, api_version, kind, namespaces, listed)
+        self, api_version: str, kind: str, namespaces: Sequence[str], listed: Listed
+    ) -> kopf.AiohttpSession:
+        """Return a session by which kopf watches this kind: with the same server, credentials, fence and counts."""
+        return KopfSession(self._transport, api_version, kind, namespaces, listed).login()
 
     async def close(self) -> None:
         """Close the connections."""
         await self._transport.close()
 
-    async def get(self, api_version: str, kind: str, namespace: str, name: str) -> Object:
-        """One object; NotFound where there is none."""
-        path = path_of(api_version, kind, namespace, name)
-        answer = await self._transport.send(Request("GET", kind, path))
-        if name_of(answer) != name:
-            raise _not_what_was_asked("GET", path, kind, answer)
+    async def get(self, ref: Ref) -> Object:
+        """Read one object; raise NotFound where there is none."""
+        request = Request("GET", ref.kind, ref.path)
+        answer = await self._transport.send(request)
+        if name_of(answer) != ref.name:
+            raise _unexpected(request, answer)
         return answer
 
-    async def find(self, api_version: str, kind: str, namespace: str, name: str) -> Object | None:
-        """One object or None."""
+    async def find(self, ref: Ref) -> Object | None:
+        """Read one object; return None where there is none."""
         try:
-            return await self.get(api_version, kind, namespace, name)
+            return await self.get(ref)
         except NotFound:
             return None
 
-    async def find_json(self, api_version: str, kind: str, namespace: str, name: str, *, most: int) -> bytes | None:
-        """One object's JSON, unparsed, or None; OverBudget where it has more than `most` bytes."""
+    async def find_json(self, ref: Ref, *, most: int) -> bytes | None:
+        """Read one object's JSON, unparsed, or None; raise OverBudget if it has more than `most` bytes."""
         try:
-            return await self._transport.read(
-                Request("GET", kind, path_of(api_version, kind, namespace, name)), most=most
-            )
+            return await self._transport.read(Request("GET", ref.kind, ref.path), most=most)
         except NotFound:
             return None
 
     async def list(self, api_version: str, kind: str, namespace: str, selector: str) -> list[Object]:
-        """The objects with these labels."""
+        """List the objects with these labels."""
         return [item async for items, _ in self.pages(api_version, kind, namespace, selector) for item in items]
 
     async def first(
         self, api_version: str, kind: str, namespace: str, selector: str = "", *, fields: str = "", limit: int
     ) -> Sequence[Object]:
-        """At most `limit` of the objects with these labels and fields, in the order of their names."""
+        """List at most `limit` of the objects with these labels and fields, in the order of their names."""
         async with contextlib.aclosing(
             self.pages(api_version, kind, namespace, selector, fields=fields, limit=limit)
         ) as pages:
@@ -112,7 +109,7 @@ class Cluster:
         accept: str = "application/json",
         limit: int = _PAGE,
     ) -> AsyncGenerator[tuple[Sequence[Object], str], None]:
-        """The objects with these labels and fields, `limit` at a time, each time with the list's resourceVersion."""
+        """Yield the objects with these labels and fields, `limit` at a time, with the list's resourceVersion."""
         query = {"labelSelector": selector, "limit": str(limit)} | ({"fieldSelector": fields} if fields else {})
         while True:
             request = Request("GET", kind, path_of(api_version, kind, namespace), query, accept=accept)
@@ -123,19 +120,10 @@ class Cluster:
                 return
             query["continue"] = metadata["continue"]
 
-    async def names(self, api_version: str, kind: str, namespace: str) -> tuple[set[tuple[str, str]], str]:
-        """Namespace and name of all objects of a collection, and the list's resourceVersion; nothing else is sent."""
-        names: set[tuple[str, str]] = set()
-        version = ""
-        async for items, listed in self.pages(api_version, kind, namespace, "", accept=_METADATA_ALONE):
-            version = listed
-            names.update((item["metadata"].get("namespace", ""), item["metadata"]["name"]) for item in items)
-        return names, version
-
     async def metadata(
         self, api_version: str, kind: str, namespace: str, selector: str, *, most: int
     ) -> AsyncIterator[Object]:
-        """The metadata of some `most` objects with these labels, a few at a time: their content is not sent."""
+        """Yield the metadata of about `most` objects with these labels; the server does not send their content."""
         seen = 0
         pages = self.pages(api_version, kind, namespace, selector, accept=_METADATA_ALONE, limit=_METADATA_PAGE)
         async for items, _ in pages:
@@ -148,28 +136,30 @@ class Cluster:
     def watch(
         self, api_version: str, kind: str, namespace: str, selector: str, version: str
     ) -> AsyncIterator[tuple[str, Object]]:
-        """What happens after `version`: ADDED, MODIFIED, DELETED and BOOKMARK, each with its object.
+        """Yield the events after `version` (ADDED, MODIFIED, DELETED, BOOKMARK) with their objects.
 
-        Ends when the server has had enough, which is the usual end. Raises ClusterError: status 410 where the server
-        does not know the version any more, 0 where the connection broke or nothing, not even a bookmark, came.
+        The usual end is the server's.
+
+        Raises:
+            ClusterError: status 410 if the server does not know the version any more; 0 if the connection broke, or
+                not even a bookmark came.
         """
         query = {"labelSelector": selector, "resourceVersion": version}
         return self._transport.watch(Request("GET", kind, path_of(api_version, kind, namespace), query))
 
     async def apply(self, manifest: Object, *, subresource: str = "") -> Object:
-        """Server-side apply with our field manager: the object, or its subresource, as this manifest says."""
-        path = _path(manifest) + (f"/{subresource}" if subresource else "")
-        query = {**_FIELD_MANAGER, "force": "true"}
-        return await self._write(
-            Request("PATCH", manifest["kind"], path, query, manifest, "application/apply-patch+yaml")
-        )
+        """Apply a manifest, or its subresource, on the server's side with our field manager."""
+        return await self._patch(Ref.to(manifest), subresource, manifest, "apply-patch+yaml", {"force": "true"})
 
-    async def merge(
-        self, api_version: str, kind: str, namespace: str, name: str, patch: Object, *, subresource: str = ""
-    ) -> Object:
-        """JSON merge patch of an object, or of its subresource."""
-        path = path_of(api_version, kind, namespace, name) + (f"/{subresource}" if subresource else "")
-        return await self._write(Request("PATCH", kind, path, _FIELD_MANAGER, patch, "application/merge-patch+json"))
+    async def merge(self, ref: Ref, patch: Object, *, subresource: str = "") -> Object:
+        """Write a JSON merge patch of an object, or of its subresource."""
+        return await self._patch(ref, subresource, patch, "merge-patch+json", {})
+
+    async def _patch(self, ref: Ref, subresource: str, body: Object, content: str, more: dict[str, str]) -> Object:
+        path = f"{ref.path}/{subresource}" if subresource else ref.path
+        return await self._write(
+            Request("PATCH", ref.kind, path, _FIELD_MANAGER | more, body, f"application/{content}")
+        )
 
     async def create(self, manifest: Object) -> Object:
         """Create a new object."""
@@ -177,57 +167,46 @@ class Cluster:
         return await self._write(Request("POST", manifest["kind"], path, _FIELD_MANAGER, manifest))
 
     async def replace(self, manifest: Object) -> Object:
-        """Write a whole object; Conflict where its resourceVersion has moved on."""
-        return await self._write(Request("PUT", manifest["kind"], _path(manifest), _FIELD_MANAGER, manifest))
+        """Write a whole object; raise Conflict if its resourceVersion has moved on."""
+        return await self._write(Request("PUT", manifest["kind"], Ref.to(manifest).path, _FIELD_MANAGER, manifest))
 
-    async def delete(self, api_version: str, kind: str, namespace: str, name: str, *, uid: str = "") -> None:
-        """Delete an object and, in the background, what it owns; fine if it is gone already.
+    async def delete(self, ref: Ref, *, uid: str = "") -> None:
+        """Delete an object and, in the background, what it owns; do nothing if it is gone already.
 
-        Conflict where the object of that name is not the one with this uid.
+        Raises:
+            Conflict: the object of that name has another uid.
         """
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if uid:
             options["preconditions"] = {"uid": uid}
         with contextlib.suppress(NotFound):
-            path = path_of(api_version, kind, namespace, name)
-            await self._transport.send(Request("DELETE", kind, path, body=options))
-        self._on_write(kind, namespace, name, None)
+            await self._transport.send(Request("DELETE", ref.kind, ref.path, body=options))
+        self._on_write(ref.kind, ref.namespace, ref.name, None)
 
     async def review(self, api_version: str, kind: str, spec: Object) -> Object:
-        """The API server's verdict, as a TokenReview or a SubjectAccessReview has it in its status; nothing is kept."""
+        """Ask for a TokenReview or a SubjectAccessReview and return its status; nothing is stored."""
         body = {"apiVersion": api_version, "kind": kind, "spec": spec}
         answer = await self._transport.send(Request("POST", kind, path_of(api_version, kind), body=body))
         return answer.get("status") or {}
 
     async def serves(self, api_version: str) -> bool:
-        """True where the server knows this API version."""
+        """Return True if the server knows this API version."""
         try:
             await self._transport.send(Request("GET", "", f"/apis/{api_version}"))
         except NotFound:
             return False
         return True
 
-    async def version(self) -> tuple[int, int]:
-        """The server's version, e.g. (1, 27)."""
-        found = await self._transport.send(Request("GET", "", "/version"))
-        numbers = [re.match(r"\d+", str(found.get(part, ""))) for part in ("major", "minor")]
-        major, minor = (int(number[0]) if number else 0 for number in numbers)
-        return major, minor
-
     async def _write(self, request: Request) -> Object:
         answer = await self._transport.send(request)
         name = name_of(answer)
         if not (name and answer["metadata"].get("resourceVersion")):
-            raise _not_what_was_asked(request.method, request.path, request.kind, answer)
+            raise _unexpected(request, answer)
         self._on_write(request.kind, answer["metadata"].get("namespace", ""), name, answer)
         return answer
 
 
-def _not_what_was_asked(method: str, path: str, kind: str, answer: Object) -> ClusterError:
+def _unexpected(request: Request, answer: Object) -> ClusterError:
     what = f"{str(answer.get('kind'))[:60]} {name_of(answer)[:60]}".strip()
-    return ClusterError(method, path, 200, f"the answer is no {kind} of this name but {what!r}")
-
-
-def _path(manifest: Object) -> str:
-    metadata = manifest["metadata"]
-    return path_of(manifest["apiVersion"], manifest["kind"], metadata["namespace"], metadata["name"])
+    words = f"the answer is no {request.kind} of this name but {what!r}"
+    return ClusterError(request.method, request.path, 200, words)

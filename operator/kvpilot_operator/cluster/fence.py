@@ -1,7 +1,7 @@
 """The fence that every write passes: open for ever, open until a time, or closed.
 
 A replica may write while no other can hold its Lease. So the fence closes by the clock alone: a process that was
-stopped, starved or cut off finds it closed when it wakes, whatever its other tasks have noticed by then.
+stopped or starved finds it closed when it wakes, before its other tasks have noticed anything.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvpilot_operator.errors import ClusterError, NotLeader
 
 
 def steady_time() -> float:
-    """Seconds on a clock that nobody sets and that, where the system can, goes on while the machine sleeps."""
+    """Return seconds on a clock that nobody sets. On Linux it goes on while the machine sleeps."""
     if sys.platform == "linux":
         return time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.monotonic()
 
 
 class WriteFence:
-    """Closed at first. Counts the writes that are under way, and those whose outcome nobody knows."""
+    """A fence, closed at first. Counts the writes under way, and those with an unknown outcome."""
 
     def __init__(self, clock: Callable[[], float] = steady_time) -> None:
         self._clock = clock
@@ -37,13 +37,13 @@ class WriteFence:
 
     @classmethod
     def opened(cls) -> WriteFence:
-        """A fence that is open for ever, for a process that is alone."""
+        """Return a fence that is open for ever, for a process that is alone."""
         fence = cls()
         fence.open(math.inf, math.inf)
         return fence
 
     def open(self, starts_before: float, ends_before: float) -> None:
-        """Let writes start until one time, and have each of them over by another (of the fence's clock)."""
+        """Let writes start before one time, and end before another (of the fence's clock)."""
         self._starts_before, self._ends_before = starts_before, ends_before
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class WriteFence:
 
     @contextmanager
     def write(self, method: str, path: str) -> Iterator[float]:
-        """Surround the sending of one write; yields the seconds after which it must be given up.
+        """Surround the sending of one write; yield the seconds after which it must be given up.
 
         Raises:
             NotLeader: the fence is closed; nothing may be sent.
@@ -75,9 +75,9 @@ class WriteFence:
                 self._idle.set()
 
     async def drained(self, seconds: float) -> bool:
-        """Wait until no write is under way; True where none can reach the server any more.
+        """Wait until no write is under way; return True if none can reach the server any more.
 
-        False where one was given up or cut off and its time is not over: the Lease has to run out then.
+        Return False if a write was given up and may still arrive: the Lease has to run out then.
         """
         try:
             async with asyncio.timeout(seconds):

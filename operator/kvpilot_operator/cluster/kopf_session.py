@@ -1,8 +1,8 @@
 """kopf's connection to the API server: our sockets, the official client's credentials, and no failure that is final.
 
-kopf ends an operator whose watch is refused (401, 403, 404, 410), that gets an error event other than 410 or an answer
-that is no JSON, and asks a server that ends every watch at once for the next one without a pause. All of these pass by
-themselves or when somebody mends the cluster: here they become a broken connection, after which kopf lists or watches
+kopf ends the operator if a request is refused (401, 403, 404, 410), after an error event other than 410, or after an
+answer that is not JSON. It also reopens a watch at once, however soon the server ends it. All of these pass by
+themselves, or once somebody mends the cluster. Here they become a broken connection, after which kopf lists or watches
 again (docs/upstream/kopf-watch-errors.patch).
 """
 
@@ -12,23 +12,26 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from typing import TypeVar
 
 import aiohttp
 import kopf
 import msgspec
-from kubernetes.aio.client import ApiClient
 
 from kvpilot_operator.budget import whole_lines
-from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.objects import Object, path_of
-from kvpilot_operator.cluster.transport import REMEDIES, OnRequest, connector
+from kvpilot_operator.cluster.transport import REMEDIES, Transport, connector
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 _SHORTEST_WATCH_SECONDS = 1.0
 _PAUSE_SECONDS = 3.0
 _GONE = b'{"type":"ERROR","object":{"code":410}}\n'
+
+Listed = Callable[[str, Sequence[Object], str], None]
+"""Called with a namespace ("" for all), all its objects, and the resourceVersion of that list."""
 
 
 class _Metadata(msgspec.Struct, rename="camel"):
@@ -41,13 +44,9 @@ class _Thing(msgspec.Struct):
     metadata: _Metadata
 
 
-class _List(msgspec.Struct):
-    items: list[_Thing]
-
-
-class _Failure(msgspec.Struct):
-    code: int = 500
-    message: str = ""
+class _Page(msgspec.Struct):
+    items: list[Object]
+    metadata: Object
 
 
 class _Event(msgspec.Struct):
@@ -55,75 +54,92 @@ class _Event(msgspec.Struct):
     object: msgspec.Raw
 
 
-@dataclass(eq=False)
 class KopfSession:
-    """A middleware of kopf's aiohttp session. `listed` is called with a namespace that kopf has listed."""
+    """A middleware of kopf's HTTP session, which watches one kind in some namespaces.
 
-    api: ApiClient
-    fence: WriteFence
-    on_request: OnRequest
-    api_version: str
-    kind: str
-    namespaces: Sequence[str]
-    listed: Callable[[str], None]
+    kopf never says what is missing from a list that it makes after a 410. So the session reads each list, too, and
+    hands it to `listed` when it is whole.
+    """
 
-    def __post_init__(self) -> None:
-        self._collections = {
-            path_of(self.api_version, self.kind, namespace): namespace for namespace in self.namespaces
-        }
-        self._unreported: set[str] = set()
+    def __init__(
+        self, transport: Transport, api_version: str, kind: str, namespaces: Sequence[str], listed: Listed
+    ) -> None:
+        self._transport = transport
+        self._kind = kind
+        self._listed = listed
+        self._collections = {path_of(api_version, kind, namespace): namespace for namespace in namespaces}
+        self._pages: dict[str, list[Object]] = {}
         self._watched: dict[str, float] = {}
 
     def login(self) -> kopf.AiohttpSession:
-        """What kopf takes for credentials: a session of its own, that it closes."""
+        """Return a session that kopf takes for credentials and closes itself."""
+        api = self._transport.api
         session = aiohttp.ClientSession(
-            connector=connector(self.api.rest_client.ssl_context),
-            headers={"User-Agent": self.api.user_agent},
-            proxy=self.api.configuration.proxy,
+            connector=connector(api.rest_client.ssl_context),
+            headers={"User-Agent": api.user_agent},
+            proxy=api.configuration.proxy,
             trust_env=False,
             middlewares=(self._ask,),
         )
-        return kopf.AiohttpSession(aiohttp_session=session, server=self.api.configuration.host)
+        return kopf.AiohttpSession(aiohttp_session=session, server=api.configuration.host)
 
     async def _ask(self, request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-        token = (await self.api.configuration.auth_settings()).get("BearerToken")
+        token = (await self._transport.api.configuration.auth_settings()).get("BearerToken")
         if token is not None:
             request.headers[token["key"]] = token["value"]
         path = request.url.path
         if request.method != "GET":
-            with self.fence.write(request.method, path) as seconds:
+            with self._transport.fence.write(request.method, path) as seconds:
                 async with asyncio.timeout(seconds):
                     return await send(request)
         if path not in self._collections:
-            return await _checked(await send(request), Object)
+            return await self._discover(request, send)
         try:
-            if "watch" in request.url.query:
-                return await self._watch(path, request, send)
-            response = await _checked(await self._timed("LIST", request, send), _List)
-            if response.status == 200:
-                self._unreported.add(path)
-            return response
+            return await (self._watch if "watch" in request.url.query else self._list)(request, send)
         except aiohttp.ClientPayloadError as error:
-            log.warning("%s is not watched, again in %g s: %s", self.kind, _PAUSE_SECONDS, error)
+            log.warning("%s is not watched, again in %g s: %s", self._kind, _PAUSE_SECONDS, error)
             await asyncio.sleep(_PAUSE_SECONDS)
             raise
 
-    async def _watch(
-        self, path: str, request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType
+    async def _discover(
+        self, request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
-        if path in self._unreported:
-            self._unreported.discard(path)
-            self.listed(self._collections[path])
-        now = time.monotonic()
-        wait = self._watched.get(path, now - _SHORTEST_WATCH_SECONDS) + _SHORTEST_WATCH_SECONDS - now
-        self._watched[path] = now + max(0.0, wait)
-        await asyncio.sleep(max(0.0, wait))
+        response = await send(request)
+        if response.status == 401:
+            raise aiohttp.ClientConnectionError(f"{request.url.path}: HTTP 401{REMEDIES[401]}")
+        if response.status == 200:
+            await _decoded(response, Object, aiohttp.ClientConnectionError)
+        return response
+
+    async def _list(self, request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        path = request.url.path
+        response = await self._timed("LIST", request, send)
+        _refuse(response)
+        if response.status != 200:
+            return response
+        page = await _decoded(response, _Page, aiohttp.ClientPayloadError)
+        try:
+            msgspec.convert(page.items, list[_Thing])
+        except msgspec.ValidationError as error:
+            raise aiohttp.ClientPayloadError(f"{path}: a list of something else: {error}") from None
+        before = self._pages.get(path, []) if "continue" in request.url.query else []
+        self._pages[path] = [*before, *page.items]
+        if not page.metadata.get("continue"):
+            self._listed(self._collections[path], self._pages.pop(path), str(page.metadata.get("resourceVersion", "")))
+        return response
+
+    async def _watch(self, request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        path, now = request.url.path, time.monotonic()
+        wait = max(0.0, self._watched.get(path, -_SHORTEST_WATCH_SECONDS) + _SHORTEST_WATCH_SECONDS - now)
+        self._watched[path] = now + wait
+        await asyncio.sleep(wait)
         response = await self._timed("WATCH", request, send)
         if response.status == 410:
             response.release()
-            response.status, response.content = 200, _Gone(response.content)  # type: ignore[assignment]  # what kopf asks of it
+            response.status = 200
+            response.content = _Lines(response.content, _gone())  # type: ignore[assignment]  # what kopf asks of it
         elif response.status == 200:
-            response.content = _Events(response.content)  # type: ignore[assignment]
+            response.content = _Lines(response.content, _checked(response.content))  # type: ignore[assignment]
         else:
             _refuse(response)
         return response
@@ -136,69 +152,59 @@ class KopfSession:
             response = await send(request)
             status = response.status
         finally:
-            self.on_request(verb, self.kind, status, time.perf_counter() - began)
+            self._transport.on_request(verb, self._kind, status, time.perf_counter() - began)
         return response
 
 
 def _refuse(response: aiohttp.ClientResponse) -> None:
-    """Raise for an answer that kopf would end at; what it tries again by itself (429, 5xx) is left to it."""
+    """Raise for an answer that kopf would end at. kopf itself asks again after 429 and 5xx."""
     if response.status == 200 or response.status == 429 or response.status >= 500:
         return
     response.close()
     raise aiohttp.ClientPayloadError(f"{response.url.path}: HTTP {response.status}{REMEDIES.get(response.status, '')}")
 
 
-async def _checked(response: aiohttp.ClientResponse, kind: type) -> aiohttp.ClientResponse:
-    """An answer that kopf can read, whose body is read; `kind` is what it needs of it."""
-    if kind is _List:
-        _refuse(response)
-    elif response.status == 401:
-        raise aiohttp.ClientConnectionError(f"{response.url.path}: HTTP 401{REMEDIES[401]}")
-    if response.status == 200:
-        try:
-            msgspec.json.decode(await response.read(), type=kind)
-        except msgspec.DecodeError as error:
-            broken = aiohttp.ClientPayloadError if kind is _List else aiohttp.ClientConnectionError
-            raise broken(f"{response.url.path}: the answer is not what it should be: {error}") from None
-    return response
+async def _decoded(response: aiohttp.ClientResponse, kind: type[T], broken: type[aiohttp.ClientError]) -> T:
+    """Decode a body, which kopf then reads again; raise `broken` if it is something else."""
+    try:
+        return msgspec.json.decode(await response.read(), type=kind)
+    except msgspec.DecodeError as error:
+        raise broken(f"{response.url.path}: the answer is not what it should be: {error}") from None
 
 
-class _Stream:
-    """What kopf reads a watch from; aiohttp asks the rest of the stream that it takes the place of."""
+class _Lines:
+    """Stands for the stream of a watch: kopf reads these lines, and aiohttp asks the stream for the rest."""
 
-    def __init__(self, content: aiohttp.StreamReader) -> None:
+    def __init__(self, content: aiohttp.StreamReader, lines: AsyncIterator[bytes]) -> None:
         self._content = content
+        self._lines = lines
+
+    def iter_chunked(self, _size: int) -> AsyncIterator[bytes]:
+        """Return whole lines, one JSON event each."""
+        return self._lines
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._content, name)
 
 
-class _Events(_Stream):
-    """The events of a watch as kopf reads them, up to one that kopf would end at: the connection is broken there."""
-
-    async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
-        """Whole lines, one JSON event each."""
-        async for line in whole_lines(self._content.iter_chunked(size)):
-            try:
-                event = msgspec.json.decode(line, type=_Event)
-                if event.type == "ERROR":
-                    failure = msgspec.json.decode(event.object, type=_Failure)
-                    if failure.code != 410:
-                        raise aiohttp.ClientPayloadError(f"error event {failure.code}: {failure.message[:300]}")
-                elif event.type == "BOOKMARK":
-                    msgspec.json.decode(event.object, type=_Thing)
-                else:
-                    metadata = msgspec.json.decode(event.object, type=_Thing).metadata
-                    if not (metadata.name and metadata.namespace):
-                        raise aiohttp.ClientPayloadError(f"an event about nothing: {line[:300]!r}")
-            except msgspec.DecodeError as error:
-                raise aiohttp.ClientPayloadError(f"no event but {line[:300]!r}: {error}") from None
-            yield line + b"\n"
+async def _gone() -> AsyncIterator[bytes]:
+    """Yield the event after which kopf lists anew."""
+    yield _GONE
 
 
-class _Gone(_Stream):
-    """The stream of a watch whose version the server does not know any more."""
-
-    async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
-        """The event that makes kopf list anew."""
-        yield _GONE
+async def _checked(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield a watch's events up to one that kopf would end at: the connection breaks there."""
+    async for line in whole_lines(content.iter_any()):
+        try:
+            event = msgspec.json.decode(line, type=_Event)
+            if event.type == "ERROR":
+                failure = msgspec.json.decode(event.object, type=Object)
+                if failure.get("code") != 410:
+                    raise aiohttp.ClientPayloadError(f"error event: {line[:300]!r}")
+            else:
+                metadata = msgspec.json.decode(event.object, type=_Thing).metadata
+                if event.type != "BOOKMARK" and not (metadata.name and metadata.namespace):
+                    raise aiohttp.ClientPayloadError(f"an event about nothing: {line[:300]!r}")
+        except msgspec.DecodeError as error:
+            raise aiohttp.ClientPayloadError(f"not an event: {line[:300]!r}: {error}") from None
+        yield line + b"\n"

@@ -1,9 +1,10 @@
-"""Kubernetes' objects as JSON: where the API server keeps them, and what tells that one has changed."""
+"""Kubernetes objects as JSON: their REST paths and their versions."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from kvpilot_operator.errors import BadName
@@ -41,10 +42,30 @@ _COLLECTIONS = {
 }
 
 
-def path_of(api_version: str, kind: str, namespace: str = "", name: str | None = None) -> str:
-    """The REST path of a collection, of all namespaces where none is named, or of one object in it.
+class Ref(NamedTuple):
+    """Names one object; `namespace` is empty where its kind has none."""
 
-    Names may be a tenant's: one that no object can have would lead elsewhere (`..`), and is a BadName.
+    api_version: str
+    kind: str
+    namespace: str
+    name: str
+
+    @classmethod
+    def to(cls, manifest: Mapping[str, Any]) -> Ref:
+        """Return the reference to the object that a manifest describes."""
+        metadata = manifest["metadata"]
+        return cls(manifest["apiVersion"], manifest["kind"], metadata["namespace"], metadata["name"])
+
+    @property
+    def path(self) -> str:
+        """The REST path; BadName for a name that no object can have."""
+        return path_of(*self)
+
+
+def path_of(api_version: str, kind: str, namespace: str = "", name: str | None = None) -> str:
+    """Return the REST path of a collection (of all namespaces if none is named), or of one object in it.
+
+    A tenant may have chosen the name. One that no object can have (`..`) would lead elsewhere, and is a BadName.
     """
     collection = _COLLECTIONS[(api_version, kind)]
     if not namespace:
@@ -60,15 +81,15 @@ def _segment(kind: str, name: str) -> str:
 
 
 def name_of(answer: Object) -> str:
-    """The name of the object that an answer is; empty for a list, or anything else that is no object."""
+    """Return the name of the object in an answer; empty for a list or anything else."""
     metadata = answer.get("metadata")
     name = metadata.get("name") if isinstance(metadata, dict) else None
     return name if isinstance(name, str) else ""
 
 
 def version_of(kind: str, obj: Object) -> str:
-    """Moves when somebody changes what an object of a watched kind should be; empty for others: nobody can tell."""
+    """Return a version that moves when somebody changes the spec; empty for kinds that are not watched."""
     if kind in ("Deployment", "LeaderWorkerSet", "InferencePool", "HTTPRoute"):
-        # Their resourceVersion moves with every pod that comes or goes, or gateway that says what it thinks of one.
+        # Their resourceVersion also moves with every change of their status.
         return str(obj["metadata"].get("generation", ""))
     return str(obj["metadata"].get("resourceVersion", "")) if kind == "Service" else ""

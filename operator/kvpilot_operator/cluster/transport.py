@@ -1,8 +1,8 @@
 """Requests to the API server over the official client's connections and credentials: behind the fence, timed.
 
-Nothing is sent late on these connections: the kernel forgets what the server does not acknowledge soon. Otherwise a
-request that was sent into a broken network is repeated by the kernel for minutes, even after its connection was closed
-or its process killed, and arrives when the network is back and another replica leads.
+The kernel gives up data on these connections that the server does not acknowledge soon. Otherwise it repeats a request
+for minutes, even after the connection was closed or the process killed. The request would arrive when the network is
+back and another replica leads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNACKNOWLEDGED_MILLISECONDS = 4000
 
 
 def connector(tls: ssl.SSLContext) -> aiohttp.TCPConnector:
-    """Makes connections that give up early; any number, for watches hold one each and a write must not wait for one."""
+    """Return a connector whose connections give up early; their number is unlimited, since each watch holds one."""
     return aiohttp.TCPConnector(limit=0, ssl=tls, socket_factory=_socket)
 
 
@@ -42,8 +42,8 @@ class _Rest(RESTClientObject):  # type: ignore[misc]  # the official client has 
 
 
 def give_up_early(api: ApiClient) -> None:
-    """Have every connection of this client, all of them still to be made, dropped when it hears nothing for 4 s."""
-    # Neither a proxy nor credentials for it, or for anybody else, from the environment.
+    """Make every future connection of this client give up when nothing is acknowledged for 4 s."""
+    # Take neither a proxy nor credentials from the environment.
     api.configuration.client_session_kwargs = {"trust_env": False}
     api.rest_client = _Rest(api.configuration)
 
@@ -58,14 +58,14 @@ def _socket(address: tuple[Any, ...]) -> socket.socket:
 
 
 TIMEOUT_SECONDS = 15.0
-# An API server ends a watch after this long by itself; meanwhile it sends a bookmark about every minute, so one that
-# says nothing for longer than `SILENCE_SECONDS` is dead.
+# An API server ends a watch after this time by itself. Meanwhile it sends a bookmark about every minute, so a watch is
+# dead if it is silent for longer than `SILENCE_SECONDS`.
 WATCH_SECONDS = 300
 SILENCE_SECONDS = 75.0
 # An API server that asks for a longer pause than a day is asked again as after any other error.
 _MAX_WAIT_SECONDS = 86_400
 
-# Answers 500 that are about the object, and stay: a field that this server does not know, a webhook without an answer.
+# Answers 500 that are about the object and stay: an unknown field, a webhook without an answer.
 _LASTING = ("failed to create typed patch object", "failed calling webhook")
 
 # More than a status can hold anyway.
@@ -76,15 +76,15 @@ REMEDIES = {
     403: " (let the operator's role list and watch it)",
     404: " (install its CustomResourceDefinition: kubectl apply -f crds/)",
 }
-"""What somebody can do about an answer that does not change by itself."""
+"""Remedies for answers that do not change by themselves."""
 
-# Called after every request: method (LIST and WATCH are told from GET), kind, HTTP status (0: not reached), seconds.
+# Called after every request: method (GET, LIST, WATCH, ...), kind, HTTP status (0: not reached), seconds.
 OnRequest = Callable[[str, str, int, float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request, and the kind that it is about."""
+    """One request, and the kind of its object."""
 
     method: str
     kind: str
@@ -96,7 +96,7 @@ class Request:
 
 
 class Transport:
-    """Sends requests; every failure is a ClusterError, and every request is told to `on_request`."""
+    """Sends requests and calls `on_request` after each; every failure is a ClusterError."""
 
     def __init__(self, api: ApiClient, fence: WriteFence, on_request: OnRequest) -> None:
         self.api = api
@@ -108,7 +108,7 @@ class Transport:
         await self.api.close()
 
     async def send(self, request: Request, *, verb: str = "") -> Object:
-        """The answer, an object."""
+        """Send a request and return the object in the answer."""
         body = await self.read(request, verb=verb)
         try:
             return msgspec.json.decode(body, type=Object)
@@ -117,9 +117,9 @@ class Transport:
             raise ClusterError(request.method, request.path, 200, words) from None
 
     async def read(self, request: Request, *, most: float = math.inf, verb: str = "") -> bytes:
-        """The answer as the server sent it; OverBudget where it has more than `most` bytes.
+        """Send a request and return the answer as it came; raise OverBudget if it has more than `most` bytes.
 
-        A write waits for nothing: it goes through the fence now, or NotLeader is raised.
+        A write never waits: it passes the fence now, or raises NotLeader.
         """
         status, began = 0, time.perf_counter()
         try:
@@ -128,7 +128,7 @@ class Transport:
             else:
                 with self.fence.write(request.method, request.path) as left:
                     seconds = min(TIMEOUT_SECONDS, left)
-                    # The server, too, gives up when we do: no write of ours lands later.
+                    # The server gives up when we do, so no write lands later.
                     body = await self._body(request, {"timeout": f"{seconds * 1000:.0f}ms"}, seconds, most)
             status = 200
         except OverBudget:
@@ -142,7 +142,7 @@ class Transport:
         return body
 
     async def watch(self, request: Request) -> AsyncIterator[tuple[str, Object]]:
-        """The events of a watch, each with its object, until the server has had enough."""
+        """Yield the events of a watch with their objects, until the server ends it."""
         limits = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=SILENCE_SECONDS)
         more = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_SECONDS)}
         status, began = 0, time.perf_counter()
@@ -150,7 +150,7 @@ class Transport:
             async with await self._call(request, more, limits) as answer:
                 status = answer.status
                 if status != 200:
-                    raise _typed("WATCH", request.path, status, await answer.read(), answer.headers)
+                    raise _typed(request, status, await answer.read(), answer.headers)
                 async for line in whole_lines(answer.content.iter_any()):
                     event = msgspec.json.decode(line, type=_Event)
                     if event.type == "ERROR":
@@ -165,7 +165,6 @@ class Transport:
             self.on_request("WATCH", request.kind, status, time.perf_counter() - began)
 
     async def _body(self, request: Request, more: Mapping[str, str], seconds: float, most: float) -> bytes:
-        about = (request.method, request.path)
         # For the whole request; without the second argument it would be rounded up to a full second.
         limit = aiohttp.ClientTimeout(total=seconds, ceil_threshold=math.inf)
         try:
@@ -174,9 +173,9 @@ class Transport:
                     raise OverBudget(f"{request.path}: {answer.content_length} bytes, more than {most}")
                 body = await read_body(answer.content.iter_any(), most, request.path)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise ClusterError(*about, 0, f"{type(error).__name__}: {error}") from error
+            raise ClusterError(request.method, request.path, 0, f"{type(error).__name__}: {error}") from error
         if not 200 <= answer.status < 300:
-            raise _typed(*about, answer.status, body, answer.headers)
+            raise _typed(request, answer.status, body, answer.headers)
         return body
 
     async def _call(
@@ -205,7 +204,8 @@ def _code(status: Object) -> int:
     return code if isinstance(code, int) and code else 500
 
 
-def _typed(method: str, path: str, status: int, body: bytes, headers: Mapping[str, str]) -> ClusterError:
+def _typed(request: Request, status: int, body: bytes, headers: Mapping[str, str]) -> ClusterError:
+    method, path = request.method, request.path
     try:
         said = msgspec.json.decode(body, type=Object)
     except msgspec.DecodeError:
@@ -214,10 +214,10 @@ def _typed(method: str, path: str, status: int, body: bytes, headers: Mapping[st
     causes = _causes(said.get("details"))
     lasting = status == 500 and any(words in message for words in _LASTING)
     if len(message) > 1000:
-        # A refused value may be long itself: what is wrong with it stands at the end.
+        # A refused value may be long, and the reason stands at the end.
         message = f"{message[:300]} … {message[-600:]}"
     if status == 409 or (status == 422 and causes and all(field == "metadata.uid" for field, _ in causes)):
-        # A write names the object that it is meant for by its uid: another one has taken its place.
+        # Another object has taken the place of the one that the write names by its uid.
         return Conflict(method, path, status, message)
     if status == 404:
         return NotFound(method, path, status, message)
@@ -230,7 +230,7 @@ def _typed(method: str, path: str, status: int, body: bytes, headers: Mapping[st
 
 
 def _causes(details: object) -> tuple[tuple[str, str], ...]:
-    """`details.causes` of a Status: field and message of each that has both."""
+    """Return field and message of each of a Status' `details.causes` that has both."""
     causes = details.get("causes") if isinstance(details, dict) else None
     found = [one for one in causes or () if isinstance(one, dict) and one.get("field") and one.get("message")]
     return tuple(dict.fromkeys((shown(str(one["field"]))[:300], shown(str(one["message"]))[-600:]) for one in found))[

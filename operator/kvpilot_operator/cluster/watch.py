@@ -1,4 +1,4 @@
-"""Keeps a Store like a collection of the API server: list, watch, resume, and list again where that is needed."""
+"""Keeps a Store like a collection of the API server: list, watch, resume, and list again if needed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvpilot_operator.errors import ClusterError, Throttled
 
 log = logging.getLogger(__name__)
 
-# A server that comes back after an outage is to be noticed soon.
+# Notice soon that a server is back after an outage.
 _BACKOFF = Backoff(0.2, 5.0)
-# A server, or a proxy, that ends every watch at once must not be asked a thousand times a second.
+# A server or a proxy may end every watch at once.
 _SHORT_WATCH_SECONDS = 1.0
 # A definition may be installed later.
 MISSING_SECONDS = 30.0
@@ -30,11 +30,11 @@ _DENIALS = 6
 
 @dataclass(eq=False)
 class Reflector:
-    """One collection (of one namespace, or of all where it is empty) in a Store; `filled` once it was listed.
+    """Follows one collection (of one namespace, or of all if it is empty) into a Store; `filled` once it was listed.
 
-    An `optional` one may be of a kind that the server does not have, or not show us: then it is empty, and asked for
-    again every MISSING_SECONDS. What was served is empty only where the server says so again and again: one that
-    starts may not know its definitions yet.
+    The server may lack the kind of an `optional` one, or not show it to us: then the Store is empty, and the kind is
+    asked for again every MISSING_SECONDS. A kind that was served counts as missing only after several denials, because
+    a server that starts may not know its definitions yet.
     """
 
     cluster: Cluster
@@ -46,7 +46,6 @@ class Reflector:
     optional: bool = False
 
     def __post_init__(self) -> None:
-        self._what = (self.api_version, self.kind, self.namespace, self.selector)
         self._version = ""
         self.filled = asyncio.Event()
         self.served = False
@@ -55,9 +54,8 @@ class Reflector:
     async def run(self) -> None:
         """Follow the collection until cancelled.
 
-        Where a watch ends, the next one resumes at the last version seen; where the server knows that no more, or says
-        anything else than that it cannot be reached, the collection is listed again. What was deleted in between is
-        missing from the list and is dropped then.
+        The next watch resumes at the last version seen. After any other error than a lost connection the collection is
+        listed again, and objects that are missing from the list are dropped.
         """
         failures = 0
         while True:
@@ -66,7 +64,8 @@ class Reflector:
                 if not self._version:
                     await self._list()
                 began = time.monotonic()
-                async for event, obj in self.cluster.watch(*self._what, self._version):
+                events = self.cluster.watch(self.api_version, self.kind, self.namespace, self.selector, self._version)
+                async for event, obj in events:
                     self._take(event, obj)
                     failures, pause = 0, _BACKOFF.first
                 if time.monotonic() - began > _SHORT_WATCH_SECONDS:
@@ -83,7 +82,7 @@ class Reflector:
                 remedy = REMEDIES.get(error.status, "")
                 log.log(level, "watch of %s ended, again in %.1f s: %s%s", self.kind, wait, error, remedy)
             except Exception:
-                # Whatever a server says of one collection must not stop the fleet.
+                # One odd collection must not stop the fleet.
                 log.exception("watch of %s failed, again in %.1f s", self.kind, pause)
                 self._version, wait = "", pause
             await asyncio.sleep(wait)
@@ -92,7 +91,7 @@ class Reflector:
     async def _list(self) -> None:
         names: set[Name] = set()
         version = ""
-        async for items, listed in self.cluster.pages(*self._what):
+        async for items, listed in self.cluster.pages(self.api_version, self.kind, self.namespace, self.selector):
             version = listed
             for item in items:
                 self.store.put(item)
@@ -103,7 +102,7 @@ class Reflector:
         self.filled.set()
 
     def _is_missing(self, error: ClusterError) -> bool:
-        """Whether it is taken for missing, and left alone for a while."""
+        """Count a denial; return True if the kind is now taken for missing."""
         self._denials += 1
         if self.served and self._denials < _DENIALS:
             return False

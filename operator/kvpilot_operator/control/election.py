@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Election:
-    """`stand_by` returns once this replica leads; `hold` then keeps the Lease, and raises when it cannot; `release`
-    gives it to whoever looks next. The fence is open while, and only while, no other replica can lead; `observed` is
-    set once the Lease, or that there is none, has been read.
+    """An election: `stand_by` returns once this replica leads, `hold` keeps the Lease, and `release` lets it go.
+
+    The fence is open only while no other replica can lead. `observed` is set once the Lease was looked for.
     """
 
     leases: Cluster
@@ -36,13 +36,13 @@ class Election:
             if self.observed.is_set() and self.candidate.holder != told:
                 told = self.candidate.holder
                 log.info("standing by: %s", f"{told} leads" if told else "nobody leads yet")
-            # A look the moment the Lease runs out: no takeover waits for the next round.
+            # Look at the moment when the Lease runs out, so that no takeover waits for the next round.
             wait = self.candidate.wait(self.clock())
             await asyncio.sleep(min(self.candidate.timing.look, wait) if wait > 0 else self.candidate.timing.look)
         log.info("leading as %s", self.candidate.identity)
 
     async def hold(self) -> None:
-        """Renew for ever.
+        """Renew the Lease for ever.
 
         Raises:
             LeadershipLost: another replica leads, or the renew deadline has passed; the fence is closed.
@@ -61,7 +61,7 @@ class Election:
         raise LeadershipLost(f"Lease {self.candidate} could not be renewed for {seconds:g} s")
 
     async def release(self) -> None:
-        """Let the Lease go. Call it when no write of this replica can reach the server any more."""
+        """Let the Lease go. Call this only when no write of this replica can reach the server any more."""
         self.fence.close()
         try:
             async with asyncio.timeout(self.candidate.timing.request):
@@ -73,7 +73,7 @@ class Election:
             log.warning("the Lease is not released and has to run out: %s", _words(error))
 
     async def _attempt(self, seconds: float) -> bool:
-        """Claim or renew the Lease if that is possible now; True where it is ours from now on."""
+        """Claim or renew the Lease if that is possible now; return True if it is ours from now on."""
         try:
             async with asyncio.timeout(seconds):
                 await self._read()
@@ -97,8 +97,7 @@ class Election:
         return True
 
     async def _read(self) -> None:
-        found = await self.leases.find(lease.API_VERSION, lease.KIND, self.candidate.namespace, self.candidate.name)
-        self.candidate.observe(found, self.clock())
+        self.candidate.observe(await self.leases.find(self.candidate.ref), self.clock())
         self.observed.set()
 
 

@@ -1,5 +1,6 @@
-"""/healthz, /readyz and /metrics of the operator itself, and who may read the last: where that is asked, whom the API
-server knows by a bearer token and lets `get` that path.
+"""Serves /healthz, /readyz and /metrics of the operator itself.
+
+With authentication, /metrics answers only to bearer tokens that the API server knows and lets `get` that path.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ log = logging.getLogger(__name__)
 PATH = "/metrics"
 # How long a right holds: a scrape in 15 s then costs two requests to the API server a minute.
 KEPT_SECONDS = 60.0
-# Somebody without it, who may have any number of tokens, must not keep the API server busy, nor take a reader's place:
-# refusals are not kept, and a reader that was known once is asked about at any time.
+# A client without the right may have any number of tokens. It must not keep the API server busy or take a reader's
+# place: refusals are not kept, and a reader that was known once is reviewed at any time.
 MAX_KEPT = 256
 # Requests of one address whose tokens are reviewed, or wait for it (budget.TOKEN_REVIEW).
 MAX_OF_A_PEER = 8
@@ -45,13 +46,13 @@ _BUSY = Verdict(503, "too many tokens of your address are being reviewed: try ag
 
 
 class MetricsAccess:
-    """Asks by TokenReview and SubjectAccessReview, as the metrics server of controller-runtime does.
+    """Reviews tokens by TokenReview and SubjectAccessReview, as the metrics server of controller-runtime does.
 
-    Reviews are shared out by address. Behind a proxy or a mesh's sidecar all readers have one, and share its part.
+    Reviews are shared out by address. Readers behind one proxy or sidecar share its part.
     """
 
     def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
-        """The cluster's client must not be behind a fence: a replica that stands by is asked, too."""
+        """Take a client that no fence stops, because a replica that stands by is asked, too."""
         self._cluster = cluster
         self._clock = clock
         self._kept: dict[bytes, tuple[float, Verdict]] = {}
@@ -59,7 +60,7 @@ class MetricsAccess:
         self._of_peer: Counter[str] = Counter()
 
     async def verdict(self, authorization: str, peer: str) -> Verdict:
-        """Judge a request of this address by its Authorization header, empty where it has none."""
+        """Judge a request of this address by its Authorization header, empty if there is none."""
         scheme, _, token = authorization.partition(" ")
         token = token.strip()
         if scheme.lower() != "bearer" or not token:
@@ -124,10 +125,10 @@ async def serve_http(
     ready: asyncio.Event,
     access: MetricsAccess | None = None,
 ) -> web.AppRunner:
-    """Serve until the returned runner is cleaned up; without a host at all addresses, of IPv4 and IPv6.
+    """Serve until the returned runner is cleaned up; without a host at all addresses of IPv4 and IPv6.
 
-    `ready` turns /readyz to 200; `access` judges who may read /metrics, everybody without it. The kubelet, which has no
-    token, reads the other two.
+    `ready` turns /readyz to 200. `access` judges readers of /metrics; without it everybody may read. The kubelet has no
+    token and reads the other two paths.
     """
 
     async def healthz(_: web.Request) -> web.Response:
@@ -141,7 +142,7 @@ async def serve_http(
             verdict = await access.verdict(request.headers.get("Authorization", ""), request.remote or "")
             if verdict.status != 200:
                 return web.Response(status=verdict.status, text=verdict.text, headers=_REFUSED.get(verdict.status))
-        # A large fleet's page takes a second to write: reconciles go on meanwhile.
+        # The page of a large fleet takes a second, in which reconciles go on.
         page = await asyncio.to_thread(generate_latest, registry)
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 

@@ -1,20 +1,19 @@
-"""The reasons that may be labels of metrics. Engines and webhooks make up others, each of which would be a series."""
+"""The reasons that may be labels of metrics. Engines and webhooks invent others, and each would be a series."""
 
 from __future__ import annotations
 
 from kvpilot_operator.api.words import ConditionType, ObjectiveState, Outcome, Reason, Stage, Verdict, WorkloadKind
-from kvpilot_operator.decide import REFUSALS
 from kvpilot_operator.errors import KvpilotError
 from kvpilot_operator.probes.errors import ProbeError
 from kvpilot_operator.state.questions import Question
 
 OTHER = "Other"
-# Why kvpilot-serve and kvpilot-prefetch refuse (kvpilot_runtime.errors).
+# Refusals of kvpilot-serve and kvpilot-prefetch (kvpilot_runtime.errors).
 ENGINE = (
     "ModelNotFound", "ModelUnsupported", "DtypeUnsupported", "DoesNotFit", "BadArguments", "VolumeFull",
     "VolumeNotWritable", "HubUnreachable",
 )  # fmt: skip
-# Why a kubelet has not started a container, or starts it no more.
+# Reasons of a kubelet for a container that does not run.
 _KUBELET = (
     "ContainerCreating", "PodInitializing", "CrashLoopBackOff", "ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull",
     "ImageInspectError", "InvalidImageName", "RegistryUnavailable", "SignatureValidationFailed",
@@ -22,11 +21,12 @@ _KUBELET = (
     "PostStartHookError", "RunContainerError", "StartError", "ContainerStatusUnknown", "Error", "OOMKilled",
     "Completed", "DeadlineExceeded", "Evicted", "Terminated",
 )  # fmt: skip
-# Why an API server refuses an object (metav1.StatusReason), or a controller cannot create a pod.
+# Refusals of an API server (metav1.StatusReason), or of a controller that cannot create a pod.
 _API_SERVER = (
     "Invalid", "Forbidden", "BadRequest", "Conflict", "AlreadyExists", "NotFound", "Gone", "Expired", "InternalError",
     "MethodNotAllowed", "NotAcceptable", "UnsupportedMediaType", "RequestEntityTooLarge", "Unauthorized", "Timeout",
-    "ServerTimeout", "TooManyRequests", "ServiceUnavailable", "FailedCreate", "NameTaken", "Rejected",
+    "ServerTimeout", "TooManyRequests", "ServiceUnavailable", "FailedCreate", "NameTaken", "ObjectMissing",
+    "Rejected", "InferencePoolsNotServed", "HTTPRoutesNotServed",
 )  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def _errors(kind: type[Exception]) -> set[str]:
 
 
 KNOWN = frozenset({
-    *Reason, *WorkloadKind, *ObjectiveState, *Outcome, *Stage, *ConditionType, *REFUSALS, *ENGINE, *_KUBELET,
+    *Reason, *WorkloadKind, *ObjectiveState, *Outcome, *Stage, *ConditionType, *ENGINE, *_KUBELET,
     *_API_SERVER, *_errors(KvpilotError), *_errors(ProbeError),
     *(f"Canary{stage}" for stage in Stage), *(f"Probe{verdict}" for verdict in Verdict),
     *(f"{question}Unanswered" for question in Question),

@@ -1,10 +1,15 @@
-"""What only the leading replica runs: watches, reconciles, scrapes and probes. One that stands by has none of it."""
+"""The life of one replica: it stands by, leads while it holds the Lease, and hands over.
+
+Only the leading replica has watches, reconciles, scrapes and probes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Collection, Mapping, Sequence
+import logging
+import math
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -13,66 +18,76 @@ from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.api.names import OPENSHIFT_SECURITY_API
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.fence import WriteFence
+from kvpilot_operator.control.election import Election
 from kvpilot_operator.control.pilot import Pilot
 from kvpilot_operator.control.prober import Prober
 from kvpilot_operator.control.telemetry import Telemetry
+from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.mesh import Identity
 from kvpilot_operator.observe.gather import Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.state.server import ServerFacts
 
+log = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = 1.0
 # Every write has a time-out of its own, well below this.
 DRAIN_SECONDS = 20.0
 
 
+@dataclass(frozen=True)
+class FleetOptions:
+    """The services that an operator looks after, and what it may know and do of them."""
+
+    namespaces: Sequence[str]
+    """Empty for all."""
+    host_access: Collection[str]
+    """Access to their nodes that engines may have (api.pod_template.KINDS)."""
+    scrape_seconds: float
+    prices: Mapping[str, int]
+    """The price of a GPU of each kind, as gpus.prices gives it."""
+    identity: Identity | None
+    """Certificates for engines in a mesh; None where all engines are reached in the clear."""
+
+
 @dataclass(eq=False)
 class Leader:
-    """Made anew whenever a replica begins to lead, so that nothing is believed that was seen before."""
+    """The work of a replica that leads; made anew each time, so that it believes nothing that was seen before."""
 
     cluster: Cluster
     fence: WriteFence
     telemetry: Telemetry
-    namespaces: Sequence[str]
-    host_access: Collection[str]
-    """What engines may have of their nodes (api.pod_template.KINDS)."""
-    scrape_seconds: float
-    prices: Mapping[str, int]
-    """What a GPU costs an hour, as gpus.prices gives it."""
-    identity: Identity | None
-    """In a mesh, for its engines; None where all engines are reached in the clear."""
+    fleet: FleetOptions
     ready: asyncio.Event
     """Set, at the latest, once all that is watched has been read."""
 
     async def start(self) -> Leader:
         """Begin to lead."""
         cluster, telemetry = self.cluster, self.telemetry
-        server = ServerFacts(
-            pod_disruption_budgets=await cluster.serves("policy/v1"),
-            assigns_users=await cluster.serves(OPENSHIFT_SECURITY_API),
-            unhealthy_pod_eviction=await cluster.version() >= (1, 27),
-        )
-        cache = InformerCache(cluster, self.namespaces, self.host_access, mesh=self.identity is not None)
+        server = ServerFacts(assigns_users=await cluster.serves(OPENSHIFT_SECURITY_API))
+        fleet, mesh = self.fleet, self.fleet.identity is not None
+        cache = InformerCache(cluster, fleet.namespaces, fleet.host_access, mesh=mesh)
         self.services = cache.feed
-        self._scraper = Scraper(self.identity)
+        self._scraper = Scraper(fleet.identity)
         clock, scraped = partial(datetime.now, UTC), telemetry.engine_scraped
         observer = Observer(
-            cluster, cache, self._scraper, server, clock, scraped, prices=self.prices, tracer=telemetry.tracer
+            cluster, cache, self._scraper, server, clock, scraped, prices=fleet.prices, tracer=telemetry.tracer
         )
         make_actor = partial(Actor, cluster.telling(cache.wrote))
         prober = Prober(cluster, self._scraper, telemetry.tracer)
-        pilot = Pilot(cache, observer, make_actor, prober, telemetry, self.scrape_seconds)
+        pilot = Pilot(cache, observer, make_actor, prober, telemetry, fleet.scrape_seconds)
         self._registry = pilot.registry
         self._work = asyncio.create_task(pilot.run(self.ready))
         telemetry.leads(True)
         return self
 
     async def ended(self) -> None:
-        """Return, or raise, when the work ends that should go on for ever."""
+        """Wait until the work ends, which should go on for ever."""
         await asyncio.shield(self._work)
 
     async def quiet(self, seconds: float = DRAIN_SECONDS) -> bool:
-        """Let no write start, and wait for those under way; True where none can reach the API server any more."""
+        """Let no write start, and wait for those under way; return True if none can reach the server any more."""
         self.fence.close()
         self.telemetry.leads(False)
         drained = await self.fence.drained(seconds)
@@ -84,6 +99,89 @@ class Leader:
     async def close(self) -> None:
         """Close the connections to engines; after `quiet`."""
         await self._scraper.close()
+
+
+class Replica:
+    """One replica: `lead` returns once it leads, `ended` when it no longer may or can, and `end` hands over in order.
+
+    Without an election it leads at once, and for ever.
+    """
+
+    def __init__(
+        self, fence: WriteFence, start: Callable[[], Awaitable[Leader]], election: Election | None = None
+    ) -> None:
+        self._fence = fence
+        self._start = start
+        self._election = election
+        self._hold: asyncio.Task[None] | None = None
+        self.leader: Leader | None = None
+
+    async def lead(self) -> Leader:
+        """Stand by, then begin to lead.
+
+        Raises:
+            LeadershipLost: it led and may not any more.
+        """
+        if self._election is None:
+            self._fence.open(math.inf, math.inf)
+            return await self._begin()
+        await self._election.stand_by()
+        self._hold = asyncio.create_task(self._election.hold())
+        await first_of(self._begin(), asyncio.shield(self._hold))
+        assert self.leader is not None  # noqa: S101 - a hold that is over has raised
+        return self.leader
+
+    async def ended(self) -> None:
+        """Wait until the work or the Lease has ended, and raise why.
+
+        Raises:
+            LeadershipLost: it led and may not any more.
+        """
+        assert self.leader is not None  # noqa: S101 - `lead` has returned
+        holding = [asyncio.shield(self._hold)] if self._hold is not None else []
+        await first_of(self.leader.ended(), *holding)
+
+    async def end(self) -> None:
+        """Stop working, and let the Lease go as soon as the last write has its answer."""
+        lost = self._hold is not None and self._hold.done()
+        if self._hold is not None:
+            # First of all: a renewal would open the fence again.
+            self._hold.cancel()
+            await asyncio.gather(self._hold, return_exceptions=True)
+        # A replica that lost the Lease has nothing to hand over.
+        quiet = self.leader is None or await self.leader.quiet(0 if lost else DRAIN_SECONDS)
+        self._fence.close()
+        if self._election is not None and not lost:
+            if quiet:
+                # Even if it stood by: its last claim may have come through.
+                await self._election.release()
+            else:
+                log.warning("the Lease has to run out: a write that got no answer may still arrive")
+        if self.leader is not None:
+            await self.leader.close()
+
+    async def _begin(self) -> Leader:
+        while self.leader is None:
+            try:
+                self.leader = await self._start()
+            except ClusterError as error:
+                # An API server that has just come back refuses some requests.
+                log.warning("not leading yet, again in %g s: %s", _PAUSE_SECONDS, error)
+                await asyncio.sleep(_PAUSE_SECONDS)
+        return self.leader
+
+
+async def first_of(*ends: Awaitable[object]) -> None:
+    """Wait for the first of them to end, cancel the others, and raise its error."""
+    tasks = [asyncio.ensure_future(end) for end in ends]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
 
 
 def prepare() -> None:

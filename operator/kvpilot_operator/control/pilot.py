@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.api.words import ConditionType
 from kvpilot_operator.control.prober import Probe, Prober
-from kvpilot_operator.control.registry import Registry, ServiceRecord
+from kvpilot_operator.control.service_metrics import ServiceSeries
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.control.workqueue import Attempts, WorkQueue
 from kvpilot_operator.decide import decide
@@ -26,14 +26,74 @@ from kvpilot_operator.tracing import span
 
 log = logging.getLogger(__name__)
 
-# Pages that are fetched in a second at most: a page with its part of a reconcile takes up to 2 ms of a core. A larger
+# At most so many pages are fetched a second: a page with its part of a reconcile takes up to 2 ms of a core. A larger
 # fleet is scraped less often, 6,000 pods every 13 s.
 PAGES_PER_SECOND = 450.0
 
 
+@dataclass(slots=True, eq=False)
+class ServiceRecord:
+    """The operator's memory of one service: observations, writes, probe, series, and place in the queue.
+
+    It lasts as long as the service is in the cache. Facts that must outlive the process stand in the status.
+    """
+
+    key: ServiceKey
+    uid: str
+    observations: Observations
+    actor: Actor
+    probe: Probe
+    series: ServiceSeries = field(default_factory=ServiceSeries)
+    attempts: Attempts = field(default_factory=Attempts)
+    scraping: bool = False
+
+    def close(self) -> None:
+        """Stop everything that goes on by itself: the service is gone."""
+        self.probe.close()
+        self.attempts.stop()
+
+
+class Registry:
+    """The records of the services in the cache; `make` creates one from a service's key and uid."""
+
+    def __init__(self, make: Callable[[ServiceKey, str], ServiceRecord]) -> None:
+        self._make = make
+        self._records: dict[ServiceKey, ServiceRecord] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[ServiceRecord]:
+        return iter(list(self._records.values()))
+
+    def get(self, key: ServiceKey) -> ServiceRecord | None:
+        """Return the record of a service, None if it is gone."""
+        return self._records.get(key)
+
+    def follow(self, key: ServiceKey, uid: str | None) -> ServiceRecord | None:
+        """Return the record of the service that has this name now, None if there is none.
+
+        Only this method forgets a service: when it is gone, or when another one has taken its name.
+        """
+        known = self._records.get(key)
+        if known is not None and known.uid != uid:
+            del self._records[key]
+            known.close()
+            known = None
+        if known is None and uid is not None:
+            known = self._records[key] = self._make(key, uid)
+        return known
+
+    async def close(self) -> None:
+        """Stop everything that goes on by itself, and wait for it."""
+        for record in self:
+            record.close()
+        await asyncio.gather(*(record.probe.ended() for record in self))
+
+
 @dataclass(eq=False)
 class Pilot:
-    """All services of the fleet: one reconcile of one of them, and the loop that scrapes them."""
+    """All services of the fleet: their reconciles, and the loop that scrapes them."""
 
     cache: InformerCache
     observer: Observer
@@ -50,7 +110,7 @@ class Pilot:
         self.cache.on_change = self._changed
 
     async def run(self, ready: asyncio.Event) -> None:
-        """Work until cancelled; nothing is decided before the cluster's state has been read once (`ready` is set)."""
+        """Work until cancelled; decide nothing before the cluster's state has been read once (`ready` is set)."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.cache.run())
             await self.cache.filled()
@@ -67,7 +127,7 @@ class Pilot:
         return record.attempts if record is not None else None
 
     def _changed(self, key: ServiceKey) -> None:
-        """Something about a service is not what it was in the cache: it may have come, gone, or be another one."""
+        """Follow a change in the cache: a service may have come, gone or been replaced."""
         service = self.cache.services.get(*key)
         self.registry.follow(key, service.uid if service is not None else None)
         self.queue.add(key)
@@ -98,12 +158,12 @@ class Pilot:
                 record.probe.ensure(snapshot.spec, decision.probe)
         record.series.show(snapshot, decision)
         _tell(snapshot, decision)
-        # What has just been refused, or is so no more, is decided upon at once.
+        # A new refusal, or the end of one, is decided upon at once.
         anew = (record.actor.rejections or ()) != (snapshot.rejections or ())
         return 0.0 if anew else decision.again_seconds
 
     async def _scrape_for_ever(self, group: asyncio.TaskGroup) -> None:
-        """Scrape every service once a cycle, evenly spread over it; one that still hangs from the last is left out."""
+        """Scrape every service once a cycle, evenly spread; skip one whose last scrape still hangs."""
         clock = asyncio.get_running_loop().time
         while True:
             began = clock()
@@ -122,7 +182,7 @@ class Pilot:
         try:
             await self.observer.scrape(record.observations)
         except Exception:
-            # Whatever one service's engines say must not stop the fleet.
+            # The engines of one service must not stop the fleet.
             log.exception("scrape failed", extra={"service": str(record.key)})
         finally:
             record.scraping = False
@@ -145,5 +205,5 @@ def _tell(s: Snapshot, decision: Decision) -> None:
 
 
 def _news(s: Snapshot, decision: Decision) -> Iterator[JournalEntry]:
-    """What this decision has added to the journal."""
+    """Yield the entries that this decision adds to the journal."""
     return (one for one in decision.status.decisions if one.time == s.now and one not in s.status.decisions)

@@ -1,6 +1,4 @@
-"""Runs probes beside the reconciles: one at a time for a service, under permits that services and namespaces share, and
-gently to the users of an engine.
-"""
+"""Runs probes beside the reconciles: one at a time for a service, under shared permits, and gently to users."""
 
 from __future__ import annotations
 
@@ -20,6 +18,7 @@ from kvpilot_operator.api.words import Reason
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.budget import CANARY_PROBE, CHECK, Permits
 from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.decide import control_fault, described, judge
 from kvpilot_operator.errors import KvpilotError, PermitLost
 from kvpilot_operator.observe.probe_packs import PackTexts, probe_prompts
@@ -44,15 +43,15 @@ from kvpilot_operator.tracing import Span, Tracer, span, trace_headers
 
 log = logging.getLogger(__name__)
 
-# A probe that failed and that nobody counts (a baseline captured ahead of need) is tried again after this long, twice
-# as long each time it fails again.
+# A failed probe that no decision counts (a baseline captured ahead of need) is tried again after this time, doubled
+# with each failure.
 BACKOFF = Backoff(15.0, 900.0)
 
 Run = Callable[[ServiceKey, Spec, Request], Awaitable[Found]]
 
 
 class Probe:
-    """`ensure` starts what a decision asks for; `on_result` is called with the service when something was found."""
+    """The probe of one service: `ensure` starts what a decision asks for, `on_result` is called at its end."""
 
     __slots__ = ("_closed", "_failures", "_key", "_on_result", "_result", "_retry", "_run", "_running", "_task")
 
@@ -69,11 +68,11 @@ class Probe:
 
     @property
     def result(self) -> ProbeResult | None:
-        """One that is done and still of interest, or the one that runs."""
+        """The result of a probe that is done and still of interest, or the one that runs."""
         return self._result or (ProbeResult(self._running, None) if self._running is not None else None)
 
     def ensure(self, spec: Spec, request: Request | None) -> None:
-        """Make `request` the only probe: start it unless it runs or is done, cancel what is not asked for."""
+        """Make `request` the only probe: start it unless it runs or is done, and cancel any other."""
         wanted = request.identity if request is not None else None
         if self._running is not None and self._running.identity != wanted:
             self._cancel()
@@ -84,7 +83,7 @@ class Probe:
             self._task = asyncio.create_task(self._probe(spec, request))
 
     def close(self) -> None:
-        """The service is gone: cancel its probe, and start no other."""
+        """Cancel the probe and start no other: the service is gone."""
         self._closed = True
         self._cancel()
         self._drop()
@@ -134,12 +133,12 @@ class Probe:
         self._on_result(self._key)
 
 
-# A probe that lost its permit to others, because its engine said nothing for longer than the limits allow, begins
-# anew with twice the patience: an engine that is only slow gets through in the end.
+# A probe loses its permit if its engine is silent for too long while others wait. It begins anew with twice the
+# patience, so that a slow engine gets through in the end.
 MAX_PATIENCE_SECONDS = 80.0
 # Beside users' requests a probe waits this long in all while requests are queued.
 GIVE_WAY_SECONDS = 120.0
-# Served after everybody else's requests (their default is 0) by an engine that schedules by priority.
+# An engine that schedules by priority serves these after all other requests, whose default is 0.
 LOW_PRIORITY = 1_000_000
 
 
@@ -155,9 +154,9 @@ class Prober:
         self._checks = Permits(CHECK)
 
     async def probe(self, key: ServiceKey, spec: Spec, request: Request, *, uid: str) -> Found:
-        """Wait for a permit, and again where it was lost, and probe; raises a KvpilotError where it cannot.
+        """Wait for a permit, and again if it was lost, and probe; raise a KvpilotError if that is impossible.
 
-        `uid` is the service's: a baseline that it does not own is no baseline.
+        `uid` is the service's: only a baseline that it owns counts.
         """
         about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name, **_about(spec, request)}
         with span(self._tracer, "probe", about) as told:
@@ -208,10 +207,10 @@ class Prober:
         return await self._capture(key, spec, request, settings)
 
     async def _kept(self, key: ServiceKey, uid: str, config_map: str) -> Baseline:
-        """The baseline in a ConfigMap; raises `MalformedBaseline` where there is none of ours that can be read."""
-        found = await self._cluster.find("v1", "ConfigMap", key.namespace, config_map)
+        """Read the baseline in a ConfigMap; raise `MalformedBaseline` if it is missing, broken or not ours."""
+        found = await self._cluster.find(Ref("v1", "ConfigMap", key.namespace, config_map))
         if found is not None and not is_owned(found, uid):
-            # Whoever may write ConfigMaps would decide otherwise which answers are right.
+            # Otherwise anybody who may write ConfigMaps decides which answers are right.
             raise MalformedBaseline(f"ConfigMap {config_map} is not the service's own: delete it to capture a baseline")
         try:
             content = base64.b64decode((found or {})["binaryData"]["baseline"], validate=True)
@@ -222,9 +221,9 @@ class Prober:
 
     async def _capture(self, key: ServiceKey, spec: Spec, request: Capture, settings: Settings) -> Found:
         prompts, dtype = probe_prompts(spec, await self._texts.of(key, spec)), spec.kv_cache.baseline
-        about = (request.url, request.model)
-        baseline = await run.capture(*about, prompts, identity=request.baseline, dtype=dtype, settings=settings)
-        noise = await run.control(*about, baseline, settings=settings)
+        url, model = request.url, request.model
+        baseline = await run.capture(url, model, prompts, identity=request.baseline, dtype=dtype, settings=settings)
+        noise = await run.control(url, model, baseline, settings=settings)
         captured = codec.with_control(baseline, noise, datetime.now(UTC).replace(microsecond=0))
         fault = control_fault(described(captured, request.config_map), spec.accuracy)
         if fault is not None:
@@ -232,7 +231,7 @@ class Prober:
         return Captured(captured)
 
     def _settings(self, key: ServiceKey, spec: Spec, request: Request) -> Settings:
-        """Beside users a probe gives way. A capture goes on in the end: a service under pressure needs its relief."""
+        """Return settings with which a probe gives way to users; a capture goes on in the end, as pressure needs it."""
         priority = LOW_PRIORITY if schedules_by_priority(spec.engine) else None
         from_host = isinstance(request, Measure) and spec.offloads
         if isinstance(request, Find) or not request.serving:
@@ -246,7 +245,7 @@ class Prober:
 
 
 def _about(spec: Spec, request: Request) -> dict[str, str]:
-    """What a span says of a probe before it begins."""
+    """Return the attributes of a span that are known before the probe begins."""
     said = {"kvpilot.probe": type(request).__name__.lower()}
     if isinstance(request, Find):
         return said
@@ -255,7 +254,7 @@ def _about(spec: Spec, request: Request) -> dict[str, str]:
 
 
 def schedules_by_priority(engine: Engine) -> bool:
-    """Whether the engine was started with vLLM's --scheduling-policy priority.
+    """Return True if the engine was started with vLLM's --scheduling-policy priority.
 
     Under its default policy vLLM documents a `priority` as an error, so none is sent.
     """

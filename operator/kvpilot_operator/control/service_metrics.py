@@ -1,9 +1,7 @@
-"""The operator's view of each service, as Prometheus gauges.
+"""The state of each service as Prometheus gauges.
 
-A reconcile hands over all series of its service, which replace the last ones: an old series goes, and a deleted
-service leaves nothing behind. Words (a dtype, a stage, a reason) are labels, and only the word
-that holds now is shown, with the value 1; so a service has some 30 series, and at most 70, however many words there
-are.
+Each reconcile replaces all series of its service, and a deleted service leaves none. Words (a dtype, a stage, a reason)
+are labels, and only the current word is shown, with the value 1. So a service has some 30 series, and at most 70.
 """
 
 from __future__ import annotations
@@ -39,102 +37,112 @@ class Family:
         return f"{self.name}_total" if self.counts else self.name
 
 
+FAMILIES: list[Family] = []
+"""All metrics of a service, in the order in which they are shown."""
+
+
+def _family(name: str, help: str, labels: tuple[str, ...] = (), *, counts: bool = False) -> Family:
+    made = Family(name, help, labels, counts)
+    FAMILIES.append(made)
+    return made
+
+
 Row = tuple[Family, tuple[str, ...], float]
 
-# Series of one counter that a service may have: an engine chooses among the reasons for which it does not start.
+# Series of one counter that a service may have: an engine may choose among many reasons.
 MAX_REASONS = 64
 
-INFO = Family("kvpilot_service_info", "1, with the modes and the model of the spec.", ("mode", "scaling", "model"))
-CONDITION = Family(
+INFO = _family("kvpilot_service_info", "1, with the modes and the model of the spec.", ("mode", "scaling", "model"))
+CONDITION = _family(
     "kvpilot_condition", "1 for the current status and reason of a condition.", ("type", "status", "reason")
 )
-LAST_PASS = Family("kvpilot_last_pass_timestamp_seconds", "Time of the last successful reconcile of the service.")
+LAST_RECONCILE = _family(
+    "kvpilot_last_reconcile_timestamp_seconds", "Time of the last successful reconcile of the service."
+)
 
-USAGE = Family("kvpilot_kv_usage_ratio", "Share of the KV cache in use, 0 to 1.")
-CAPACITY = Family("kvpilot_kv_capacity_tokens", "KV cache capacity, in tokens, of all replicas.")
-RECENT = Family(
+USAGE = _family("kvpilot_kv_usage_ratio", "Share of the KV cache in use, 0 to 1.")
+CAPACITY = _family("kvpilot_kv_capacity_tokens", "KV cache capacity, in tokens, of all replicas.")
+RECENT = _family(
     "kvpilot_recent_tokens",
     "Recent window: last tokens of each sequence that the engines read at 8 bits; 0 for no window.",
 )
-HITS = Family(
+HITS = _family(
     "kvpilot_prefix_hit_ratio",
     "Share of prompt tokens that a tier held, 0 to 1, for services with kvCache.offload.",
     ("tier",),
 )
-RETENTION = Family("kvpilot_retention", "1 for the policy by which the engines free pages of a sequence.", ("policy",))
-ACTIVE = Family("kvpilot_active_dtype", "1 for the serving KV-cache dtype.", ("dtype",))
-RECOMMENDED = Family("kvpilot_recommended_dtype", "1 for the KV-cache dtype that kvpilot recommends.", ("dtype",))
-DENIED = Family(
+RETENTION = _family("kvpilot_retention", "1 for the policy by which the engines free pages of a sequence.", ("policy",))
+ACTIVE = _family("kvpilot_active_dtype", "1 for the serving KV-cache dtype.", ("dtype",))
+RECOMMENDED = _family("kvpilot_recommended_dtype", "1 for the KV-cache dtype that kvpilot recommends.", ("dtype",))
+DENIED = _family(
     "kvpilot_denied_until_timestamp_seconds", "Time until which a denied KV-cache dtype is not tried again.", ("dtype",)
 )
 
-REPLICAS = Family("kvpilot_replicas", "Replicas of all revisions, the canary's included, by their specs.")
-READY_REPLICAS = Family("kvpilot_ready_replicas", "Ready engine pods.")
-DESIRED_REPLICAS = Family("kvpilot_desired_replicas", "Target number of replicas.")
-RECOMMENDED_REPLICAS = Family("kvpilot_recommended_replicas", "Number of replicas that kvpilot recommends.")
-MAX_REPLICAS = Family("kvpilot_max_replicas", "Largest number of replicas that the spec allows.")
+REPLICAS = _family("kvpilot_replicas", "Replicas of all revisions, the canary's included, by their specs.")
+READY_REPLICAS = _family("kvpilot_ready_replicas", "Ready engine pods.")
+DESIRED_REPLICAS = _family("kvpilot_desired_replicas", "Target number of replicas.")
+RECOMMENDED_REPLICAS = _family("kvpilot_recommended_replicas", "Number of replicas that kvpilot recommends.")
+MAX_REPLICAS = _family("kvpilot_max_replicas", "Largest number of replicas that the spec allows.")
 
 _OBJECTIVE = ("metric", "percentile")
-OBJECTIVE = Family("kvpilot_objective_seconds", "A latency objective of the spec.", _OBJECTIVE)
-OBSERVED = Family(
+OBJECTIVE = _family("kvpilot_objective_seconds", "A latency objective of the spec.", _OBJECTIVE)
+OBSERVED = _family(
     "kvpilot_objective_observed_seconds",
     "Last observed latency at an objective's percentile; absent for too few samples.",
     _OBJECTIVE,
 )
 
-COST = Family("kvpilot_cost_per_hour", "Cost of the service's GPUs an hour, in the currency of the chart's prices.")
-COST_TOKENS = Family(
+COST = _family("kvpilot_cost_per_hour", "Cost of the service's GPUs an hour, in the currency of the chart's prices.")
+COST_TOKENS = _family(
     "kvpilot_cost_per_million_tokens", "Cost of a million generated tokens, at the rate of the last window."
 )
 
-METRICS_TIME = Family("kvpilot_engine_metrics_timestamp_seconds", "Time of the last scrape of the service's engines.")
-DOUBTED = Family("kvpilot_doubted_pods", "Pods with implausible metrics.")
-UNANSWERED = Family("kvpilot_unanswered_pods", "Ready pods without metrics in the last scrape.")
-BACKED_OFF = Family(
+METRICS_TIME = _family("kvpilot_engine_metrics_timestamp_seconds", "Time of the last scrape of the service's engines.")
+DOUBTED = _family("kvpilot_doubted_pods", "Pods with implausible metrics.")
+UNANSWERED = _family("kvpilot_unanswered_pods", "Ready pods without metrics in the last scrape.")
+BACKED_OFF = _family(
     "kvpilot_scrape_backoff_pods", "Ready pods that are scraped less often, because their scrapes failed in a row."
 )
 
-PREFETCH_PHASE = Family("kvpilot_prefetch_phase", "1 for the phase of the claim of cache.prefetch.", ("phase",))
-PREFETCHED = Family("kvpilot_prefetch_downloaded_bytes", "Bytes of the weights on the claim, until it is filled.")
-PREFETCH_SIZE = Family("kvpilot_prefetch_size_bytes", "Bytes of all weights, until the claim is filled.")
+PREFETCH_PHASE = _family("kvpilot_prefetch_phase", "1 for the phase of the claim of cache.prefetch.", ("phase",))
+PREFETCHED = _family("kvpilot_prefetch_downloaded_bytes", "Bytes of the weights on the claim, until it is filled.")
+PREFETCH_SIZE = _family("kvpilot_prefetch_size_bytes", "Bytes of all weights, until the claim is filled.")
 
 _OPTION = ("action", "dtype", "outcome")
-OPTION_GPUS = Family(
+OPTION_GPUS = _family(
     "kvpilot_option_gpus", "GPUs that a step of the last decision would take; negative where it frees some.", _OPTION
 )
-OPTION_CAPACITY = Family(
+OPTION_CAPACITY = _family(
     "kvpilot_option_capacity_tokens", "KV cache capacity in tokens after a step of the last decision.", _OPTION
 )
 
-CANARY_STAGE = Family("kvpilot_canary_stage", "1 for the current stage of a canary.", ("stage", "dtype"))
-CANARY_DEADLINE = Family(
+CANARY_STAGE = _family("kvpilot_canary_stage", "1 for the current stage of a canary.", ("stage", "dtype"))
+CANARY_DEADLINE = _family(
     "kvpilot_canary_deadline_timestamp_seconds", "Time at which the canary's stage or step is given up."
 )
-CANARY_WEIGHT = Family("kvpilot_canary_weight_ratio", "Share of the requests that the canary gets, 0 to 1.")
-LAST_CANARY = Family(
+CANARY_WEIGHT = _family("kvpilot_canary_weight_ratio", "Share of the requests that the canary gets, 0 to 1.")
+LAST_CANARY = _family(
     "kvpilot_last_canary_timestamp_seconds",
     "Time at which the last canary ended, with its result.",
     ("stage", "dtype", "verdict", "reason"),
 )
 
-PROBE_KL = Family(
+PROBE_KL = _family(
     "kvpilot_probe_excess_kl_nats", "Excess KL divergence of the last probe over its control.", ("dtype",)
 )
-PROBE_TOP1 = Family(
+PROBE_TOP1 = _family(
     "kvpilot_probe_top1_agreement_ratio", "Share of tokens of the last probe that agree, 0 to 1.", ("dtype",)
 )
-PROBE_FAILURES = Family("kvpilot_probe_failures", "Periodic probes in a row that failed.")
-PROBE_ERRORS = Family("kvpilot_probe_errors", "Periodic probes in a row without a verdict.")
+PROBE_FAILURES = _family("kvpilot_probe_failures", "Periodic probes in a row that failed.")
+PROBE_ERRORS = _family("kvpilot_probe_errors", "Periodic probes in a row without a verdict.")
 
-DECISIONS = Family("kvpilot_decisions", "Entries of the decision journal.", ("action", "reason"), counts=True)
-UNANSWERED_QUESTIONS = Family(
+DECISIONS = _family("kvpilot_decisions", "Entries of the decision journal.", ("action", "reason"), counts=True)
+UNANSWERED_QUESTIONS = _family(
     "kvpilot_unanswered_questions",
     "Questions of a reconcile that an unexpected error left unanswered; the others were answered.",
     ("question",),
     counts=True,
 )
-
-FAMILIES = tuple(value for value in list(globals().values()) if isinstance(value, Family))
 
 
 class ServiceSeries:
@@ -147,7 +155,7 @@ class ServiceSeries:
         self._counts: Counter[tuple[Family, tuple[str, ...]]] = Counter()
 
     def show(self, s: Snapshot, decision: Decision) -> None:
-        """Show what a reconcile found and decided, and no earlier picture; count the rest."""
+        """Replace the gauges by the result of a reconcile, and count its decisions."""
         self._rows = rows(s, decision.status)
         for entry in decision.status.decisions:
             if entry.time == s.now and entry not in s.status.decisions:
@@ -167,9 +175,9 @@ class ServiceSeries:
 
 
 class ServiceMetrics(Collector):
-    """The series of all services, of which `services` tells; a collector of a Prometheus registry.
+    """The series of all `services`, as a collector of a Prometheus registry.
 
-    Reading it from a thread is fine.
+    Threads may read it.
     """
 
     def __init__(self) -> None:
@@ -207,7 +215,7 @@ _Rows = Iterator[tuple[Family, tuple[str, ...], float | None]]
 
 def _plain(s: Snapshot, status: Status) -> _Rows:
     usage = status.kv_cache.usage_percent
-    yield LAST_PASS, (), s.now.timestamp()
+    yield LAST_RECONCILE, (), s.now.timestamp()
     yield USAGE, (), usage / 100 if usage is not None else None
     yield CAPACITY, (), status.kv_cache.capacity_tokens
     yield RECENT, (), status.kv_cache.recent_tokens or 0

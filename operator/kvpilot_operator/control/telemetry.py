@@ -25,7 +25,7 @@ from kvpilot_operator.tracing import NO_TRACER, Tracer
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-# A series of its own for when each counter began would double the counters, and Prometheus 2 does not use it.
+# A second series for the start of each counter would double them, and Prometheus 2 does not use it.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -42,11 +42,11 @@ class Telemetry:
             version("kvpilot")
         ).set(1)
         self._leader = Gauge("kvpilot_leader", "1 on the leader, 0 on a standby.", registry=registry)
-        self._reconciles = Counter("kvpilot_passes", "Reconciles of services.", ("result",), registry=registry)
+        self._reconciles = Counter("kvpilot_reconciles", "Reconciles of services.", ("result",), registry=registry)
         for result in ("ok", "conflict", "error"):
             self._reconciles.labels(result)
-        self._pass_seconds = Histogram(
-            "kvpilot_pass_duration_seconds", "Duration of a reconcile.", registry=registry, buckets=_SECONDS
+        self._reconcile_seconds = Histogram(
+            "kvpilot_reconcile_duration_seconds", "Duration of a reconcile.", registry=registry, buckets=_SECONDS
         )
         self._queue = Gauge("kvpilot_queue_depth", "Services that wait for a reconcile.", registry=registry)
         self._cycle_seconds = Gauge(
@@ -88,7 +88,7 @@ class Telemetry:
 
     @contextmanager
     def timed_reconcile(self) -> Iterator[None]:
-        """Time one reconcile and count how it ended. A conflict is no error: somebody wrote first, it is repeated."""
+        """Time one reconcile and count its end. A conflict is not an error: the reconcile is repeated."""
         began = time.perf_counter()
         try:
             yield
@@ -101,7 +101,7 @@ class Telemetry:
         else:
             self._reconciles.labels("ok").inc()
         finally:
-            self._pass_seconds.observe(time.perf_counter() - began)
+            self._reconcile_seconds.observe(time.perf_counter() - began)
 
     def scraped(self, seconds: float) -> None:
         """Record one cycle over the fleet."""

@@ -1,4 +1,4 @@
-"""The work queue: one idempotent reconcile of a service at a time; every edge only adds the service again."""
+"""The work queue: reconciles a service once at a time; every change only adds the service again."""
 
 from __future__ import annotations
 
@@ -16,39 +16,41 @@ from kvpilot_operator.state.snapshot import ServiceKey
 
 log = logging.getLogger(__name__)
 
-# A reconcile mostly waits for the API server: so many that a few slow services leave some to others.
+# A reconcile mostly waits for the API server. A few slow services leave workers to others.
 WORKERS = 32
 _BACKOFF = Backoff(0.5, 60.0)
-# A server that could not be reached is tried often: when it is back, nobody should have to wait for a minute.
+# A server that could not be reached is tried often, so that its return is noticed soon.
 _LAST_UNREACHED_SECONDS = 5.0
-# Of so many reconciles one is of low priority, however many services have changed.
+# One of so many reconciles has low priority, however many services have changed.
 _LOW_PRIORITY_EACH = 4
 
 
 @dataclass(slots=True)
 class Attempts:
-    """What the queue remembers of one service between two reconciles."""
+    """The queue's memory of one service between two reconciles."""
 
     failures: int = 0
-    """In a row, of the same request: a service that has got further since has failed once."""
+    """Failures of the same request in a row. A service that has got further since has failed once."""
     failed: str = ""
-    """That request, or the name of an error that is none of the API server's."""
+    """The failed request, or the name of an error of our own."""
     held: bool | None = None
-    """Whether its timer runs since a reconcile failed: True where the API server itself has asked for the pause."""
+    """None without a timer after a failure; True if the API server itself has asked for the pause."""
     again: bool | None = None
-    """Whether it was asked for while a reconcile was under way: True where something has changed."""
+    """None unless the service was added during its reconcile; True if something has changed."""
     timer: asyncio.TimerHandle | None = None
 
     def stop(self) -> None:
-        """Let no timer run."""
+        """Stop the timer."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
 
 class FairQueue:
-    """Services that wait, once each. The next is of the namespace with the fewest reconciles under way; among
-    namespaces with as many each has its turn, and within one who came first."""
+    """Services that wait, once each. The next one belongs to the namespace with the fewest reconciles under way.
+
+    Namespaces with as many take turns, and within a namespace the first comes first.
+    """
 
     def __init__(self) -> None:
         # Dicts for their order.
@@ -61,18 +63,18 @@ class FairQueue:
         return key in self._namespaces.get(key.namespace, ())
 
     def put(self, key: ServiceKey) -> None:
-        """Let a service wait; one that waits already keeps its place."""
+        """Add a service; one that waits already keeps its place."""
         self._namespaces.setdefault(key.namespace, {}).setdefault(key)
 
     def drop(self, key: ServiceKey) -> None:
-        """Let a service wait no more, if it does."""
+        """Remove a service, if it waits."""
         if key in self:
             del self._namespaces[key.namespace][key]
             if not self._namespaces[key.namespace]:
                 del self._namespaces[key.namespace]
 
     def take(self, under_way: Mapping[str, int]) -> ServiceKey:
-        """The next service; `under_way` has the reconciles of each namespace, none where it is missing."""
+        """Take out the next service; `under_way` counts the reconciles of each namespace."""
         namespace = min(self._namespaces, key=lambda one: under_way.get(one, 0))
         services = self._namespaces.pop(namespace)
         key = next(iter(services))
@@ -83,14 +85,12 @@ class FairQueue:
 
 
 class WorkQueue:
-    """Two queues of services: those that have changed (`add`), and those that are merely due (`add_low_priority`).
+    """Two queues of services: changed ones (`add`), and those that are merely due (`add_low_priority`).
 
-    The first come first, but never alone, and namespaces share the workers evenly: however many services of one wait,
-    and however long their reconciles take, another's next one begins as soon as any ends. A service waits once, however
-    often it is added; one that is being reconciled is reconciled again afterwards. One whose reconcile failed comes
-    back with exponential back-off while the same request fails: a low-priority add does not shorten it, and a change
-    does, unless the API server itself has asked for the pause. `attempts` gives what is remembered of a service, None
-    where it is gone.
+    Changed services come first, but not always, and namespaces share the workers evenly. A service waits once, however
+    often it is added; one that is being reconciled is reconciled again afterwards. After a failure it comes back with
+    exponential back-off while the same request fails. A change shortens the back-off, unless the API server itself has
+    asked for the pause. `attempts` returns the memory of a service, None if it is gone.
     """
 
     def __init__(
@@ -106,15 +106,15 @@ class WorkQueue:
 
     @property
     def depth(self) -> int:
-        """How many services wait for a reconcile."""
+        """The number of services that wait for a reconcile."""
         return len(self._changed) + len(self._due)
 
     def add(self, key: ServiceKey) -> None:
-        """Something has changed: a reconcile as soon as a worker is free."""
+        """Reconcile a service as soon as a worker is free: something has changed."""
         self._enqueue(key, changed=True)
 
     def add_low_priority(self, key: ServiceKey) -> None:
-        """A reconcile is due: when nothing more urgent waits."""
+        """Reconcile a service when nothing more urgent waits."""
         self._enqueue(key, changed=False)
 
     async def work(self) -> None:

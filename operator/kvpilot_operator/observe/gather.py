@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import partial
 from typing import TypeVar
 
 from kvpilot_operator.api.names import (
@@ -22,6 +21,7 @@ from kvpilot_operator.api.names import (
 )
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import ClusterError, ScrapeError, Throttled
 from kvpilot_operator.gpus import by_product
 from kvpilot_operator.observe.api_reads import GroupEvents, Served, not_served
@@ -148,7 +148,7 @@ class Observer:
 
     async def refresh(self, key: ServiceKey) -> None:
         """Read a service from the API server, because the cache has proved to be old."""
-        found = await self.cluster.find(API_VERSION, KIND, key.namespace, key.name)
+        found = await self.cluster.find(Ref(API_VERSION, KIND, key.namespace, key.name))
         self.cache.wrote(KIND, key.namespace, key.name, found)
 
     @property
@@ -224,8 +224,8 @@ class Observer:
         if not server.inference_pools and service.status.inference_pool is None:
             return {}
         names = (known.key.name, canary_service(known.key.name))
-        find = partial(self.cluster.find, INFERENCE_POOL_API, "InferencePool", known.key.namespace)
-        found = {("InferencePool", name): await find(name) for name in names}
+        pools = [Ref(INFERENCE_POOL_API, "InferencePool", known.key.namespace, name) for name in names]
+        found = {(pool.kind, pool.name): await self.cluster.find(pool) for pool in pools}
         return {what: pool_view(one, known.uid) for what, one in found.items() if one is not None}
 
     async def _route(
@@ -233,9 +233,9 @@ class Observer:
     ) -> tuple[RouteView | None, Objects]:
         """Return the route that takes a canary's share, and ours: the status names it until it is gone."""
         key, spec, kept = known.key, service.spec, service.status.route is not None
-        find = partial(self.cluster.find, HTTP_ROUTE_API, "HTTPRoute", key.namespace)
+        own = Ref(HTTP_ROUTE_API, "HTTPRoute", key.namespace, key.name)
         asked = spec is not None and spec.route is not None
-        ours = await find(key.name) if kept or (asked and server.http_routes) else None
+        ours = await self.cluster.find(own) if kept or (asked and server.http_routes) else None
         views: Objects = {}
         if ours is not None:
             views["HTTPRoute", key.name] = named_view("HTTPRoute", ours, known.uid)
@@ -243,7 +243,7 @@ class Observer:
             owned = bool(views) and views["HTTPRoute", key.name].owned
             return route_view(ours if owned else None, key), views
         name = spec.route_of(key.name)
-        theirs = await find(name) if name is not None and server.http_routes else None
+        theirs = await self.cluster.find(own._replace(name=name)) if name is not None and server.http_routes else None
         return route_view(theirs, key), views
 
     async def _probe_plan(self, known: Observations, spec: Spec | None) -> ProbePlan:

@@ -4,93 +4,59 @@ kopf's watch brings the services, watches of our own their workloads, pods and S
 (docs/decisions/0012). The API server's answer to a write is put here at once: no
 reconcile sees a state from before an earlier reconcile's writes.
 
-After HTTP 410 kopf lists the services again, and never says which ones were deleted meanwhile. So a list of names of
-our own follows each list of kopf's, and services that are not on it are dropped.
+After HTTP 410 kopf lists the services again, and never says what is missing from that list. Its session hands each
+list over, and what is not on it is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kvpilot_operator.api.faults import Fault, judge
-from kvpilot_operator.api.names import API_VERSION, GROUP_LABEL, KIND, SERVICE_LABEL
+from kvpilot_operator.api.names import GROUP_LABEL, KIND, SERVICE_LABEL
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.backoff import Backoff
-from kvpilot_operator.cluster.cache import Name, Store
+from kvpilot_operator.cluster.cache import Store
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object, version_of
 from kvpilot_operator.cluster.watch import Reflector
-from kvpilot_operator.errors import ClusterError, places
+from kvpilot_operator.errors import places
 from kvpilot_operator.observe.views import deployment_view, is_ours, leader_name, pod_view, traffic_of
 from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET
 from kvpilot_operator.state.objects import DeploymentView, ObjectView, PodView
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.state.status import Status, Unreadable, parse_status, unreadable_canary
 
-log = logging.getLogger(__name__)
-
-_BACKOFF = Backoff(0.2, 5.0)
-
 
 class ServiceFeed:
-    """Keeps a Store like the services of some namespaces (of all, where "" is the one); `filled` once it is like them.
+    """Keeps a Store like the services of some namespaces (of all, where "" is the one).
 
-    `take` is told each event of kopf's watch, `listed` the namespace that kopf has listed from its beginning.
+    `filled` is set once each of them has been listed.
     """
 
-    def __init__(self, cluster: Cluster, store: Store[Any, Any], namespaces: Sequence[str]) -> None:
-        self._cluster = cluster
+    def __init__(self, store: Store[Any, Any], namespaces: Sequence[str]) -> None:
         self._store = store
-        self._lists: asyncio.Queue[str] = asyncio.Queue()
         self._unlisted = set(namespaces)
-        self._told: set[Name] = set()
-        self._awaited: set[Name] = set()
         self.filled = asyncio.Event()
 
     def take(self, event: str | None, obj: Object) -> None:
-        """Take one event: ADDED, MODIFIED, DELETED, or None for an object of a list."""
-        try:
-            if event == "DELETED":
-                self._store.drop(obj)
-            else:
-                self._store.put(obj)
-        finally:
-            # An object that cannot be read counts, too.
-            if not self.filled.is_set():
-                name = (obj["metadata"]["namespace"], obj["metadata"]["name"])
-                self._told.add(name)
-                self._awaited.discard(name)
-                self._fill()
+        """Take one event of kopf's watch; those without a type only repeat a list."""
+        if event == "DELETED":
+            self._store.drop(obj)
+        elif event is not None:
+            self._store.put(obj)
 
-    def listed(self, namespace: str) -> None:
-        """Note that kopf has listed the services anew; an event for each of them follows."""
-        self._lists.put_nowait(namespace)
-
-    async def run(self) -> None:
-        """Follow every list of kopf's by one of names, until cancelled."""
-        while True:
-            namespace = await self._lists.get()
-            for pause in _BACKOFF:
-                try:
-                    names, version = await self._cluster.names(API_VERSION, KIND, namespace)
-                    break
-                except ClusterError as error:
-                    log.warning("services not listed, again in %.1f s: %s", pause, error)
-                    await asyncio.sleep(pause)
-            self._store.keep_only(namespace, names, version)
-            if not self.filled.is_set():
-                self._unlisted.discard(namespace)
-                self._awaited |= names - self._told
-                self._fill()
-
-    def _fill(self) -> None:
-        if not self._unlisted and not self._awaited:
-            self._told.clear()
+    def listed(self, namespace: str, services: Sequence[Object], version: str) -> None:
+        """Take a whole list of a namespace, and drop what is missing from it."""
+        for one in services:
+            self._store.put(one)
+        names = {(one["metadata"].get("namespace", ""), one["metadata"]["name"]) for one in services}
+        self._store.keep_only(namespace, names, version)
+        self._unlisted.discard(namespace)
+        if not self._unlisted:
             self.filled.set()
 
 
@@ -168,12 +134,11 @@ class InformerCache:
             for namespace in namespaces or ("",)
             for api_version, kind, optional in watched
         ] + [Reflector(cluster, "v1", "Pod", namespace, _WORKERS, self._workers) for namespace in namespaces or ("",)]
-        self.feed = ServiceFeed(cluster, self.services, namespaces or ("",))
+        self.feed = ServiceFeed(self.services, namespaces or ("",))
 
     async def run(self) -> None:
         """Follow services and what they own until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.feed.run())
             for reflector in self._reflectors:
                 group.create_task(reflector.run())
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.gpus import GPUS, by_product
 from kvpilot_operator.numbers import whole
 from kvpilot_operator.state.objects import PodView
@@ -84,7 +85,7 @@ class NodeCache:
         keep = NODE_SECONDS if known is not None and known[1].gpu != "cpu" else BARE_NODE_SECONDS
         if known is not None and 0 <= (now - known[0]).total_seconds() < keep:
             return
-        found = await self._cluster.find("v1", "Node", "", name)
+        found = await self._cluster.find(Ref("v1", "Node", "", name))
         if found is None:
             self._read.pop(name, None)
         else:

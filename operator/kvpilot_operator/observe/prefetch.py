@@ -10,6 +10,7 @@ from kvpilot_formats.untrusted import shown
 from kvpilot_operator.api.names import IDENTITY_ANNOTATION, PREFETCH_CONTAINER, PREFETCH_LABEL, engine_url, prefetch_job
 from kvpilot_operator.api.words import CachePhase
 from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.informers import ServiceView
 from kvpilot_operator.observe.scrape import Scraper
@@ -77,7 +78,7 @@ async def read_prefetch(
     It is read, and watched never: few services fill a claim at a time, and each once.
     """
     name = prefetch_job(key.name)
-    job = await cluster.find("batch/v1", "Job", key.namespace, name) if _asked(key, service) else None
+    job = await cluster.find(Ref("batch/v1", "Job", key.namespace, name)) if _asked(key, service) else None
     if job is None or not any(one.get("uid") == service.uid for one in job["metadata"].get("ownerReferences") or ()):
         return None
     found = await cluster.first("v1", "Pod", key.namespace, f"{PREFETCH_LABEL}={key.name}", limit=_PODS)

@@ -15,6 +15,7 @@ from kvpilot_formats.untrusted import lines
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.budget import CONFIG_MAP_BYTES, CONFIG_MAPS, PACKS_BYTES
 from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import ClusterError, OverBudget
 from kvpilot_operator.probes import codec, packs
 from kvpilot_operator.probes.errors import PackError, PackTooLarge
@@ -98,7 +99,7 @@ class PackTexts:
     async def _data(self, key: ServiceKey, name: str) -> Mapping[str, str] | None:
         try:
             most = CONFIG_MAP_BYTES
-            answer = await self._cluster.find_json("v1", "ConfigMap", key.namespace, name, most=most)
+            answer = await self._cluster.find_json(Ref("v1", "ConfigMap", key.namespace, name), most=most)
         except OverBudget as error:
             raise PackTooLarge(
                 f"configmap/{name}: the ConfigMap has more than {most} bytes; give the pack one of its own"

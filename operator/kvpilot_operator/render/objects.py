@@ -108,16 +108,19 @@ def inference_pool(
 
 
 def disruption_budget(
-    key: ServiceKey, uid: str, revision: str, min_available: int, *, evict_unready: bool, workers: int = 0
+    key: ServiceKey, uid: str, revision: str, min_available: int, *, workers: int = 0
 ) -> dict[str, Any]:
     """Return the budget that keeps `min_available` of the Service's pods in voluntary disruptions.
 
-    With `evict_unready` a pod that is not ready may always leave: an engine that never starts keeps no node. The
-    `workers` of what the Service selects are covered, too: one eviction takes a whole group, so whole groups may go.
+    A pod that is not ready may always leave: an engine that never starts keeps no node. The `workers` of the selected
+    pods are covered, too: one eviction takes a whole group, so whole groups may go.
     """
-    policy = {"unhealthyPodEvictionPolicy": "AlwaysAllow"} if evict_unready else {}
     selector = _selector(key, revision, GROUP_LABEL if workers else SERVICE_LABEL)
-    spec = {"minAvailable": min_available + workers, "selector": {"matchLabels": selector}, **policy}
+    spec = {
+        "minAvailable": min_available + workers,
+        "selector": {"matchLabels": selector},
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+    }
     return owned(key, uid, ("policy/v1", "PodDisruptionBudget", key.name), spec=spec)
 
 

@@ -1,8 +1,8 @@
-"""Our attention backend for vLLM on CPU: packed pages in, plain torch out.
+"""Attention backend on a CPU: packed pages, computed in plain torch.
 
-The cache is bytes [blocks, kv_heads, block_size, row_bytes]. Each step's keys and values are stored through
-`do_kv_cache_update`, and then `forward` is called with the whole batch: sequences with one new token, or with one and
-its drafts, decode together, a row for each token; the others prefill one by one.
+The cache is bytes [blocks, kv_heads, block_size, row_bytes]. vLLM stores a step's keys and values by
+`do_kv_cache_update` and then calls `forward` with the whole batch. Sequences with one new token, or with one and its
+drafts, decode together, one row per token. The others prefill one by one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.forward_context import get_forward_context
-from vllm.v1.attention.backend import MultipleOf
 
 from kvpilot_formats import formats
 from kvpilot_formats.hardware import BLOCK_STEPS
@@ -38,15 +37,15 @@ class Prefill:
 
 @dataclass
 class Metadata:
-    """What `forward` needs to know of a batch.
+    """Metadata of a batch.
 
     Attributes:
         block_table: int32 [sequences, blocks].
         decode_rows: int64, the batch rows of tokens that decode. decode_sequences: int64, the sequence of each.
         prefills: the other sequences.
-        ordinals: int32 [tokens], each token's place in its sequence from 1 on.
-        mm_prefix_range: by sequence, tokens that attend to each other both ways. Gemma 4 takes it away, by this name,
-            from layers in which none do.
+        ordinals: int32 [tokens], each token's position in its sequence, from 1 on.
+        mm_prefix_range: by sequence, tokens that attend both ways. Gemma 4 removes it, by this name, from layers
+            without such tokens.
     """
 
     block_table: torch.Tensor
@@ -59,15 +58,15 @@ class Metadata:
 
 
 class CpuBuilder(PackedBuilder):
-    """Splits a batch into decodes and prefills, once for all layers."""
+    """Builder that splits a batch into decodes and prefills, once for all layers."""
 
     def describe(self, common: Any) -> Metadata:
-        """Metadata of one batch."""
+        """Return the metadata of one batch."""
         sequences = common.num_reqs
         starts = common.query_start_loc[: sequences + 1].long()
         owner, ordinals = owners(starts, common.seq_lens[:sequences], int(starts[-1]))
         lengths = starts[1:] - starts[:-1]
-        # A prompt's last tokens are not drafts, however few they are.
+        # The last few tokens of a prompt are not drafts.
         short = lengths <= 1 + drafts(self.vllm_config)
         if (prompts := getattr(common, "is_prefilling", None)) is not None:
             short &= ~prompts[:sequences]
@@ -83,17 +82,17 @@ class CpuBuilder(PackedBuilder):
 
 
 class CpuRingBuilder(PackedBuilder):
-    """Where a step's tokens go in the rings, once for all layers."""
+    """Builder of the ring slots of a step's tokens, once for all layers."""
 
     def describe(self, common: Any) -> Rings:
-        """Rings of one batch, a row for each token."""
+        """Return the rings of one batch, one row per token."""
         spec = self.kv_cache_spec
         sequences = common.num_reqs
         starts = common.query_start_loc[: sequences + 1].long()
         seq_lens = common.seq_lens[:sequences].long()
         owner, ordinals = owners(starts, seq_lens, int(starts[-1]))
         table = common.block_table_tensor[:sequences, : spec.ring_blocks]
-        # vLLM fills what nobody has with block 0, which nobody may have.
+        # vLLM fills unused entries with block 0, which belongs to no request.
         table = table.masked_fill(table <= 0, -1)[owner]
         slots = torch.full((common.slot_mapping.shape[0],), -1)
         slots[: len(owner)] = ring_slots(ordinals - 1, seq_lens[owner], table, spec.kept, spec.ring_tokens)
@@ -134,10 +133,10 @@ class CpuImpl(PackedImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of a batch: query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim], or None
-        in a layer that uses another layer's cache.
+        """Attend in a batch, and return `output`, [tokens, heads, head_dim].
 
-        Writes `output`, [tokens, heads, head_dim], and returns it.
+        `query` is [tokens, heads, head_dim]; `key` and `value` are [tokens, kv_heads, head_dim], or None in a layer
+        that reads another layer's cache.
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedModelError("quantized attention outputs are not supported; turn this fusion off")
@@ -168,7 +167,7 @@ class CpuImpl(PackedImpl):
         return output
 
     def pages_of(self, layer: Any, kv_cache: torch.Tensor) -> PackedPages:
-        """Views of this layer's cache, made once."""
+        """Return views of this layer's cache, made once."""
         if self._pages is None or self._pages[0] != kv_cache.data_ptr():
             ring = self.ring.kv_cache if self.ring is not None else None
             pages = PackedPages(
@@ -178,44 +177,20 @@ class CpuImpl(PackedImpl):
         return self._pages[1]
 
 
-class CpuBlocks:
-    """The blocks that `PackedPages` takes."""
+class CpuRingBackend(RingBackend):
+    """Backend of ring layers on a CPU."""
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Blocks of any multiple of 16 tokens."""
-        return [MultipleOf(BLOCK_STEPS["cpu"])]
+    block_step = BLOCK_STEPS["cpu"]
+    builder = CpuRingBuilder
 
 
-class CpuRingBackend(CpuBlocks, RingBackend):
-    """The ring layers' on CPU."""
+class CpuBackend(PackedBackend):
+    """Backend of our dtypes on a CPU, with one subclass per dtype."""
 
-    @staticmethod
-    def get_builder_cls() -> type[CpuRingBuilder]:
-        """The builder of a batch's rings."""
-        return CpuRingBuilder
-
-
-class CpuBackend(CpuBlocks, PackedBackend):
-    """What all of our dtypes share on CPU."""
-
+    block_step = BLOCK_STEPS["cpu"]
+    impl, builder, ring_backend = CpuImpl, CpuBuilder, CpuRingBackend
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-
-    @classmethod
-    def recent_backend(cls) -> type[CpuRingBackend]:
-        """The backend of the layers that have the rings."""
-        return CpuRingBackend
-
-    @staticmethod
-    def get_impl_cls() -> type[CpuImpl]:
-        """The implementation of one layer."""
-        return CpuImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CpuBuilder]:
-        """The builder of a batch's metadata."""
-        return CpuBuilder
 
 
 __getattr__ = classes_of(CpuBackend, formats.own_names, formats.parse)

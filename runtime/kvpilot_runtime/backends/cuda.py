@@ -1,20 +1,18 @@
-"""Our attention backend for vLLM on CUDA: packed pages, our decode kernels, FlashAttention for prefill.
+"""Attention backend on CUDA: packed pages, our decode kernels, FlashAttention for prefill.
 
-A step's keys and values are stored by one launch, which also rotates the queries of sequences that decode. These then
-go through split decode over the pages, in a full CUDA graph; a sequence's pages are read once for all of its draft
-tokens. Sequences with more new tokens attend by FlashAttention: their contexts are read from the pages into a workspace
-of fixed size, their new tokens are copied behind them, and one call runs over both. Contexts that do not fit come chunk
-by chunk, and the partial results are merged by their log-sums. Where heads have more elements than FlashAttention
-takes, a kernel of ours does the same.
+One launch stores a step's keys and values and rotates the queries of sequences that decode. These then go through
+split-KV decode over the pages, in a full CUDA graph, which reads a sequence's pages once for all its draft tokens.
+Sequences with more new tokens attend by FlashAttention: contexts are read from the pages into a workspace of fixed
+size, new tokens are copied behind them, and one call runs over both. Contexts that do not fit come in chunks, whose
+partial results are merged by their log-sums. A kernel of ours replaces FlashAttention for larger heads than it takes.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
@@ -26,6 +24,7 @@ from kvpilot_kernels.gpu.prefill import prefill
 from kvpilot_runtime.backends.cuda_steps import (
     ContextChunk,
     CudaBuilder,
+    CudaLimits,
     CudaRingBuilder,
     Metadata,
     Prefills,
@@ -47,7 +46,7 @@ class CudaImpl(Reserving, PackedImpl):
     """Attention of one layer over packed pages on a GPU.
 
     Attributes:
-        workspaces: by device the workspace of all layers of the engine, which the first one has: it goes with them.
+        workspaces: by device, the workspace that all layers share; the engine's first layer owns it.
 
     Raises (at start):
         UnsupportedModelError: as `PackedImpl`.
@@ -56,7 +55,7 @@ class CudaImpl(Reserving, PackedImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._gpu_pages: tuple[int, GpuPages] | None = None
-        # FlashAttention 2 and 3 take heads of up to 256 elements.
+        # FlashAttention 2 and 3 take heads of at most 256 elements.
         self.own_prefill = self.head_size > NARROW.value
         self.fa_version = None if self.own_prefill else get_flash_attn_version(head_size=self.head_size)
         utilization = self._config.cache_config.gpu_memory_utilization
@@ -65,7 +64,7 @@ class CudaImpl(Reserving, PackedImpl):
         self._first: CudaImpl | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Do as `PackedImpl` does, and hold the plan of a step, so that vLLM counts it."""
+        """Do as `PackedImpl`, and reserve a step's plan, so that vLLM counts its memory."""
         super().process_weights_after_loading(act_dtype)
         sequences, rows = decode_sizes(self._config)
         self.reserve(
@@ -73,7 +72,7 @@ class CudaImpl(Reserving, PackedImpl):
         )  # fmt: skip
 
     def shape(self, block_size: int, device: torch.device) -> Shape:
-        """What the kernels need to know of this layer."""
+        """Return this layer's shape for the kernels."""
         shape = Shape(
             self.fmt, self.head_size, self.num_kv_heads, self.num_heads // self.num_kv_heads, block_size, device,
             softcap=self.softcap, recent=self.recent or 0,
@@ -94,10 +93,10 @@ class CudaImpl(Reserving, PackedImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store a batch and attend: query [tokens, heads, D], key and value [tokens, kv_heads, D].
+        """Store a batch and attend, and return `output`, [tokens, heads, D].
 
-        A layer that uses another layer's cache has neither, or ignores them: that layer has stored the step's tokens.
-        Writes `output`, [tokens, heads, D], and returns it.
+        `query` is [tokens, heads, D]; `key` and `value` are [tokens, kv_heads, D]. They are None or ignored in a layer
+        that reads another layer's cache, which has stored the step's tokens.
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedModelError("quantized attention outputs are not supported; turn this fusion off")
@@ -111,14 +110,14 @@ class CudaImpl(Reserving, PackedImpl):
         ring_slots = None if rings is None else rings.slots[: slots.shape[0]]
         shared = self.kv_sharing_target_layer_name is not None
         if shared or key is None or value is None:
-            # Every slot is padding: queries are rotated and nothing is stored, whatever stands for keys and values.
+            # Every slot is padding, so queries are rotated and nothing is stored. Any keys and values will do.
             slots, ring_slots = meta.nowhere, None if ring_slots is None else meta.nowhere
             key = value = query[:, : self.num_kv_heads]
         pages.store(query, key, value, slots, meta.plan, meta.decodes, self.scale, ring_slots, meta.ordinals)
         if meta.decodes:
             pages.decode(meta.block_table, meta.seq_lens, meta.plan, out, None if rings is None else rings.table)
         if meta.prefills is not None:
-            # Without the rows of padding: FlashAttention multiplies what follows its tokens by zero, and NaN stays NaN.
+            # Leave padding out: FlashAttention multiplies the rows after its tokens by zero, and NaN stays NaN.
             new = slice(meta.decodes, meta.decodes + meta.prefills.tokens)
             if shared:
                 assert meta.prefills.stored is not None  # noqa: S101  # for mypy: there is such a layer
@@ -132,9 +131,9 @@ class CudaImpl(Reserving, PackedImpl):
 
     def _read(self, pages: GpuPages, part: ContextChunk, like: torch.Tensor, workspace: torch.Tensor | None,
               *fresh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Lay out keys and values of a part, [total, kv_heads, D], in the workspace if there is one that has room.
+        """Read a part's keys and values, [total, kv_heads, D], into the workspace, or into new memory if it is small.
 
-        `fresh`: key and value of the new tokens, where the part has some that are not read from pages.
+        `fresh` are key and value of the new tokens, if the part has some that are not read from pages.
         """
         if workspace is None or part.total > workspace.shape[1]:
             workspace = like.new_empty(2, part.total, self.num_kv_heads, self.head_size)
@@ -145,7 +144,7 @@ class CudaImpl(Reserving, PackedImpl):
     def _prefill(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefills: Prefills,
                  pages: GpuPages, workspace: torch.Tensor, out: torch.Tensor,
                  later: LaterTokens | None) -> torch.Tensor:  # fmt: skip
-        """Attention without sinks, written to `out`; returns the log-sums of the scores, float32 [heads, tokens]."""
+        """Write attention without sinks to `out`, and return the log-sums of the scores, float32 [heads, tokens]."""
         rows, longest = prefills.starts, prefills.longest
         if (joined := prefills.joined) is not None:
             key, value = self._read(pages, joined, query, workspace, key, value)
@@ -169,7 +168,7 @@ class CudaImpl(Reserving, PackedImpl):
 
     def _add_later(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, later: LaterTokens,
                    out: torch.Tensor, lse: torch.Tensor) -> None:  # fmt: skip
-        """Merge what tokens see of later ones into their causal attention, `out` and `lse`."""
+        """Merge attention to later tokens of an image into causal attention, `out` and `lse`."""
         rows = later.queries
         part, part_lse = self._attend(
             query[rows], key[later.keys], value[later.keys], later.starts, later.longest, later.starts, later.longest,
@@ -182,8 +181,12 @@ class CudaImpl(Reserving, PackedImpl):
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, most: int,
                 rows: torch.Tensor, longest: int, causal: bool,
                 out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Attention over keys and values in 16 bits: queries of each sequence from `starts` on, `most` at most, its
-        keys from `rows` on, `longest` at most; returns outputs, in `out` if given, and log-sums."""
+        """Return attention over keys and values in 16 bits, in `out` if given, and its log-sums.
+
+        Args:
+            starts: first query of each sequence; the longest has `most` queries.
+            rows: first key of each sequence; the longest has `longest` keys.
+        """
         if self.own_prefill:
             return prefill(query, key, value, starts, most, rows, self.scale, causal, self.softcap, out)
         found: tuple[torch.Tensor, torch.Tensor] = flash_attn_varlen_func(
@@ -194,7 +197,10 @@ class CudaImpl(Reserving, PackedImpl):
         return found
 
     def workspace(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """[2, tokens, kv_heads, D], in bytes that all layers share; made while vLLM measures what memory is left."""
+        """Return the workspace, [2, tokens, kv_heads, D], of memory that all layers share.
+
+        It is made while vLLM measures the free memory.
+        """
         if self._first is None:
             self._first = next((layer.impl for layer in our_layers(self._config).values()), self)
         shape = (2, self.workspace_tokens, self.num_kv_heads, self.head_size)
@@ -204,7 +210,7 @@ class CudaImpl(Reserving, PackedImpl):
         return kept[device][:size].view(dtype).view(shape)
 
     def pages_of(self, layer: Any, kv_cache: torch.Tensor, shape: Shape) -> GpuPages:
-        """Views of this layer's cache, made once."""
+        """Return views of this layer's cache, made once."""
         if self._gpu_pages is None or self._gpu_pages[0] != kv_cache.data_ptr():
             factors = self.factors(layer, kv_cache.device)
             ring = self.ring.kv_cache if self.ring is not None else None
@@ -212,49 +218,18 @@ class CudaImpl(Reserving, PackedImpl):
         return self._gpu_pages[1]
 
 
-class CudaBlocks:
-    """The blocks that the kernels take."""
+class CudaRingBackend(RingBackend):
+    """Backend of ring layers on CUDA."""
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Blocks of any multiple of 64 tokens: a tile of the decode kernel lies in one page."""
-        return [MultipleOf(BLOCK_STEPS["cuda"])]
+    block_step = BLOCK_STEPS["cuda"]
+    builder = CudaRingBuilder
 
 
-class CudaRingBackend(CudaBlocks, RingBackend):
-    """The ring layers' on CUDA."""
+class CudaBackend(CudaLimits, PackedBackend):
+    """Backend of our dtypes on CUDA, with one subclass per dtype: one call stores and attends."""
 
-    @staticmethod
-    def get_builder_cls() -> type[CudaRingBuilder]:
-        """The builder of a batch's rings."""
-        return CudaRingBuilder
-
-
-class CudaBackend(CudaBlocks, PackedBackend):
-    """What all of our dtypes share on CUDA: one call stores and attends, in blocks that fit the kernels' tiles."""
-
+    impl, builder, ring_backend = CudaImpl, CudaBuilder, CudaRingBackend
     forward_includes_kv_cache_update = True
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-
-    @classmethod
-    def recent_backend(cls) -> type[CudaRingBackend]:
-        """The backend of the layers that have the rings."""
-        return CudaRingBackend
-
-    @staticmethod
-    def get_impl_cls() -> type[CudaImpl]:
-        """The implementation of one layer."""
-        return CudaImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CudaBuilder]:
-        """The builder of a batch's metadata."""
-        return CudaBuilder
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        """From Ampere on: the kernels use asynchronous copies and 16-bit tensor cores with float32 sums."""
-        return bool(capability.major >= 8)
 
 
 __getattr__ = classes_of(CudaBackend, formats.own_names, formats.parse)

@@ -1,15 +1,16 @@
-"""What a step of the CUDA backend does, worked out once for all layers: which rows decode, how contexts are read."""
+"""Metadata of a step of the CUDA backend, made once for all layers: rows that decode, and reads of contexts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from kvpilot_formats.hardware import BLOCK_STEPS
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.ahead import compile_ahead
@@ -24,16 +25,16 @@ from kvpilot_runtime.recent.ring_layers import Rings
 from kvpilot_runtime.speculation import drafts
 
 SlotsOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor]]
-"""`places.stored_slots` or `places.joined_slots`."""
+"""Type of `places.stored_slots` and `places.joined_slots`."""
 
 
 def powers(most: int) -> set[int]:
-    """What a warm-up takes of 1 to `most`, so that it meets every way in which launches depend on it."""
+    """Return numbers from 1 to `most` that cover every variant of a launch, for a warm-up."""
     return {most, *(2**i for i in range(most.bit_length()))}
 
 
 def warm_up(launch: Callable[[], None], vllm_config: Any, device: torch.device) -> None:
-    """Launch all that serving can reach; on a GPU it is compiled before, side by side. Elsewhere it is interpreted."""
+    """Call `launch`, which launches every variant that serving needs. On a GPU they are first compiled in parallel."""
     if device.type == "cuda":
         compile_ahead(launch, vllm_config.parallel_config.world_size)
     else:
@@ -41,20 +42,35 @@ def warm_up(launch: Callable[[], None], vllm_config: Any, device: torch.device) 
 
 
 def decode_sizes(vllm_config: Any) -> tuple[int, int]:
-    """The most sequences and rows that decode in a step, padding of captured graphs among them."""
+    """Return the largest numbers of sequences and rows that decode in a step, with the padding of captured graphs."""
     scheduler = vllm_config.scheduler_config
     batch, graphs = scheduler.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0
     sequences = max(scheduler.max_num_seqs, min(graphs, batch))
     return int(sequences), int(max(sequences, min(scheduler.max_num_seqs * (1 + drafts(vllm_config)), batch)))
 
 
+class CudaLimits:
+    """Limits of our kernels on CUDA, for the classes of backends.
+
+    A tile of the decode kernel lies in one page, so blocks are multiples of it.
+    """
+
+    block_step = BLOCK_STEPS["cuda"]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Return True from Ampere on: kernels use asynchronous copies, and 16-bit tensor cores with float32 sums."""
+        return bool(capability.major >= 8)
+
+
 @dataclass
 class ContextChunk:
-    """A part of the tokens of all prefilling sequences: tokens [begin, begin + length) of each.
+    """Part of the tokens of all prefilling sequences: tokens [begin, begin + length) of each.
 
     Attributes:
         longest, total: of the lengths. rows: int32 [sequences + 1], where each sequence's tokens start in 16 bits.
-        slots: int64 [total]; ordinals: int32 [total]; as `places.stored_slots` or `places.joined_slots` give them.
+        slots: int64 [total]; ordinals: int32 [total]; from `places.stored_slots` or `places.joined_slots`.
     """
 
     longest: int
@@ -65,9 +81,10 @@ class ContextChunk:
 
 
 def packed(context: torch.Tensor, room: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Contexts, int64 [sequences], one after the other, cut into pieces of `room` tokens: `begin` and `length` of each.
+    """Cut the concatenation of contexts, int64 [sequences], into pieces of `room` tokens.
 
-    However unlike they are, every piece but the last is full, so there are as few as can be.
+    Yield `begin` and `length` of each sequence's part. Every piece but the last is full, so there are as few as
+    possible.
     """
     ends = context.cumsum(0)
     starts = ends - context
@@ -78,15 +95,15 @@ def packed(context: torch.Tensor, room: int) -> Iterator[tuple[torch.Tensor, tor
 
 @dataclass
 class Prefills:
-    """The sequences with several new tokens; they follow those that decode.
+    """Sequences with several new tokens; they follow those that decode.
 
     Attributes:
-        starts: int32 [sequences + 1], first rows counted from the first prefilling token.
-        longest, tokens: new tokens of one sequence at most, and of all; rows after them are padding.
-        ordinals: int32 [tokens], each one's place in its sequence from 1 on.
-        joined: contexts and new tokens in one piece; None where nobody has a context, or the workspace is too small.
-        context_chunks: contexts in pieces, where they are not in `joined`.
-        stored: the new tokens alone, for layers that use another layer's cache; None where no layer does.
+        starts: int32 [sequences + 1], first rows, relative to the first prefilling token.
+        longest, tokens: new tokens of the longest sequence, and of all; rows after them are padding.
+        ordinals: int32 [tokens], each token's position in its sequence, from 1 on.
+        joined: contexts and new tokens together; None without contexts, or if the workspace is too small.
+        context_chunks: contexts in pieces, if they are not in `joined`.
+        stored: the new tokens alone, for layers that read another layer's cache; None without such layers.
     """
 
     starts: torch.Tensor
@@ -100,14 +117,14 @@ class Prefills:
 
 @dataclass
 class Metadata:
-    """What `forward` needs of a batch: the first `decodes` rows decode, the others are `prefills`.
+    """Metadata of a batch: the first `decodes` rows decode, the others are `prefills`.
 
     Attributes:
         block_table: int32 [sequences or more, blocks]. seq_lens: int32 [sequences that decode], tokens stored.
-        ordinals: int32 [tokens without padding], each token's place in its sequence from 1 on.
-        nowhere: as `slot_mapping`, of padding alone, for layers that use another layer's cache.
-        mm_prefix_range: tokens of `prefills` that attend to later ones, None where none do. Gemma 4 takes it away, by
-            this name, from layers in which none do.
+        ordinals: int32 [tokens without padding], each token's position in its sequence, from 1 on.
+        nowhere: as `slot_mapping`, of padding alone, for layers that read another layer's cache.
+        mm_prefix_range: tokens of `prefills` that attend to later ones, or None. Gemma 4 removes it, by this name, from
+            layers without such tokens.
     """
 
     plan: Plan
@@ -122,7 +139,7 @@ class Metadata:
 
 
 class CudaRingBuilder(PackedBuilder):
-    """Where a step's tokens go in the rings, in buffers that captured graphs read."""
+    """Builder of the ring slots of a step's tokens, in buffers that captured graphs read."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
@@ -137,13 +154,13 @@ class CudaRingBuilder(PackedBuilder):
         warm_up(self.warm_up, vllm_config, device)
 
     def warm_up(self) -> None:
-        """Launch every variant of our kernel that serving can reach."""
+        """Launch every variant of our kernel that serving needs."""
         for count in {2**i for i in range(self._sequences.bit_length())}:
             zeros = torch.zeros(count + 1, self.kv_cache_spec.ring_blocks, dtype=torch.int32, device=self.device)
             self._fill(self.slots[:1], zeros[:, 0].contiguous(), zeros[:-1, 0].contiguous(), zeros[:-1])
 
     def describe(self, common: Any) -> Rings:
-        """Rings of one batch; what a captured graph reads is rewritten in place."""
+        """Return the rings of one batch; buffers of captured graphs are rewritten in place."""
         slots = self.slots[: common.slot_mapping.shape[0]]
         table = common.block_table_tensor[: common.num_reqs, : self.kv_cache_spec.ring_blocks]
         lens = common.seq_lens[: common.num_reqs]
@@ -155,7 +172,7 @@ class CudaRingBuilder(PackedBuilder):
 
 
 class CudaBuilder(PackedBuilder):
-    """Cuts a batch's work, once for all layers that share the shape of this group."""
+    """Builder that splits a batch into work, once for all layers of this group's shape."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
@@ -180,10 +197,10 @@ class CudaBuilder(PackedBuilder):
         self.owners, self.seen = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2))
 
     def describe(self, common: Any) -> Metadata:
-        """Metadata of one batch; what a captured graph reads is rewritten in place."""
+        """Return the metadata of one batch; buffers of captured graphs are rewritten in place."""
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.width)
         if decodes > self.plan.sequences or decode_tokens > self.plan.rows:
-            # Pieces: a sequence has two where it goes into its next chunk, or its window leaves a page.
+            # Bounded caches cut sequences into pieces: two where a next chunk begins, or the window leaves a page.
             starts = common.query_start_loc_cpu[: self.plan.sequences + 1]
             decodes = int((starts <= self.plan.rows).sum()) - 1
             decode_tokens, prefills = int(starts[decodes]), common.num_reqs - decodes
@@ -192,8 +209,8 @@ class CudaBuilder(PackedBuilder):
             prefills = common.num_reqs - decodes
         lens = common.seq_lens[:decodes]
         several, ordinals = self._several(common, decodes, decode_tokens)
-        # Drafts are stored in the same step in which tokens after them read them; so are two new tokens of a sequence
-        # that are pieces of their own (a cache with a bound).
+        # Rows may read tokens that the same step stores: those of drafts, and in a bounded cache those of a sequence's
+        # other pieces. Only without them may stores and reads overlap.
         alone = not prefills and several is None and common.max_query_len == 1
         self.plan.update(lens, overlap=alone, several=several)
         found, later = self._prefills(common, decodes, decode_tokens) if prefills else (None, None)
@@ -205,22 +222,25 @@ class CudaBuilder(PackedBuilder):
         return Metadata(self.plan, rows, table, lens, common.slot_mapping, ordinals, found, nowhere, later)
 
     def _several(self, common: Any, decodes: int, tokens: int) -> tuple[Several | None, torch.Tensor]:
-        """Rows of the first `decodes` sequences and their `tokens`, None where each is one; each one's place in it."""
+        """Return the rows of the first `decodes` sequences, or None if each has one, and the rows' positions.
+
+        `tokens` is the number of their rows. A position is that in the row's sequence, from 1 on.
+        """
         starts, lens = common.query_start_loc[: decodes + 1], common.seq_lens[:decodes]
         most = int(common.query_start_loc_cpu[: decodes + 1].diff().max()) if self.width > 1 and decodes else 1
         if most <= 1:
             return None, lens
-        rows = min(tokens, decodes * most)  # no more of these tokens are real
+        rows = min(tokens, decodes * most)  # the rest is padding
         owner, seen = owners(starts, lens, rows)
         self.owners[:rows] = torch.where(seen > 0, owner, -1)
         self.seen[:rows] = seen
         return Several(starts, self.owners[:rows], most), self.seen[:rows]
 
     def warm_up(self) -> None:
-        """Launch every variant of our kernels that serving can reach.
+        """Launch every variant of our kernels that serving needs.
 
-        Triton compiles anew for another constant, and for an address or a stride that is no longer a multiple of 16.
-        vLLM's own warm-up meets some variants only: none reads a context back, and none decodes beside a prompt.
+        Triton recompiles for another constant, and for an address or a stride that is not a multiple of 16. vLLM's own
+        warm-up covers only some variants: it reads no context back, and never decodes beside a prompt.
         """
         shape, sequences, rows = self.shape, self.plan.sequences, self.plan.rows
         heads = shape.kv_heads * shape.ratio
@@ -265,18 +285,18 @@ class CudaBuilder(PackedBuilder):
                 prefill(query[:1], fresh[:1], fresh[:1], ends, 1, ends, 1.0, causal, shape.softcap)
 
     def _first_image(self, common: Any, decodes: int) -> int:
-        """The first of the sequences whose few new tokens are some of an image; `decodes` where there is none."""
+        """Return the first sequence whose few new tokens belong to an image; `decodes` if there is none."""
         if self.width == 1 or not prefix_lm.ranges(common):
             return decodes
         new = common.query_start_loc_cpu.diff().tolist()
-        lens = common.seq_lens_cpu_upper_bound  # exact in a prompt, and past its images elsewhere
+        lens = common.seq_lens_cpu_upper_bound  # exact in prompts; elsewhere past the images
         seen = (common.seq_lens.cpu() if lens is None else lens).tolist()
         return min(prefix_lm.spans(common, [(i, seen[i] - new[i], new[i]) for i in range(decodes)]), default=decodes)
 
     def _prefills(self, common: Any, decodes: int, decode_tokens: int) -> tuple[Prefills, prefix_lm.LaterTokens | None]:
         starts = common.query_start_loc_cpu[decodes : common.num_reqs + 1] - decode_tokens
         new = starts[1:] - starts[:-1]
-        lens = common.seq_lens_cpu_upper_bound  # exact in a prompt; drafts that were not accepted are still in it
+        lens = common.seq_lens_cpu_upper_bound  # exact in prompts; elsewhere it counts rejected drafts
         if lens is None or (self.width > 1 and not self._prompts(common, decodes)):
             lens = common.seq_lens.cpu()
         context = lens[decodes : common.num_reqs] - new
@@ -300,7 +320,7 @@ class CudaBuilder(PackedBuilder):
 
     def _later(self, common: Any, decodes: int, context: torch.Tensor, new: torch.Tensor,
                keys: torch.Tensor) -> prefix_lm.LaterTokens | None:  # fmt: skip
-        """Tokens of images that attend to later ones; `keys`: the row of each sequence's first new key."""
+        """Return the tokens of images that attend to later ones; `keys` has the row of each sequence's first key."""
         if not prefix_lm.ranges(common):
             return None
         counts = new.tolist()
@@ -318,7 +338,7 @@ class CudaBuilder(PackedBuilder):
 
     @staticmethod
     def _prompts(common: Any, decodes: int) -> bool:
-        """Whether the sequences after the first `decodes` are known to be in their prompts."""
+        """Return True if the sequences after the first `decodes` are known to be in their prompts."""
         found = getattr(common, "is_prefilling", None)
         return found is not None and bool(found[decodes : common.num_reqs].all())
 

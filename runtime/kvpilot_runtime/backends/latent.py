@@ -1,8 +1,8 @@
-"""What our backends of multi-head latent attention (MLA) have in common: pages, refusals, and how prefill reads them.
+"""Common part of our backends of multi-head latent attention (MLA): pages, refusals and prefill.
 
-vLLM makes keys and values of each head out of a prompt's latents itself, by its own prefill backend, and asks for the
-context as entries in the model's own elements. Those are read from the pages here, a chunk at a time as vLLM plans it;
-what is stored, and decode in the absorbed form, are the platform's (`latent_cpu`, `latent_cuda`).
+vLLM computes each head's keys and values from a prompt's latents, by its own prefill backend, and asks for the context
+as entries in the model's dtype. These are read from the pages here, in the chunks that vLLM plans. `latent_cpu` and
+`latent_cuda` store entries and decode in the absorbed form.
 """
 
 from __future__ import annotations
@@ -20,54 +20,41 @@ from vllm.model_executor.layers.attention.mla_attention import (
     init_mla_context_partial,
 )
 
+from kvpilot_formats.arguments import rules
 from kvpilot_formats.latent import ENTRY, RANK, LatentFormat, parse
-from kvpilot_runtime.backends.packed import PREFILL_FROM_PAGES, refuse_beside_any
-from kvpilot_runtime.errors import UnsupportedModelError
+from kvpilot_runtime.backends.packed import PREFILL_FROM_PAGES, OurBackend, refuse_beside
 
-if TYPE_CHECKING:  # Triton is not there on every CPU
+if TYPE_CHECKING:  # some CPUs have no Triton
     from kvpilot_kernels.gpu.latent_pages import GpuLatentPages
     from kvpilot_kernels.latent.cpu import LatentPages
 
-_REMEDIES = {
-    "sparse not supported": "sparse attention, as in DeepSeek V3.2, is not supported",
-    "non-MLA not supported": "it has no multi-head latent attention (choose one of the dtypes that say k and v)",
-    "batch invariance not supported": "batch invariance is not supported (unset VLLM_BATCH_INVARIANT)",
-    "head_size not supported": f"a latent other than 512 elements and {ENTRY - RANK} with RoPE is not supported",
-}
 
-
-class LatentBackend(MLACommonBackend):  # type: ignore[misc]  # vLLM has no types for us
-    """What both dtypes share on every platform."""
+class LatentBackend(OurBackend, MLACommonBackend):  # type: ignore[misc]  # vLLM has no types for us
+    """Backend of latent pages."""
 
     fmt: ClassVar[LatentFormat]
-
-    @staticmethod
-    def get_name() -> str:
-        """The slot that vLLM's list of backends keeps for plugins; any other name is refused."""
-        return "CUSTOM"
+    remedies: ClassVar[dict[str, str]] = {
+        "sparse not supported": "sparse attention, as in DeepSeek V3.2, is not supported",
+        "non-MLA not supported": "it has no multi-head latent attention (choose one of the dtypes that say k and v)",
+        "head_size not supported": f"a latent other than 512 elements and {ENTRY - RANK} with RoPE is not supported",
+    }
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Elements of an entry with a page layout."""
+        """Return the size of an entry."""
         return [ENTRY]
 
     @classmethod
-    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """vLLM's reasons against this backend for a layer, with the remedy where there is one of its own."""
-        return [_REMEDIES.get(reason, reason) for reason in super().validate_configuration(*args, **kwargs)]
-
-    @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """The page size of this dtype: `LatentFormat.row_bytes` per token; a layer that stays in 16 bits keeps its."""
+        """Set the page size of this dtype, `LatentFormat.row_bytes` per token; layers in 16 bits keep theirs."""
         return spec if spec.dtype != torch.uint8 else replace(spec, state_content_bytes=cls.fmt.row_bytes)
 
 
 class LatentImpl:
-    """Attention of one layer over latent pages; stands before vLLM's own class of the platform.
+    """Attention of one layer over latent pages; a mixin for vLLM's class of the platform.
 
     Raises (at start):
-        UnsupportedModelError: there is speculation, KV transfer, context parallelism or dual batch overlap, or some
-            layers stay in 16 bits.
+        UnsupportedModelError: a switch of `rules.BESIDE_ANY` or `rules.BESIDE_LATENT` is on.
     """
 
     kv_cache_dtype: str
@@ -77,28 +64,17 @@ class LatentImpl:
         super().__init__(*args, **kwargs)
         self.fmt = parse(self.kv_cache_dtype)
         self.read_back = os.environ.get(PREFILL_FROM_PAGES) == "1"
-        config = get_current_vllm_config()
-        refuse_beside_any(config)
-        for given, what in (
-            (config.speculative_config is not None, "speculative decoding (--speculative-config)"),
-            (config.kv_transfer_config is not None, "KV transfer or offloading (--kv-transfer-config, "
-                                                    "--kv-offloading-size)"),
-            (bool(config.cache_config.kv_cache_dtype_skip_layers), "--kv-cache-dtype-skip-layers"),
-        ):  # fmt: skip
-            if given:
-                raise UnsupportedModelError(
-                    f"{what} is not supported with kv-cache dtype {self.fmt.name!r}; leave one of the two out"
-                )
+        refuse_beside(get_current_vllm_config(), (*rules.BESIDE_ANY, *rules.BESIDE_LATENT))
 
     @abstractmethod
     def pages_of(self, kv_cache: torch.Tensor) -> LatentPages | GpuLatentPages:
-        """A layer's cache, uint8 [blocks, block_size, row_bytes], as latent pages."""
+        """Return a layer's cache, uint8 [blocks, block_size, row_bytes], as latent pages."""
 
     def do_kv_cache_update(
         self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor,
         *_scales: Any, **_more: Any,
     ) -> None:  # fmt: skip
-        """Write a step's entries into their slots; vLLM's further arguments are of its own dtypes' scales."""
+        """Write a step's entries into their slots; vLLM's other arguments are scales of its own dtypes."""
         if kv_cache.numel():
             self.pages_of(kv_cache).store(kv_c_normed, k_pe.squeeze(1), slot_mapping.flatten())
 
@@ -107,20 +83,19 @@ class LatentImpl:
         self, kv_cache: torch.Tensor, block_table: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor,
         longest: int, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Read entries back from pages.
+        """Read entries from pages into `out`.
 
         Args:
-            block_table: int32 [sequences, blocks]. starts: int32 [sequences], each one's first token.
-            rows: int32 [sequences + 1], where each one's tokens start in `out`; their differences are the counts, at
-                most `longest`.
-            out: [tokens, 576] of the model's dtype, written.
+            block_table: int32 [sequences, blocks]. starts: int32 [sequences], the first token of each.
+            rows: int32 [sequences + 1], where the tokens of each start in `out`; no sequence has more than `longest`.
+            out: [tokens, 576] of the model's dtype.
         """
 
     def forward_mha(
         self, q: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor,
         attn_metadata: Any, *args: Any, **kwargs: Any,
     ) -> None:  # fmt: skip
-        """Prefill of the new tokens as they are, or as they are read back from pages (`PREFILL_FROM_PAGES`)."""
+        """Prefill with the new tokens, exact or as read back from pages (`PREFILL_FROM_PAGES`)."""
         if self.read_back:
             prefill = attn_metadata.prefill
             context, rows = prefill.chunked_context, prefill.query_start_loc
@@ -133,13 +108,13 @@ class LatentImpl:
     def _compute_prefill_context(
         self, q: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any, k_scale: torch.Tensor
     ) -> Any:
-        """Attention of a step's prefills to their contexts, and its log-sums; vLLM merges it with that to new tokens.
+        """Return the attention of prefills to their contexts, and its log-sums; vLLM merges it with that to new tokens.
 
-        In place of vLLM's own, whose kernels read its own dtypes alone.
+        It replaces vLLM's own, whose kernels read only vLLM's dtypes.
         """
         prefill = attn_metadata.prefill
         context = prefill.chunked_context
-        merged: Any = None  # there is a chunk, or vLLM would not ask
+        merged: Any = None  # vLLM calls this only if there is a chunk
         for chunk in context.chunks:
             entries = context.workspace[: chunk.num_context_tokens]
             table = prefill.block_table[chunk.request_slice]
@@ -156,7 +131,7 @@ class LatentImpl:
         return merged
 
     def _keys_and_values(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each head, [tokens, heads, nope + 64] and [tokens, heads, value], from entries [tokens, 576]."""
+        """Expand entries [tokens, 576] into keys [tokens, heads, nope + 64] and values [tokens, heads, value]."""
         impl: Any = self
         up = impl.kv_b_proj(entries[:, :RANK])[0]
         nope, value = up.view(len(entries), impl.num_heads, -1).split([impl.qk_nope_head_dim, impl.v_head_dim], -1)

@@ -1,14 +1,14 @@
-"""Our backend of multi-head latent attention (MLA) on CUDA: latent pages, our decode kernels, vLLM's own prefill.
+"""Backend of multi-head latent attention (MLA) on CUDA: latent pages, our decode kernels, vLLM's own prefill.
 
-vLLM stores a step's entries first; sequences that decode then go, absorbed, through split decode over the pages, in a
-full CUDA graph. Prompts attend by vLLM's fastest prefill backend, and to their context as `latent` reads it back.
+vLLM stores a step's entries first. Absorbed queries then go through split-KV decode over the pages, in a full CUDA
+graph. Prompts attend by vLLM's fastest prefill backend, to contexts that `latent` reads back.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -17,49 +17,22 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonImpl,
     MLACommonMetadataBuilder,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport
 
-from kvpilot_formats.hardware import BLOCK_STEPS
 from kvpilot_formats.latent import ENTRY, RANK, LatentFormat, names, parse
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.gpu.latent_pages import GpuLatentPages, LatentPlan, LatentShape
 from kvpilot_kernels.latent.factors import LatentFactors
-from kvpilot_runtime.backends.cuda_steps import decode_sizes, warm_up
+from kvpilot_runtime.backends.cuda_steps import CudaLimits, decode_sizes, warm_up
 from kvpilot_runtime.backends.latent import LatentBackend, LatentImpl
 from kvpilot_runtime.backends.packed import classes_of
 from kvpilot_runtime.backends.reserved import BLOCK, Reserving, release
 from kvpilot_runtime.errors import UnsupportedModelError
 
 
-class CudaLatentBackend(LatentBackend):
-    """What both dtypes share on CUDA."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Blocks of any multiple of 64 tokens: a tile of the decode kernel lies in one page."""
-        return [MultipleOf(BLOCK_STEPS["cuda"])]
-
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl]:
-        """The attention of a layer."""
-        return CudaLatentImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        """The builder of a batch's metadata."""
-        return CudaLatentBuilder
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        """From Ampere on: the kernels use asynchronous copies and 16-bit tensor cores with float32 sums."""
-        return bool(capability.major >= 8)
-
-
 @cache
 def shape_of(fmt: LatentFormat, heads: int, block_size: int, device: torch.device) -> LatentShape:
-    """What the kernels need to know of a layer, once for all layers alike.
+    """Return the layers' shape for the kernels, one object for equal layers.
 
     Raises:
         UnsupportedModelError: more heads than the kernels take.
@@ -72,19 +45,19 @@ def shape_of(fmt: LatentFormat, heads: int, block_size: int, device: torch.devic
 
 @cache
 def no_factors(device: torch.device) -> LatentFactors:
-    """Factors that change nothing, at an address that captured graphs read."""
+    """Return neutral factors, at an address that captured graphs read."""
     return LatentFactors.identity(device)
 
 
 @dataclass
 class Decode(MLACommonDecodeMetadata):  # type: ignore[misc]  # vLLM has no types for us
-    """What `forward_mqa` needs of the sequences that decode: vLLM's own, and how their work is cut."""
+    """vLLM's metadata of the sequences that decode, with the plan of their work."""
 
     plan: LatentPlan
 
 
 class CudaLatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
-    """vLLM's metadata of a batch, with a plan that is rewritten in place; captured graphs read it."""
+    """Builder of vLLM's metadata with a plan, which is rewritten in place because captured graphs read it."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -103,7 +76,7 @@ class CudaLatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
         return Decode(block_table_tensor, seq_lens_device, None, self.plan)
 
     def warm_up(self) -> None:
-        """Launch every variant of our kernels that serving can reach: Triton compiles anew for another constant."""
+        """Launch every variant of our kernels that serving needs: Triton recompiles for another constant."""
         shape, sequences, dims = self.shape, self.plan.sequences, self.mla_dims
         make: dict[str, Any] = {"device": shape.device}
         floats = make | {"dtype": self.model_config.dtype}
@@ -128,12 +101,12 @@ class CudaLatentImpl(Reserving, LatentImpl, MLACommonImpl):  # type: ignore[misc
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._config = get_current_vllm_config()
-        # It stores entries by a kernel of vLLM's own, in place of `do_kv_cache_update`.
+        # This pass would store entries by a kernel of vLLM and bypass `do_kv_cache_update`.
         self._config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
         self._gpu_pages: tuple[int, GpuLatentPages] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Do as vLLM does, and hold the plan of a step, so that vLLM counts it."""
+        """Do as vLLM, and reserve a step's plan, so that vLLM counts its memory."""
         super().process_weights_after_loading(act_dtype)
         sequences = decode_sizes(self._config)[0]
         self.reserve(
@@ -143,7 +116,7 @@ class CudaLatentImpl(Reserving, LatentImpl, MLACommonImpl):  # type: ignore[misc
     def forward_mqa(
         self, q: tuple[torch.Tensor, torch.Tensor], kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[torch.Tensor, None]:
-        """Decode: one query token of each sequence, absorbed, over its pages; in latent space."""
+        """Decode one absorbed query token per sequence over its pages, in latent space."""
         absorbed, rope = q
         decode: Decode = attn_metadata.decode
         pages = self.pages_of(kv_c_and_k_pe_cache)
@@ -156,15 +129,21 @@ class CudaLatentImpl(Reserving, LatentImpl, MLACommonImpl):  # type: ignore[misc
         self, kv_cache: torch.Tensor, block_table: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor,
         longest: int, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """As `LatentImpl.read`."""
+        """Read entries, as `LatentImpl.read`."""
         self.pages_of(kv_cache).gather(block_table, starts, rows, longest, out)
 
     def pages_of(self, kv_cache: torch.Tensor) -> GpuLatentPages:
-        """As `LatentImpl.pages_of`, checked once."""
+        """Return latent pages, as `LatentImpl.pages_of`, checked once."""
         if self._gpu_pages is None or self._gpu_pages[0] != kv_cache.data_ptr():
             shape = shape_of(self.fmt, self.num_heads, kv_cache.shape[1], kv_cache.device)
             self._gpu_pages = kv_cache.data_ptr(), GpuLatentPages(kv_cache, shape, no_factors(kv_cache.device))
         return self._gpu_pages[1]
+
+
+class CudaLatentBackend(CudaLimits, LatentBackend):
+    """Backend of latent dtypes on CUDA, with one subclass per dtype."""
+
+    impl, builder = CudaLatentImpl, CudaLatentBuilder
 
 
 __getattr__ = classes_of(CudaLatentBackend, names, parse)

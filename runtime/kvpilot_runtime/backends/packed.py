@@ -1,9 +1,8 @@
-"""What our attention backends have in common: which dtype has which class, the size of a page, what is refused.
+"""Common part of our attention backends: classes of dtypes, page sizes and refusals.
 
 vLLM knows a backend by the import path of its class and asks the class for its page size (`customize_spec`), so each
-dtype has a class of its own. They are made from the table of formats when they are asked for by name, here and in
-every process that loads or unpickles one: `kvpilot_runtime.backends.cpu.K4V4Backend` and
-`kvpilot_runtime.backends.cuda.K4V4Backend`.
+dtype has its own class, for example `kvpilot_runtime.backends.cuda.K4V4Backend`. `classes_of` makes it from the table
+of formats, in each process that imports or unpickles it.
 """
 
 from __future__ import annotations
@@ -19,41 +18,41 @@ import torch
 from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
 
 from kvpilot_formats import formats
 from kvpilot_formats.arguments import rules
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime.calibration import info as calibration_info
 from kvpilot_runtime.calibration.of_engine import calibration_of
-from kvpilot_runtime.config import carriers, offload, retention
+from kvpilot_runtime.config import connectors, offload, retention
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent.ring_layers import RecentLayer, Rings, attach
 from kvpilot_runtime.speculation import drafts, has_draft_model, refuse_other_drafters
 from kvpilot_runtime.vllm_api import contract
-from kvpilot_runtime.vllm_api.compat import HeadMajorPages, backend_class
+from kvpilot_runtime.vllm_api.compat import backend_class, page_layouts
+from kvpilot_runtime.vllm_api.vllm_parts import Feature
 
 PREFILL_FROM_PAGES = "KVPILOT_PREFILL_FROM_PAGES"
-"""Set to 1, a chunk reads itself back from its pages too: outputs then do not depend on how prompts were chunked,
-cached or preempted (slightly less accurate; it is what the equivalence tests compare)."""
+"""Environment variable; with 1, a chunk's own tokens are read back from their pages too.
 
-
-_REMEDIES = {
-    "sliding window not supported": "a sliding-window layer is not supported (keep these in 16 bits: "
-    "--kv-cache-dtype-skip-layers sliding_window)",
-    "partial multimodal token full attention not supported": "images whose tokens attend to each other both ways are "
-    "not supported (serve text alone: --language-model-only)",
-    "batch invariance not supported": "batch invariance is not supported (unset VLLM_BATCH_INVARIANT)",
-}
+Outputs are slightly less accurate, but do not depend on chunks, prefix hits and preemption. Equivalence tests need it.
+"""
 
 
 def classes_of(
     parent: type[Any], names: Callable[[], Iterable[str]], parse: Callable[[str], Any]
 ) -> Callable[[str], type[Any]]:
-    """A module's `__getattr__`: the subclass of `parent` for the dtype that a class name stands for, made once.
+    """Return a module's `__getattr__`, which finds the subclass of `parent` for a dtype by its class name.
 
     Args:
-        names: the dtypes. parse: the format of one, which the subclass has as `fmt`.
+        names: returns the dtypes. parse: returns the format of one, the subclass's `fmt`.
     """
 
     @cache
@@ -67,46 +66,91 @@ def classes_of(
     return find
 
 
-class PackedBackend(HeadMajorPages, AttentionBackend):  # type: ignore[misc]  # vLLM has no types for us
-    """What all of our dtypes share on every platform."""
+class OurBackend(AttentionBackend):  # type: ignore[misc]  # vLLM has no types for us
+    """Answers to vLLM that are attributes in each of our backends.
 
-    fmt: ClassVar[formats.Format]
+    Attributes:
+        block_step: blocks are multiples of so many tokens.
+        impl: implementation of one layer. builder: builder of a batch's metadata.
+        remedies: our words for vLLM's reasons against a backend, with what to do.
+    """
 
-    @classmethod
-    @abstractmethod
-    def recent_backend(cls) -> type[RingBackend]:
-        """The backend of the layers that have the rings."""
+    block_step: ClassVar[int]
+    impl: ClassVar[type[AttentionImpl]]
+    builder: ClassVar[type[AttentionMetadataBuilder]]
+    remedies: ClassVar[dict[str, str]] = {}
 
     @staticmethod
     def get_name() -> str:
-        """The slot that vLLM's list of backends keeps for plugins; any other name is refused."""
+        """Return the name that vLLM reserves for plugins; it refuses unknown names."""
         return "CUSTOM"
 
     @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
+        """Return the implementation of one layer."""
+        return cls.impl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[AttentionMetadataBuilder]:
+        """Return the builder of a batch's metadata."""
+        return cls.builder
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Return the multiple that block sizes must be."""
+        return [MultipleOf(cls.block_step)]
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """Return vLLM's reasons against this backend for a layer, with our remedies."""
+        remedies = {"batch invariance not supported": _NOT_INVARIANT, **cls.remedies}
+        return [remedies.get(reason, reason) for reason in super().validate_configuration(*args, **kwargs)]
+
+
+_NOT_INVARIANT = "batch invariance is not supported (unset VLLM_BATCH_INVARIANT)"
+
+
+class PackedBackend(OurBackend):
+    """Backend of packed pages, uint8 [blocks, kv_heads, tokens, row_bytes]; a head's tokens of a block are one page.
+
+    Attributes:
+        ring_backend: backend of the layers that hold the recent windows.
+    """
+
+    fmt: ClassVar[formats.Format]
+    ring_backend: ClassVar[type[RingBackend]]
+    remedies: ClassVar[dict[str, str]] = {
+        "sliding window not supported": "a sliding-window layer is not supported (keep these in 16 bits: "
+        "--kv-cache-dtype-skip-layers sliding_window)",
+        "partial multimodal token full attention not supported": "images whose tokens attend to each other both ways "
+        "are not supported (serve text alone: --language-model-only)",
+    }
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """Return vLLM's layouts that pages support."""
+        return page_layouts()
+
+    @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Head dimensions that pages store, some of them with zeros behind: `formats.stored_dim`."""
+        """Return the head dimensions that pages store, some of them with padding (`formats.stored_dim`)."""
         return [dim for dim in range(max(formats.HEAD_DIMS) + 1) if formats.stored_dim(dim)]
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Layers whose softmax divides by one more logit."""
+        """Return True: the softmax may divide by one more logit."""
         return True
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Images whose tokens attend to each other both ways, but in a cache with a bound, which has other places."""
-        return retention.asked() is None and contract.has_images()
-
-    @classmethod
-    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """vLLM's reasons against this backend for a layer, with the remedy where there is one of its own."""
-        return [_REMEDIES.get(reason, reason) for reason in super().validate_configuration(*args, **kwargs)]
+        """Return True if images may attend both ways; not in a bounded cache, which has other token positions."""
+        return retention.asked() is None and contract.has(Feature.IMAGES)
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """The page size of this dtype: `Format.row_bytes` per token and KV head.
+        """Set the page size of this dtype: `Format.row_bytes` per token and KV head.
 
-        vLLM also asks for the page of a layer that stays in 16 bits, to make both one size: that one is left alone.
+        vLLM also asks for layers that stay in 16 bits; their spec is returned unchanged.
 
         Raises:
             UnsupportedModelError: heads of this dimension are not stored, or keys and values of different sizes.
@@ -124,28 +168,28 @@ class PackedBackend(HeadMajorPages, AttentionBackend):  # type: ignore[misc]  # 
             raise UnsupportedModelError(str(error)) from error
 
 
-class RingBackend(HeadMajorPages, AttentionBackend):  # type: ignore[misc]
-    """What stands for the ring layers: a builder of `Rings`, and pages as the layers beside have them."""
+class RingBackend(OurBackend):
+    """Backend of ring layers, which hold recent windows: a builder of `Rings`, and no attention of their own."""
 
-    @staticmethod
-    def get_name() -> str:
-        """As our other backends."""
-        return "CUSTOM"
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """Return vLLM's layouts that pages support."""
+        return page_layouts()
 
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl]:
-        """vLLM asks for one of layers that attend; those of a ring never do."""
-        raise NotImplementedError("nothing attends by a ring alone")
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
+        """Raise: vLLM asks only for layers that attend."""
+        raise NotImplementedError("a ring layer does not attend")
 
 
 def our_layers(vllm_config: Any) -> dict[str, Any]:
-    """The engine's layers that have packed pages, by name."""
+    """Return the engine's layers with packed pages, by name."""
     context = vllm_config.compilation_config.static_forward_context
     return {name: layer for name, layer in context.items() if isinstance(getattr(layer, "impl", None), PackedImpl)}
 
 
 def only_ours(vllm_config: Any) -> bool:
-    """Whether all layers that have a KV cache have packed pages."""
+    """Return True if all layers with a KV cache have packed pages."""
     every = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
     return all(
         isinstance(layer, RecentLayer) or isinstance(getattr(layer, "impl", None), PackedImpl) for layer in every
@@ -153,30 +197,30 @@ def only_ours(vllm_config: Any) -> bool:
 
 
 def refuse_unsupported_options(vllm_config: Any) -> None:
-    """Refuse what no backend of ours does.
+    """Refuse options that packed pages do not support.
 
     Raises:
-        UnsupportedModelError: a switch of `rules.BESIDE_ANY`, KV transfer other than to host memory, or that one beside
-            sliding-window layers or chunked attention is on.
-        UnsupportedEngineError: some layers stay in 16 bits, and this vLLM lacks what that needs.
+        UnsupportedModelError: a switch of `rules.BESIDE_ANY` is on, or a KV transfer other than to host memory, or any
+            transfer beside sliding-window layers or chunked attention.
+        UnsupportedEngineError: some layers stay in 16 bits, and this vLLM lacks the parts for that.
     """
     dtype = vllm_config.cache_config.cache_dtype
     if getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None):
         contract.refuse(dtype, contract.broken(""), skipping=True)
-    refuse_beside_any(vllm_config)
+    refuse_beside(vllm_config, rules.BESIDE_ANY)
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         return
     from vllm.platforms import current_platform
 
-    carried = transfer.kv_connector in carriers.SERVED
+    between = transfer.kv_connector in connectors.SERVED
     what = offload.unsupported(transfer, current_platform.device_type) or (
-        carriers.beside(vllm_config) if carried else None
+        connectors.beside(vllm_config) if between else None
     )
     if what is not None:
         raise UnsupportedModelError(f"--kv-transfer-config: {what} is not supported with kv-cache dtype {dtype!r}; use "
                                     "--kv-offloading-size alone, or --kv-cache-dtype auto")  # fmt: skip
-    asked = "--kv-transfer-config" if carried else "--kv-offloading-size"
+    asked = "--kv-transfer-config" if between else "--kv-offloading-size"
     layers = vllm_config.compilation_config.static_forward_context.values()
     for name, what in (("sliding_window", "sliding-window layers"), ("attention_chunk_size", "chunked attention")):
         if any(getattr(layer, name, None) is not None for layer in layers):
@@ -184,20 +228,20 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
                                         f"dtype {dtype!r}; leave one of the two out")  # fmt: skip
 
 
-def refuse_beside_any(vllm_config: Any) -> None:
-    """Refuse what goes with no cache of ours.
+def refuse_beside(vllm_config: Any, switches: Iterable[rules.Switch]) -> None:
+    """Refuse options that do not work with the engine's dtype.
 
     Raises:
-        UnsupportedModelError: a switch of `rules.BESIDE_ANY` is on.
+        UnsupportedModelError: one of these switches is on.
     """
-    if (found := rules.first_set(vllm_config, rules.BESIDE_ANY)) is not None:
+    if (found := rules.first_set(vllm_config, switches)) is not None:
         dtype = vllm_config.cache_config.cache_dtype
         raise UnsupportedModelError(f"{found[0]} ({found[1]}) is not supported with kv-cache dtype {dtype!r}; leave "
                                     "one of the two out")  # fmt: skip
 
 
 class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """The builder of a batch's metadata.
+    """Builder of a batch's metadata.
 
     Raises (at start):
         UnsupportedModelError: as `refuse_unsupported_options`.
@@ -208,12 +252,12 @@ class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         refuse_unsupported_options(vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """Metadata of one batch.
+        """Return the metadata of one batch.
 
         Raises:
-            UnsupportedModelError: its tokens are to attend to later ones, which our kernels do not do.
+            UnsupportedModelError: tokens attend to later ones, which our kernels do not support.
         """
-        if common_attn_metadata.causal is not True:  # False, or a tensor with a word for each sequence
+        if common_attn_metadata.causal is not True:  # False, or a tensor with a value per sequence
             dtype = self.vllm_config.cache_config.cache_dtype
             raise UnsupportedModelError(
                 f"attention to later tokens (causal=False) is not supported with kv-cache dtype {dtype!r}; use "
@@ -223,19 +267,20 @@ class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
     @abstractmethod
     def describe(self, common: Any) -> Any:
-        """What the layers' `forward` needs of a batch that vLLM describes as `CommonAttentionMetadata`."""
+        """Return the metadata that `forward` needs, from vLLM's `CommonAttentionMetadata`."""
 
 
 class PackedImpl(AttentionImpl):  # type: ignore[misc]
     """Attention of one layer over packed pages.
 
-    `drafting` says that the layer is a draft model's: it has no window, and no factors but those of a calibration at
-    start. `recent` and `ring` are the tokens of the recent window and the layer that has its pages, None until `attach`
-    has settled it; `drafts` are tokens that a step may store and the next ones take back, for each sequence.
+    Attributes:
+        drafting: the layer belongs to a draft model. It has no recent window, and no factors from a file.
+        recent, ring: tokens of the recent window, and the layer with its pages; None until `attach` sets them.
+        drafts: tokens of a sequence that a step may store and later steps may reject.
 
     Raises (at start):
-        UnsupportedModelError: the layer needs ALiBi or a sliding window, or is not a decoder's; or drafts come from
-            elsewhere than is served, or from a model beside layers that are not ours.
+        UnsupportedModelError: the layer needs ALiBi or a sliding window, or is not a decoder's; or the source of drafts
+            is not supported, here or beside layers that are not ours.
     """
 
     def __init__(
@@ -278,7 +323,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         self._config = get_current_vllm_config()
         refuse_other_drafters(self._config, kv_cache_dtype)
         self.drafts = drafts(self._config)
-        # A draft is loaded once its model's layers have settled their window.
+        # vLLM loads the draft model after the served one, whose windows are set by then.
         self.drafting = has_draft_model(self._config) and any(
             layer.impl.recent is not None for layer in our_layers(self._config).values()
         )
@@ -291,24 +336,24 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         self.ring: RecentLayer | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """vLLM's word that all layers are there: the first of ours gives them their rings.
+        """Give all our layers their rings, at the first call.
 
-        vLLM says it again when weights were loaded anew, by `reload_weights` or by a trainer.
+        vLLM calls this again after it has reloaded weights (`reload_weights`, or a trainer).
         """
         layers = our_layers(self._config)
         attach(self._config, layers)
         calibration_info.outdate([layer.impl for layer in layers.values()])
 
     def rings(self) -> Rings | None:
-        """Of the step that runs; None where nothing is stored or there is no window."""
+        """Return the rings of the current step; None without a window, or where nothing is stored."""
         found = get_forward_context().attn_metadata if self.ring is not None else None
         return found[self.ring.layer_name] if found and self.ring is not None else None
 
     def factors(self, layer: Any, device: torch.device | str = "cpu") -> Factors:
-        """The factors of this layer and of this rank's KV heads: those of the file, or none that change anything.
+        """Return the factors of this layer and this rank's KV heads, from the file or neutral.
 
-        A layer that uses another layer's cache has that one's, with which its tokens were stored. Made once, on the
-        device of the first call, and changed in place from then on: pages and captured graphs that read them see it.
+        A layer that reads another layer's cache has that layer's factors. They are created on the device of the first
+        call and then changed in place, because pages and captured graphs hold their address.
         """
         if self._factors is None:
             if self._calibration is not None:
@@ -319,7 +364,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         return self._factors
 
     def set_factors(self, layer: Any, found: Factors) -> None:
-        """Put other numbers into the layer's factors."""
-        # Where vLLM tried out graphs before, they were made in inference mode, and may be changed in it alone.
+        """Overwrite the layer's factors."""
+        # A trial capture of graphs creates them in inference mode. They can be changed only in that mode then.
         with torch.inference_mode():
             self.factors(layer, found.key_mean.device).copy_(found)

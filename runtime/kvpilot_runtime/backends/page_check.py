@@ -1,9 +1,9 @@
-"""The last part of the contract: pages that are written and read back through vLLM's own attention layer.
+"""Last check of the contract: pages are written and read back through vLLM's own attention layer.
 
-Shapes and names may be as they were, and what they mean may have changed: another order of blocks or heads, keys where
-values were, a slot that is counted otherwise. So once a worker has its KV cache, one layer of each shape stores three
-requests of different lengths and attends to them in one step, and the reference says what should have come of it. In a
-cache with a bound the longest of them has outgrown it, and pages that it gave back hold something else by then.
+Shapes and names may be unchanged while their meaning differs: another order of blocks or heads, keys in place of
+values, slots that are counted differently. So, once a worker has its KV cache, one layer of each shape stores three
+requests of different lengths and attends to them in one step. The result is compared with the reference. In a bounded
+cache the longest request has outgrown its bound, and its freed pages are overwritten.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from kvpilot_runtime.recent.ring_layers import Rings
 from kvpilot_runtime.vllm_api import compat
 
 WORST = 0.05
-"""Of the reference's answer. Elements of 16 bits and other sums make it 0.01; a page that is misread, 1 or so."""
+"""Largest allowed error, relative to the reference. Rounding and another order of sums make 0.01, a misread page 1."""
 
 LONGEST = 4096
-"""Tokens of a request at most: a longer bound is not outgrown here."""
+"""Largest number of tokens of a request; longer bounds are not outgrown here."""
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 
 def check(worker: Any) -> None:
-    """Refuse a vLLM whose layers do not give back what they were given; the cache is left as it was.
+    """Refuse a vLLM whose layers return other values than were stored; restore the cache.
 
     Raises:
-        UnsupportedEngineError: a step's answer is not the reference's; or no step can be made, and this version was
-            not run on this platform.
+        UnsupportedEngineError: a step's answer differs from the reference; or no step can be made, and this version is
+            not supported on this platform.
     """
     layers = [layer for layer in our_layers(worker.vllm_config).values() if layer.kv_sharing_target_layer_name is None]
     for layer in {(x.head_size, x.num_kv_heads, x.num_heads): x for x in layers}.values():
@@ -44,7 +44,7 @@ def check(worker: Any) -> None:
             off = _off(worker.vllm_config, layer)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            if compat.was_run_on(worker.device.type):  # by more than this
+            if compat.was_run_on(worker.device.type):  # the benchmarks have shown more
                 log.warning("No page was written and read back at start: %s", why)
                 return
             raise _refusal(layer, why) from error
@@ -62,7 +62,7 @@ def _refusal(layer: Any, why: str) -> UnsupportedEngineError:
 
 @dataclass(frozen=True)
 class _Request:
-    """Queries, keys and values of a request, [tokens, heads, head_dim] each, and its pages, int64 [pages]."""
+    """Request with queries, keys and values, [tokens, heads, head_dim] each, and its pages, int64 [pages]."""
 
     new: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     pages: torch.Tensor
@@ -72,19 +72,19 @@ class _Request:
         return len(self.new[0])
 
     def slots(self, begin: int, end: int, size: int) -> torch.Tensor:
-        """Where tokens go in the cache, in pages of `size`."""
+        """Return the slots of tokens in the cache, in pages of `size`."""
         at = torch.arange(begin, end, device=self.pages.device)
         return self.pages[at // size] * size + at % size
 
 
 def lengths(blocks: int, size: int, longest: int, bound: SinksAndWindow | None) -> list[int]:
-    """Tokens of the requests to try: two pages, less than one, and, with a bound, enough to leave a page behind.
+    """Return the lengths of requests to try: two pages, less than one, and enough to leave a page of a bounded cache.
 
     Args:
-        blocks: of the cache, the first of which is nobody's. size: tokens of each. longest: of a request.
+        blocks: of the cache; the first one belongs to no request. size: tokens of each. longest: of a request.
     """
     asked = [size + 3, min(5, size)]
-    if bound is not None and not isinstance(bound, HeavyHitters):  # whose pages the scheduler chooses
+    if bound is not None and not isinstance(bound, HeavyHitters):  # the scheduler chooses their pages
         asked.append(bound.window + (bound.sink_pages(size) + 2) * size + 3)
     else:
         asked.append(2 * size + 1)
@@ -98,9 +98,9 @@ def lengths(blocks: int, size: int, longest: int, bound: SinksAndWindow | None) 
 
 @torch.inference_mode()
 def _off(config: Any, layer: Any) -> float:
-    """By how much the layer's answers to the last tokens of requests differ from the reference's, relative to these."""
+    """Return the error of the layer's answers to the last tokens of requests, relative to the reference."""
     cache, bound = layer.kv_cache, retention.asked()
-    size = cache.shape[2]  # the config has another one where groups of layers share pages
+    size = cache.shape[2]  # the config's size differs if groups of layers share pages
     scheduler = config.scheduler_config
     wanted = lengths(cache.shape[0], size, config.model_config.max_model_len, bound)[: scheduler.max_num_seqs]
     requests = _requests(config, layer, wanted)
@@ -108,7 +108,7 @@ def _off(config: Any, layer: Any) -> float:
     table = torch.nn.utils.rnn.pad_sequence([request.pages.int() for request in requests], batch_first=True)
     saved = cache[used]
     try:
-        for row, request in enumerate(requests):  # prompts, each by itself
+        for row, request in enumerate(requests):  # prompts, one by one
             for begin in range(0, request.tokens - 1, scheduler.max_num_batched_tokens):
                 end = min(begin + scheduler.max_num_batched_tokens, request.tokens - 1)
                 _step(config, layer, [(request, begin, end)], table[row : row + 1])
@@ -124,7 +124,7 @@ def _off(config: Any, layer: Any) -> float:
 
 
 def _requests(config: Any, layer: Any, wanted: list[int]) -> list[_Request]:
-    """Random requests of these lengths, in pages from the last one of the cache on."""
+    """Draw random requests of these lengths, in pages from the last one of the cache on."""
     cache, found = layer.kv_cache, []
     random, last = torch.Generator().manual_seed(0), cache.shape[0] - 1
     for tokens in wanted:
@@ -145,7 +145,7 @@ def _kept(bound: SinksAndWindow | None, page: int, position: int, size: int) -> 
 
 
 def _differs(layer: Any, request: _Request, bound: SinksAndWindow | None, found: torch.Tensor) -> float:
-    """By how much an answer to a request's last token differs from the reference's, relative to it."""
+    """Return the error of an answer to a request's last token, relative to the reference."""
     cpu, impl, size = torch.device("cpu"), layer.impl, layer.kv_cache.shape[2]
     query, key, value = (x.to(cpu) for x in request.new)
     kept = [at for at in range(request.tokens) if _kept(bound, at // size, request.tokens - 1, size)]
@@ -157,7 +157,7 @@ def _differs(layer: Any, request: _Request, bound: SinksAndWindow | None, found:
 
 
 def _step(config: Any, layer: Any, asked: list[tuple[_Request, int, int]], table: torch.Tensor) -> torch.Tensor:
-    """Make one step of vLLM's layer, with the tokens from `begin` to `end` of each request; its answers to them.
+    """Run one step of vLLM's layer with tokens [begin, end) of each request, and return its answers.
 
     Args:
         asked: requests, `begin` and `end`. table: int32 [requests, pages].
@@ -183,7 +183,7 @@ def _step(config: Any, layer: Any, asked: list[tuple[_Request, int, int]], table
     spec = replace(backend.customize_spec(layer.get_kv_cache_spec(config)), block_size=size)
     metadata = {layer.layer_name: backend.get_builder_cls()(spec, [layer.layer_name], config, device).build(0, common)}
     mapping = {layer.layer_name: slots}
-    if impl.ring is not None:  # which the window's own tests look at
+    if impl.ring is not None:  # the window's own tests check it
         blocks = impl.fmt.ring_blocks(impl.recent + impl.drafts, layer.head_size, size)
         nobodys = torch.full((count, blocks), -1, dtype=torch.int32, device=device)
         metadata[impl.ring.layer_name] = Rings(torch.full((count,), -1, device=device), nobodys)

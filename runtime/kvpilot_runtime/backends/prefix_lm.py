@@ -1,4 +1,4 @@
-"""Tokens of an image that attend to each other both ways, as Gemma 3 and PaliGemma have them."""
+"""Images whose tokens attend to each other both ways, as in Gemma 3 and PaliGemma."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 import torch
 
 Spans = list[tuple[int, int]]
-"""Of a sequence's new tokens, counted from the first one: [begin, end) of two tokens and more."""
+"""Ranges [begin, end) of two or more tokens, relative to a sequence's first new token."""
 
 
 def ranges(common: Any) -> Mapping[int, Sequence[tuple[int, int]]]:
-    """First and last tokens of the images of each sequence that has some, by its place in the batch."""
+    """Return the first and last tokens of each sequence's images, by its place in the batch."""
     return getattr(common, "mm_req_doc_ranges", None) or {}
 
 
 def spans(common: Any, sequences: Sequence[tuple[int, int, int]]) -> dict[int, Spans]:
-    """What a batch, vLLM's `CommonAttentionMetadata`, has of them; sequences without any are left out.
+    """Return the spans of a batch, vLLM's `CommonAttentionMetadata`, by sequence; sequences without any are left out.
 
     Args:
         sequences: each one's place in the batch, the tokens before its new ones, and how many are new.
 
-    Tokens of an image that are in the context need nothing more: they were computed with the image whole.
+    Image tokens in the context need nothing: they were computed with the whole image.
     """
     images = ranges(common)
     found: dict[int, Spans] = {}
@@ -36,13 +36,13 @@ def spans(common: Any, sequences: Sequence[tuple[int, int, int]]) -> dict[int, S
 
 @dataclass
 class LaterTokens:
-    """For each token of spans but the last one of each: what it sees beyond a causal mask, as causal attention itself.
+    """Attention of image tokens to later tokens of their image, in the form of causal attention.
 
-    Backwards, the later tokens come first: of tokens a to z, queries y to a see keys z to b.
+    In reverse order later tokens come first: of tokens a to z, queries y to a see keys z to b.
 
     Attributes:
         queries, keys: int64 [tokens], rows. starts: int32 [spans + 1], where each span begins in them.
-        longest: tokens of a span here, at most.
+        longest: tokens of the longest span.
     """
 
     queries: torch.Tensor
@@ -52,7 +52,7 @@ class LaterTokens:
 
 
 def later_tokens(rows: Sequence[tuple[int, int, int]]) -> LaterTokens:
-    """Of spans, each by the rows of its first query and its first key, and its tokens."""
+    """Return the later tokens of spans, each given by the rows of its first query and first key, and its length."""
     counts = torch.tensor([tokens - 1 for _, _, tokens in rows])
     queries = torch.cat([query + torch.arange(tokens - 2, -1, -1) for query, _, tokens in rows])
     keys = torch.cat([key + torch.arange(tokens - 1, 0, -1) for _, key, tokens in rows])

@@ -1,7 +1,7 @@
-"""Step buffers that an engine's builder makes once the KV cache is there, held before while vLLM measures memory.
+"""Step buffers, reserved while vLLM measures memory, until an engine's builder makes its own.
 
-vLLM counts as weights what is allocated while it loads them. So the first layer holds such buffers from then on, and
-gives them back when the builder makes those that captured graphs read: the block size is settled by then, too.
+vLLM counts memory that is allocated while it loads weights. So the first layer reserves such buffers then. It releases
+them when the builder makes the buffers that captured graphs read, after the block size is known.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from collections.abc import Callable
 from typing import Any
 
 BLOCK = 64
-"""Tokens of a page in a shape that buffers are held for: their size does not depend on it."""
+"""Tokens of a page in the shape of reserved buffers; their size does not depend on it."""
 
 
 class Reserving:
-    """An attention implementation that may hold its engine's step buffers.
+    """Attention implementation that may reserve its engine's step buffers.
 
     Attributes:
-        reserved: what it holds; None before and after.
+        reserved: the buffers, or None.
     """
 
     reserved: Any = None
     _reserves = True
 
     def reserve(self, vllm_config: Any, make: Callable[[Any], Any]) -> None:
-        """Hold what `make` makes on the engine's device, if this is the first layer of its kind; once."""
+        """Reserve the buffers that `make` makes on the engine's device, once, in the first layer of this kind."""
         if self._reserves and next(iter(_holders(vllm_config)), None) is self:
             self.reserved, self._reserves = make(vllm_config.device_config.device), False
 
 
 def release(vllm_config: Any) -> None:
-    """Give back what an engine's layers hold."""
+    """Release the buffers that an engine's layers reserve."""
     for impl in _holders(vllm_config):
         impl.reserved = None
 

@@ -1,1 +1,1 @@
-"""Caches with a bound: what vLLM's scheduler frees, and attention over the pages that are kept."""
+"""Bounded caches: pages that vLLM's scheduler frees, and attention over the pages that are kept."""

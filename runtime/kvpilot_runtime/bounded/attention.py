@@ -1,9 +1,9 @@
-"""Attention over a cache with a bound, whichever backend a layer has: block tables of kept pages alone.
+"""Attention over a bounded cache, for every backend: block tables that list only the kept pages.
 
-Keys are stored with their positions in them (RoPE), and causal attention asks for nothing but the order of tokens. So a
-table of the sinks' pages followed by the window's, with a length that counts these alone, makes any causal backend
-attend to sinks and window, and nothing reads a page that was freed. New tokens of a sequence that have different pages
-before them are served as sequences of their own (`pieces`), each causal in itself.
+Keys are stored with their positions applied (RoPE), and causal attention depends only on the order of tokens. So a
+table of the sinks' pages followed by the window's, with the length of these alone, makes any causal backend attend to
+sinks and window. Freed pages are never read. If new tokens of a sequence attend to different pages, they become several
+sequences (`pieces`), each causal in itself.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Pieces:
 
     Attributes:
         owner: int64 [pieces], the sequence of each. starts: int32 [pieces + 1], their first rows in the batch.
-        lens: int32 [pieces], kept tokens up to and with the piece's last. columns: int64 [pieces, blocks], places in
-            the owner's block table; those past `lens` may name any.
+        lens: int32 [pieces], kept tokens up to and including the piece's last. columns: int64 [pieces, blocks], columns
+            of the owner's block table; those past `lens` are arbitrary.
     """
 
     owner: torch.Tensor
@@ -38,7 +38,7 @@ class Pieces:
 
 
 def pieces(bound: SinksAndWindow, page: int, starts: torch.Tensor, seq_lens: torch.Tensor) -> Pieces:
-    """Cut a batch's new tokens.
+    """Cut a batch's new tokens into pieces.
 
     Args:
         page: tokens of a block. starts: int [sequences + 1], first rows. seq_lens: int [sequences], tokens of each
@@ -62,12 +62,13 @@ def pieces(bound: SinksAndWindow, page: int, starts: torch.Tensor, seq_lens: tor
 
 
 def kept_alone(common: Any, bound: SinksAndWindow, page: int) -> Any:
-    """A batch (vLLM's `CommonAttentionMetadata`) as one of its pieces.
+    """Return a batch (vLLM's `CommonAttentionMetadata`) whose sequences are the pieces, with tables of kept pages.
 
-    Its longest query stays that of the whole batch: whoever may be in one step with tokens before itself can be told.
+    `max_query_len` stays that of the whole batch, so that backends still see if tokens attend to others of the same
+    step.
 
     Raises:
-        UnsupportedModelError: its tokens are to attend to later ones.
+        UnsupportedModelError: its tokens attend to later ones.
     """
     if common.causal is not True:
         raise UnsupportedModelError(
@@ -76,7 +77,7 @@ def kept_alone(common: Any, bound: SinksAndWindow, page: int) -> Any:
     starts = common.query_start_loc_cpu[: common.num_reqs + 1]
     if not int(starts[-1]):
         return common
-    # Exact without speculation, which is refused.
+    # Exact, because speculation is refused.
     lens = common.seq_lens_cpu_upper_bound
     lens = (common.seq_lens.cpu() if lens is None else lens)[: common.num_reqs]
     cut, device = pieces(bound, page, starts, lens), common.seq_lens.device
@@ -89,7 +90,7 @@ def kept_alone(common: Any, bound: SinksAndWindow, page: int) -> Any:
         "num_reqs": len(cut.lens), "max_seq_len": int(cut.lens.max()),
         "block_table_tensor": table[owner[:, None], columns],
         "is_prefilling": None if common.is_prefilling is None else common.is_prefilling[cut.owner],
-        # What was worked out, or is counted, for the sequences.
+        # Values that were computed for whole sequences.
         "req_idx": None, "_num_computed_tokens_cache": None, "_token_to_req_indices_cache": None,
     }  # fmt: skip
     known = {f.name for f in fields(common)}
@@ -97,7 +98,7 @@ def kept_alone(common: Any, bound: SinksAndWindow, page: int) -> Any:
 
 
 class KeptTables:
-    """Tables of kept pages for steps in which each sequence has one new token, in buffers that captured graphs read."""
+    """Tables of kept pages for steps with one new token per sequence, in buffers that captured graphs read."""
 
     def __init__(self, bound: SinksAndWindow, page: int, sequences: int, device: torch.device) -> None:
         self.bound, self.page = bound, page
@@ -106,7 +107,7 @@ class KeptTables:
         self.lens = torch.zeros(sequences, dtype=torch.int32, device=device)
 
     def alone(self, common: Any) -> Any:
-        """As `kept_alone`, without a look at the device; rows of padding have a length of 0, and stay."""
+        """Do as `kept_alone`, without waiting for the device; padding has a length of 0 and stays."""
         count, sinks, table = common.num_reqs, self.bound.sink_pages(self.page), common.block_table_tensor
         gap = self.gap(common.seq_lens[:count])
         columns = torch.where(self.columns < sinks, self.columns, self.columns + gap[:, None])
@@ -123,16 +124,16 @@ class KeptTables:
         return replace(common, **{name: value for name, value in changes.items() if name in known})
 
     def gap(self, lens: torch.Tensor) -> torch.Tensor:
-        """Pages between the sinks and the window of the last of `lens` tokens; of the dtype of `lens`."""
+        """Return the number of pages between sinks and window for the last of `lens` tokens, in the dtype of `lens`."""
         return ((lens - self.bound.window) // self.page - self.bound.sink_pages(self.page)).clamp(min=0)
 
 
 @cache
 def bounded_backend(stock: Any) -> Any:
-    """A subclass of a layer's `AttentionBackend`, whose builder is given kept pages alone."""
+    """Return a subclass of a layer's `AttentionBackend` whose builder sees only kept pages."""
 
     class Builder(stock.get_builder_cls()):  # type: ignore[misc]
-        supports_update_block_table = False  # tables of other groups would be whole ones
+        supports_update_block_table = False  # tables of other groups list all pages
 
         def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -150,14 +151,14 @@ def bounded_backend(stock: Any) -> Any:
 
         @classmethod
         def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-            """Of whole steps those alone in which each sequence has one new token: others have tables of their own."""
+            """Limit full graphs to steps with one new token per sequence: others have tables of their own."""
             if isinstance(kv_cache_spec.bound, HeavyHitters) and not vllm_config.use_v2_model_runner:
-                return AttentionCGSupport.NEVER  # nobody has seen it right with the older runner
+                return AttentionCGSupport.NEVER  # the older runner was not tested
             stock = super().get_cudagraph_support(vllm_config, kv_cache_spec)
             return min(stock, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda support: support.value)
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-            """Metadata of a batch's pieces, or of what heavy hitters hold."""
+            """Return the metadata of a batch's pieces, or of the pages that heavy hitters hold."""
             common, bound, page = common_attn_metadata, self.kv_cache_spec.bound, self.kv_cache_spec.block_size
             if isinstance(bound, HeavyHitters):
                 from kvpilot_runtime.bounded import heavy
@@ -179,15 +180,15 @@ def bounded_backend(stock: Any) -> Any:
 
 
 def backend_of(layer: Any, stock: Any) -> Any:
-    """What vLLM is told of a layer's backend."""
+    """Return the bounded backend of a layer, or vLLM's if all is kept."""
     return stock if _unlike(layer) else bounded_backend(stock)
 
 
 def spec_of(layer: Any, stock: Any, vllm_config: Any) -> Any:
-    """What vLLM is told of a layer's pages.
+    """Return the bounded spec of a layer's pages, or vLLM's if all is kept.
 
     Raises:
-        UnsupportedModelError: a bounded cache does not serve this model, or not with what else is switched on.
+        UnsupportedModelError: a bounded cache does not support this model or an option.
     """
     from kvpilot_runtime.bounded.heavy_spec import HeavySpec
     from kvpilot_runtime.bounded.spec import BoundedSpec
@@ -208,7 +209,7 @@ def spec_of(layer: Any, stock: Any, vllm_config: Any) -> Any:
 
 
 def refuse_unsupported(vllm_config: Any, bound: SinksAndWindow) -> None:
-    """Refuse what a bounded cache does not serve, should an engine be started without kvpilot-serve.
+    """Refuse models and options that bounded caches do not support, for engines that kvpilot-serve did not start.
 
     Raises:
         UnsupportedModelError: see docs/retention.md.
@@ -238,7 +239,7 @@ def refuse_unsupported(vllm_config: Any, bound: SinksAndWindow) -> None:
 
 
 def _unlike(layer: Any) -> str:
-    """What keeps a layer from having a bounded cache; empty for nothing."""
+    """Name the property by which a layer cannot have a bounded cache; return nothing without one."""
     from vllm.model_executor.layers.attention import Attention
 
     if type(layer) is not Attention:

@@ -1,7 +1,7 @@
-"""The part of the contract that no signature shows: vLLM's own manager and block tables, tried with a bounded cache.
+"""Check of behaviour that no signature shows: vLLM's cache manager and block tables are tried with a bounded cache.
 
-A subclass inherits a later vLLM's behaviour under the old names. So three requests of different lengths are given to
-vLLM, and the pages that it leaves them are compared with those that `SinksAndWindow` says their next tokens attend to.
+A subclass inherits changes of a later vLLM. So vLLM gets three requests of different lengths, and the pages that it
+keeps for them are compared with those that their next tokens attend to by `SinksAndWindow`.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ BOUND = SinksAndWindow(4, 100)
 
 
 def kept(bound: SinksAndWindow, page: int, computed: int) -> set[int]:
-    """Pages that tokens from `computed` on attend to, of those that hold earlier tokens."""
+    """Return the pages that tokens from `computed` on attend to, among those of earlier tokens."""
     pages = -(-computed // page)
     return {*range(min(bound.sink_pages(page), pages)), *range(bound.first_page(computed, page), pages)}
 
 
 def refuse_other_pages() -> None:
-    """Refuse a vLLM whose manager leaves a request other pages than it attends to.
+    """Refuse a vLLM whose cache manager keeps other pages of a request than it attends to.
 
     Raises:
         UnsupportedEngineError: with the first request whose pages differ, or because none could be tried.
     """
     try:
         found = _freed()
-    except Exception as error:  # whatever a version to come makes of it
+    except Exception as error:  # a later version may fail in any way
         found = f"three requests cannot be tried ({type(error).__name__}: {error})"
     if found:
         raise _refusal(f"its KV cache manager: {found}")
 
 
 def _freed() -> str:
-    """Say how the pages of three requests in chunks differ from the bound's; empty where they do not."""
+    """Try three requests in chunks, and say how their pages differ from the bound's; return nothing if they do not."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
@@ -82,10 +82,10 @@ def _freed() -> str:
 
 
 def refuse_other_tables(worker: Any, bound: SinksAndWindow) -> None:
-    """Refuse a worker whose block tables lack pages that requests attend to, before any request is there.
+    """Refuse a worker whose block tables lack pages that requests attend to, before the first request.
 
-    The newer model runner gathers its tables on the GPU for each step; those of the older one are what the scheduler
-    sends. Rows of requests to come are written anew.
+    vLLM's newer runner gathers its tables on the GPU in each step; the older one takes them from the scheduler. The
+    rows used here are overwritten by later requests.
 
     Raises:
         UnsupportedEngineError: a page is missing.
@@ -110,7 +110,7 @@ def refuse_other_tables(worker: Any, bound: SinksAndWindow) -> None:
     gathered = tables.gather_block_tables(torch.arange(rows, dtype=torch.int32, device=device), rows, **more)[at].cpu()
     for row, length in enumerate(lengths):
         tables.append_block_ids(row, tuple([] for _ in groups), overwrite=True)
-        every = {*range(-(-length // page))}  # of which heavy hitters may hold any
+        every = {*range(-(-length // page))}  # heavy hitters may hold any of them
         wanted = every if isinstance(bound, HeavyHitters) else kept(bound, page, length - 1)
         missing = sorted(i for i in wanted if gathered[row, i] != 1 + i)
         if missing:

@@ -1,7 +1,7 @@
-"""Heavy hitters in a worker: attention over the pages that the scheduler says are held, and what these pages weigh.
+"""Heavy hitters in a worker: attention over the held pages, and measurement of the pages' masses.
 
 A page's mass is the attention that its tokens get, summed over query heads and layers. It is measured beside a layer's
-attention, of one query in `EVERY`, each of which counts for so many: decode kernels stay as they are, and cost nothing.
+attention, for one query in `EVERY`, with that weight, so decode kernels stay unchanged.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvpilot_formats.arguments import rules
 from kvpilot_runtime.bounded import heavy_mass
 from kvpilot_runtime.bounded.heavy_mass import Measured, Singles, Weighing
 from kvpilot_runtime.bounded.heavy_spec import EVERY, KEPT, MASSES, NOTHING, Kept
@@ -22,21 +23,21 @@ from kvpilot_runtime.config.retention import HeavyHitters
 from kvpilot_runtime.errors import UnsupportedEngineError, UnsupportedModelError
 
 MOST = 8
-"""Queries of a chunk that are measured, at most."""
+"""Largest number of a chunk's queries that are measured."""
 ORDER = "gather_batch_req_state"
-"""Method of vLLM's newer runner for GPUs that puts a step's requests in the order of its batch."""
+"""Method of vLLM's newer runner that puts a step's requests into the order of its batch."""
 MARK = "kvpilot_measured"
-"""Attribute of a batch's metadata: its `Weighing`, None where nothing is, and `Singles`, None but on a GPU."""
+"""Attribute of a batch's metadata with its `Weighing` and its `Singles`; None if nothing is measured, or on a CPU."""
 
 
 @dataclass
 class Step:
-    """What a worker was told of the step that runs.
+    """State of the current step in a worker.
 
     Attributes:
-        kept: by request; None before the engine serves. alone: single tokens are measured. requests: those of the
-            batch, in its order. weighing: what is measured here, once the batch is known; singles: what kernels do, of
-            each shape of layers.
+        kept: held pages by request; None before the engine serves. alone: single tokens are measured.
+        requests: those of the batch, in its order. weighing: the measurement, once the batch is known.
+        singles: buffers of the kernels, one for each shape of layers.
     """
 
     kept: dict[str, Kept] | None = None
@@ -47,12 +48,14 @@ class Step:
 
 
 STEP = Step()
-"""Of this process's engine; one runs at a time."""
+"""State of this process's engine, which runs one step at a time."""
 
 
 def measured_rows(new: int, alone: bool = False) -> tuple[int, float]:
-    """How many of a sequence's `new` tokens, the last ones, are measured, and what each counts for; a single one where
-    the step says so (`alone`)."""
+    """Return how many of a sequence's last `new` tokens are measured, and the weight of each.
+
+    A single token is measured if the step says so (`alone`).
+    """
     if new == 1:
         return int(alone), EVERY
     rows = min(max(new // EVERY, 1), MOST)
@@ -60,15 +63,20 @@ def measured_rows(new: int, alone: bool = False) -> tuple[int, float]:
 
 
 def most_pages(bound: HeavyHitters, page: int, scheduler: Any) -> int:
-    """Pages that a sequence with one new token holds at most: its budget, that token's, and what was in flight when
-    pages were freed, since vLLM counts no step whose results it does not have (`scheduler`: its configuration)."""
+    """Return the largest number of pages of a sequence with one new token.
+
+    They are its budget's, the new token's, and those in flight when pages were freed, since vLLM does not count a step
+    before it has the results. `scheduler` is vLLM's configuration.
+    """
     ahead = scheduler.max_num_batched_tokens if scheduler.async_scheduling else 0
     return bound.pages(page) + 1 + -(-ahead // page)
 
 
 class HeldTables:
-    """Tables and lengths of held pages, at most `most` of a sequence, for steps in which each has one new token: in
-    buffers that captured graphs read."""
+    """Tables and lengths of at most `most` held pages per sequence, in buffers that captured graphs read.
+
+    They serve steps with one new token per sequence.
+    """
 
     def __init__(self, page: int, most: int, sequences: int, device: torch.device) -> None:
         self.page = page
@@ -76,9 +84,9 @@ class HeldTables:
         self.lens = torch.zeros(sequences, dtype=torch.int32, device=device)
 
     def put(self, common: Any) -> Any:
-        """The batch, whose tables and lengths are those of held pages, with the same in the buffers.
+        """Return the batch with tables and lengths of held pages, in the buffers.
 
-        Where graphs are captured, both are those of a context that nothing was freed of: what is too long is cut off.
+        While graphs are captured, nothing was freed, so both are cut to the buffers' size.
         """
         count, most = common.num_reqs, self.table.shape[1]
         table = common.block_table_tensor[:count, :most]
@@ -93,15 +101,14 @@ class HeldTables:
 
 
 def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles: Singles | None = None) -> Any:
-    """A batch (vLLM's `CommonAttentionMetadata`) with tables and lengths of held pages; `step` gets what is measured,
-    and `singles` those single tokens that are ahead of all others.
+    """Return a batch (vLLM's `CommonAttentionMetadata`) with tables and lengths of held pages.
 
-    Before the engine serves, there is nothing to know and the batch stays as it is. Nothing waits for the device where
-    lengths are known on the host, as they are without drafts.
+    `step` gets the measurement, and `singles` the single tokens before all others. Before the engine serves, the batch
+    stays unchanged. Nothing waits for the device if lengths are known on the host, as they are without drafts.
 
     Raises:
-        UnsupportedModelError: its tokens are to attend to later ones.
-        UnsupportedEngineError: a sequence that the scheduler did not tell of.
+        UnsupportedModelError: its tokens attend to later ones.
+        UnsupportedEngineError: the scheduler did not announce a sequence.
     """
     if common.causal is not True:
         raise UnsupportedModelError(
@@ -113,7 +120,7 @@ def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles:
     starts = common.query_start_loc_cpu[: count + 1].numpy()
     lens = common.seq_lens_cpu_upper_bound
     lens = (common.seq_lens.cpu() if lens is None else lens)[:count].numpy().copy()
-    live, told = np.flatnonzero(np.diff(starts)).tolist(), [NOTHING] * count  # others are padding
+    live, told = np.flatnonzero(np.diff(starts)).tolist(), [NOTHING] * count  # the rest is padding
     for row in live:
         if row >= len(requests) or requests[row] not in step.kept:
             raise UnsupportedEngineError(
@@ -143,13 +150,13 @@ def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles:
     if singles is not None:
         singles.begin(ahead)
         step.singles += [singles] * bool(ahead)
-    if chunks and step.weighing is None:  # layers of another shape have the same step
+    if chunks and step.weighing is None:  # layers of another shape share the step
         total = torch.zeros(len(chunks), width, dtype=torch.float64, device=table.device)
         step.weighing = Weighing(chunks, table, total)
     changes = {
         "seq_lens": upload(lens, table.device).to(common.seq_lens), "seq_lens_cpu_upper_bound": torch.from_numpy(lens),
         "max_seq_len": int(lens.max()), "block_table_tensor": table,
-        # What was worked out for the sequences.
+        # Values that were computed for whole sequences.
         "req_idx": None, "_num_computed_tokens_cache": None, "_token_to_req_indices_cache": None,
     }  # fmt: skip
     known = {f.name for f in fields(common)}
@@ -157,8 +164,10 @@ def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles:
 
 
 def columns(told: Sequence[Kept], held: np.ndarray, width: int) -> np.ndarray:
-    """Places in whole tables of the pages that sequences hold, int64 [sequences, width]; past a sequence's end its
-    first page, which is never freed. held: int [sequences], pages of each."""
+    """Return the columns of held pages in whole tables, int64 [sequences, width].
+
+    Past a sequence's end it is the first page, which is never freed. `held` is int [sequences], the pages of each.
+    """
     at = np.zeros((len(told), width), np.int64)
     for row, ((pages, first), count) in enumerate(zip(told, held.tolist(), strict=True)):
         at[row, : len(pages)] = pages
@@ -168,16 +177,16 @@ def columns(told: Sequence[Kept], held: np.ndarray, width: int) -> np.ndarray:
 
 
 def upload(x: np.ndarray, device: torch.device) -> torch.Tensor:
-    """An array on a device, where nothing waits for it."""
+    """Copy an array to a device without waiting for it."""
     host = torch.from_numpy(x)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def singles(builder: Any, page: int, most: int, sequences: int) -> Singles | None:
-    """What the kernels of a group of layers write to; None on a CPU, where all is measured alike.
+    """Return the buffers that the kernels of a group of layers write to; None on a CPU, which measures otherwise.
 
     Raises:
-        UnsupportedModelError: layers whose pages nothing weighs there.
+        UnsupportedModelError: layers whose pages cannot be weighed there.
     """
     if builder.device.type == "cpu":
         return None
@@ -187,16 +196,15 @@ def singles(builder: Any, page: int, most: int, sequences: int) -> Singles | Non
 
 
 def attach(worker: Any, bound: HeavyHitters) -> None:
-    """In a worker that has its KV cache: measure every layer, and tell each step's masses.
+    """Measure every layer of a worker that has its KV cache, and send each step's masses to the scheduler.
 
     Raises:
-        UnsupportedModelError: keys that cannot be read, or what nobody has seen right beside heavy hitters.
+        UnsupportedModelError: keys that cannot be read, or options that are not supported beside heavy hitters.
     """
     config, runner = worker.vllm_config, worker.model_runner
-    parallel = config.parallel_config
+    switch = rules.first_set(config, rules.BESIDE_HEAVY_HITTERS)
     found = (
-        (parallel.tensor_parallel_size > 1, "tensor parallelism"),
-        (parallel.pipeline_parallel_size > 1, "pipeline parallelism"),
+        (switch is not None, switch[1] if switch else ""),
         (len(runner.kv_cache_config.kv_cache_groups) != 1, "layers with pages of several kinds"),
         (str(config.cache_config.cache_dtype).startswith("fp8"), f"kv-cache dtype {config.cache_config.cache_dtype!r}"),
     )
@@ -221,7 +229,7 @@ def attach(worker: Any, bound: HeavyHitters) -> None:
         output = sample(*args, **kwargs)
         measured = [one.masses() for one in (STEP.weighing, *STEP.singles) if one is not None]
         if measured and output is not None:
-            # The runner of GPUs gives what it has not read yet around what is sent.
+            # On a GPU the runner returns a wrapper that has not read the output yet.
             setattr(getattr(output, "model_runner_output", output), MASSES, [*chain.from_iterable(measured)])
         STEP.kept, STEP.alone, STEP.weighing, STEP.singles = None, False, None, []
         return output
@@ -230,7 +238,7 @@ def attach(worker: Any, bound: HeavyHitters) -> None:
 
 
 def noting_order(order: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a runner: the same, and the step knows its requests."""
+    """Wrap a runner's method so that the step learns its requests."""
 
     def gather_batch_req_state(*args: Any, **kwargs: Any) -> Any:
         state, tokens_of_each = order(*args, **kwargs)
@@ -257,11 +265,12 @@ def _measure(layer: Any) -> None:
 
 
 def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Any], None]:
-    """Adds to the masses of a step, of a layer's queries [tokens, heads, head_dim], its metadata of the step, and what
-    is measured.
+    """Return a function that adds a layer's share to a step's masses.
+
+    It takes the layer's queries [tokens, heads, head_dim], its metadata of the step, and the measurement.
 
     Raises:
-        UnsupportedModelError: where the layer's backend keeps its keys is not known.
+        UnsupportedModelError: the layout of the keys in the layer's backend is unknown.
     """
     if layer.kv_cache.device.type == "cpu":
         return heavy_mass.on_cpu(layer)

@@ -1,8 +1,8 @@
-"""How pages are weighed on a GPU, all left on the device.
+"""Measurement of page masses on a GPU, without waiting for the device.
 
-Single tokens are measured by a kernel after decode, which is in captured graphs and mostly does nothing. Of prompts'
-chunks sequences are weighed together, and their context piece by piece: a handful of launches of a layer however many
-there are. Keys are then read back by the kernel that reads contexts for prompts, into the same workspace.
+A kernel after decode measures single tokens. Captured graphs contain it, and it mostly does nothing. Sequences of
+prompts' chunks are weighed together, and their contexts piece by piece, in a few launches per layer. The kernel that
+reads contexts for prompts reads their keys into the same workspace.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from kvpilot_runtime.errors import UnsupportedModelError
 
 @dataclass
 class Piece:
-    """Pages [first, last) of a group's sequences, whose keys are read at a time.
+    """Pages [first, last) of a group's sequences, whose keys are read at once.
 
     Attributes:
-        slots: int64 [tokens]; ordinals: int32 [tokens]; sequence after sequence, as `places.stored_slots` gives them.
+        slots: int64 [tokens]; ordinals: int32 [tokens]; sequence after sequence, from `places.stored_slots`.
     """
 
     first: int
@@ -56,7 +56,7 @@ class Group:
 
 
 def groups(weighing: Weighing, page: int, room: int) -> Iterator[Group]:
-    """Cut a step's sequences by how many rows are measured of each; keys of `room` tokens are read at a time."""
+    """Group a step's sequences by their number of measured rows; the keys of `room` tokens are read at once."""
     device, every = weighing.table.device, weighing.sequences
 
     def upload(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
@@ -89,15 +89,15 @@ def groups(weighing: Weighing, page: int, room: int) -> Iterator[Group]:
 
 
 def singles(builder: Any, page: int, most: int, sequences: int) -> Singles:
-    """Buffers for what is measured of steps with one new token of each of so many sequences, of `most` pages each.
+    """Make the buffers for steps with one new token per sequence, for so many sequences of `most` pages.
 
     Raises:
-        UnsupportedModelError: the builder of layers whose pages are not ours.
+        UnsupportedModelError: the layers' pages are not ours.
     """
     if not isinstance(builder, CudaBuilder):
         raise UnsupportedModelError(
-            f"on a GPU no pages but ours are weighed: {retention.VARIABLE} needs another policy, or a KV-cache dtype "
-            "of kvpilot"
+            f"on a GPU only kvpilot's pages are weighed: {retention.VARIABLE} needs another policy, or a KV-cache "
+            "dtype of kvpilot"
         )
     shape = builder.shape
     per_page = page // stretch(shape)
@@ -108,7 +108,7 @@ def singles(builder: Any, page: int, most: int, sequences: int) -> Singles:
 
 
 def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles], None]:
-    """Adds a layer's share to a step's masses (`heavy.weigher`)."""
+    """Return a function that adds a layer's share to a step's masses (`heavy.weigher`)."""
     impl: CudaImpl = layer.impl
     page = layer.kv_cache.shape[2]
 
@@ -135,7 +135,7 @@ def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles
 
 
 def keys(pages: GpuPages, group: Group, piece: Piece, workspace: torch.Tensor) -> torch.Tensor:
-    """A piece's keys, [sequences, kv_heads, head_dim, tokens], read back into the workspace."""
+    """Read a piece's keys, [sequences, kv_heads, head_dim, tokens], into the workspace."""
     sequences, tokens = len(group.lens), (piece.last - piece.first) * pages.shape.block_size
     found, values = (side[: sequences * tokens] for side in workspace)
     pages.gather(piece.slots, piece.ordinals, found, values)

@@ -1,4 +1,4 @@
-"""What pages weigh: the attention that their tokens get, by its formula, and how it is measured on a CPU."""
+"""Page masses: their formula, and their measurement on a CPU."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvpilot_runtime.errors import UnsupportedModelError
 
 @dataclass
 class Measured:
-    """A sequence of a step whose last queries are measured.
+    """Sequence of a step whose last queries are measured.
 
     Attributes:
         request: its id. pages: those it holds, in the order of its table, which is `row` of the step's.
-        length: tokens in these. rows: of the batch, the last tokens. weight: what each counts for.
+        length: tokens in these. rows: of the batch, the last tokens. weight: factor of each row.
     """
 
     request: str
@@ -32,11 +32,11 @@ class Measured:
 
 @dataclass
 class Weighing:
-    """What of a step is measured, on the device that attends; all of its layers add to it.
+    """Measurement of a step on the device that attends; all layers add to it.
 
     Attributes:
         sequences: those that are measured. table: int32 [sequences of the step, pages], the blocks that each holds.
-        total: float64 [measured sequences, pages], the sum so far. groups: as `heavy_cuda` cuts it.
+        total: float64 [measured sequences, pages], the sum so far. groups: cut by `heavy_cuda`.
     """
 
     sequences: list[Measured]
@@ -45,18 +45,19 @@ class Weighing:
     groups: dict[int, Any] = field(default_factory=dict)
 
     def masses(self) -> list[Masses]:
-        """For the scheduler; waits for the device, once for all layers."""
+        """Return the masses for the scheduler; wait for the device once for all layers."""
         found = self.total.tolist()
         return [(one.request, one.pages, row[: len(one.pages)]) for one, row in zip(self.sequences, found, strict=True)]
 
 
 @dataclass
 class Singles:
-    """What a kernel measures of the sequences that have one new token in a step, in buffers that captured graphs read.
+    """Measurement by a kernel of sequences with one new token, in buffers that captured graphs read.
 
     Attributes:
-        wanted: int32 [1], 0 where nothing is measured. total: float32 [kv_heads, sequences, stretches], the sum so far
-            of all layers, `per_page` stretches a page. sequences: those that are measured, their row that of `total`.
+        wanted: int32 [1], 0 if nothing is measured. total: float32 [kv_heads, sequences, stretches], the sum so far
+            of all layers, `per_page` stretches a page. sequences: those that are measured; their rows are those of
+                `total`.
     """
 
     wanted: torch.Tensor
@@ -65,7 +66,7 @@ class Singles:
     sequences: list[Measured] = field(default_factory=list)
 
     def begin(self, sequences: list[Measured]) -> None:
-        """Of a step, before it is launched."""
+        """Prepare a step before it is launched."""
         if sequences:
             self.total.zero_()
         if bool(sequences) != bool(self.sequences):
@@ -73,7 +74,7 @@ class Singles:
         self.sequences = sequences
 
     def masses(self) -> list[Masses]:
-        """For the scheduler; waits for the device."""
+        """Return the masses for the scheduler; wait for the device."""
         if not self.sequences:
             return []
         heads, rows, _ = self.total.shape
@@ -84,8 +85,10 @@ class Singles:
 
 
 def scores(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """float32 [sequences, heads, rows, tokens]: query [sequences, rows, heads, head_dim], keys [sequences, kv_heads,
-    head_dim, tokens]."""
+    """Return the scores, float32 [sequences, heads, rows, tokens].
+
+    `query` is [sequences, rows, heads, head_dim], and `keys` are [sequences, kv_heads, head_dim, tokens].
+    """
     sequences, rows, heads, dim = query.shape
     kv_heads, tokens = keys.shape[1], keys.shape[3]
     q = query.float().view(sequences, rows, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -96,15 +99,13 @@ def masses(
     score: torch.Tensor, page: int, softcap: float = 0.0, sinks: torch.Tensor | None = None,
     lens: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention that each page gets from the last tokens of sequences, summed over these and their heads.
+    """Return the causal attention that each page gets from sequences' last tokens, float64 [sequences, pages].
+
+    It is summed over tokens and heads, to `rows * heads` per sequence, less the weight of the sinks.
 
     Args:
-        score: as `scores` gives it, overwritten; the last row is that of a sequence's last token. page: tokens of a
-            page. softcap, sinks: as attention has them. lens: int [sequences], tokens of each, of which `score` may
-            have more; None for all.
-
-    Returns:
-        float64 [sequences, pages]; of a sequence all together `rows * heads`, less what the sinks' logits took.
+        score: from `scores`, overwritten; the last row is a sequence's last token. page: tokens of a page.
+        softcap, sinks: as in attention. lens: int [sequences], tokens of each, if `score` has more; None for all.
     """
     sequences, heads, rows, tokens = score.shape
     if softcap:
@@ -123,17 +124,20 @@ def page_mass(
     query: torch.Tensor, keys: torch.Tensor, page: int, scale: float, softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`masses` of one sequence, float64 [pages]: query [rows, heads, head_dim], keys [kv_heads, head_dim, tokens]."""
+    """Return the `masses` of one sequence, float64 [pages].
+
+    `query` is [rows, heads, head_dim], and `keys` are [kv_heads, head_dim, tokens].
+    """
     return masses(scores(query[None], keys[None], scale), page, softcap, sinks)[0]
 
 
 def softcap_of(impl: Any) -> float:
-    """The cap on a layer's scores, 0 for none; backends have two names for it."""
+    """Return the cap on a layer's scores, 0 for none; backends have two names for it."""
     return float(getattr(impl, "softcap", 0.0) or getattr(impl, "logits_soft_cap", 0.0) or 0.0)
 
 
 def on_cpu(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles | None], None]:
-    """Adds a layer's share to a step's masses, sequence by sequence (`heavy.weigher`)."""
+    """Return a function that adds a layer's share to a step's masses, sequence by sequence (`heavy.weigher`)."""
     impl, keys, page = layer.impl, _reader(layer), layer.kv_cache.shape[2]
     softcap = softcap_of(impl)
 
@@ -149,7 +153,7 @@ def on_cpu(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles 
 
 
 def _reader(layer: Any) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """Reads a layer's keys by a table of blocks and a length: float [kv_heads, head_dim, tokens]."""
+    """Return a function from a table of blocks and a length to a layer's keys, float [kv_heads, head_dim, tokens]."""
     from kvpilot_runtime.backends.cpu import CpuImpl
 
     if isinstance(impl := layer.impl, CpuImpl):
@@ -167,12 +171,12 @@ def _reader(layer: Any) -> Callable[[torch.Tensor, int], torch.Tensor]:
 
 
 def key_places(layer: Any) -> torch.Tensor:
-    """Where a backend of vLLM's keeps the keys of a block, found by writing one: int64 [tokens, head_dim].
+    """Return where a backend of vLLM stores the keys of a block, int64 [tokens, head_dim], found by writing one.
 
-    In which order is a matter of the CPU's instructions. Numbers up to 256 are exact in every dtype of a cache.
+    The order depends on the CPU's instructions. Numbers up to 256 are exact in every dtype of a cache.
 
     Raises:
-        UnsupportedModelError: a key is not found as it was written.
+        UnsupportedModelError: a key is not stored as it was written.
     """
     cache, impl = layer.kv_cache, layer.impl
     _, heads, tokens, width = cache.shape
@@ -186,7 +190,7 @@ def key_places(layer: Any) -> torch.Tensor:
         return stored
 
     token, element = torch.meshgrid(torch.arange(tokens), torch.arange(dim), indexing="ij")
-    # Of blocks with more tokens than a dtype tells apart, by two digits.
+    # Two digits, since blocks may have more tokens than a dtype has exact numbers.
     low, high, which = written(token % 128 + 1), written(token // 128 + 1), written(element)
     order = torch.full((tokens, dim), -1)
     place = (low[0] > 0).nonzero().flatten()

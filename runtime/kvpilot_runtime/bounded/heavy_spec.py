@@ -1,9 +1,9 @@
-"""What vLLM's scheduler knows of a cache of heavy hitters: it weighs pages by what workers measure, and frees some.
+"""Heavy hitters in vLLM's scheduler: it weighs pages by the workers' measurements, and frees the lightest.
 
-Scheduler and worker tell each other once a step, as attributes of what vLLM sends anyway, whatever executor is between:
-`KEPT` of its `SchedulerOutput`, which pages each request holds, and `MASSES` of its `ModelRunnerOutput`, what pages
-weighed. The scheduler alone decides, and a worker reads no page but those that it is told of in that very step. So a
-page that was freed is never read, and what becomes of a request meanwhile (preempted, ended, begun anew) needs no word.
+Scheduler and workers exchange one message each per step, as attributes of vLLM's own messages, whatever the executor:
+`KEPT` of its `SchedulerOutput`, the pages that each request holds, and `MASSES` of its `ModelRunnerOutput`, their
+masses. The scheduler alone decides. A worker reads only pages that the same step announced, so it never reads a freed
+page, and preempted, ended and restarted requests need no message.
 """
 
 from __future__ import annotations
@@ -22,28 +22,26 @@ from kvpilot_runtime.config.retention import HeavyHitters
 KEPT, MASSES = "kvpilot_kept", "kvpilot_masses"
 
 EVERY = 32
-"""One step in so many is measured of sequences that decode; chunks of prompts always are."""
+"""Steps per measurement of sequences that decode; chunks of prompts are always measured."""
 
 Kept = tuple[np.ndarray, int]
-"""Of one request: the pages that it holds among its first, int64 and ascending, and how many these first are; it has
-all others."""
+"""Pages that a request holds among its first ones, int64 and ascending, and the number of these; it has all others."""
 NOTHING: Kept = (np.zeros(0, np.int64), 0)
-"""Of a request that nothing was freed of."""
+"""Value for a request of which nothing was freed."""
 Masses = tuple[str, tuple[int, ...], list[float]]
-"""Of one request: its id, pages, and how much attention each had in a step."""
+"""Id of a request, its pages, and how much attention each had in a step."""
 
 
 def lightest(
     bound: HeavyHitters, page: int, held: Sequence[int], masses: Mapping[int, float], computed: int
 ) -> list[int]:  # fmt: skip
-    """Pages to free of a sequence before its next token: those between sinks and window with the least mass.
+    """Return the pages between sinks and window to free before a sequence's next token, lightest first.
+
+    They are those beyond the budget. Of equal pages the earlier one is first.
 
     Args:
-        page: tokens of a page. held: pages of the sequence's `computed` tokens that are held, ascending. masses: by
-            page; none is 0.
-
-    Returns:
-        As many as are held beyond the budget, the lightest first; of two alike the earlier one.
+        page: tokens of a page. held: held pages of the sequence's `computed` tokens, ascending. masses: by page,
+            default 0.
     """
     if (beyond := len(held) - bound.pages(page)) <= 0:
         return []
@@ -54,26 +52,26 @@ def lightest(
 
 @dataclass(frozen=True, kw_only=True)
 class HeavySpec(BoundedSpec):
-    """Pages of a layer whose sequences keep `budget` tokens, the heaviest between sinks and window."""
+    """Spec of a layer whose sequences keep `budget` tokens, the heaviest pages between sinks and window among them."""
 
     budget: int
 
     @property
     def bound(self) -> HeavyHitters:
-        """What is kept."""
+        """Bound of a sequence."""
         return HeavyHitters(self.sinks, self.sliding_window, self.budget)
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """Blocks of a request at most: those of the budget, and of what is in flight wherever a page begins."""
+        """Return the largest number of blocks of a request: the budget's and those in flight, at any alignment."""
         step = -(-max_in_flight_tokens // self.block_size) + 1
         return int(min(self.bound.pages(self.block_size) + step, -(-max_model_len // self.block_size)))
 
 
 class HeavyManager(BoundedManager):
-    """Frees the lightest pages of a request that is above its budget.
+    """Manager that frees the lightest pages of a request above its budget.
 
     Attributes:
-        masses: of the pages of each request that were measured. steps: that workers were told of.
+        masses: measured masses of each request's pages. steps: number of steps announced to workers.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -87,9 +85,9 @@ class HeavyManager(BoundedManager):
         cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], block_pool: Any, kv_cache_spec: Any,
         *_: Any, **__: Any,
     ) -> tuple[tuple[list[Any], ...], int]:  # fmt: skip
-        """The longest prefix that is cached, of as many tokens as the budget at most.
+        """Return the longest cached prefix within the budget.
 
-        Up to there nothing was freed when a page was computed: it is what any request would compute.
+        Up to there nothing had been freed when a page was computed, so every request would compute the same.
         """
         size = kv_cache_spec.block_size
         cached: list[Any] = []
@@ -101,20 +99,20 @@ class HeavyManager(BoundedManager):
         return tuple([one[group] for one in cached] for group in range(len(kv_cache_group_ids))), len(cached) * size
 
     def weigh(self, masses: Masses) -> None:
-        """Add what a worker measured; of no effect for a request that holds nothing."""
+        """Add a worker's measurement; without effect for a request that holds nothing."""
         request, pages, found = masses
         if request in self.req_to_blocks:
             for page, mass in zip(pages, found, strict=True):
                 self.masses[request][page] += mass
 
     def kept(self, request_id: str) -> Kept:
-        """Pages that a request holds among its first, and how many these first are; not to be written to."""
+        """Return the pages that a request holds among its first ones, and the number of these. Do not write to them."""
         return self._kept.get(request_id, NOTHING)
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free the lightest pages beyond the budget; called before a request is given pages for a step."""
+        """Free the lightest pages beyond the budget; vLLM calls this before it gives a request pages for a step."""
         blocks, size = self.req_to_blocks.get(request_id, ()), self.block_size
         whole = min(-(-processed_computed_tokens // size), len(blocks))
         pages, first = self.kept(request_id)
@@ -133,7 +131,7 @@ class HeavyManager(BoundedManager):
         self.block_pool.free_blocks(freed)
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
-        """Of a request that ends, or begins anew: nothing of it is remembered."""
+        """Forget a request that ends or restarts."""
         self.masses.pop(request_id, None)
         self._kept.pop(request_id, None)
         return list(super().pop_blocks_for_free(request_id))
@@ -145,10 +143,9 @@ def _manager(scheduler: Any) -> HeavyManager | None:
 
 
 def tell(scheduler: Any, output: Any) -> None:
-    """Of a scheduler that has made a step: let workers know which pages its requests hold, by their ids, and whether
-    single tokens are measured in it.
+    """Attach the held pages of a step's requests, by id, and whether its single tokens are measured.
 
-    All sequences that decode are measured in the same steps, so that the others wait for no masses.
+    All sequences that decode are measured in the same steps, so that no other step waits for masses.
     """
     if (manager := _manager(scheduler)) is None:
         return
@@ -158,7 +155,7 @@ def tell(scheduler: Any, output: Any) -> None:
 
 
 def hear(scheduler: Any, output: Any) -> None:
-    """Of a scheduler that has a step's results: weigh pages by what workers measured."""
+    """Weigh pages by the workers' measurements in a step's results."""
     if (manager := _manager(scheduler)) is not None:
         for masses in getattr(output, MASSES, ()):
             manager.weigh(masses)

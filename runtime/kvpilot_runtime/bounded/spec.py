@@ -1,8 +1,8 @@
-"""What vLLM's scheduler knows of a cache with a bound: pages between the sinks and the window go back to the pool.
+"""Bounded cache in vLLM's scheduler: pages between the sinks and the window return to the pool.
 
-Whoever unpickles a `BoundedSpec` imports this module, and so registers it. To vLLM it is a sliding window, which sizes
-admission and the capacity that metrics tell of. Our manager keeps the first pages. A worker must clear none: in 0.33 it
-clears entries of its block tables below a window.
+Unpickling a `BoundedSpec` imports this module, which registers it. vLLM treats it as a sliding window, for admission
+and for the capacity in its metrics. Our manager keeps the first pages. Workers must keep them too: 0.33 clears entries
+of its block tables below a window.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from kvpilot_runtime.config.retention import SinksAndWindow
 
 EVERY_TOKEN = 2**30
-"""More tokens than a sequence has."""
+"""Number above any sequence's tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedSpec(SlidingWindowSpec):  # type: ignore[misc]  # vLLM has no types for us
-    """Pages of a layer whose sequences keep `sinks` first tokens beside the `sliding_window` last ones."""
+    """Spec of a layer whose sequences keep the first `sinks` tokens and the last `sliding_window`."""
 
     sinks: int
 
     @property
     def bound(self) -> SinksAndWindow:
-        """What is kept."""
+        """Bound of a sequence."""
         return SinksAndWindow(self.sinks, self.sliding_window)
 
     @property
     def num_retained_tokens(self) -> int:
-        """Tokens below a step whose entries a worker's block table keeps (0.33): all, for the sinks are the first."""
+        """Tokens below a step whose block-table entries workers keep (0.33): all, because sinks come first."""
         return EVERY_TOKEN
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """Blocks of a request at most: those of the window and of what is in flight, and the sinks'."""
+        """Return the largest number of blocks of a request: those of window, tokens in flight, and sinks."""
         window = super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
         whole = -(-max_model_len // self.block_size)
         return int(min(window + self.bound.sink_pages(self.block_size), whole))
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
-        """One group with layers of the same bound alone."""
+        """Return True if all layers of a group have the same bound."""
         return all(isinstance(spec, BoundedSpec) and spec.bound == self.bound for spec in kv_cache_specs.values())
 
 
 class BoundedManager(SingleTypeKVCacheManager):  # type: ignore[misc]
-    """Frees what no later token of a request attends to, and finds prefixes by what a token after them needs."""
+    """Manager that frees pages that no later token attends to, and finds prefixes that the next token can use."""
 
     @classmethod
     def find_longest_cache_hit(
         cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], block_pool: Any, kv_cache_spec: Any,
         *_: Any, **__: Any,
     ) -> tuple[tuple[list[Any], ...], int]:  # fmt: skip
-        """The longest prefix whose sinks and window are all cached; what lies between is not asked for."""
+        """Return the longest prefix whose sinks and window are all cached."""
         size, bound = kv_cache_spec.block_size, kv_cache_spec.bound
         sinks = bound.sink_pages(size)
         cached: list[Any] = []
-        best = run = 0  # of cached blocks up to and with the last one looked at
+        best = run = 0  # run: consecutive cached blocks up to the current one
         for blocks in range(1, max_length // size + 1):
             cached.append(block_pool.get_cached_block(block_hashes[blocks - 1], kv_cache_group_ids))
             run = run + 1 if cached[-1] else 0
@@ -79,7 +79,7 @@ class BoundedManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any], *args: Any,
         apply_admission_cap: bool = False, **kwargs: Any,
     ) -> int:  # fmt: skip
-        """For admission, what the request lacks of the most that it can hold at a time."""
+        """Return, for admission, the number of blocks that a request lacks of the most that it can hold."""
         if not apply_admission_cap or self.max_admission_blocks_per_request is None:
             return int(super().get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, *args, **kwargs))
         most = min(-(-num_tokens // self.block_size), self.max_admission_blocks_per_request)
@@ -89,16 +89,16 @@ class BoundedManager(SingleTypeKVCacheManager):  # type: ignore[misc]
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free the pages between sinks and window that are whole out of both for the next token."""
+        """Free pages between sinks and window that the next token does not attend to."""
         bound, size = self.kv_cache_spec.bound, self.block_size
         first = bound.first_page(processed_computed_tokens, size)
         self._remove_blocks_in_range(request_id, bound.sink_pages(size), first)
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """None at the beginning of a sequence, which is what vLLM asks for: its first pages stay."""
+        """Return 0: vLLM asks for skipped tokens at a sequence's beginning, where ours keep their pages."""
         return 0
 
 
-# Registered after vLLM's own, which are only looked for while the registry is empty.
+# vLLM's own specs must be registered first: vLLM adds them only to an empty registry.
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(BoundedSpec, BoundedManager, uniform_type_base_spec=BoundedSpec)

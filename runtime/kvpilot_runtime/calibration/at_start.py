@@ -1,10 +1,10 @@
-"""An engine without a calibration file calibrates itself at start, before its first request and its CUDA graphs.
+"""Calibration of an engine without a calibration file, before its first request and its CUDA graphs.
 
-Built-in text (`calibration.text`) goes through the model in one step, as sequences at positions all over the context
-that is served. For this one step every attention layer, whatever its KV dtype, attends to the step's own keys and
-values in the model's own elements. From what our layers see come their factors (`kvpilot_kernels.fit.Observed`); each
-rank of tensor parallelism keeps those of its heads, and each stage of a pipeline those of its layers. The same model,
-text and number of ranks give the same factors.
+One step runs built-in text (`calibration.text`) through the model, as sequences at positions all over the served
+context. In this step every attention layer, of any KV dtype, attends to the step's own exact keys and values. Our
+layers' factors are fitted to what they see (`kvpilot_kernels.fit.Observed`). Each rank of tensor parallelism keeps
+those of its heads, and each pipeline stage those of its layers. The same model, text and number of ranks give the
+same factors.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers s
 
 
 def calibrate(worker: Any, layers: dict[str, Any]) -> None:
-    """Give the layers of a loaded vLLM worker their factors, and tell log and metrics where they come from.
+    """Give the layers of a loaded vLLM worker their factors, and report the source of these to log and metrics.
 
     Args:
-        layers: those of ours, by name.
+        layers: ours, by name.
 
     Raises:
-        UnsupportedModelError: the pass failed, or gave numbers that are not finite.
+        UnsupportedModelError: the step failed, or gave numbers that are not finite.
     """
     config = worker.vllm_config
     if not any(of_all_ranks(len(layers))):
         return
-    # What one stage cannot do none does: it would wait for the text.
+    # If one stage cannot, none does: the others would wait for its part.
     reason = "" if factors_file.asked() else next(filter(None, of_all_ranks(obstacle(config, layers))), "")
     if factors_file.asked():
         source = "off" if factors_file.turned_off() else "file"
@@ -55,7 +55,7 @@ def calibrate(worker: Any, layers: dict[str, Any]) -> None:
                 f"({reason}); give a file of `kvpilot calibrate` in {factors_file.VARIABLE}, or use another dtype"
             )
         source = "none"
-        log.warning("Not calibrated (%s): kv-cache dtype %r is less accurate than it could be; give a file of `kvpilot "
+        log.warning("Not calibrated (%s): kv-cache dtype %r is less accurate; give a file of `kvpilot "
                     "calibrate` in %s", reason, dtype, factors_file.VARIABLE)  # fmt: skip
     else:
         source = "self"
@@ -68,9 +68,9 @@ def calibrate(worker: Any, layers: dict[str, Any]) -> None:
 
 
 def token_ids(config: Any) -> tuple[list[int], str]:
-    """The tokens of the pass, as many as the engine takes in one chunk, and a word for metrics on what they lack.
+    """Return the step's tokens, as many as one chunk holds, and a word for metrics if they lack something.
 
-    An engine without a tokenizer gets token ids drawn with a fixed seed.
+    An engine without a tokenizer gets random token ids of a fixed seed.
     """
     from vllm.tokenizers import cached_tokenizer_from_config
 
@@ -91,7 +91,7 @@ _REMEDY = f"give a file of `kvpilot calibrate` in {factors_file.VARIABLE}, or se
 
 
 def obstacle(config: Any, layers: dict[str, Any]) -> str:
-    """Why this engine cannot calibrate itself, in a word for metrics; empty where it can."""
+    """Return a word for metrics if this engine cannot calibrate itself; empty otherwise."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -110,15 +110,15 @@ def obstacle(config: Any, layers: dict[str, Any]) -> str:
 
 @torch.inference_mode()
 def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[str, Observed]:
-    """Run the text through the model; what was seen by layer."""
+    """Run the text through the model, and return each layer's statistics."""
     from vllm.forward_context import set_forward_context
 
     config, model, device = worker.vllm_config, worker.model_runner.get_model(), worker.device
-    drafting = any(layer.impl.drafting for layer in layers.values())  # while these are themselves, not stand-ins
+    drafting = any(layer.impl.drafting for layer in layers.values())  # before stand-ins replace the layers
     seen = {name: Observed(layer.impl.num_kv_heads, layer.impl.head_size, device) for name, layer in layers.items()}
     ids = torch.tensor(tokens, device=device)
     plan = passes(len(tokens), config.model_config.max_model_len)
-    positions = torch.zeros(len(tokens), dtype=torch.int64, device=device)  # as it is for those that stand alone
+    positions = torch.zeros(len(tokens), dtype=torch.int64, device=device)  # 0 for tokens that stand alone
     in_sequences = torch.cat([torch.arange(first, first + length, device=device) for length, first in plan])
     positions[: len(in_sequences)] = in_sequences
     if config.model_config.uses_mrope:
@@ -126,7 +126,7 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
     try:
         with (
             attending_to_itself(config, seen, [length for length, _ in plan]),
-            # As an eager step: what is compiled later sees no difference.
+            # An eager step leaves later compilation unchanged.
             set_forward_context(None, config, num_tokens=len(tokens), slot_mapping={}, skip_compiled=True),
         ):
             found = _forward(model, ids, positions)
@@ -140,10 +140,7 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
 
 
 def _forward(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> Any:
-    """This stage's part of the pass: what the stage before it has made of the text goes in, the next one gets on.
-
-    Returns what it has made of the text itself.
-    """
+    """Run this stage's part of the pass on the previous stage's output, send its own output on, and return it."""
     from vllm.distributed import get_pp_group, get_tp_group
     from vllm.sequence import IntermediateTensors
 
@@ -160,10 +157,10 @@ def _forward(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> Any:
 
 
 def _draft(drafter: compat.Drafter, ids: torch.Tensor, positions: torch.Tensor, found: Any) -> None:
-    """Run the text through the model that drafts, after the served one has given `found` for it.
+    """Run the text through the draft model, after the served model has returned `found` for it.
 
-    A head's input is each token's successor and the model's state at the token. After a sequence's last token that is
-    the next one's first, one in hundreds.
+    A head's input is each token's successor and the model's state at the token. The successor of a sequence's last
+    token is taken from the next sequence, an error in one of hundreds.
     """
     if not drafter.reads_states:
         drafter.model(input_ids=ids, positions=positions, inputs_embeds=None)
@@ -177,10 +174,10 @@ def _draft(drafter: compat.Drafter, ids: torch.Tensor, positions: torch.Tensor, 
 
 
 def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> str:
-    """Give the layers what was seen of this rank's heads; what forbids it, or nothing."""
+    """Give the layers the statistics of this rank's heads; return an obstacle, or nothing."""
     for name, layer in layers.items():
         if layer.impl.drafting and not seen[name].tokens:
-            continue  # vLLM drafts with the first of a model's MTP layers alone
+            continue  # vLLM drafts only with the first of a model's MTP layers
         try:
             found = seen[name].factors()
         except ValueError as error:
@@ -193,10 +190,10 @@ def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> str:
 
 
 def _refuse_together(problem: str) -> None:
-    """End the start of every rank where one has a problem: the others would wait for it, and vLLM for them.
+    """End the start of every rank if one has a problem: the others would wait for it, and vLLM for them.
 
     Raises:
-        UnsupportedModelError: with the first rank's that has one.
+        UnsupportedModelError: with the problem of the first such rank.
     """
     if told := next(filter(None, of_all_ranks(problem)), ""):
         raise UnsupportedModelError(told)

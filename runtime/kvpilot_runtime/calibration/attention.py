@@ -1,4 +1,4 @@
-"""Attention of the one step in which an engine calibrates itself: each sequence attends to itself, and is counted."""
+"""Attention of the one step in which an engine calibrates itself: each sequence attends to itself and is recorded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvpilot_kernels.fit import Observed
 from kvpilot_kernels.softmax import softmax
 
 _ROWS = 1024
-"""Queries that attend at a time where scores or a mask are made."""
+"""Queries that attend at once if scores or a mask are materialized."""
 
 
 class Chunk:
-    """Stands in for a layer's attention: each sequence of the chunk attends to itself, and is counted.
+    """Stand-in for a layer's attention: each sequence of the chunk attends to itself and is recorded.
 
-    The tokens after the sequences of `lengths` stand alone.
+    The tokens after the sequences of `lengths` each stand alone.
     """
 
     def __init__(self, impl: Any, sliding_window: int | None, seen: Observed | None, lengths: list[int]) -> None:
@@ -30,7 +30,7 @@ class Chunk:
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
         attn_metadata: None, output: torch.Tensor, output_scale: Any = None, output_block_scale: Any = None,
     ) -> torch.Tensor:  # fmt: skip
-        """vLLM's signature: query [tokens, heads, D], key and value [tokens, kv_heads, D]."""
+        """Attend with vLLM's signature: query [tokens, heads, D], key and value [tokens, kv_heads, D]."""
         how = self.scale, self.softcap, self.window, self.sinks
         out = output.view(query.shape)
         start = 0
@@ -50,7 +50,7 @@ class Chunk:
 
 
 def _softcap(impl: Any) -> float:
-    """What a backend calls its cap on scores; each has a name of its own for it, and 0 or None for none."""
+    """Return a backend's cap on scores, 0 for none; backends differ in its name."""
     found = (getattr(impl, name, None) for name in ("softcap", "logits_soft_cap"))
     return next((x for x in found if x), 0.0)
 
@@ -61,10 +61,10 @@ def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
 
 def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float = 0.0,
            window: int | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
-    """Causal attention of a sequence to itself, [tokens, heads, D] in and out; key and value [tokens, kv_heads, D].
+    """Return causal attention of a sequence to itself, [tokens, heads, D]; key and value are [tokens, kv_heads, D].
 
-    `softcap`: 0, or scores become cap * tanh(score / cap). `window`: the last tokens that a query sees, itself among
-    them; None for all. `sinks`: [heads], a logit of each head that takes weight and has no value; None without.
+    `softcap`: 0, or scores become cap * tanh(score / cap). `window`: number of last tokens that a query sees, itself
+    among them; None for all. `sinks`: [heads], a logit of each head that takes weight and has no value; None without.
     """
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     if not softcap and window is None and sinks is None:

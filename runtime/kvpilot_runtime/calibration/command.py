@@ -1,10 +1,8 @@
 """`kvpilot calibrate MODEL --prompts FILE`: fit static factors to a model and write them to a calibration file.
 
-Sequences must be as long as the contexts that will be served: RoPE turns a channel's mean with the
-position, so a mean found on short texts is wrong, and harmful, far beyond them.
-
-Some of the text is held out: on it the factors are compared with those that an engine finds by itself
-(`held_out`).
+Sequences must be as long as the contexts that will be served. RoPE rotates a channel's mean with the position, so a
+mean found on short texts is wrong, and harmful, far beyond them. Part of the text is held out, to compare the factors
+with those that an engine finds by itself (`held_out`).
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ from kvpilot_runtime.calibration.fitting import CalibrateError
 from kvpilot_runtime.calibration.text import LONGEST, beginnings, lone, text_ids
 
 DTYPE = "k4v4"
-"""The KV-cache dtype whose recent window factors are fitted to, unless another one is named."""
+"""Default KV-cache dtype whose recent window the factors are fitted for."""
 
 
 def read_prompts(file: Path) -> list[str]:
-    """The texts of a prompts file: lines ``{"text": "..."}`` of a .jsonl file, or one text that is a whole file.
+    """Return the texts of a prompts file: lines ``{"text": "..."}`` of a .jsonl file, or a whole text file as one text.
 
     Raises:
-        CalibrateError: the file cannot be read, is empty, or a line holds no text.
+        CalibrateError: the file cannot be read or is empty, or a line has no text.
     """
     try:
         body = file.read_text()
@@ -59,10 +57,10 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def sequences(tokenizer: Any, texts: list[str], length: int, limit: int) -> list[torch.Tensor]:
-    """Token ids, int64 [up to length] each: long texts are cut, and the sum is at most `limit` tokens.
+    """Return token ids, int64 [up to length] each: long texts are cut, and the sum is at most `limit` tokens.
 
-    Every piece starts as a prompt does, with the tokenizer's first special token where it has one: the first token is
-    an attention sink, and factors must serve it too.
+    Every piece starts as a prompt, with the tokenizer's first special token if it has one. The first token is an
+    attention sink, and factors must fit it too.
     """
     pieces: list[torch.Tensor] = []
     for text in texts:
@@ -80,7 +78,7 @@ def sequences(tokenizer: Any, texts: list[str], length: int, limit: int) -> list
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Run the command, and return its exit status."""
     parser = argparse.ArgumentParser(prog="kvpilot calibrate", description="Fit a model's static KV-cache factors.")
     parser.add_argument("model", type=Path, help="folder of a transformers model")
     parser.add_argument("--prompts", type=Path, required=True, help='text, or .jsonl of {"text": "..."}')
@@ -128,13 +126,13 @@ def run(
     model: Path, prompts: Path, output: Path | None, length: int, tokens: int, device: str, dtype: str = DTYPE,
     recent: int | None = None,
 ) -> Path:  # fmt: skip
-    """Calibrate the model in a folder, write the file, and say what it gains; returns the file's path.
+    """Calibrate the model in a folder, write the file, print the gain, and return the file's path.
 
     Args:
         dtype: of the KV cache that will be served. recent: tokens of its recent window, None for its default.
 
     Raises:
-        CalibrateError: whatever cannot work, named.
+        CalibrateError: names whatever cannot work.
     """
     if length < 2 or tokens < length:
         raise CalibrateError(f"--length {length} and --tokens {tokens} leave no sequence; use at least 2 and --length")
@@ -174,7 +172,7 @@ def run(
 
 
 def split(tokenizer: Any, texts: list[str], length: int, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The sequences to fit to, and others to judge by: what follows `tokens`, or the last one where nothing does."""
+    """Return the sequences to fit to, and those to judge by: the text after `tokens`, or the last sequence."""
     pieces = sequences(tokenizer, texts, length, tokens)
     kept_back = sequences(tokenizer, texts, length, tokens + length)[len(pieces) :]
     if not kept_back and len(pieces) > 1:
@@ -192,10 +190,10 @@ def gain(
     facts: ModelFacts,
     read: int,
 ) -> str:
-    """A line on what the factors do on text that they were not fitted to, beside those that an engine finds itself.
+    """Return a line on the factors' gain on held-out text, beside those that an engine finds by itself.
 
     Args:
-        read: tokens of the built-in text that such an engine reads, at most.
+        read: largest number of tokens of the built-in text that such an engine reads.
     """
     if not kept_back:
         return "no text was left to judge the factors by; give more than one sequence"

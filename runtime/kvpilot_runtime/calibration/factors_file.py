@@ -1,9 +1,8 @@
-"""Calibration files: the static factors of every layer of one model, as `kvpilot calibrate` writes them.
+"""Calibration files: the static factors of every layer of one model, written by `kvpilot calibrate`.
 
 A file is safetensors: float32 tensors `layers.{i}.key_mean`, `.key_scale`, `.value_mean`, `.value_scale` and
-`.key_first`, each [kv_heads, head_dim], for keys after RoPE (what the cache stores), and in the metadata the facts of
-the model that they belong to. A file for another model would give wrong answers without any error later, so it is
-refused here. A file of version 1 has no `key_first`, and `key_mean` stands for it.
+`.key_first`, each [kv_heads, head_dim], for keys after RoPE, as the cache stores them. The metadata has facts of the
+model. A file of another model would silently give wrong answers, so it is refused.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ VARIABLE = "KVPILOT_CALIBRATION"
 
 OFF = "off"
 
-_KIND, _VERSION, _WITHOUT_FIRST = "kvpilot-calibration", "2", "1"
+_KIND, _VERSION = "kvpilot-calibration", "2"
 _NAMES = tuple(f.name for f in fields(Factors))
 _NOT_IDENTITY = {
     "_name_or_path", "architectures", "attn_implementation", "dtype", "torch_dtype", "transformers_version",
     "use_cache", "quantization_config",
 }  # fmt: skip
-"""What may differ between two copies of a config.json that describe the same keys and values."""
+"""Keys that may differ between two copies of a config.json that describe the same keys and values."""
 
 
 class CalibrationError(EngineRefusedError):
-    """A calibration file cannot be used. Attributes: `path`; the message names field, value and remedy."""
+    """Refusal of a calibration file, at `path`; the message names field, value and remedy."""
 
     def __init__(self, path: Path, what: str, remedy: str) -> None:
         self.path = path
@@ -51,7 +50,7 @@ class CalibrationError(EngineRefusedError):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What ties a calibration file to a model.
+    """Facts that tie a calibration file to a model.
 
     Attributes:
         layers, kv_heads, head_dim: sizes.
@@ -67,12 +66,12 @@ class ModelFacts:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelFacts:
-        """The facts in a config.json (of the language model, where that is nested).
+        """Read the facts from a config.json (of the language model, if that is nested).
 
         Raises:
-            ValueError: it is no decoder's.
+            ValueError: it is not a decoder's.
         """
-        found = models.read(config)  # a size that is left out has its class's default
+        found = models.read(config)  # a missing size has its class's default
         text = config.get("text_config")
         text = text if isinstance(text, Mapping) else config
         rope = {
@@ -89,7 +88,7 @@ class ModelFacts:
 
     @classmethod
     def read(cls, folder: Path) -> ModelFacts:
-        """The facts of the model in `folder`.
+        """Read the facts of the model in `folder`.
 
         Raises:
             OSError, ValueError: no readable config.json with a decoder's sizes.
@@ -99,15 +98,15 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The factors of all layers, in their order."""
+    """Factors of all layers, in their order."""
 
     layers: tuple[Factors, ...]
 
     def for_layer(self, layer_name: str) -> Factors:
-        """The factors of vLLM's layer `layer_name`, such as ``model.layers.12.self_attn.attn``.
+        """Return the factors of vLLM's layer `layer_name`, such as ``model.layers.12.self_attn.attn``.
 
         Raises:
-            ValueError: the name holds no number of a calibrated layer.
+            ValueError: the name does not contain the number of a calibrated layer.
         """
         found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", layer_name)
         if found is None or int(found[1]) >= len(self.layers):
@@ -116,7 +115,7 @@ class Calibration:
         return self.layers[int(found[1])]
 
     def shard(self, rank: int, size: int) -> Calibration:
-        """The share of tensor-parallel rank `rank` of `size`: its KV heads; with fewer heads than ranks, its copy.
+        """Return the share of tensor-parallel rank `rank` of `size`: its KV heads; ranks beyond the heads get copies.
 
         Raises:
             ValueError: heads and ranks do not divide each other, or the rank does not exist.
@@ -132,7 +131,7 @@ class Calibration:
 
 
 def save(path: Path, layers: list[Factors], facts: ModelFacts) -> None:
-    """Write a calibration file; it appears whole or not at all."""
+    """Write a calibration file atomically."""
     tensors = {
         f"layers.{i}.{name}": getattr(factors, name).float().cpu().contiguous().clone()
         for i, factors in enumerate(layers)
@@ -145,17 +144,17 @@ def save(path: Path, layers: list[Factors], facts: ModelFacts) -> None:
 
 
 def asked() -> bool:
-    """Whether the environment says which factors to use, or to use none."""
+    """Return True if the environment names factors, or says to use none."""
     return bool(os.environ.get(VARIABLE))
 
 
 def turned_off() -> bool:
-    """Whether the environment says to serve without factors."""
+    """Return True if the environment says to serve without factors."""
     return os.environ.get(VARIABLE) == OFF
 
 
 def from_environment(facts: ModelFacts) -> Calibration | None:
-    """The file that `KVPILOT_CALIBRATION` names, or None when it names none.
+    """Load the file that `KVPILOT_CALIBRATION` names; return None if it names none.
 
     Raises:
         CalibrationError: as `load`.
@@ -164,7 +163,7 @@ def from_environment(facts: ModelFacts) -> Calibration | None:
 
 
 def digest(layers: Sequence[Factors]) -> str:
-    """A hash of factors, in hexadecimal: the same where all their numbers are."""
+    """Return a hash of factors, in hexadecimal; equal factors have equal hashes."""
     found = hashlib.sha256()
     for factors in layers:
         for name in _NAMES:
@@ -173,7 +172,7 @@ def digest(layers: Sequence[Factors]) -> str:
 
 
 def join_digests(digests: Sequence[str]) -> str:
-    """One hash of those of several ranks, in their order."""
+    """Return one hash of those of several ranks, in their order."""
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
 
 
@@ -194,25 +193,22 @@ def load(path: Path, facts: ModelFacts) -> Calibration:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
     except (SafetensorError, OSError) as error:
-        raise CalibrationError(path, f"it is no safetensors file ({error})", again) from error
-    version = metadata.get("version")
-    if metadata.get("format") != _KIND or version not in (_VERSION, _WITHOUT_FIRST):
-        got = f"format {metadata.get('format')!r} version {version!r}"
+        raise CalibrationError(path, f"it is not a safetensors file ({error})", again) from error
+    if (metadata.get("format"), metadata.get("version")) != (_KIND, _VERSION):
+        got = f"format {metadata.get('format')!r} version {metadata.get('version')!r}"
         raise CalibrationError(path, f"{got} is not {_KIND!r} version {_VERSION!r}", again)
     for f in fields(facts):
         wanted, held = str(getattr(facts, f.name)), metadata.get(f.name)
         if held != wanted:
             raise CalibrationError(path, f"{f.name} is {held!r} and the model's is {wanted!r}", again)
-    shape, names = (facts.kv_heads, facts.head_dim), _NAMES if version == _VERSION else _NAMES[:-1]
-    return Calibration(tuple(Factors(*_checked(path, tensors, i, shape, names)) for i in range(facts.layers)))
+    shape = (facts.kv_heads, facts.head_dim)
+    return Calibration(tuple(Factors(*_checked(path, tensors, i, shape)) for i in range(facts.layers)))
 
 
-def _checked(
-    path: Path, tensors: dict[str, torch.Tensor], layer: int, shape: tuple[int, int], names: Sequence[str]
-) -> list[torch.Tensor]:
-    """The tensors `names` of one layer."""
+def _checked(path: Path, tensors: dict[str, torch.Tensor], layer: int, shape: tuple[int, int]) -> list[torch.Tensor]:
+    """Return the tensors of one layer."""
     found = []
-    for name in names:
+    for name in _NAMES:
         key = f"layers.{layer}.{name}"
         tensor = tensors.get(key)
         problem = None

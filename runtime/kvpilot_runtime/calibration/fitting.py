@@ -2,8 +2,8 @@
 
 The model reads the texts once, forwards and backwards. At each layer its keys (after RoPE), its values, and the
 gradients of the log-likelihood with respect to both, at next tokens drawn from the model itself, are added to the
-moments that `kvpilot_kernels.fit` turns into factors. Queries that read a key or value in the recent window, at 8 bits,
-give it no gradient.
+moments that `kvpilot_kernels.fit` turns into factors. A query that reads a key or value in the recent window, at 8
+bits, gives it no gradient.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from kvpilot_runtime.calibration import held_out
 from kvpilot_runtime.calibration.factors_file import ModelFacts
 
 _HOOK = "kvpilot_calibrate"
-_CHUNK = 256  # tokens whose logits are held at once
+_CHUNK = 256  # tokens whose logits are in memory at once
 
 Progress = Callable[[int, int], None]
-"""Called with the tokens done and the tokens in all."""
+"""Function that gets the tokens done and the tokens in all."""
 
 
 class CalibrateError(ValueError):
-    """A model or prompts that cannot be calibrated; the message says what and what to do instead."""
+    """Refusal of a model or prompts that cannot be calibrated; the message has the fault and the remedy."""
 
 
 def fit_model(
     model: Any, pieces: list[torch.Tensor], first: torch.Tensor, facts: ModelFacts, recent: int,
     progress: Progress | None = None,
 ) -> list[Factors]:  # fmt: skip
-    """Factors of every layer of a transformers causal language model that was loaded with `attn_implementation` of
-    `hook()`. Layers without attention get factors that change nothing.
+    """Return the factors of every layer of a transformers causal language model.
+
+    It was loaded with `attn_implementation` of `hook()`. Layers without attention get neutral factors.
 
     Args:
         pieces: token ids, int64 [tokens] each. first: token ids, int64 [n], that prompts begin with.
@@ -69,13 +70,13 @@ def fit_model(
 
 
 def hook() -> str:
-    """The name to load a model with: its attention can then be recorded."""
+    """Register and return the name to load a model with, so that its attention can be recorded."""
     AttentionInterface.register(_HOOK, held_out.exact)
     return _HOOK
 
 
 def _backward(model: Any, piece: torch.Tensor, draw: torch.Generator) -> None:
-    """Gradients of the log-likelihood of next tokens that the model itself draws."""
+    """Compute gradients of the log-likelihood of next tokens that the model itself draws."""
     table = model.get_input_embeddings()
     inputs = table(piece[None].to(table.weight.device)).detach().requires_grad_()
     states = model.get_decoder()(inputs_embeds=inputs, use_cache=False).last_hidden_state[0]
@@ -94,7 +95,7 @@ def _chunks(states: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class _Recorder:
-    """Keeps a pass's keys and values until their gradients are there."""
+    """Recorder of a pass's keys and values, until their gradients are known."""
 
     def __init__(self, facts: ModelFacts, recent: int) -> None:
         self._facts, self._recent = facts, recent
@@ -105,7 +106,7 @@ class _Recorder:
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
-        """transformers' attention: key and value are [1, kv_heads, tokens, D]."""
+        """Attend with transformers' signature: key and value are [1, kv_heads, tokens, D]."""
         shape = (self._facts.kv_heads, self._facts.head_dim)
         for name, x in (("keys", key), ("values", value)):
             if (x.shape[1], x.shape[3]) != shape:
@@ -114,9 +115,9 @@ class _Recorder:
                     f"config.json says {shape[0]} of {shape[1]}; serve this model without a file"
                 )
         if options.get("s_aux") is not None:
-            raise CalibrateError("attention with sinks of its own is not served by our formats; use dtype auto or fp8")
+            raise CalibrateError("our formats do not serve attention with sinks of its own; use dtype auto or fp8")
         how = held_out.Attention.of(module, options)
-        if how.sliding_window is not None:  # stays in 16 bits, as engines serve it
+        if how.sliding_window is not None:  # engines serve it in 16 bits
             return held_out.exact(module, query, key, value, mask, **options)
         far_key, far_value = key.clone(), value.clone()
         far_key.retain_grad()
@@ -132,7 +133,7 @@ class _Recorder:
                 moments = side.setdefault(layer, Moments(x.shape[1], x.shape[3], x.device))
                 if x.grad is None:
                     raise CalibrateError(f"layer {layer} has no gradient; this model cannot be calibrated")
-                # Position 0 has a mean of its own for its key.
+                # The key at position 0 has its own mean.
                 past = slice(1 if side is self.keys else 0, None)
                 try:
                     moments.add(x.detach()[0].transpose(0, 1)[past], x.grad[0].transpose(0, 1)[past].double().square())

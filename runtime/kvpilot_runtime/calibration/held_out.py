@@ -1,4 +1,4 @@
-"""What factors are worth: the damage that a cache does to a transformers model on text that they were not fitted to."""
+"""Effect of factors: the error of a cache in a transformers model on text that they were not fitted to."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvpilot_kernels.reference.own import own
 from kvpilot_kernels.reference.windowed import windowed
 from kvpilot_runtime.calibration.text import passes
 
-_CHUNK = 256  # tokens whose logits are held at once
+_CHUNK = 256  # tokens whose logits are in memory at once
 
 
 @dataclass(frozen=True)
 class Attention:
-    """How a layer attends: factor on the scores, cap on them (0 for none), tokens that a query sees (None for all)."""
+    """Attention of a layer: factor on the scores, cap on them (0 for none), tokens that a query sees (None for all)."""
 
     scale: float
     softcap: float
@@ -30,7 +30,7 @@ class Attention:
 
     @classmethod
     def of(cls, module: Any, options: dict[str, Any]) -> Attention:
-        """Of a call of transformers' attention function."""
+        """Read it from a call of transformers' attention function."""
         window = options.get("sliding_window") or getattr(module, "sliding_window", None)
         return cls(float(options["scaling"]), float(options.get("softcap") or 0.0), window)
 
@@ -38,7 +38,7 @@ class Attention:
 def exact(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attention in the model's own elements: sequences of one length, [sequences, heads, tokens, D]."""
+    """Attend in the model's own dtype: sequences of one length, [sequences, heads, tokens, D]."""
     how, fresh = Attention.of(module, options), (key, value)
     out = windowed(
         query, fresh, fresh, how.scale, 0, softcap=how.softcap, sliding_window=how.sliding_window
@@ -47,7 +47,7 @@ def exact(
 
 
 def first_keys(model: Any, hook: str, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
-    """The keys of `tokens`, int64 [n], where each stands alone at position 0: by layer, [n, kv_heads, D]."""
+    """Return the keys of `tokens`, int64 [n], each alone at position 0: by layer, [n, kv_heads, D]."""
     seen: dict[int, torch.Tensor] = {}
 
     def attend(
@@ -63,7 +63,7 @@ def first_keys(model: Any, hook: str, tokens: torch.Tensor) -> dict[int, torch.T
 
 
 def self_calibrated(model: Any, hook: str, tokens: torch.Tensor, context: int) -> dict[int, Factors]:
-    """The factors that an engine which serves `context` tokens finds at start, from `tokens` of the built-in text."""
+    """Return the factors that an engine for `context` tokens finds at start, from `tokens` of the built-in text."""
     seen: dict[int, Observed] = {}
 
     def attend(
@@ -93,10 +93,12 @@ def self_calibrated(model: Any, hook: str, tokens: torch.Tensor, context: int) -
 def damage(
     model: Any, hook: str, pieces: Sequence[torch.Tensor], dtype: str, factors: dict[int, Factors], recent: int
 ) -> float:
-    """Mean KL, in millinats, of a cache in `dtype` with a recent window against the model's own, every token decoded.
+    """Return the mean KL divergence (nats x 1000) of a cache in `dtype` with a recent window from the exact model.
+
+    Every token is decoded.
 
     Args:
-        pieces: token ids, int64 [tokens] each. factors: by layer; a layer without any keeps its 16 bits.
+        pieces: token ids, int64 [tokens] each. factors: by layer; a layer without any stays in 16 bits.
     """
     fmt = formats.parse(dtype)
     codecs = {layer: (own(fmt, one), own(fmt, one, recent=True)) for layer, one in factors.items()}

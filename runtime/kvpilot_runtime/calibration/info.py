@@ -1,7 +1,7 @@
-"""Where an engine's factors come from, on its own /metrics: ``kvpilot_calibration_info{hash,source,reason} 1``.
+"""Gauge of the factors' source on the engine's /metrics: ``kvpilot_calibration_info{hash,source,reason} 1``.
 
 `source` is `self` (calibrated at start), `file`, `off` (turned off) or `none`, for the `reason` given. Factors of
-weights that were replaced since have the reason `WeightsChanged`.
+replaced weights have the reason `WeightsChanged`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvpilot_runtime.metrics.worker_info import WorkerInfo
 NAME = "kvpilot_calibration_info"
 INFO = WorkerInfo(
     NAME,
-    "Where the static factors of the KV cache come from.",
+    "Source of the KV cache's static factors.",
     ("hash", "source", "reason"),
     "KVPILOT_CALIBRATION_REPORT",
 )
@@ -26,7 +26,7 @@ log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers s
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an engine's calibration. `hash` is over the factors of all layers and ranks, in hexadecimal."""
+    """Result of an engine's calibration. `hash` is over the factors of all layers and ranks, in hexadecimal."""
 
     source: str
     hash: str
@@ -37,16 +37,16 @@ WEIGHTS_CHANGED = "WeightsChanged"
 
 
 def settle(impls: Iterable[Any], outcome: Outcome) -> None:
-    """Give an engine's layers what became of their calibration, and tell log and metrics."""
+    """Set the result of the calibration in an engine's layers, and report it to log and metrics."""
     for impl in impls:
         impl.calibrated = outcome
     report(outcome)
 
 
 def outdate(impls: list[Any]) -> None:
-    """Tell log and metrics if layers whose weights were loaded have factors of earlier weights.
+    """Report to log and metrics if the factors belong to weights that were replaced since.
 
-    Factors stay: stored pages, which a prefix cache keeps, are read with them.
+    The factors stay, because pages in the prefix cache are read with them.
     """
     found = impls[0].calibrated if impls else None
     if found is None or found.source not in ("self", "file") or found.reason == WEIGHTS_CHANGED:
@@ -57,6 +57,6 @@ def outdate(impls: list[Any]) -> None:
 
 
 def report(outcome: Outcome) -> None:
-    """Of a worker: tell log and metrics."""
+    """Report a worker's result to log and metrics."""
     log.info("Calibration: source %s, hash %s %s", outcome.source, outcome.hash, outcome.reason)
     INFO.report(asdict(outcome))

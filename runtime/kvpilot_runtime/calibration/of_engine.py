@@ -1,4 +1,4 @@
-"""The factors of the engine that this process belongs to: this rank's share of a file, and a hash of all ranks'."""
+"""Factors of this process's engine: this rank's share of a file, and a hash of all ranks' factors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvpilot_runtime.ranks import of_all_ranks
 
 
 def calibration_of(vllm_config: Any) -> factors_file.Calibration | None:
-    """What `KVPILOT_CALIBRATION` names for the model being loaded, or None when it names nothing.
+    """Load the file that `KVPILOT_CALIBRATION` names for the model being loaded; return None if it names none.
 
     Raises:
         CalibrationError: the file is damaged or belongs to another model.
-        ValueError: the KV heads cannot be shared by the ranks.
+        ValueError: the ranks cannot share the KV heads.
     """
     if not factors_file.asked() or factors_file.turned_off():
         return None
@@ -39,7 +39,7 @@ def _read(model: str, revision: str | None, rank: int, size: int) -> factors_fil
 
 
 def factors_hash(layers: dict[str, Any], device: torch.device) -> str:
-    """A hash of the factors of all layers and ranks; every rank has to ask."""
-    own = (layer for layer in layers.values() if not layer.impl.drafting)  # a draft's factors change no answer
+    """Return a hash of the factors of all layers and ranks; every rank must call this."""
+    own = (layer for layer in layers.values() if not layer.impl.drafting)  # a draft model's factors change no answer
     every = of_all_ranks(factors_file.digest([layer.impl.factors(layer, device) for layer in own]))
     return every[0] if len(every) == 1 else factors_file.join_digests(every)

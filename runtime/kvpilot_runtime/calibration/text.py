@@ -1,4 +1,4 @@
-"""The text that an engine calibrates itself on, and the sequences that it is read as. No vLLM here.
+"""Text that an engine calibrates itself on, and the sequences that it is read as. No vLLM here.
 
 `text.txt` holds prose, code, tables, chats and several scripts.
 """
@@ -13,29 +13,29 @@ TEXT = Path(__file__).with_name("text.txt")
 _SEPARATOR = "\n%%\n"
 
 LONGEST = 8192
-"""Tokens that are read at most: four times as many as gave the same factors within noise."""
+"""Largest number of tokens to read: four times as many as gave the same factors within noise."""
 
 SHORTEST = 128
-"""Tokens that are read at least: below, hardly a query is far from the keys that it reads."""
+"""Smallest number of tokens to read; with fewer, hardly any query is far from the keys that it reads."""
 
 _LOG_FROM = 1024
-"""Positions up to here count about alike, and from here on every doubling of the context does."""
+"""Position from which on every doubling of the context counts alike; lower positions count about alike."""
 
 _SHORT = 4
-"""Sequences that share the second half of the tokens."""
+"""Number of sequences that share the second half of the tokens."""
 
 _LONE, _LONE_SHARE = 64, 16
-"""Tokens that each stand alone at position 0, and the part of all tokens that they are at most."""
+"""Number of tokens that each stand alone at position 0, and the divisor of all tokens that limits it."""
 
 
 class NoTokensError(ValueError):
-    """A tokenizer gives nothing for text."""
+    """Error for a tokenizer that returns nothing for text."""
 
 
 def text_ids(tokenizer: Any, length: int) -> list[int]:
-    """`length` tokens of the built-in text, over again where it is shorter; they begin as a prompt does.
+    """Return `length` tokens of the built-in text, which begin as a prompt; a shorter text is repeated.
 
-    The last `lone(length)` of them are what prompts begin with: the tokenizer's own first token, or any of the text's.
+    The last `lone(length)` of them are tokens that prompts begin with: the tokenizer's first special token, or any.
 
     Raises:
         NoTokensError: the tokenizer gives no tokens.
@@ -52,23 +52,23 @@ def text_ids(tokenizer: Any, length: int) -> list[int]:
 
 
 def beginnings(tokenizer: Any, ids: Sequence[int], count: int) -> list[int]:
-    """`count` tokens that a prompt like `ids`, a text with the tokenizer's special tokens, may begin with."""
+    """Return `count` tokens that may begin a prompt like `ids`, a text with the tokenizer's special tokens."""
     if tokenizer.encode("a", add_special_tokens=True)[:1] != tokenizer.encode("a", add_special_tokens=False)[:1]:
         return [ids[0]] * count
     return [ids[i * len(ids) // count] for i in range(count)]
 
 
 def lone(tokens: int) -> int:
-    """How many of `tokens`, the last ones, are each read alone at position 0: they tell the mean of the first key."""
+    """Return how many of the last of `tokens` are each read alone at position 0, for the mean of the first key."""
     return min(_LONE, tokens // _LONE_SHARE)
 
 
 def passes(tokens: int, context: int) -> list[tuple[int, int]]:
-    """The sequences that all but the `lone` of `tokens` are read as: (tokens, position of the first), in their order.
+    """Return the sequences in which all but the `lone` of `tokens` are read: (tokens, position of the first).
 
-    RoPE turns a channel's mean with the position, and one static mean has to serve all positions of the context. So
-    only half of the text is one sequence from position 0, which knows distant tokens; the rest is four sequences that
-    begin at positions all over the context. Attention depends on distances alone and does not notice.
+    RoPE rotates a channel's mean with the position, and one static mean has to serve all positions of the context. So
+    only half of the text is one sequence from position 0, which includes distant tokens. The rest is four sequences
+    that begin at positions all over the context. Attention depends only on distances, so it does not change.
 
     Args:
         context: positions that are served, at least `tokens`.

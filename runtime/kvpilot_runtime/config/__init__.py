@@ -1,1 +1,1 @@
-"""What is asked of an engine, and what of it goes with our dtypes: read without vLLM, and told to those who have it."""
+"""Settings of an engine and their limits with our dtypes, read without vLLM."""

@@ -1,35 +1,37 @@
-"""vLLM's offloading of the KV cache to host memory (`--kv-offloading-size`): what of KV transfer our dtypes take.
+"""Offloading of the KV cache to host memory (`--kv-offloading-size`), as far as our dtypes support it.
 
-A page of ours is bytes that only the factors it was quantized with give their meaning back. vLLM's tier in host memory
-belongs to one engine and ends with it, and an engine settles its factors before its KV cache is made: pages that
-return always find the factors that they left with. Of the connectors that bring pages of other engines those of
-`carriers` are served, on terms of ours; all others name pages by what says nothing of factors, and are refused.
+The bytes of a page have a meaning only with the factors that they were quantized with. vLLM's tier in host memory
+belongs to one engine and ends with it, and an engine fixes its factors before it makes its KV cache. So pages return
+to the same factors. Connectors between engines are supported if they are in `connectors`. All others identify pages
+without their factors, and are refused.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvpilot_runtime.config import carriers
+from kvpilot_runtime.config import connectors
 
 CONNECTOR, TIER = "OffloadingConnector", "CPUOffloadingSpec"
 
 DISK, DISK_MODULE, DISK_TIER = "DiskOffloadingSpec", "kvpilot_runtime.transfer.disk_spec", "disk"
-"""vLLM's names for host memory with our file below it, and for that file: they stand in the labels of its metrics."""
+"""Names in vLLM for host memory with our file below it, and for that file; vLLM's metrics have them as labels."""
 
 FROM_HOST = "kvpilot_from_host"
-"""A key of a request's `kv_transfer_params`: true leaves aside what the GPU holds of its prompt, so that the tier is
-asked for all of it. The operator's probes set it, to judge pages that came back."""
+"""Key of a request's `kv_transfer_params`: true ignores the GPU's pages, so that the prompt is loaded from the tier.
+
+The operator's probes set it, to judge pages that were offloaded.
+"""
 
 
 def unsupported(transfer: Any, device: str) -> str | None:
-    """What of a vLLM `KVTransferConfig` does not go together with our dtypes; None where nothing is in the way.
+    """Name the part of a vLLM `KVTransferConfig` that our dtypes do not support; None for none.
 
     Args:
         device: `cuda` or `cpu`.
     """
-    if transfer.kv_connector in carriers.SERVED:
-        return carriers.unsupported(vars(transfer), device)
+    if transfer.kv_connector in connectors.SERVED:
+        return connectors.unsupported(vars(transfer), device)
     extra = transfer.kv_connector_extra_config
     if transfer.kv_connector != CONNECTOR:
         return f"the connector {transfer.kv_connector!r}"
@@ -45,9 +47,9 @@ def unsupported(transfer: Any, device: str) -> str | None:
 
 
 def below_host(path: str, size: int) -> dict[str, Any]:
-    """vLLM's `KVTransferConfig` of a file in the folder `path` below host memory, of `size` bytes at most.
+    """Return vLLM's `KVTransferConfig` for a file of at most `size` bytes in the folder `path`, below host memory.
 
-    It goes with `--kv-offloading-size`, which says how much host memory there is.
+    `--kv-offloading-size` sets the host memory above it.
     """
     file = {"type": DISK_TIER, "path": path, "size_bytes": size}
     extra = {"spec_name": DISK, "spec_module_path": DISK_MODULE, "secondary_tiers": [file]}

@@ -1,4 +1,4 @@
-"""The arguments of kvpilot-serve beside our dtypes, by the rules of `kvpilot_formats.arguments`."""
+"""Arguments of kvpilot-serve that matter for our dtypes, by the rules of `kvpilot_formats.arguments`."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from kvpilot_formats.arguments import drafts as drafting
 from kvpilot_formats.arguments import rules
 from kvpilot_formats.arguments.drafts import DRAFT_MODELS, unsupported_drafts
 from kvpilot_formats.arguments.rules import OFFLOAD, SIMPLE_OFFLOAD, TRANSFER
-from kvpilot_runtime.config import carriers
+from kvpilot_runtime.config import connectors
 
 __all__ = ["DRAFT_MODELS", "OFFLOAD", "SIMPLE_OFFLOAD", "TRANSFER", "unsupported_drafts"]
 
 DISK_PATH, DISK_SIZE = "--kv-offloading-disk-path", "--kv-offloading-disk-size"
-"""Options of `kvpilot-serve` alone."""
+"""Options of `kvpilot-serve` that vLLM does not have."""
 SERVE = "KVPILOT_SERVE"
-"""Environment variable that `kvpilot-serve` sets for its engine, whatever the dtype: it answers requests for
-offloaded pages (`offload.FROM_HOST`), and requests that wait when it is told to end."""
+"""Environment variable that `kvpilot-serve` sets for its engine, in every dtype.
+
+The engine then serves requests for offloaded pages (`offload.FROM_HOST`), and finishes waiting requests when it drains.
+"""
 WORKSPACE_SHARE = 200
-"""One part in so many of the memory that an engine may use of a GPU holds the keys and values of context that prefill
-reads back at a time."""
+"""Divisor of an engine's GPU memory that gives the size of the workspace, where prefill reads context back."""
 SLIDING = "sliding_window"
-"""vLLM's word for "the layers that attend to a window only" among the layers that skip the KV-cache dtype."""
+"""Value of `--kv-cache-dtype-skip-layers` for all layers with a sliding window."""
 
 
 def given(arguments: Sequence[str], *options: str) -> Iterator[tuple[str, str | None]]:
-    """The options among these that are on, by their main names, each with its value (None for a flag)."""
+    """Yield those of these options that are on, by their main names, each with its value (None for a flag)."""
     found = vllm.read(arguments)
     return ((option, found.value(option)) for option in options if found.on(option))
 
 
 def refused(arguments: Sequence[str], environment: Mapping[str, str], device: str) -> tuple[str, str] | None:
-    """The first option, or variable, that does not go with a dtype of ours, and its name in words; None for none.
+    """Return the first option or variable that our dtypes do not support, and its name in words; None for none.
 
     Args:
         device: `cuda` or `cpu`.
@@ -41,33 +42,33 @@ def refused(arguments: Sequence[str], environment: Mapping[str, str], device: st
     found = vllm.read(arguments)
     if (what := rules.beside_ours(found, environment)) is not None:
         return what
-    if (moves := rules.transfer(found)) and (unfit := carriers.unsupported(moves, device)) is not None:
+    if (moves := rules.transfer(found)) and (unfit := connectors.unsupported(moves, device)) is not None:
         return TRANSFER, unfit
-    if moves and (apart := carriers.misplaced(str(moves["kv_connector"]), environment.get(carriers.LAYOUT))):
-        return carriers.LAYOUT, apart
+    if moves and (apart := connectors.misplaced(str(moves["kv_connector"]), environment.get(connectors.LAYOUT))):
+        return connectors.LAYOUT, apart
     return None
 
 
 def transfer(arguments: Sequence[str]) -> dict[str, object]:
-    """The fields of vLLM's KVTransferConfig; empty where there is none, or none that can be read."""
+    """Return the fields of vLLM's KVTransferConfig; empty without one, or if it cannot be read."""
     return rules.transfer(vllm.read(arguments))
 
 
 def speculation(arguments: Sequence[str]) -> dict[str, str]:
-    """The fields of vLLM's SpeculativeConfig; empty without speculative decoding."""
+    """Return the fields of vLLM's SpeculativeConfig; empty without speculative decoding."""
     return drafting.speculation(vllm.read(arguments))
 
 
 def drafts(arguments: Sequence[str]) -> int:
-    """Draft tokens of a sequence in a step, at most; 0 without speculative decoding."""
+    """Return the largest number of draft tokens of a sequence in a step; 0 without speculative decoding."""
     return drafting.drafts(vllm.read(arguments))
 
 
 def offloaded_bytes(arguments: Sequence[str]) -> int | None:
-    """Host memory that each of the engines takes for offloaded pages; None where nothing is offloaded.
+    """Return the host memory that each engine takes for offloaded pages; None without offloading.
 
     Raises:
-        ValueError: the option's value is no number above 0; the value is its argument.
+        ValueError: the option's value is not a number above 0; the value is its argument.
     """
     value = vllm.read(arguments).value(OFFLOAD)
     if value is None:
@@ -82,5 +83,5 @@ def offloaded_bytes(arguments: Sequence[str]) -> int | None:
 
 
 def count(arguments: Sequence[str], option: str, *_: str) -> int:
-    """The number that an option has; 1 where it is not set, or has no number above 0."""
+    """Return the number that an option has; 1 if it is not set or not above 0."""
     return vllm.read(arguments).count(option)

@@ -1,11 +1,11 @@
-"""Caches with a bound: which tokens of a sequence are kept, as kvpilot-serve is asked for it and as engines are told.
+"""Bounded caches: which tokens of a sequence stay in the cache, in kvpilot-serve's options and an engine's environment.
 
-`SinksAndWindow` (StreamingLLM) keeps the first pages of a sequence and those of its last tokens. What a token attends
-to follows from its position alone: the first `sink_pages`, and all from `first_page` on up to itself. So answers depend
-neither on how a prompt was cut into chunks, nor on preemption, nor on what the prefix cache had.
+`SinksAndWindow` (StreamingLLM) keeps the first pages of a sequence and those of its last tokens. The position of a
+token alone decides what it attends to: the first `sink_pages`, and all pages from `first_page` up to its own. So
+answers depend neither on chunks, nor on preemption, nor on prefix hits.
 
-`HeavyHitters` (H2O) keeps, between the two, the pages that had most attention so far. That is known step by step, so
-answers do depend on chunks, preemption and prefix hits.
+`HeavyHitters` (H2O) also keeps the pages between these that have had most attention so far. Each step decides that, so
+answers depend on chunks, preemption and prefix hits.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ ALL, SINKS_AND_WINDOW, HEAVY_HITTERS = "All", "SinksAndWindow", "HeavyHitters"
 POLICIES = (ALL, SINKS_AND_WINDOW, HEAVY_HITTERS)
 
 VARIABLE = "KVPILOT_RETENTION"
-"""Environment variable that tells the engine's processes: `SinksAndWindow:4:1024`, `HeavyHitters:4:1024:4096`; absent
-or empty, all is kept."""
+"""Environment variable of the engine's processes: `SinksAndWindow:4:1024` or `HeavyHitters:4:1024:4096`.
+
+Absent or empty, all tokens are kept.
+"""
 
 SINKS = 4
-"""First tokens that heavy hitters keep where nobody says how many; the window is half of the budget, as in H2O."""
+"""Default number of sinks for heavy hitters. The default window is half of the budget, as in H2O."""
 
 INFO = WorkerInfo(
-    "kvpilot_retention_info", "Which tokens of a sequence the KV cache keeps; absent where it keeps all.",
+    "kvpilot_retention_info", "Tokens of a sequence that the KV cache keeps; absent if it keeps all.",
     ("policy", "sink_tokens", "window_tokens", "budget_tokens", "page_tokens"), "KVPILOT_RETENTION_REPORT",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class SinksAndWindow:
-    """At least the first `sinks` tokens of a sequence and its last `window`, in whole pages; both are 1 or more.
+    """Bound that keeps at least the first `sinks` tokens of a sequence and its last `window`, in whole pages.
 
-    The first page is always kept: a table of kept pages alone begins with the sequence's first token.
+    Both are 1 or more. The first page is always kept, so a table of kept pages begins with the sequence's first token.
     """
 
     sinks: int
@@ -46,31 +48,31 @@ class SinksAndWindow:
         return f"{SINKS_AND_WINDOW}:{self.sinks}:{self.window}"
 
     def sink_pages(self, page: int) -> int:
-        """Pages of `page` tokens that the sinks take."""
+        """Return the number of pages of `page` tokens that hold the sinks."""
         return -(-self.sinks // page)
 
     def first_page(self, position: int, page: int) -> int:
-        """The first page after the sinks' that the token at `position`, or a later one, attends to."""
+        """Return the first page after the sinks that the token at `position`, or a later one, attends to."""
         return max(self.sink_pages(page), (position - self.window + 1) // page)
 
     @property
     def reach(self) -> int:
-        """Tokens of a sequence up to which nothing is freed."""
+        """Number of a sequence's tokens up to which nothing is freed."""
         return self.window
 
     @property
     def option(self) -> str:
-        """The option that makes a request smaller."""
+        """Option of kvpilot-serve that makes a request smaller."""
         return "--retention-window-tokens"
 
     def kept(self, page: int) -> int:
-        """Tokens that one token attends to at most, in pages of `page` tokens."""
+        """Return the largest number of tokens that one token attends to, in pages of `page` tokens."""
         return self.sink_pages(page) * page + self.window + page - 1
 
 
 @dataclass(frozen=True)
 class HeavyHitters(SinksAndWindow):
-    """Sinks and window, and of the pages between them the heaviest: at most `budget` tokens before each step."""
+    """Bound of sinks, a window and the heaviest pages between them: at most `budget` tokens before each step."""
 
     budget: int
 
@@ -79,34 +81,34 @@ class HeavyHitters(SinksAndWindow):
 
     @property
     def reach(self) -> int:
-        """Tokens of a sequence up to which nothing is freed."""
+        """Number of a sequence's tokens up to which nothing is freed."""
         return self.budget
 
     @property
     def option(self) -> str:
-        """The option that makes a request smaller."""
+        """Option of kvpilot-serve that makes a request smaller."""
         return "--retention-budget-tokens"
 
     def pages(self, page: int) -> int:
-        """Pages of `page` tokens that a request holds before a step, at most."""
+        """Return the largest number of pages of `page` tokens that a request holds before a step."""
         return self.budget // page
 
     def least(self, page: int) -> int:
-        """The smallest budget with room for the sinks, the window wherever its pages begin, and one page between."""
+        """Return the smallest budget with room for the sinks, the window at any alignment, and one page between."""
         return (self.sink_pages(page) + -(-(self.window + page - 2) // page) + 1) * page
 
     def kept(self, page: int) -> int:
-        """Tokens that one token attends to at most while a sequence decodes, in pages of `page` tokens."""
+        """Return the largest number of tokens that one token attends to in decode, in pages of `page` tokens."""
         return self.budget + page
 
 
 def parse(
     policy: str | None, sinks: int | None, window: int | None, budget: int | None = None
 ) -> SinksAndWindow | None:
-    """What kvpilot-serve's options ask for, or the environment where they name no policy; None for all.
+    """Return the bound that kvpilot-serve's options name, or else the environment's; None keeps all tokens.
 
     Raises:
-        PreflightError: BadArguments; values that are missing, or beside the wrong policy, or have no room in a budget.
+        PreflightError: BadArguments; values are missing, do not belong to the policy, or have no room in the budget.
     """
 
     def refuse(message: str) -> PreflightError:
@@ -148,7 +150,7 @@ def parse(
 
 
 def asked() -> SinksAndWindow | None:
-    """What the environment asks an engine for; None for all.
+    """Return the bound that the environment names; None keeps all tokens.
 
     Raises:
         UnsupportedModelError: it is not as kvpilot-serve writes it.
@@ -170,7 +172,7 @@ def asked() -> SinksAndWindow | None:
 
 
 def report(bound: SinksAndWindow, page: int) -> None:
-    """Of a worker: tell metrics what is served, in pages of `page` tokens."""
+    """Report a worker's bound, in pages of `page` tokens, to metrics."""
     INFO.report(
         {"policy": str(bound).partition(":")[0], "sink_tokens": str(bound.sinks), "window_tokens": str(bound.window),
          "budget_tokens": str(bound.budget) if isinstance(bound, HeavyHitters) else "", "page_tokens": str(page)}

@@ -1,1 +1,1 @@
-"""What an engine's own /metrics say beside vLLM's."""
+"""Metrics of an engine beside vLLM's."""

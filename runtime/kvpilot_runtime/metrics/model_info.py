@@ -1,7 +1,7 @@
-"""What the operator must know of a model's architecture, published on the engine's own /metrics.
+"""Gauge of the model's architecture on the engine's /metrics, which the operator reads.
 
-kvpilot-serve has read the model's config when it becomes vLLM; an environment variable carries what it found across,
-and the plugin makes of it the gauge ``kvpilot_model_info{head_dim,kv_heads,layers,window_layers,mla} 1``.
+kvpilot-serve reads the model's config before it becomes vLLM and passes it on in an environment variable. The plugin
+publishes it as ``kvpilot_model_info{head_dim,kv_heads,layers,window_layers,mla} 1``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from kvpilot_formats.models import Architecture
 
 VARIABLE = "KVPILOT_MODEL_INFO"
-"""The environment variable; set by kvpilot-serve for the process that it becomes, and only there."""
+"""Environment variable that kvpilot-serve sets for the process that it becomes."""
 
 NAME = "kvpilot_model_info"
 _LABELS = ("head_dim", "kv_heads", "layers", "window_layers", "mla")
@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 
 
 def encode(config: Architecture) -> str:
-    """The variable's value: a JSON object of the gauge's labels. Heads and layers count the whole model, not a rank.
+    """Return the variable's value: the gauge's labels in JSON.
 
-    Layers are those with a KV cache of their own.
+    Heads are those of the whole model, not of a rank. Layers are those with a KV cache of their own.
     """
     labels = {
         "head_dim": config.head_dim,
@@ -37,11 +37,10 @@ def encode(config: Architecture) -> str:
 
 
 def publish() -> bool:
-    """Register the gauge with this process's Prometheus registry; once, and only where the variable is set.
+    """Register the gauge in this process's Prometheus registry, once, if the variable is set.
 
-    vLLM serves the registry of its API server. With several API servers it serves what all processes wrote to a
-    folder: there "mostrecent" makes one series of the same line from each. A value that cannot be read is logged and
-    costs the gauge, never the engine.
+    vLLM serves the registry of its API server. With several API servers it serves what all processes wrote to a folder;
+    "mostrecent" merges their equal series there. An unreadable value is logged, and only the gauge is missing.
     """
     from prometheus_client import REGISTRY, Gauge
 
@@ -54,6 +53,6 @@ def publish() -> bool:
     except (ValueError, KeyError, TypeError) as error:
         log.warning("%s is %r and not a model's description (%s): no %s on /metrics", VARIABLE, text, error, NAME)
         return False
-    gauge = Gauge(NAME, "The architecture of the model that is served.", _LABELS, multiprocess_mode="mostrecent")
+    gauge = Gauge(NAME, "Architecture of the served model.", _LABELS, multiprocess_mode="mostrecent")
     gauge.labels(*values).set(1)
     return True

@@ -1,7 +1,7 @@
-"""What a worker knows of an engine, on its own /metrics: a gauge of constant 1 with labels.
+"""Gauges of constant 1 whose labels a worker knows, on the engine's /metrics.
 
-The workers know it, the API server publishes it: a file carries it across, whose path the first of vLLM's processes
-puts into the environment of the others.
+A worker writes the labels to a file, and the API server reads them. The first of vLLM's processes puts the file's path
+into the environment of the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers s
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A gauge, and how its labels come from a worker.
+    """Gauge with labels from a worker.
 
     Attributes:
         name, help, labels: of the gauge. variable: environment variable with the path of the file.
@@ -32,9 +32,9 @@ class WorkerInfo:
     variable: str
 
     def report(self, values: Mapping[str, str]) -> None:
-        """Of a worker: write the labels' values where `publish` finds them, once for all ranks of a group.
+        """Write the labels' values to the file, from the first rank of a worker's group.
 
-        A file that cannot be written costs the metric only.
+        If the file cannot be written, only the metric is missing.
         """
         from vllm.distributed import get_tp_group
 
@@ -56,7 +56,7 @@ class WorkerInfo:
             gauge.labels(*(values[label] for label in self.labels)).set(1)
 
     def publish(self) -> None:
-        """Of any process of vLLM: say where workers report, and serve what they did from this process's registry."""
+        """Choose the workers' file unless it is chosen, and serve its values from this process's registry."""
         from prometheus_client import REGISTRY
 
         if self.variable not in os.environ:
@@ -71,17 +71,17 @@ class WorkerInfo:
 
 
 class Reported:
-    """The series that a worker wrote; none before it did."""
+    """Series that a worker wrote; empty until then."""
 
     def __init__(self, info: WorkerInfo, path: Path) -> None:
         self.info, self._path = info, path
 
     def describe(self) -> list[Any]:
-        """Nothing: what a registry asks at registration."""
+        """Return nothing: the registry asks at registration."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """The gauge, once a worker has reported."""
+        """Yield the gauge once a worker has reported."""
         from prometheus_client.core import GaugeMetricFamily
 
         try:

@@ -1,1 +1,1 @@
-"""Whether an engine can start as asked, decided before vLLM or a GPU is touched."""
+"""Checks of a request to start an engine, before vLLM is imported or a GPU is used."""

@@ -1,4 +1,4 @@
-"""Whether a cache with a bound can be served as asked, before vLLM is touched; the engine looks again itself."""
+"""Check of a bounded cache before vLLM is imported; the engine repeats it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def check(
     fmt: formats.Format | LatentFormat, config: models.Architecture | None, request: Request,
     platform: machine.Platform,
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Warnings, as (reason, message); none where all tokens are kept.
+    """Return warnings as (reason, message); none if all tokens are kept.
 
     Raises:
-        PreflightError: BadArguments, what is switched on does not go with it; ModelUnsupported, this model does not.
+        PreflightError: BadArguments, an option is not supported beside it; ModelUnsupported, the model is not.
     """
     bound = request.retention
     if bound is None:
@@ -36,13 +36,15 @@ def check(
     if lacks := compat.lacks_for_bounds():
         raise PreflightError("BadArguments", f"--retention {bound} needs {lacks}; leave it out, or use that version")
     if platform == "cuda" and isinstance(bound, HeavyHitters) and not fmt.ours:
-        raise refuse(f"kv-cache dtype {fmt.name!r} on a GPU (its pages were not seen weighed right there)",
+        raise refuse(f"kv-cache dtype {fmt.name!r} on a GPU (page weights were not tested there)",
                      "use a dtype of kvpilot, or SinksAndWindow")  # fmt: skip
     if isinstance(fmt, LatentFormat):
         raise refuse(f"kv-cache dtype {fmt.name!r}", "leave it out")
     if (found := rules.first_on(read(request.others), rules.BESIDE_BOUNDED)) is not None:
         raise refuse(f"{found[0]} ({found[1]})", "leave one of the two out")
-    if skipped := [layer for layer in request.skip_layers or () if layer != options.SLIDING]:  # models have none of it
+    if skipped := [
+        layer for layer in request.skip_layers or () if layer != options.SLIDING
+    ]:  # such layers are refused below
         raise refuse(f"--kv-cache-dtype-skip-layers {','.join(skipped)}", "leave one of the two out")
     if request.recent:
         raise refuse(f"--recent-tokens {request.recent} (the recent window)", "leave one of the two out")
@@ -64,7 +66,7 @@ def _heavy(
     fmt: formats.Format | LatentFormat, bound: HeavyHitters, request: Request, usual: int,
     refuse: Callable[[str, str], PreflightError],
 ) -> None:  # fmt: skip
-    """Refuse what pages cannot be weighed with; `usual`: tokens of a page where nobody says."""
+    """Refuse settings that heavy hitters do not support; `usual` is the default number of tokens of a page."""
     if fmt.name.startswith("fp8"):
         raise refuse(f"kv-cache dtype {fmt.name!r}", "use auto or a dtype of kvpilot")
     every = read((*request.others, f"--tensor-parallel-size={request.tensor_parallel}"))
@@ -82,7 +84,7 @@ def _heavy(
 
 
 def _unsupported(model: models.Architecture) -> str | None:
-    """What a bounded cache does not serve in this model, or None."""
+    """Name the property of a model that bounded caches do not support, or return None."""
     found = (
         (model.latent, "multi-head latent attention"),
         (model.encoder_decoder, "an encoder-decoder model"),

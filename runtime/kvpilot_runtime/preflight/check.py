@@ -1,6 +1,6 @@
-"""Whether an engine can start as asked, decided before vLLM or a GPU is touched.
+"""Check of a request to start an engine, before vLLM is imported or a GPU is used.
 
-It takes well under a second for a model in a folder, and for one on the hub as long as fetching its config.json does.
+It takes well under a second for a model in a folder; for one on the hub it fetches config.json.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvpilot_runtime.transfer import disk_file
 from kvpilot_runtime.vllm_api import compat
 
 CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
-"""vLLM's own dtypes that its CPU backend really implements; it accepts the others and reads garbage."""
+"""Dtypes of vLLM that its CPU backend implements. It accepts others too, and then answers garbage."""
 
 
 def check(request: Request) -> Findings:
-    """Look at model, dtype and memory, in this order.
+    """Check model, dtype and memory, in this order.
 
     Raises:
         PreflightError: the engine cannot work as asked.
@@ -43,7 +43,7 @@ def check(request: Request) -> Findings:
         _platform_dtype(fmt, platform, request, findings)
         findings.warnings += memory.unknown(request, platform)
     if any(options.given(request.others, options.OFFLOAD)):
-        _offload(request, platform)
+        memory.check_offload(request, platform)
     if request.disk_path is not None or request.disk_bytes is not None:
         _disk(request)
     if fmt.ours:
@@ -61,17 +61,17 @@ def check(request: Request) -> Findings:
         own_dtypes.check_layers(fmt, request, findings)
         own_dtypes.check_own(fmt, findings.config, request, findings)
     elif fmt.ours and request.skip_layers is None:
-        findings.skip_layers = (options.SLIDING,)  # of no effect on a model without such layers
+        findings.skip_layers = (options.SLIDING,)  # without effect on a model without such layers
     if folder is not None and findings.config is not None and left.gpus is None:
         weights = weight_bytes(folder) + _draft_bytes(request, folder) if left.weights is None else 0
-        # vLLM settles a context of any length that fits.
+        # vLLM chooses the longest context that fits.
         sized = replace(request, max_model_len=1) if request.fit_length else request
         memory.check(fmt, findings.config, weights, sized, platform)
     return findings
 
 
 def _draft_bytes(request: Request, model: Path) -> int:
-    """Bytes of the weights of a draft model that lies in a folder of its own.
+    """Return the bytes of the weights of a draft model in a folder of its own.
 
     Raises:
         PreflightError: ModelNotFound, as `weight_bytes`.
@@ -86,7 +86,7 @@ def _ask_hub(request: Request, left: elsewhere.Elsewhere, findings: Findings) ->
     file = hub.config_file(elsewhere.config_source(request), request.revision, token)
     unchecked = "its architecture and size are" if file is None else "whether its weights fit is"
     findings.warnings.append(
-        ("ModelNotChecked", f"model {request.model!r} is on the hub: {unchecked} for vLLM to find out")
+        ("ModelNotChecked", f"model {request.model!r} is on the hub: {unchecked} for vLLM to check")
     )
     if file is not None:
         findings.config = elsewhere.as_cached(read_config(file, elsewhere.overrides(request)))
@@ -95,7 +95,7 @@ def _ask_hub(request: Request, left: elsewhere.Elsewhere, findings: Findings) ->
 
 def _dtype(name: str) -> Dtype:
     if name in formats.VLLM_DTYPES_LEFT_OUT:
-        # vLLM's to judge; counted as its smallest, so that nothing is refused that could fit.
+        # vLLM judges these. Their size counts as that of the smallest dtype, so that nothing is refused that could fit.
         return replace(formats.parse("nvfp4"), name=name)
     try:
         return dtypes.parse(name)
@@ -125,7 +125,7 @@ def _architecture(
         return
     name = config.architectures[0]
     if left.classes is not None:
-        findings.warnings.append(("ModelNotChecked", f"{left.classes}: architecture {name!r} is for vLLM to find"))
+        findings.warnings.append(("ModelNotChecked", f"{left.classes}: architecture {name!r} is for vLLM to check"))
         return
     if config.custom_code or any(installed.known_to_transformers(a) for a in config.architectures):
         findings.warnings.append(
@@ -140,7 +140,7 @@ def _architecture(
 
 
 def _custom_code(config: models.Architecture, request: Request) -> None:
-    """Code from a model's repository runs only where the user has said that it may."""
+    """Refuse code from a model's repository unless the user has trusted it."""
     if not config.custom_code or any(options.given(request.others, "--trust-remote-code")):
         return
     ours = installed.known_model_types()
@@ -181,21 +181,14 @@ def _capability(fmt: Dtype, request: Request, config: models.Architecture | None
             raise PreflightError("DtypeUnsupported", f"kv-cache dtype {said} {fault}, and {gpu.name} has {hardware.shown(gpu.capability)}; use {instead}")  # fmt: skip  # noqa: E501
 
 
-def _offload(request: Request, platform: machine.Platform) -> None:
-    """Whether this vLLM can offload, and this machine has the memory for it."""
-    if not installed.can_offload():
-        raise PreflightError("BadArguments", f"{options.OFFLOAD}: the installed vLLM has no offloading to host memory; leave it out, or use a runtime image with vLLM 0.28 or newer")  # fmt: skip  # noqa: E501
-    memory.check_offload(request, platform)
-
-
 def _disk(request: Request) -> None:
-    """Whether offloaded pages can go on to a disk, and there is room for them."""
+    """Refuse a disk below offloaded pages that cannot work, or has no room for them."""
     if request.disk_path is None or request.disk_bytes is None:
         lacks, given = (options.DISK_PATH, options.DISK_SIZE)[:: 1 if request.disk_path is None else -1]
-        raise PreflightError("BadArguments", f"{given} goes with {lacks}: give both, or leave it out")
+        raise PreflightError("BadArguments", f"{given} needs {lacks}: give both, or leave it out")
     if not any(options.given(request.others, options.OFFLOAD)):
-        raise PreflightError("BadArguments", f"{options.DISK_PATH} is for what host memory has no room for: give {options.OFFLOAD}, too, or leave it out")  # fmt: skip  # noqa: E501
-    if lacks := compat.lacks_for_disk():
+        raise PreflightError("BadArguments", f"{options.DISK_PATH} holds pages that do not fit in host memory: give {options.OFFLOAD}, too, or leave it out")  # fmt: skip  # noqa: E501
+    if lacks := compat.lacks_for_pinned():
         raise PreflightError("BadArguments", f"{options.DISK_PATH} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
     if any(options.given(request.others, options.TRANSFER)):
         raise PreflightError("BadArguments", f"{options.TRANSFER}: {options.DISK_PATH} sets it; leave one of the two out")  # fmt: skip  # noqa: E501
@@ -204,7 +197,7 @@ def _disk(request: Request) -> None:
         named = f"--kv-offloading-backend {other[0]}" if other else options.SIMPLE_OFFLOAD
         raise PreflightError("BadArguments", f"{named}: {options.DISK_PATH} is for vLLM's own offloading; leave one of the two out")  # fmt: skip  # noqa: E501
     if memory.nodes(request) > 1:
-        raise PreflightError("BadArguments", f"{options.DISK_PATH}: an engine over {memory.nodes(request)} nodes (--nnodes) has host memory on each, and one node's disk would have its part alone; leave it out")  # fmt: skip  # noqa: E501
+        raise PreflightError("BadArguments", f"{options.DISK_PATH}: an engine over {memory.nodes(request)} nodes (--nnodes) has host memory on each, and a disk would hold only one node's part; leave it out")  # fmt: skip  # noqa: E501
     engines_here = options.count(request.others, "--data-parallel-size")
     if (error := disk_file.refused(options.DISK_PATH, request.disk_path, request.disk_bytes * engines_here)) is not None:  # fmt: skip  # noqa: E501
         raise error

@@ -1,4 +1,4 @@
-"""Options and variables by which vLLM takes another config, other weights or other GPUs than preflight looks at.
+"""Options and variables by which vLLM uses another config, other weights or other GPUs than preflight sees.
 
 Preflight follows `--hf-overrides`, `--hf-config-path` and `--hf-token`. It leaves the rest to vLLM and names the option
 in a warning, so that no engine is refused for a figure that vLLM would not use.
@@ -47,7 +47,7 @@ _VARIABLES = {
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """For each thing that preflight cannot follow, the option or variable that hides it; None for none."""
+    """Option or variable that hides each thing from preflight; None where preflight can follow."""
 
     config: str | None = None
     weights: str | None = None
@@ -55,14 +55,14 @@ class Elsewhere:
     classes: str | None = None
 
     def warnings(self) -> Iterator[tuple[str, str]]:
-        """A warning, as (reason, message), for each thing that is left to vLLM."""
+        """Yield a warning, as (reason, message), for each thing that is left to vLLM."""
         for reason, what, by in (
             ("ModelNotChecked", "the model's architecture and size are", self.config),
             ("WeightsNotChecked", "the weights' size is", self.weights if self.config is None else None),
             ("MachineNotKnown", "the GPUs that the engine takes are", self.gpus),
         ):
             if by is not None:
-                yield reason, f"{by}: {what} for vLLM to find out"
+                yield reason, f"{by}: {what} for vLLM to check"
 
 
 def look(request: Request, platform: str) -> Elsewhere:
@@ -84,17 +84,17 @@ def modelscope() -> bool:
 
 
 def config_source(request: Request) -> str:
-    """The folder or hub id that the model's config comes from."""
+    """Return the folder or hub id that the model's config comes from."""
     return read(request.others).value(CONFIG_PATH) or request.model
 
 
 def overrides(request: Request) -> dict[str, Any]:
-    """The fields of `--hf-overrides`; empty for none."""
+    """Return the fields of `--hf-overrides`; empty without it."""
     return read(request.others).mapping(OVERRIDES)
 
 
 def overridden(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with fields changed as vLLM changes them: objects are merged, all else is replaced."""
+    """Return a config with fields changed as vLLM does it: objects are merged, all else is replaced."""
     merged = dict(raw)
     for key, value in changes.items():
         before = merged.get(key)
@@ -106,7 +106,7 @@ def overridden(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def as_cached(config: Architecture) -> Architecture:
-    """The config with the cache that vLLM keeps of it: `VLLM_MLA_DISABLE` unfolds latents to keys and values."""
+    """Return the config as vLLM caches it: `VLLM_MLA_DISABLE` turns latents into keys and values."""
     unfolded = os.environ.get(UNFOLDED, "0").strip() not in ("", "0")
     return replace(config, latent=0, index_bytes=0) if unfolded else config
 
@@ -117,7 +117,7 @@ def asks_a_hub(request: Request) -> bool:
     named = [arguments.value(option) for option in ("--tokenizer", CONFIG_PATH, "--spec-model")]
     named.append(arguments.mapping("--speculative-config").get("model"))
     named += [_adapter(item) for one in arguments.given if one.name == "--lora-modules" for item in one.values]
-    # ngram and suffix stand in a model's place, too.
+    # ngram and suffix may stand in place of a model.
     words = (None, "", "ngram", "[ngram]", "suffix")
     return any(one not in words and isinstance(one, str) and model_folder(one) is None for one in named)
 
@@ -139,7 +139,7 @@ def _by(arguments: Arguments, switches: Iterable[Switch], variables: Iterable[st
 
 
 def _unreadable(arguments: Arguments) -> str | None:
-    """`--hf-overrides` where it is not a JSON object: vLLM then runs a function of that name."""
+    """Return `--hf-overrides` if it is not a JSON object: vLLM then runs a function of that name."""
     return OVERRIDES if arguments.on(OVERRIDES) and not _is_object(arguments.value(OVERRIDES)) else None
 
 
@@ -155,7 +155,7 @@ def _mistral(folder: Path) -> bool:
 
 
 def _plugin() -> str | None:
-    """Another plugin of vLLM's, which may bring model classes."""
+    """Return the name of another vLLM plugin, which may add model classes."""
     named = os.environ.get("VLLM_PLUGINS")
     chosen = None if named is None else named.split(",")
     for one in entry_points(group="vllm.general_plugins"):

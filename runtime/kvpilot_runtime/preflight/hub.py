@@ -1,4 +1,4 @@
-"""What the hub says of a model before an engine downloads it, and which of its errors are final."""
+"""Questions to the hub about a model before an engine downloads it, and the errors that are final."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def refusals(model: str, revision: str | None) -> Iterator[None]:
-    """Within it the hub is asked about a model or an adapter.
+    """Turn the hub's final errors about a model or an adapter into refusals.
 
     Raises:
-        PreflightError: ModelNotFound, the hub says that there is no such model or revision, or that it is not for us.
+        PreflightError: ModelNotFound; the model or its revision does not exist, or we have no access.
     """
-    # Takes a quarter of a second, and a model in a folder does without.
+    # The import takes a quarter of a second, and a model in a folder does not need it.
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
@@ -34,13 +34,12 @@ def refusals(model: str, revision: str | None) -> Iterator[None]:
 
 
 def config_file(model: str, revision: str | None, token: str | None = None) -> Path | None:
-    """The config.json of a hub id, in the cache that vLLM reads from too; fetched where it is not there yet.
+    """Return the config.json of a hub id from the cache that vLLM reads too, and fetch it if it is missing.
 
-    None where there is none to be had: the hub cannot be reached (some 20 s, with its client's own attempts), or the
-    model has no such file.
+    Return None if the hub cannot be reached (after about 20 s of its client's attempts) or the model has no such file.
 
     Raises:
-        PreflightError: ModelNotFound, as `refusals` has it.
+        PreflightError: ModelNotFound, as `refusals`.
     """
     from huggingface_hub import hf_hub_download
 

@@ -1,4 +1,4 @@
-"""Which model classes the installed vLLM can serve, read from its source without importing it (which takes seconds)."""
+"""Model classes of the installed vLLM, read from its source: importing it takes seconds."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import functools
 import importlib.util
 from pathlib import Path
 
-from kvpilot_runtime.config.carriers import Carrier, other_release
-from kvpilot_runtime.errors import UnsupportedEngineError
+from kvpilot_runtime.config.connectors import Connector, other_release
 from kvpilot_runtime.vllm_api import compat
 
 _NOT_SERVED = {"_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS"}
@@ -19,19 +18,19 @@ _POOLING = {
 
 
 def known_architectures() -> frozenset[str]:
-    """Names in vLLM's model registry; empty when vLLM is absent or keeps its registry elsewhere."""
+    """Return the names in vLLM's model registry; none if vLLM is absent or its registry was moved."""
     return frozenset().union(*_registry().values())
 
 
 def pooling_architectures() -> frozenset[str]:
-    """Of these, the ones that generate nothing: they embed, score or classify."""
+    """Return the architectures that only embed, score or classify."""
     tables = _registry()
     return known_architectures().difference(*(names for table, names in tables.items() if table not in _POOLING))
 
 
 @functools.cache
 def _registry() -> dict[str, frozenset[str]]:
-    """Names in each table of vLLM's model registry; empty as above."""
+    """Return the names in each table of vLLM's model registry, by table."""
     tree = _parse("vllm", "model_executor/models/registry.py")
     found: dict[str, frozenset[str]] = {}
     for node in tree.body if tree is not None else ():
@@ -48,7 +47,7 @@ def _registry() -> dict[str, frozenset[str]]:
 
 @functools.cache
 def known_model_types() -> frozenset[str]:
-    """model_type of the configs that vLLM reads with classes of its own; empty as above."""
+    """Return the `model_type`s that vLLM reads with config classes of its own; none as above."""
     tree = _parse("vllm", "transformers_utils/config.py")
     names: set[str] = set()
     for node in tree.body if tree is not None else ():
@@ -62,28 +61,21 @@ def known_model_types() -> frozenset[str]:
     return frozenset(names)
 
 
-def can_offload() -> bool:
-    """Whether the installed vLLM can offload its KV cache to host memory; True when vLLM is absent."""
-    vllm = importlib.util.find_spec("vllm")
-    return vllm is None or vllm.origin is None or (Path(vllm.origin).parent / "v1/kv_offload/cpu/spec.py").exists()
-
-
-def lacks(carrier: Carrier) -> str:
-    """What a connector needs and this machine lacks; nothing where vLLM is absent."""
-    try:
-        if compat.vllm_version() != compat.CARRIES:
-            return f"vLLM {compat.CARRIES[0]}.{compat.CARRIES[1]} (here is {compat.version_text()})"
-    except UnsupportedEngineError:
+def lacks(connector: Connector) -> str:
+    """Name the version or package that a connector needs and this machine lacks; nothing where vLLM is absent."""
+    if lacks := compat.lacks_for_pinned():
+        return lacks
+    if importlib.util.find_spec("vllm") is None:
         return ""
-    if importlib.util.find_spec(carrier.package) is None:
-        return f"the package {carrier.package}"
-    if (other := other_release(carrier)) and carrier.release:
-        return f"{carrier.package} {carrier.release[0]}.{carrier.release[1]} (here is {other})"
+    if importlib.util.find_spec(connector.package) is None:
+        return f"the package {connector.package}"
+    if (other := other_release(connector)) and connector.release:
+        return f"{connector.package} {compat.shown(connector.release)} (here is {other})"
     return ""
 
 
 def known_to_transformers(architecture: str) -> bool:
-    """Whether the installed transformers names this class; vLLM can then serve it through its fallback."""
+    """Return True if the installed transformers has this class: vLLM's fallback may then serve it."""
     tree = _parse("transformers", "models/auto/modeling_auto.py")
     return tree is not None and any(
         isinstance(node, ast.Constant) and node.value == architecture for node in ast.walk(tree)

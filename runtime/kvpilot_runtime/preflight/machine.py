@@ -1,4 +1,4 @@
-"""What this machine offers: the platform of the installed vLLM, and the memory that an engine may take."""
+"""Properties of this machine: the platform of the installed vLLM, and the memory that an engine may take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Platform = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: its name, memory in bytes, and compute capability such as (9, 0); None where the driver does not say."""
+    """GPU with its name, memory in bytes, and compute capability such as (9, 0); None if the driver is silent."""
 
     name: str
     total: int | None
@@ -23,13 +23,13 @@ class Gpu:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Figures that the driver does not say, as nvidia-smi calls them."""
+        """Figures that the driver does not report, by nvidia-smi's names."""
         figures = {"memory.total": self.total, "memory.used": self.used, "compute_cap": self.capability}
         return tuple(name for name, value in figures.items() if value is None)
 
 
 def platform() -> Platform:
-    """What the installed vLLM was built for: its version carries `+cpu` when it is the CPU build."""
+    """Return the platform of the installed vLLM: the version of a CPU build has `+cpu`."""
     try:
         return "cpu" if "cpu" in importlib.metadata.version("vllm") else "cuda"
     except importlib.metadata.PackageNotFoundError:
@@ -37,10 +37,7 @@ def platform() -> Platform:
 
 
 def available_memory() -> int | None:
-    """Bytes that this process may still take: the machine's MemAvailable, or less where a cgroup limits it.
-
-    None where neither is told.
-    """
+    """Return the bytes that this process may still take: MemAvailable, or less in a cgroup; None if unknown."""
     free = [int(line.split()[1]) * 1024 for line in lines("/proc/meminfo") if line.startswith("MemAvailable:")]
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -53,7 +50,7 @@ def available_memory() -> int | None:
 
 
 def shared_memory() -> int | None:
-    """Bytes that are free in /dev/shm: 0 where there is none, None where it cannot be asked."""
+    """Return the free bytes in /dev/shm: 0 without one, None if it cannot be read."""
     try:
         found = os.statvfs("/dev/shm")  # noqa: S108
     except FileNotFoundError:
@@ -64,7 +61,7 @@ def shared_memory() -> int | None:
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that the NVIDIA driver shows, in its order; empty where it shows none or cannot be asked."""
+    """Return the GPUs that the NVIDIA driver shows, in its order; none if it shows none or cannot be asked."""
     fields = "name,memory.total,memory.used,compute_cap"
     try:
         out = subprocess.run(
@@ -77,7 +74,7 @@ def gpus() -> list[Gpu]:
 
 
 def may_have_gpus() -> bool:
-    """Return True if an NVIDIA driver is here, whether or not nvidia-smi can list its GPUs.
+    """Return True if an NVIDIA driver is here, even if nvidia-smi cannot list its GPUs.
 
     A container without the driver's `utility` capability has GPUs and no nvidia-smi.
     """
@@ -85,14 +82,14 @@ def may_have_gpus() -> bool:
 
 
 def parse_gpus(listing: str) -> list[Gpu]:
-    """GPUs from nvidia-smi's csv lines `name, MiB, MiB, capability`.
+    """Parse nvidia-smi's csv lines `name, MiB, MiB, capability`.
 
-    A figure that is not a number, such as [N/A] or [Insufficient Permissions], is not known.
+    A figure that is not a number, such as [N/A] or [Insufficient Permissions], is unknown.
     """
     found = []
     for line in listing.splitlines():
         parts = [part.strip() for part in line.rsplit(",", 3)]
-        if len(parts) == 4:  # all else is a message of nvidia-smi
+        if len(parts) == 4:  # other lines are messages of nvidia-smi
             name, total, used, capability = parts
             found.append(_gpu(name, _figure(total), _figure(used), capability))
     return found
@@ -100,11 +97,11 @@ def parse_gpus(listing: str) -> list[Gpu]:
 
 def _gpu(name: str, total: int | None, used: int | None, capability: str) -> Gpu:
     major, minor = (_figure(part) for part in (capability.partition(".")[0], capability.partition(".")[2] or "0"))
-    total = total or None  # no GPU has a memory of 0
+    total = total or None  # 0 means unknown
     if used is not None and total is not None and used > total:
         used = None
     return Gpu(
-        name if name and not name.startswith("[") else "GPU of a name that is not told",
+        name if name and not name.startswith("[") else "GPU of unknown name",
         None if total is None else total * 2**20,
         None if used is None else used * 2**20,
         None if major is None or minor is None else (major, minor),
@@ -112,12 +109,12 @@ def _gpu(name: str, total: int | None, used: int | None, capability: str) -> Gpu
 
 
 def _figure(text: str) -> int | None:
-    """A number in decimal digits, and None for any other text."""
+    """Parse a decimal number; return None for any other text."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
 
 
 def lines(path: str) -> list[str]:
-    """Of a file; none where it cannot be read."""
+    """Return the lines of a file; none if it cannot be read."""
     try:
         return Path(path).read_text().splitlines()
     except OSError:

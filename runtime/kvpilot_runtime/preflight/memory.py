@@ -1,43 +1,49 @@
-"""Whether weights, one request's KV cache and the engine fit where they are to go, estimated without vLLM."""
+"""Check that weights, one request's KV cache and the engine fit into memory, estimated without vLLM."""
 
 from __future__ import annotations
 
 import os
 
 from kvpilot_formats import formats, models
-from kvpilot_formats.latent import LatentFormat
+from kvpilot_formats.latent import ENTRY, RANK, LatentFormat
 from kvpilot_runtime.config import options
 from kvpilot_runtime.errors import PreflightError
-from kvpilot_runtime.preflight import machine, step_buffers
+from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.request import Request
 
 CPU_OVERHEAD = 2_500 * 2**20
-"""Bytes that vLLM's three processes take on CPU beyond weights and KV cache: an estimate (0.32.0, SmolLM2-135M)."""
+"""Memory of vLLM's three processes on a CPU beyond weights and KV cache: an estimate (0.32.0, SmolLM2-135M)."""
 
 GPU_OVERHEAD = 3 * 2**30
-"""Bytes kept per GPU for activations, CUDA graphs and the allocator's slack: an allowance, not a measurement."""
+"""Memory per GPU for activations, CUDA graphs and the allocator's slack: an allowance, not a measurement."""
 
 BLOCK_TOKENS: dict[machine.Platform, int] = {"cpu": 128, "cuda": 64}
-"""Tokens of a block where `--block-size` does not say otherwise."""
+"""Default number of tokens of a block."""
+
+SEQUENCES, LARGE_GPU = (256, 1024), 70 * 2**30
+"""Default `--max-num-seqs` of vLLM 0.32 on small and large GPUs, and the bytes of memory that make a GPU large."""
+
+RESULTS = 3
+"""Largest number of partial results of a sequence in a step of single tokens, without those of one wave of programs."""
 
 
 def stages(request: Request) -> int:
-    """Of pipeline parallelism: each has its share of the layers."""
+    """Return the number of stages of pipeline parallelism, which share the layers."""
     return options.count(request.others, "--pipeline-parallel-size", "-pp")
 
 
 def nodes(request: Request) -> int:
-    """Machines that one engine is spread over, in equal parts."""
+    """Return the number of machines that share one engine equally."""
     return options.count(request.others, "--nnodes", "-n")
 
 
 def ranks(request: Request) -> int:
-    """GPUs of one engine that layers and heads are spread over."""
+    """Return the number of GPUs that share the layers and heads of one engine."""
     return request.tensor_parallel * stages(request)
 
 
 def here(request: Request) -> int:
-    """Those of them that this machine has to have."""
+    """Return the number of one engine's GPUs that this machine must have."""
     return -(-ranks(request) // nodes(request))
 
 
@@ -45,9 +51,9 @@ def check(
     fmt: formats.Format | LatentFormat, config: models.Architecture, weights: int, request: Request,
     platform: machine.Platform,
 ) -> None:  # fmt: skip
-    """Compare what is needed with what there is; `weights` in bytes, of the whole model.
+    """Compare the memory that is needed with the memory that is there; `weights` are the bytes of the whole model.
 
-    A figure of the machine that is not known refuses nothing.
+    An unknown figure of the machine refuses nothing.
 
     Raises:
         PreflightError: DoesNotFit.
@@ -56,7 +62,7 @@ def check(
     in_16_bits = len({layer for layer in request.skip_layers or () if layer.isdecimal()})
     per_token = config.token_bytes(fmt, in_16_bits)
     ring = _ring_tokens(fmt, config, request, length, platform) * per_token
-    # A latent cache is kept whole by every rank, and so is a KV head that several share.
+    # Every rank holds a whole latent cache, and a whole KV head that several ranks share.
     shares = stages(request) * (1 if config.latent else max(1, min(request.tensor_parallel, config.kv_heads)))
     held = length or 0
     if request.retention is not None:
@@ -79,9 +85,9 @@ def check(
         weights //= nodes(request)
     else:
         have, smallest = _of_gpus(request)
-        extra = GPU_OVERHEAD + (0 if smallest is None else step_buffers.size(fmt, config, request, smallest))
+        extra = GPU_OVERHEAD + (0 if smallest is None else step_buffers(fmt, config, request, smallest))
         what = f"{request.memory_fraction:.0%} of each GPU's memory, less what others use"
-        # Experts are spread over data-parallel engines too: no GPU has less than this, and some have more.
+        # Data-parallel engines share experts too, so this is the least that a GPU holds.
         weights //= ranks(request) * options.count(request.others, "--data-parallel-size", "-dp")
     need = weights + kv + extra
     if have is not None and need > have:
@@ -93,8 +99,25 @@ def check(
         )
 
 
+def step_buffers(fmt: formats.Format | LatentFormat, config: models.Architecture, request: Request, total: int) -> int:
+    """Return about how many of a GPU's `total` bytes our backends take beside weights and pages.
+
+    These are the buffers of a step and the workspace of contexts; vLLM's own dtypes need neither.
+    """
+    asked = [value for _, value in options.given(request.others, "--max-num-seqs") if value and value.isdecimal()]
+    sequences = int(asked[-1]) if asked else SEQUENCES[total >= LARGE_GPU]
+    heads = -(-config.heads // request.tensor_parallel)
+    if isinstance(fmt, LatentFormat):
+        return sequences * heads * (4 * RANK + 2 * ENTRY)
+    if not fmt.ours:
+        return 0
+    tokens, dim = 1 + options.drafts(request.others), formats.stored_dim(config.head_dim) or config.head_dim
+    plan = sequences * heads * dim * (4 * max(RESULTS, tokens) + 2 * tokens)
+    return plan + int(total * request.memory_fraction) // options.WORKSPACE_SHARE
+
+
 def _of_gpus(request: Request) -> tuple[int | None, int | None]:
-    """Bytes that vLLM may take of the GPU that has the least, and the smallest memory; None where none is known.
+    """Return the bytes that vLLM may take of the tightest GPU, and the smallest memory; None if unknown.
 
     Raises:
         PreflightError: DoesNotFit, there are too few GPUs.
@@ -108,20 +131,20 @@ def _of_gpus(request: Request) -> tuple[int | None, int | None]:
         stages_too = f" times --pipeline-parallel-size {stages(request)}" if stages(request) > 1 else ""
         shared = f", {seen} on each of {nodes(request)} nodes," if nodes(request) > 1 else ""
         raise PreflightError("DoesNotFit", f"--tensor-parallel-size {request.tensor_parallel}{stages_too} needs as many GPUs{shared} and {len(gpus)} are visible; request more, or lower it")  # fmt: skip  # noqa: E501
-    # vLLM takes its fraction of a whole GPU, but cannot take what others hold.
+    # vLLM takes a fraction of the whole GPU, but not memory that other processes hold.
     known = [(gpu.total, gpu.used or 0) for gpu in gpus[:seen] if gpu.total is not None]
     taken = (min(int(total * request.memory_fraction), total - used) for total, used in known)
     return min(taken, default=None), min((total for total, _ in known), default=None)
 
 
 def unknown(request: Request, platform: machine.Platform) -> list[tuple[str, str]]:
-    """Warnings about figures of this machine that are not told, and are left to vLLM."""
+    """Return warnings about unknown figures of this machine, whose check is left to vLLM."""
     if platform == "cpu":
         asked = {"MemAvailable in /proc/meminfo": machine.available_memory()}
         return [_left(name) for name, value in asked.items() if value is None]
     gpus = machine.gpus()
     if not gpus and machine.may_have_gpus():
-        return [_left("what nvidia-smi says of the GPUs of the driver that is here")]
+        return [_left("nvidia-smi's figures of this driver's GPUs")]
     listed = enumerate(gpus[: here(request)])
     return [_left(f"{', '.join(gpu.unknown)} of GPU {i} ({gpu.name})") for i, gpu in listed if gpu.unknown]
 
@@ -131,7 +154,7 @@ def _left(what: str) -> tuple[str, str]:
 
 
 def offloaded(request: Request) -> int:
-    """Bytes of host memory that are to hold offloaded pages, of all engines that are started; 0 for none.
+    """Return the bytes of host memory for offloaded pages, of all engines here; 0 without offloading.
 
     Raises:
         PreflightError: BadArguments.
@@ -144,7 +167,7 @@ def offloaded(request: Request) -> int:
 
 
 def check_offload(request: Request, platform: machine.Platform) -> None:
-    """Compare the host memory that offloading takes with what there is.
+    """Compare the host memory that offloading takes with the memory that is there.
 
     Raises:
         PreflightError: BadArguments, DoesNotFit.
@@ -156,7 +179,7 @@ def check_offload(request: Request, platform: machine.Platform) -> None:
             f"{options.OFFLOAD}: offloaded pages are to take {_mib(wanted)} of host memory and {_mib(have)} are "
             "available; offload less, or give the container more memory",
         )
-    # On a GPU the pages lie in a file there, so that all ranks and the GPU's copies find them; above a disk always.
+    # On a GPU, and always above a disk, vLLM maps the pages as a file in /dev/shm, which all ranks share.
     have = machine.shared_memory() if platform != "cpu" or request.disk_path is not None else None
     if have is not None and wanted > have:
         raise PreflightError(
@@ -170,10 +193,10 @@ def _ring_tokens(
     fmt: formats.Format | LatentFormat, config: models.Architecture, request: Request, context: int | None,
     platform: machine.Platform,
 ) -> int:  # fmt: skip
-    """Tokens whose pages a request's ring takes, in blocks of the platform's usual size."""
+    """Return the tokens whose pages a request's ring takes, in blocks of the platform's default size."""
     unlike = config.state_layers or config.chunked_layers
     if isinstance(fmt, LatentFormat) or not fmt.ours or unlike or request.retention is not None:
-        # No rings are kept beside states and chunks (docs/serving.md), nor bounded caches any (docs/retention.md).
+        # There are no rings beside states and chunks (docs/serving.md), nor in bounded caches (docs/retention.md).
         return 0
     block = BLOCK_TOKENS[platform]
     recent = fmt.recent_tokens(request.recent, context)
@@ -186,7 +209,7 @@ def _mib(size: int) -> str:
 
 
 def cpu_kv_bytes() -> int | None:
-    """The KV cache's size that the environment sets for vLLM on CPU (`VLLM_CPU_KVCACHE_SPACE`, whole GiB)."""
+    """Return the KV cache's size from vLLM's variable for CPUs (`VLLM_CPU_KVCACHE_SPACE`, whole GiB)."""
     text = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
     if not text:
         return None

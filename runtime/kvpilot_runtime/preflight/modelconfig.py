@@ -1,4 +1,4 @@
-"""What a model's folder says about it, read without torch: config.json and the headers of its weights."""
+"""Reading of a model's folder without torch: config.json and the headers of its weights."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def read_config(path: Path, changes: Mapping[str, Any] = MappingProxyType({})) -
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of the model's weights, as vLLM's default loader picks their files.
+    """Return the bytes of the weights in the files that vLLM's default loader picks.
 
     Raises:
-        PreflightError: ModelNotFound, the folder has no weights, or a file is damaged or cut short.
+        PreflightError: ModelNotFound; the folder has no weights, or a file is damaged or truncated.
     """
     try:
         return weights.weight_bytes(folder)

@@ -1,4 +1,4 @@
-"""Whether a dtype of kvpilot can serve a model as asked, with its options and its recent window."""
+"""Check of our dtypes: options, recent window and model."""
 
 from __future__ import annotations
 
@@ -8,29 +8,26 @@ from pathlib import Path
 from kvpilot_formats import formats, hardware, latent, models
 from kvpilot_formats.arguments import read, rules
 from kvpilot_formats.dtypes import Dtype
-from kvpilot_runtime.config import carriers, options
+from kvpilot_runtime.config import connectors, options
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import installed, machine, vllm_layers
 from kvpilot_runtime.preflight.request import CALIBRATION_OFF, Findings, Request, model_folder
-from kvpilot_runtime.vllm_api import compat
 
 _POOLING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "ForRewardModeling", "EmbeddingModel",
             "ForTextEncoding")  # fmt: skip
-"""Ends of the names of classes that vLLM turns into pooling models."""
+"""Suffixes of class names that vLLM turns into pooling models."""
 
 
 def check_options(fmt: Dtype, request: Request) -> None:
-    """What else was asked for, whatever the model is."""
+    """Refuse options that do not work with our dtypes in any model."""
     every = (*request.others, f"--tensor-parallel-size={request.tensor_parallel}")
     if (found := options.refused(every, os.environ, machine.platform())) is not None:
         option, what = found
         raise PreflightError("BadArguments", f"{option}: {what} does not work with kv-cache dtype {fmt.name!r}; leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     _check_blocks(fmt, request, machine.platform())
-    carrier = carriers.SERVED.get(str(options.transfer(request.others).get("kv_connector")))
-    if carrier is not None and (lacks := installed.lacks(carrier)):
-        raise PreflightError("BadArguments", f"{options.TRANSFER}: {carrier.name} with kv-cache dtype {fmt.name!r} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
-    if any(options.given(request.others, "--enable-sleep-mode")) and not compat.wakes_as_it_was():
-        raise PreflightError("BadArguments", f"--enable-sleep-mode: before vLLM {'.'.join(map(str, compat.SLEEP_FROM))} an engine with kv-cache dtype {fmt.name!r} does not wake up as it was; leave it out, or use a runtime image with a newer vLLM")  # fmt: skip  # noqa: E501
+    connector = connectors.SERVED.get(str(options.transfer(request.others).get("kv_connector")))
+    if connector is not None and (lacks := installed.lacks(connector)):
+        raise PreflightError("BadArguments", f"{options.TRANSFER}: {connector.name} with kv-cache dtype {fmt.name!r} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
     named = request.calibration not in (None, CALIBRATION_OFF)
     if fmt.calibrated_only and request.calibration == CALIBRATION_OFF:
         raise PreflightError("BadArguments", f"--calibration off: without calibration kv-cache dtype {fmt.name!r} is not accurate; leave the option out, so that the engine calibrates itself, or give a file of `kvpilot calibrate`")  # fmt: skip  # noqa: E501
@@ -48,21 +45,21 @@ def _check_blocks(fmt: Dtype, request: Request, platform: machine.Platform) -> N
 
 
 def check_window(fmt: Dtype, request: Request, findings: Findings) -> None:
-    """Whether the recent window that was asked for can be served."""
+    """Refuse a recent window that is longer than the context, and warn of one without effect."""
     if not request.recent:
         return
     length = request.max_model_len or (findings.config.max_positions if findings.config is not None else None)
     if not fmt.has_ring:
         findings.warnings.append(
             ("WindowUnused", f"--recent-tokens {request.recent}: kv-cache dtype {fmt.name!r} has no bits to add to its "
-             "last tokens; the option is of no effect")
+             "last tokens; the option has no effect")
         )  # fmt: skip
     elif length is not None and request.recent > length:
         raise PreflightError("BadArguments", f"--recent-tokens {request.recent} is more than the context of {length} tokens; use a smaller window ({', '.join(map(str, formats.RECENT_CHOICES))}), or a longer --max-model-len")  # fmt: skip  # noqa: E501
 
 
 def check_layers(fmt: Dtype, request: Request, findings: Findings) -> None:
-    """Have vLLM say which layers a model has whose type is not known here."""
+    """Ask vLLM for the layers of a model whose type is not known here."""
     config = findings.config
     if config is None or not config.doubt or not installed.known_architectures():
         return
@@ -75,11 +72,11 @@ def check_layers(fmt: Dtype, request: Request, findings: Findings) -> None:
          f"{fmt.name!r} goes by its config.json, and layers with a sliding window stay in 16 bits")
     )  # fmt: skip
     if request.skip_layers is None:
-        findings.skip_layers = (options.SLIDING,)  # of no effect on a model without such layers
+        findings.skip_layers = (options.SLIDING,)  # without effect on a model without such layers
 
 
 def check_own(fmt: Dtype, config: models.Architecture, request: Request, findings: Findings) -> None:
-    """Whether our backend can serve the model, and which of its layers stay in 16 bits."""
+    """Refuse models that our backend cannot serve, and find the layers that stay in 16 bits."""
 
     def refuse(what: str, remedy: str = "use --kv-cache-dtype=auto") -> None:
         raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")
@@ -87,7 +84,7 @@ def check_own(fmt: Dtype, config: models.Architecture, request: Request, finding
     what = models.unsupported(config)
     if config.latent and models.unsupported_latent(config) is None:
         instead = " or ".join(f"--kv-cache-dtype={name}" for name in ("auto", *latent.names()))
-        refuse("multi-head latent attention, which has dtypes of its own", f"use {instead}")
+        refuse("multi-head latent attention, which has its own dtypes", f"use {instead}")
     if what is not None:
         refuse(what)
     if (pooled := _pooled(config, request)) is not None:
@@ -99,7 +96,7 @@ def check_own(fmt: Dtype, config: models.Architecture, request: Request, finding
     if config.layers != config.full_layers:
         kind = "sliding-window layers" if config.window_layers else "chunked attention"
         for option, _ in options.given(request.others, options.OFFLOAD, options.TRANSFER):
-            refuse(f"{option} for a model with {kind}, whose requests can wait for each other for ever when blocks are loaded", "leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
+            refuse(f"{option} for a model with {kind}, whose requests can block each other forever while blocks are loaded", "leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     if request.skip_layers and any(options.given(request.others, options.TRANSFER)):
         refuse(f"{options.TRANSFER} beside layers that stay in 16 bits (--kv-cache-dtype-skip-layers)", "leave one of the two out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     if config.window_layers:
@@ -110,7 +107,7 @@ def check_own(fmt: Dtype, config: models.Architecture, request: Request, finding
 
 
 def check_latent(fmt: latent.LatentFormat, config: models.Architecture | None, request: Request) -> None:
-    """Whether our backend of multi-head latent attention can serve the model as asked."""
+    """Refuse options and models that our backend of multi-head latent attention does not serve."""
 
     def refuse(what: str, remedy: str = "leave it out, or use --kv-cache-dtype=auto") -> None:
         raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")
@@ -130,7 +127,7 @@ def check_latent(fmt: latent.LatentFormat, config: models.Architecture | None, r
 
 
 def _pooled(config: models.Architecture, request: Request) -> str | None:
-    """Return the class that vLLM would serve for embeddings, scores or classes; None for none that is known of."""
+    """Return the class if vLLM would serve it for embeddings, scores or classes; None if that is not known."""
     if ("--runner", "generate") in options.given(request.others, "--runner"):
         return None
     folder, name = model_folder(request.model), next(iter(config.architectures), config.model_type)

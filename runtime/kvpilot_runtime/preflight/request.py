@@ -1,4 +1,4 @@
-"""What a preflight is asked, and what it found."""
+"""Request to a preflight, and its findings."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from kvpilot_formats import models
 from kvpilot_runtime.config.retention import SinksAndWindow
 
 CALIBRATION_OFF = "off"
-"""In the place of a calibration file: serve without factors."""
+"""Value in place of a calibration file: serve without factors."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What `kvpilot-serve` was asked for; sizes in bytes, lengths in tokens.
+    """Request to `kvpilot-serve`; sizes in bytes, lengths in tokens.
 
-    `dtype` is of the KV cache and `model_dtype` of the weights; `skip_layers` and `recent`, the tokens of the recent
-    window, are None when the user said nothing. `retention` is None where all tokens are kept. `disk_path` is the
-    folder, and `disk_bytes` the size, of each engine's file below offloaded pages in host memory. `fit_length`:
-    vLLM settles the longest context that fits.
+    Attributes:
+        dtype: of the KV cache. model_dtype: of the weights.
+        skip_layers, recent: layers in 16 bits, and tokens of the recent window; None if the user did not say.
+        retention: None keeps all tokens.
+        disk_path, disk_bytes: folder and size of each engine's file below host memory.
+        fit_length: vLLM chooses the longest context that fits.
     """
 
     model: str
@@ -42,12 +44,12 @@ class Request:
 
 @dataclass
 class Findings:
-    """What a preflight that passed has to say.
+    """Result of a preflight that passed.
 
     Attributes:
-        config: what the model says of itself; None where it could not be had.
-        skip_layers: the layers that are to stay in 16 bits.
-        disable_window: vLLM is to build layers without the window that no context of this model can leave.
+        config: the model's architecture; None if its config could not be read.
+        skip_layers: layers that stay in 16 bits.
+        disable_window: vLLM must ignore the sliding window, which no context of this model can leave.
         warnings: as (reason, message).
     """
 
@@ -58,6 +60,6 @@ class Findings:
 
 
 def model_folder(model: str) -> Path | None:
-    """The folder that `model` names, or None for a hub id such as `Qwen/Qwen3-8B`."""
+    """Return the folder that `model` names, or None for a hub id such as `Qwen/Qwen3-8B`."""
     path = Path(model)
     return path if path.is_absolute() or model.startswith(".") or path.exists() else None

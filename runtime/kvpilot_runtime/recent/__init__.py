@@ -1,1 +1,1 @@
-"""The recent window in an engine: ring layers beside ours, and what vLLM's scheduler knows of their pages."""
+"""Recent window of an engine, which a ring buffer of pages holds: ring layers beside ours, and their specs."""

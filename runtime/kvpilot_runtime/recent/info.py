@@ -1,7 +1,6 @@
-"""The recent window of an engine, on its own /metrics: ``kvpilot_recent_window_info{dtype,tokens,reason} 1``.
+"""Gauge of the recent window on the engine's /metrics: ``kvpilot_recent_window_info{dtype,tokens,reason} 1``.
 
-`tokens` is what is served, 0 for none, and `reason` a word where it is neither what was asked for nor
-the default.
+`tokens` is the served window, 0 for none. `reason` is a word if it is neither the requested one nor the default.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from kvpilot_runtime.metrics.worker_info import WorkerInfo
 
 NAME = "kvpilot_recent_window_info"
 INFO = WorkerInfo(
-    NAME, "The last tokens of a sequence that are read finer than the KV-cache dtype says.",
+    NAME, "Tokens of the recent window, which are read with more bits than the KV-cache dtype has.",
     ("dtype", "tokens", "reason"), "KVPILOT_RECENT_REPORT",
 )  # fmt: skip
 
@@ -22,7 +21,7 @@ log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers s
 
 @dataclass(frozen=True)
 class Window:
-    """Which window an engine serves: `tokens`, and why not the one asked for."""
+    """Served recent window: `tokens`, and the reason if it is not the requested one."""
 
     dtype: str
     tokens: int
@@ -30,6 +29,6 @@ class Window:
 
 
 def report(window: Window) -> None:
-    """Of a worker: tell log and metrics."""
+    """Report a worker's recent window to log and metrics."""
     log.info("Recent window: kv-cache dtype %s, %d tokens %s", window.dtype, window.tokens, window.reason)
     INFO.report({"dtype": window.dtype, "tokens": str(window.tokens), "reason": window.reason})

@@ -1,7 +1,7 @@
-"""The recent window in the engine: beside each of our layers a layer without weights, which has the ring's pages.
+"""Ring layers: beside each of our layers one without weights, which holds the pages of its recent window.
 
-vLLM gives every layer with a KV cache a place in a group, and every group a block table. `attach` adds a `RecentLayer`
-to each of our layers once the weights are loaded; the builder of its group says where a step's tokens go in the rings.
+vLLM puts every layer with a KV cache into a group, and each group has a block table. `attach` adds a `RecentLayer`
+beside each of our layers once the weights are loaded. The builder of its group finds the ring slots of a step's tokens.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from kvpilot_runtime.config import retention
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent import info as recent_info
 from kvpilot_runtime.speculation import drafts, spares
-from kvpilot_runtime.vllm_api import compat, contract
+from kvpilot_runtime.vllm_api import contract
+from kvpilot_runtime.vllm_api.vllm_parts import Feature
 
 VARIABLE = "KVPILOT_RECENT_TOKENS"
-"""Environment variable with the window's tokens; set by kvpilot-serve. Absent or empty: the default."""
+"""Environment variable with the tokens of the recent window, set by kvpilot-serve; empty for the default."""
 
 SUFFIX = ".recent"
-"""What a ring layer's name has more than that of the layer beside it."""
+"""Suffix of a ring layer's name after the name of its layer."""
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 
 @dataclass
 class Rings:
-    """What a step's layers need to know of the rings.
+    """Ring slots of a step.
 
     Attributes:
-        slots: int64 [tokens or more], where each token goes in its ring, -1 for none.
-        table: int32 [rows or more, ring_blocks], the rings of the rows that decode; 0 or negative for none.
+        slots: int64 [tokens or more], each token's slot in its ring, -1 for none.
+        table: int32 [rows or more, ring_blocks], the rings of rows that decode; 0 or negative for none.
     """
 
     slots: torch.Tensor
@@ -45,7 +46,7 @@ class Rings:
 
 
 class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # vLLM has no types for us
-    """The rings' pages of one layer: cache and group, and nothing to compute."""
+    """Layer that has only a cache: the pages of one layer's rings."""
 
     def __init__(self, layer_name: str, owner: Any, recent: int) -> None:
         self.layer_name, self.owner, self.recent = layer_name, owner, recent
@@ -53,11 +54,11 @@ class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # vLLM has no type
         self.kv_cache = torch.tensor([])
 
     def get_attn_backend(self) -> Any:
-        """The backend whose builder makes `Rings`."""
-        return self.owner.get_attn_backend().recent_backend()
+        """Return the backend whose builder makes `Rings`."""
+        return self.owner.get_attn_backend().ring_backend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        """The ring's pages, as those of the layer. Drafts that are taken back must not cost the window a token."""
+        """Return the spec of the ring's pages, with room for drafts: rejected ones must not shorten the window."""
         from kvpilot_runtime.recent.ring_spec import RingSpec
 
         page = self.owner.get_attn_backend().customize_spec(self.owner.get_kv_cache_spec(vllm_config))
@@ -66,10 +67,10 @@ class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # vLLM has no type
 
 
 def asked() -> int | None:
-    """What the environment asks for; None for the default.
+    """Return the window that the environment names; None for the default.
 
     Raises:
-        UnsupportedModelError: not a window that can be served.
+        UnsupportedModelError: it is not a supported window.
     """
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
@@ -83,17 +84,17 @@ def asked() -> int | None:
 
 
 def attach(config: Any, layers: dict[str, Any]) -> None:
-    """Give an engine's layers of ours, by name, their rings, or settle that there are none; once.
+    """Give our layers of an engine, by name, their rings, or decide that there are none; once.
 
-    Layers that come after that are a draft model's and have none. Their backend is one of another name: vLLM has a
-    builder for layers of one backend, whose steps are planned for a window or for none.
+    Later layers belong to a draft model and have no rings. Their backend gets another name, because vLLM has one
+    builder per backend, which plans steps either with or without a window.
 
     Raises:
-        UnsupportedModelError: the window asked for cannot be served, or is longer than the context.
+        UnsupportedModelError: the requested window is not supported, or is longer than the context.
     """
     if any(layer.impl.recent is not None for layer in layers.values()):
         for layer in layers.values():
-            if layer.impl.recent is None:  # a draft's: its proposer describes no step to rings
+            if layer.impl.recent is None:  # a draft model's: its proposer builds no `Rings`
                 layer.impl.recent, layer.attn_backend = 0, _of_drafts(layer.attn_backend)
         return
     fmt = formats.parse(config.cache_config.cache_dtype)
@@ -129,12 +130,12 @@ def attach(config: Any, layers: dict[str, Any]) -> None:
 
 @cache
 def _of_drafts(backend: type[Any]) -> type[Any]:
-    """The same backend under another name."""
+    """Return the same backend under another name."""
     return type(f"{backend.__name__}OfDrafts", (backend,), {"__module__": backend.__module__})
 
 
 def report(config: Any, layers: dict[str, Any]) -> None:
-    """Tell log and metrics which window is served."""
+    """Report the served recent window to log and metrics."""
     if not layers:
         return
     dtype = config.cache_config.cache_dtype
@@ -150,18 +151,16 @@ def report(config: Any, layers: dict[str, Any]) -> None:
 
 
 def _cannot(config: Any, layers: dict[str, Any]) -> str:
-    """Why this engine can have no rings, in a word for metrics; empty where it can."""
+    """Return a word for metrics if this engine can have no rings; empty otherwise."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
 
-    if not contract.has_rings():
+    if not contract.has(Feature.WINDOW):
         return "VllmWithoutRings"
     if retention.asked() is not None:
         return "BoundedCache"
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         return "HybridManagerOff"
-    if config.kv_transfer_config is not None and compat.vllm_version() < compat.RINGS_STAY_FROM:
-        return "RingsOffloaded"
     every = get_layers_from_vllm_config(config, AttentionLayerBase).values()
     if any(type(layer) not in (Attention, RecentLayer) for layer in every):
         return "OtherLayers"

@@ -1,7 +1,7 @@
-"""One engine's file below host memory: places of equal size, and no name.
+"""File of one engine below host memory: places of equal size, and no name.
 
-A file without a name can be found by no other engine, and its space is free again when its engine ends, however that
-happens. What a claim has too little of is known before an engine takes a GPU (`refused`).
+Other engines cannot find a file without a name, and its space is free again when its engine ends in any way. `refused`
+finds a claim that is too small before an engine takes a GPU.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _UNNAMED = getattr(os, "O_TMPFILE", 0)
 
 
 class DiskFile:
-    """An unnamed file in a folder, read and written a place at a time.
+    """Unnamed file in a folder, read and written one place at a time.
 
-    Past the page cache where the file system can (O_DIRECT), which would count as the container's memory; buffers then
-    begin at a page of memory.
+    It bypasses the page cache if the file system can (O_DIRECT), since that counts as the container's memory; buffers
+    must then be aligned to memory pages.
 
     Args:
-        folder: that the file is in. place: bytes of one, a multiple of 4,096.
+        folder: the file's folder. place: bytes of one, a multiple of 4,096.
 
     Raises:
-        OSError: the folder is not there, or nothing can be written in it.
+        OSError: the folder does not exist, or cannot be written to.
     """
 
     def __init__(self, folder: str, place: int) -> None:
@@ -45,7 +45,7 @@ class DiskFile:
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
-                    _set_direct(self.fd, on=False)  # taken, and then not done
+                    _set_direct(self.fd, on=False)  # accepted, but not supported
                     _write(self.fd, page, 0)
         except OSError:
             os.close(self.fd)
@@ -55,12 +55,12 @@ class DiskFile:
         """Fill place `at` with `data`, uint8 [place].
 
         Raises:
-            OSError: not all of it was written; what is there is then undefined.
+            OSError: not all of it was written; the place's content is then undefined.
         """
         _write(self.fd, data, at * self._place)
 
     def read(self, at: int, into: memoryview) -> None:
-        """Fill `into`, uint8 [place], with what is in place `at`.
+        """Fill `into`, uint8 [place], with the content of place `at`.
 
         Raises:
             OSError: there is less, or it cannot be read.
@@ -70,12 +70,12 @@ class DiskFile:
             raise OSError(errno.EIO, f"{found} of {self._place} bytes are there")
 
     def close(self) -> None:
-        """Give its space back."""
+        """Free the file's space."""
         os.close(self.fd)
 
 
 def refused(option: str, folder: str, size: int) -> PreflightError | None:
-    """Why `size` bytes cannot be kept in a folder; None where they can. What is written to find out is gone again."""
+    """Return a refusal if a folder has no room for `size` bytes, or None; the test file is removed."""
     if not Path(folder).is_dir():
         return PreflightError("BadArguments", f"{option} {folder!r}: there is no such folder here; check that its volume is mounted, or leave the option out")  # fmt: skip  # noqa: E501
     try:
@@ -93,7 +93,7 @@ def refused(option: str, folder: str, size: int) -> PreflightError | None:
 def _open_unnamed(folder: str) -> int:
     flags = os.O_RDWR | os.O_CLOEXEC
     if _UNNAMED:
-        with contextlib.suppress(OSError):  # not every file system has these, a network's seldom
+        with contextlib.suppress(OSError):  # some file systems, mostly network ones, lack it
             return os.open(folder, flags | _UNNAMED, 0o600)
     path = Path(folder, f".kvpilot-{uuid.uuid4().hex}")
     opened = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)

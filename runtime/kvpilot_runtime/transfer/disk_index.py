@@ -1,7 +1,7 @@
-"""Which key is in which place of a file of a fixed number of places; the least recently used one makes room.
+"""Index of keys to places in a file of a fixed number of places; the least recently used one makes room.
 
-Pure bookkeeping of one thread. A place that a transfer still uses is never given away, also not where the transfer was
-given up: whoever was to read or write it may yet do so.
+It is bookkeeping for one thread. A place that a transfer uses is never given away, even if the transfer was given up,
+because the disk may still read or write it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class Held:
-    """What one place holds.
+    """Content of one place.
 
     Attributes:
         place: its number. checksum: of its bytes, None until they are written. users: transfers that are not over.
-        gone: nobody finds it any more, and its place is free once it has no users.
+        gone: it cannot be found any more; its place is free once it has no users.
     """
 
     key: bytes
@@ -27,7 +27,7 @@ class Held:
 
 
 class DiskIndex:
-    """Of a file with so many `places`."""
+    """Index of a file with so many `places`."""
 
     def __init__(self, places: int) -> None:
         self.places = places
@@ -38,11 +38,11 @@ class DiskIndex:
         return len(self._held)
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether a key has a place, be it that its bytes are still to be written."""
+        """Return True if a key has a place, even if its bytes are not written yet."""
         return key in self._held
 
     def ready(self, key: bytes) -> bool:
-        """Whether a key's bytes can be read; if so it is the most recently used one."""
+        """Return True if a key's bytes can be read; it is then the most recently used one."""
         held = self._held.get(key)
         if held is None or held.checksum is None:
             return False
@@ -50,7 +50,7 @@ class DiskIndex:
         return True
 
     def to_store(self, key: bytes) -> Held | None:
-        """A place to write a new key's bytes to; None where transfers use all of them."""
+        """Return a place to write a new key's bytes to; None if transfers use all places."""
         if not self._free:
             idle = next((held for held in self._held.values() if not held.users), None)
             if idle is None:
@@ -60,7 +60,7 @@ class DiskIndex:
         return held
 
     def to_load(self, key: bytes) -> Held | None:
-        """The place to read a key's bytes from; None where they are not, or no longer, there."""
+        """Return the place to read a key's bytes from; None if they are not there."""
         if not self.ready(key):
             return None
         held = self._held[key]
@@ -68,20 +68,20 @@ class DiskIndex:
         return held
 
     def stored(self, held: Held, checksum: int | None) -> None:
-        """A write is over; without a checksum it failed."""
+        """End a write; without a checksum it failed."""
         held.checksum = checksum
         if checksum is None:
             self.drop(held)
         self._release(held)
 
     def loaded(self, held: Held, *, good: bool) -> None:
-        """A read is over; what was not as it had been written is dropped."""
+        """End a read; drop bytes that differ from those that were written."""
         if not good:
             self.drop(held)
         self._release(held)
 
     def drop(self, held: Held) -> None:
-        """Forget what a place holds."""
+        """Forget the content of a place."""
         if held.gone:
             return
         held.gone = True

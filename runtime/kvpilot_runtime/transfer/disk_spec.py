@@ -1,4 +1,4 @@
-"""vLLM's offloading in tiers (0.32) with our tier of a file below host memory (`disk_tier`)."""
+"""Offloading in vLLM's tiers (0.32), with a file of ours below host memory (`disk_tier`)."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from kvpilot_runtime.errors import UnsupportedEngineError
 from kvpilot_runtime.transfer.host_copies import HostCopies
 from kvpilot_runtime.vllm_api import compat
 
-with contextlib.suppress(ValueError):  # it is registered
+with contextlib.suppress(ValueError):  # it is registered already
     SecondaryTierFactory.register_tier(offload.DISK_TIER, "kvpilot_runtime.transfer.disk_tier", "DiskTier")
 
 
 class DiskOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM has no types for us
-    """vLLM's, whose region in /dev/shm goes with its engine however that ends, and which has a worker on a CPU.
+    """Tiers of vLLM with two additions: no end of the engine leaves a file in /dev/shm, and a CPU has a worker.
 
     Raises:
-        UnsupportedEngineError: it was not tried with this vLLM.
+        UnsupportedEngineError: it was not run with this vLLM.
     """
 
     _worker: Any
 
     def __init__(self, config: Any) -> None:
-        if lacks := compat.lacks_for_disk():
+        if lacks := compat.lacks_for_pinned():
             raise UnsupportedEngineError(f"a disk below offloaded pages needs {lacks}; use it, or leave the disk out")
         super().__init__(config)
 
     def get_manager(self) -> Any:
-        """The scheduler's side. It is made after all workers have mapped the region, which needs no name any more."""
+        """Return the scheduler's side, and remove the region's name: all workers have mapped the region by now."""
         if self._manager is None:
             super().get_manager()
             self._scheduler_mmap._creator = False
@@ -43,13 +43,13 @@ class DiskOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM h
         return self._manager
 
     def create_worker(self, kv_caches: Any) -> Any:
-        """A worker's side on a GPU."""
+        """Return a worker's side on a GPU."""
         worker = super().create_worker(kv_caches)
-        worker._mmap_region._creator = False  # the name is not its to remove
+        worker._mmap_region._creator = False  # the scheduler removes the name
         return worker
 
     def get_worker(self, kv_caches: Any) -> Any:
-        """vLLM's on a GPU; on a CPU, for which it has none, ours over the same region."""
+        """Return vLLM's worker on a GPU and ours, over the same region, on a CPU, where vLLM has none."""
         if not current_platform.is_cpu():
             return super().get_worker(kv_caches)
         if self._worker is None:

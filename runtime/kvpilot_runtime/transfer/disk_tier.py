@@ -1,8 +1,8 @@
-"""The tier of a file below host memory, among vLLM's secondary tiers (0.32).
+"""Tier of a file below host memory, one of vLLM's secondary tiers (0.32).
 
-vLLM's own tier `fs` finds files by names that tell neither factors nor dtype, reads as far as a block goes, and never
-deletes. This one has a file that no other engine can find, of a size that it keeps to, and knows the checksum of all
-that it wrote: what comes back otherwise is computed again.
+vLLM's own tier `fs` names files without factors or dtype, reads blocks without a check, and never deletes. This one
+has a file that no other engine can find, within a fixed size, and the checksum of all that it wrote. Bytes that come
+back changed are computed again.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ logger = init_logger("vllm.kvpilot")
 
 THREADS = 16
 PATIENCE = 30.0
-"""Seconds in which a disk has to end one of the moves that it was asked for."""
+"""Seconds in which a disk must end one of its moves."""
 
 PINNED = 4
-"""One in so many chunks of host memory may wait for the disk at once; what is stored beyond that is left out, since
-host memory can give none of these to anybody else."""
+"""Divisor of host memory's chunks that may wait for the disk at once.
+
+Further stores are dropped, since host memory cannot reuse waiting chunks.
+"""
 
 
 @dataclass
 class _Job:
-    """What vLLM asked for: how many of its moves are not over, and what became of the others."""
+    """Request of vLLM: the number of its moves that are not over, and the result of the others."""
 
     keys: list[Any]
     left: int
@@ -48,12 +50,12 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no types
     """Chunks of host memory in one file of one engine.
 
     Args:
-        offloading_spec, primary_kv_view, tier_type, backpressure_detector: as vLLM gives them; the view is
-            [chunks, bytes] of host memory. path: the folder of the file. size_bytes: of the file, at most.
+        offloading_spec, primary_kv_view, tier_type, backpressure_detector: vLLM's; the view is [chunks, bytes] of host
+            memory. path: the folder of the file. size_bytes: largest size of the file.
 
     Raises:
-        UnsupportedModelError: no chunk has room in it.
-        OSError: the folder cannot be written.
+        UnsupportedModelError: not even one chunk fits.
+        OSError: the folder cannot be written to.
     """
 
     medium: ClassVar[Any] = Medium.STORAGE
@@ -79,13 +81,13 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no types
                     self._index.places, chunk)  # fmt: skip
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """No request is stored in another way than others."""
+        """Return the default: all requests are stored in the same way."""
         return RequestOffloadingContext()
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
-        """Whether a chunk is here. To a request each is given once, and no more than host memory has room for.
+        """Look a chunk up. A request gets each chunk once, and no more than host memory has room for.
 
-        Otherwise requests whose prefixes have no room there together would put out each other's chunks again and again.
+        Otherwise requests whose prefixes do not fit together would evict each other's chunks again and again.
         """
         self._collect()
         given = self._asked_for.setdefault(req_context.req_id, set())
@@ -95,16 +97,16 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no types
         return LookupResult.HIT
 
     def touch(self, keys: Iterable[Any], req_context: Any) -> None:
-        """These are in use; the last of them is put out first."""
+        """Mark these as used; the last of them is evicted first."""
         for key in reversed(list(keys)):
             self._index.ready(key)
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Nobody asks for this request any more."""
+        """Forget the request."""
         self._asked_for.pop(req_context.req_id, None)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Write chunks that are not here yet."""
+        """Write chunks that are not stored yet."""
         job = self._start(job_metadata, load=False)
         for key, at in zip(job.keys, job_metadata.chunk_ids, strict=True):
             if key in self._index:
@@ -121,22 +123,22 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no types
         self._end_if_over(job_metadata.job_id)
 
     def get_finished_jobs(self) -> list[JobResult]:
-        """What ended since the last call."""
+        """Return the jobs that ended since the last call."""
         self._collect()
         finished, self._finished = self._finished, []
         return finished
 
     def drain_jobs(self) -> None:
-        """Wait for all that is asked for, and forget what is stored.
+        """Wait for all jobs, and forget all chunks.
 
-        vLLM calls this when host memory is reset, since its pages may be of other weights. Its own tiers keep theirs.
+        vLLM calls this when it resets host memory, whose pages may be of other weights. Its own tiers keep theirs.
         """
         while self._transfers.busy:
             self._collect(wait=0.1)
         self._index.clear()
 
     def shutdown(self) -> None:
-        """Give the file's space back."""
+        """Free the file's space."""
         self._transfers.shutdown(5.0)
 
     def _start(self, asked: Any, *, load: bool) -> _Job:
@@ -151,7 +153,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no types
         self._transfers.submit(Move(number, load, held, self._rows[int(at)]))
 
     def _collect(self, wait: float = 0.0) -> None:
-        """Take in what the threads have done."""
+        """Take over the threads' results."""
         was_stuck = self._transfers.stuck
         ended, lost = self._transfers.over(wait)
         for move in ended:
@@ -164,13 +166,13 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no types
             self._index.drop(move.held)
             self._take(move)
         if lost:
-            logger.error("The disk of offloaded pages has not answered for %.0f s: it is left alone until it does, and "
-                         "requests are computed without it", PATIENCE)  # fmt: skip
+            logger.error("The disk of offloaded pages has not answered for %.0f s: it gets no requests until it does, "
+                         "and answers are computed without it", PATIENCE)  # fmt: skip
         elif was_stuck and not self._transfers.stuck:
             logger.warning("The disk of offloaded pages answers again")
 
     def _take(self, move: Move) -> None:
-        """One move of a job is over for whoever waits."""
+        """End one move of a job."""
         job = self._jobs[move.job]
         job.left -= 1
         self._storing -= not move.load

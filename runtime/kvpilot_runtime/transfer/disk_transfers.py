@@ -1,7 +1,7 @@
-"""Threads that move chunks between host memory and a file, and a watch over them.
+"""Threads that move chunks between host memory and a file, and their supervision.
 
-A disk may fail, lie or never answer. A read lands in host memory only when its bytes have the checksum that they were
-written with; one that does not end in time is given up, and then never lands there at all.
+A disk may fail, corrupt data or never answer. A read reaches host memory only with the checksum that it was written
+with. One that does not end in time is given up, and then never reaches host memory.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from kvpilot_runtime.transfer.disk_index import Held
 
 @dataclass(eq=False)
 class Move:
-    """One chunk on its way.
+    """Transfer of one chunk.
 
     Attributes:
-        job: that it belongs to. load: from the file, and not to it. held: its place. row: uint8 [bytes] of
-            host memory.
-        checksum: of what was moved; None where that failed. why: the error. given_up: nobody waits for it.
+        job: its job. load: True if it reads from the file. held: its place. row: uint8 [bytes] of host memory.
+        checksum: of the moved bytes, None if that failed. why: the error. given_up: its job no longer waits.
     """
 
     job: int
@@ -40,7 +39,7 @@ class Move:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, file: DiskFile, spare: npt.NDArray[np.uint8]) -> None:
-        """Move it; `spare` is a chunk's worth of memory of this thread's own."""
+        """Move the chunk; `spare` is this thread's buffer for one chunk."""
         try:
             if self.load:
                 file.read(self.held.place, spare.data)
@@ -62,7 +61,7 @@ class DiskTransfers:
     """Moves between host memory and `file`, with so many `threads`; reads go first.
 
     Args:
-        chunk: bytes of one. patience: seconds in which one move at least has to end, or all are given up.
+        chunk: bytes of one. patience: seconds in which at least one move has to end, or all are given up.
     """
 
     def __init__(self, file: DiskFile, chunk: int, threads: int, patience: float) -> None:
@@ -79,16 +78,16 @@ class DiskTransfers:
 
     @property
     def stuck(self) -> bool:
-        """Whether moves were given up that may yet end: nothing is asked of the disk until they have."""
+        """Return True while moves that were given up may still end; the disk gets no new moves until then."""
         return bool(self._lost)
 
     @property
     def busy(self) -> bool:
-        """Whether somebody waits for a move."""
+        """Return True if a job waits for a move."""
         return bool(self._waited)
 
     def submit(self, move: Move) -> None:
-        """Ask for one."""
+        """Queue a move."""
         if not self._waited:
             self._progress = time.monotonic()
         self._waited.add(move)
@@ -96,9 +95,9 @@ class DiskTransfers:
         self._asked.put((0 if move.load else 1, self._number, move))
 
     def over(self, wait: float = 0.0) -> tuple[list[Move], list[Move]]:
-        """Moves that ended since the last call, and those that are now given up; waits so many seconds for the first.
+        """Return moves that ended since the last call, and those that are now given up; wait so long for the first one.
 
-        What was given up ends too, and is then among the first for a second time.
+        A move that was given up is among the first again when it ends.
         """
         ended: list[Move] = []
         while True:
@@ -121,7 +120,7 @@ class DiskTransfers:
         return ended, lost
 
     def shutdown(self, seconds: float) -> None:
-        """End the threads, and the file with them; a disk that does not answer is waited for so long."""
+        """End the threads, then close the file; wait at most so many seconds for the disk."""
         for number in range(len(self._threads)):
             self._asked.put((-1, number, None))
         until = time.monotonic() + seconds
@@ -131,7 +130,7 @@ class DiskTransfers:
             self._file.close()
 
     def _work(self) -> None:
-        spare = np.frombuffer(mmap.mmap(-1, self._chunk), np.uint8)  # begins at a page of memory
+        spare = np.frombuffer(mmap.mmap(-1, self._chunk), np.uint8)  # aligned to memory pages
         while (move := self._asked.get()[2]) is not None:
             if not move.given_up:
                 move.run(self._file, spare)

@@ -1,18 +1,17 @@
-"""vLLM's offloading to host memory, as our runtime has it: requests that ask for the tier, and a worker on a CPU."""
+"""Additions to vLLM's offloading to host memory: requests that ask for the tier, and a worker on a CPU."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from kvpilot_runtime.config.offload import FROM_HOST
-from kvpilot_runtime.vllm_api import compat
 from kvpilot_runtime.vllm_api.wrap import wrap
 
 
 def heed_from_host() -> None:
-    """Let a request say that its prefix is to come from the tier.
+    """Let a request ask for its prefix from the tier.
 
-    vLLM's own `skip_reading_prefix_cache` leaves both places aside; this sets it for the GPU's lookup alone.
+    vLLM's own `skip_reading_prefix_cache` skips both GPU and tier; here it is set only while the GPU is looked up.
     """
 
     def get_computed_blocks(stock: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -28,11 +27,11 @@ def heed_from_host() -> None:
 
 
 def serve_on_cpu() -> None:
-    """Give vLLM's offloading a worker on the CPU platform, for which it has none."""
+    """Give vLLM's offloading a worker on the CPU platform, where vLLM has none."""
 
     def get_worker(stock: Any, self: Any, kv_caches: Any, *args: Any, **kwargs: Any) -> Any:
         from kvpilot_runtime.transfer.host_copies import HostCopies
 
-        return HostCopies(kv_caches, compat.chunks_in_host_memory(self), self.blocks_per_chunk)
+        return HostCopies(kv_caches, self.num_chunks, self.blocks_per_chunk)
 
     wrap("vllm.v1.kv_offload.cpu.spec:CPUOffloadingSpec.get_worker", get_worker)

@@ -1,7 +1,7 @@
-"""The worker of vLLM's offloading on the CPU platform: the same pages and chunks, copied by torch.
+"""Worker of vLLM's offloading on the CPU platform: the same pages and chunks, copied by torch.
 
-vLLM copies by CUDA alone. With this an engine on a CPU offloads as one on a GPU does, which saves nobody memory and
-lets everything but the copy itself be run without a GPU.
+vLLM copies only by CUDA. With this worker an engine on a CPU offloads as one on a GPU, which saves no memory but lets
+everything except the copy itself run without a GPU.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 
 class HostCopies(OffloadingWorker):  # type: ignore[misc]  # vLLM has no types for us
-    """Copies between the KV cache and a tier, both in this machine's memory, each when it is submitted.
+    """Copies between the KV cache and a tier, both in this machine's memory, each made when it is submitted.
 
     Args:
         kv_caches: vLLM's `CanonicalKVCaches`. chunks: of the tier. blocks_per_chunk: blocks of a chunk.
-        region: vLLM's `SharedOffloadRegion`, where others read and write the chunks, too; None for memory of its own.
+        region: vLLM's `SharedOffloadRegion`, if other processes use the chunks too; None for private memory.
     """
 
     def __init__(self, kv_caches: Any, chunks: int, blocks_per_chunk: int, region: Any = None) -> None:
@@ -34,23 +34,23 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]  # vLLM has no types f
         self._done: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Blocks of the cache to chunks of the tier."""
+        """Copy blocks of the cache to chunks of the tier."""
         return self._copy(job_id, src_spec, dst_spec, self._cache, self._host)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
-        """Chunks of the tier to blocks of the cache."""
+        """Copy chunks of the tier to blocks of the cache."""
         return self._copy(job_id, dst_spec, src_spec, self._host, self._cache)
 
     def get_finished(self) -> list[TransferResult]:
-        """What was copied since the last call."""
+        """Return the copies since the last call."""
         done, self._done = self._done, []
         return done
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing to wait for."""
+        """Do nothing: copies end when they are submitted."""
 
     def shutdown(self) -> None:
-        """Let go of what others map, too."""
+        """Release the memory that others map too."""
         self._host.clear()
         if self._region is not None:
             self._region.cleanup()
@@ -71,7 +71,7 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]  # vLLM has no types f
 
 
 def rows(blocks: Any, chunks: Any, per_chunk: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each group of a transfer its blocks in the cache, and their places in the tier, int64 [blocks] both.
+    """Return, for each group of a transfer, its blocks in the cache and their places in the tier, int64 [blocks] both.
 
     A group's blocks are consecutive in their request and may begin within a chunk.
 

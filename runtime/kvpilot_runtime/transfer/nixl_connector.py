@@ -1,9 +1,8 @@
-"""vLLM's pulling `NixlConnector` for pages of ours: the same transfers, on terms that are agreed on.
+"""vLLM's pulling `NixlConnector` for our pages: the same transfers, on terms that both engines agree on.
 
-It differs in this. Engines with other terms (`terms.Terms`) refuse each other in vLLM's own handshake. Blocks
-travel only where all of a prompt's are there and no others, rings whole. And an engine that gets them takes them for a
-prompt only if they came before the other one was free to give them away: vLLM would read whatever stands there by then.
-Whatever is refused is computed anew.
+Engines with other terms (`terms.Terms`) refuse each other in vLLM's own handshake. Blocks travel only if exactly those
+of a prompt are there; rings travel whole. An engine uses received blocks only if they came before the other engine
+was free to reuse them, where vLLM would use whatever it reads. A refused prompt is computed anew.
 """
 
 from __future__ import annotations
@@ -19,20 +18,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from vllm.logger import init_logger
 
 from kvpilot_runtime.recent.ring_spec import RingSpec
-from kvpilot_runtime.transfer.disaggregated import short
-from kvpilot_runtime.transfer.terms import Terms
+from kvpilot_runtime.transfer.terms import Terms, short
 
 log = init_logger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 _CLOCKS = 0.5
-"""Seconds by which two machines' clocks may be compared wrongly: half a round trip of the handshake, and room."""
+"""Seconds by which two machines' clocks may differ after the handshake: half a round trip, and a margin."""
 
 
 class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLLM has no types for us
-    """The scheduler's side."""
+    """Scheduler's side of the connector."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens that another engine has; none unless it has all."""
+        """Return the tokens that another engine has; 0 unless it has all."""
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             wanted = [
@@ -48,7 +46,7 @@ class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLLM has 
         return found
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """What the other engine is to know, and until when its blocks are kept, by this process's clock."""
+        """Return the parameters for the other engine; blocks are kept until a time of this process's clock."""
         kept, params = super().request_finished(request, block_ids)
         if kept and params is not None:
             params["remote_blocks_expiry_time"] = self._reqs_need_send[request.request_id]
@@ -56,20 +54,20 @@ class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLLM has 
 
 
 def _blocks(spec: Any, tokens: int) -> int:
-    """Blocks of a request in a group of layers: pages for all its tokens, or a ring."""
+    """Return the number of a request's blocks in a group of layers: pages for all its tokens, or a ring."""
     if isinstance(spec, RingSpec):
         return min(-(-tokens // spec.ring_tokens), spec.ring_blocks)
     return int(-(-tokens // spec.block_size))
 
 
 class Reading(NixlPullConnectorWorker):  # type: ignore[misc]
-    """A worker's side."""
+    """Worker's side of the connector."""
 
     compat_hash: str
     xfer_handshake_metadata: Any
 
     def agree(self, terms: Terms) -> None:
-        """Take engines with other terms for strangers. Once the pages are registered, before any engine is met."""
+        """Refuse engines with other terms; call it after the pages are registered and before the first handshake."""
         self.compat_hash = f"{self.compat_hash} ({terms})"
         self.xfer_handshake_metadata = replace(self.xfer_handshake_metadata, compatibility_hash=self.compat_hash)
 
@@ -81,7 +79,7 @@ class Reading(NixlPullConnectorWorker):  # type: ignore[misc]
         super()._read_blocks_for_req(req_id, meta)
 
     def _apply_prefix_caching(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[int]]]:
-        """As vLLM's, in order of the places: NIXL joins neighbours, and blocks that were given back come backwards."""
+        """Return vLLM's result sorted by place: NIXL merges neighbours, and reused blocks come in reverse order."""
         local, remote = super()._apply_prefix_caching(*args, **kwargs)
         pairs = [sorted(zip(*groups, strict=True)) for groups in zip(local, remote, strict=True)]
         return [[here for here, _ in group] for group in pairs], [[away for _, away in group] for group in pairs]
@@ -106,7 +104,7 @@ class Reading(NixlPullConnectorWorker):  # type: ignore[misc]
 
 
 class PackedNixlConnector(NixlPullConnector):  # type: ignore[misc]
-    """What an engine with a dtype of ours has for a `NixlConnector`."""
+    """Replacement of `NixlConnector` in engines with our dtypes."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
@@ -122,7 +120,7 @@ class PackedNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As vLLM's, with whole rings: it counts their pages as if each had a block's tokens."""
+        """Do as vLLM, with whole rings: vLLM counts their pages as if each had a block's tokens."""
         every = self._kv_cache_manager.get_block_ids(request.request_id)
         groups = self.kv_cache_config.kv_cache_groups
         rings = [isinstance(group.kv_cache_spec, RingSpec) for group in groups]

@@ -1,26 +1,35 @@
-"""What engines that pages travel between agree on, and what vLLM is told of it.
+"""Terms that engines agree on before pages travel between them.
 
-A page of ours is bytes that only the factors it was quantized with give their meaning back.
+The bytes of a page have a meaning only with the factors that they were quantized with.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
+
+import torch
 
 from kvpilot_formats import formats
 from kvpilot_runtime.calibration.of_engine import factors_hash
-from kvpilot_runtime.config.carriers import NIXL, SERVED
+from kvpilot_runtime.config.connectors import NIXL, SERVED
+from kvpilot_runtime.ranks import of_all_ranks
 from kvpilot_runtime.vllm_api import compat
+
+_SAMPLES = 64
+"""Elements of each tensor that stand for it in a hash of weights: reading all would take seconds."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What engines that pages travel between must have alike.
+    """Properties that engines must share if pages travel between them.
 
     Attributes:
         dtype: of the KV cache. page: bytes of a block in all layers of a rank. block: tokens of it.
-        window: recent tokens. ring: pages of a request's ring at most. ranks: of tensor parallelism.
+        window: recent tokens. ring: largest number of pages of a request's ring. ranks: of tensor parallelism.
         layout: vLLM's name of the order in which a block's pages lie.
         factors: the hash of all layers' and ranks' factors.
     """
@@ -42,10 +51,10 @@ class Terms:
 
 
 def agree(worker: Any, layers: dict[str, Any]) -> None:
-    """Tell a worker's connector its engine's terms. Every rank has to; without effect for another connector.
+    """Tell a worker's connector its engine's terms. Every rank must call this; other connectors are ignored.
 
     Args:
-        worker: vLLM's, which has its KV cache. layers: those of ours, by name.
+        worker: vLLM's, which has its KV cache. layers: ours, by name.
     """
     transfer = worker.vllm_config.kv_transfer_config
     if not layers or transfer is None or transfer.kv_connector not in SERVED:
@@ -68,21 +77,21 @@ def agree(worker: Any, layers: dict[str, Any]) -> None:
 
 
 def connector_class(config: Any) -> type[Any] | None:
-    """The class of an engine's connector, where it is not vLLM's own."""
-    carrier = SERVED.get(config.kv_transfer_config.kv_connector)
-    if carrier is None or config.cache_config.cache_dtype not in formats.own_names():
+    """Return our class of an engine's connector, or None for vLLM's."""
+    connector = SERVED.get(config.kv_transfer_config.kv_connector)
+    if connector is None or config.cache_config.cache_dtype not in formats.own_names():
         return None
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    found: type[Any] = resolve_obj_by_qualname(carrier.ours)
+    found: type[Any] = resolve_obj_by_qualname(connector.ours)
     return found
 
 
 def layout(config: Any) -> str | None:
-    """The layout of the KV cache that vLLM is to be asked for; None where it is what vLLM's own connector wants.
+    """Return the layout of the KV cache to ask vLLM for; None for that of vLLM's own connector.
 
-    A block whose layers lie in a row is one copy. Of a rank with one head vLLM copies each layer by itself
-    nevertheless, and NIXL joins a layer's blocks where these lie in a row.
+    A block whose layers are contiguous is one copy. For a rank with one head vLLM copies each layer anyway, and NIXL
+    merges a layer's blocks if these are contiguous.
     """
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector != NIXL.name:
@@ -90,3 +99,47 @@ def layout(config: Any) -> str | None:
     ours = config.cache_config.cache_dtype in formats.own_names()
     several = ours and config.model_config.get_num_kv_heads(config.parallel_config) > 1
     return compat.BLOCK_OUTERMOST[0] if several else None
+
+
+def short(params: Mapping[str, Any], prompt: int, wanted: Sequence[int]) -> str | None:
+    """Say how another engine's blocks differ from those of a prompt; return None if they do not.
+
+    vLLM takes the last of the announced blocks, whatever their number.
+
+    Args:
+        params: a request's `kv_transfer_params`. prompt: its tokens. wanted: its blocks in each group of layers.
+    """
+    if (tokens := params.get("remote_num_tokens") or 0) < prompt:
+        return f"{tokens} of {prompt} tokens (remote_num_tokens)"
+    found = [len(blocks) for blocks in params.get("remote_block_ids") or []]
+    if found != list(wanted):
+        return f"{found} blocks in its groups of layers and not {list(wanted)} (remote_block_ids)"
+    if params.get("remote_blocks_expiry_time") is None:
+        return "no time until which blocks are kept (remote_blocks_expiry_time)"
+    return None
+
+
+def weights_hash(worker: Any) -> str:
+    """Return a hash of some elements of all ranks' weights; every rank must call this.
+
+    Models that differ in one element may have the same hash. Training, merged adapters and quantization change it.
+    """
+    return hashlib.sha256("".join(of_all_ranks(digest(worker.get_model()))).encode()).hexdigest()[:16]
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Return a hash of one rank's share of the model."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(chain(model.named_parameters(), model.named_buffers()), key=lambda one: one[0]):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        if tensor.numel():
+            found.update(_some(tensor.detach()).cpu().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _some(tensor: torch.Tensor) -> torch.Tensor:
+    """Return up to 64 elements, evenly over the tensor's memory, for any strides; copy nothing else."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    count = min(_SAMPLES, last + 1)
+    step = max(last // max(count - 1, 1), 1)
+    return tensor.as_strided((count,), (step,)).contiguous()

@@ -1,1 +1,1 @@
-"""What we stand on in vLLM: its versions, the contract that is looked at when it starts, and where it calls us."""
+"""vLLM as kvpilot uses it: supported versions, required parts, and replaced functions."""

@@ -1,7 +1,7 @@
-"""A model's KV cache as vLLM's own layers describe it: built without weights, on torch's meta device.
+"""KV-cache specs of a model, as its vLLM layers report them. The layers are built on torch's meta device.
 
 `python -m kvpilot_runtime.vllm_api.cache_specs --model MODEL ARGUMENT...` takes the arguments of `vllm serve`, and
-prints the answer of `specs` as one line of JSON, the last on stdout. It serves nothing and takes no memory for weights.
+prints the result of `specs` as JSON on the last line of stdout. It loads no weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvpilot_runtime.vllm_api.wrap import wrap
 
 
 def main() -> None:
-    """Answer for the model that the arguments name."""
+    """Print the specs of the model that the arguments name."""
     with contextlib.redirect_stdout(sys.stderr):
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -30,10 +30,10 @@ def main() -> None:
 
 
 def specs(arguments: Any) -> dict[str, Any]:
-    """Return the layers by what they keep: `{"groups": [[...], ...], "shared": layers that read another's cache}`.
+    """Return groups of layers with equal specs, and the number of `shared` layers, which read another layer's cache.
 
     A group is (class of the spec, KV heads, key elements, value elements, window or chunk, bytes of a token, layers).
-    `arguments` are vLLM's EngineArgs; what spreads the engine or its cache over devices is left out.
+    `arguments` are vLLM's EngineArgs; those for several devices are ignored.
     """
     import torch
     from vllm.config import set_current_vllm_config
@@ -66,7 +66,7 @@ def specs(arguments: Any) -> dict[str, Any]:
 
 
 def _at_once(stock: Any, function: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-    """Look at an architecture in this process, which ends soon, and not in one of its own."""
+    """Inspect the architecture in this short-lived process instead of starting another one."""
     return function()
 
 
@@ -80,14 +80,14 @@ def _described(spec: Any) -> tuple[Any, ...]:
 
 
 def _ranks() -> None:
-    """Make one rank, as vLLM's layers ask for."""
+    """Initialize a distributed group of one rank, which vLLM's layers need."""
     import torch
     from vllm.distributed import parallel_state
 
     if not torch.distributed.is_initialized():
         file = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115 - torch keeps it until the process ends
         parallel_state.init_distributed_environment(1, 0, f"file://{file.name}", 0, "gloo")
-    parallel_state.destroy_model_parallel()  # a model with experts has groups that others do without
+    parallel_state.destroy_model_parallel()  # models with experts need groups that others lack
     parallel_state.initialize_model_parallel(1, 1)
 
 

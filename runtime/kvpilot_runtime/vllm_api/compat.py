@@ -1,7 +1,6 @@
-"""The only module that knows vLLM's versions: how each is taught our dtypes, and what it calls things.
+"""The supported versions of vLLM, and everything that differs between them.
 
-Up to 0.32 the names of KV-cache dtypes are a closed `Literal`; 0.33 has a registry for them. 0.28 asks a backend for
-the shape of its cache, later versions for a layout.
+0.32 has a closed `Literal` of KV-cache dtypes, and 0.33 a registry for them.
 """
 
 from __future__ import annotations
@@ -10,43 +9,35 @@ import importlib.metadata
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, get_args
 
-from kvpilot_formats.formats import Format
 from kvpilot_runtime.errors import UnsupportedEngineError
-from kvpilot_runtime.vllm_api.wrap import wrap
 
-OLDEST, NEWEST = (0, 28), (0, 33)
-RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-"""The versions that kvpilot was made for; another one is served as far as it keeps to `contract`."""
+PINNED = (0, 32)
+"""Version in `requirements.lock`, which errors advise.
 
-RUN_ON = {"cpu": ((0, 28), (0, 30), (0, 32)), "cuda": ((0, 32), (0, 33))}
-"""The versions that were run: on a CPU by scripts/engine_matrix.sh, on a GPU by benchmarks/accuracy/gpu_versions.py."""
+Only its connectors (`config.connectors`) and its tiers below host memory were run. Both change from version to version.
+"""
 
-ADVISED = ".".join(map(str, max(set(RUN_ON["cpu"]) & set(RUN_ON["cuda"]))))
-"""The version that errors tell people to use."""
+OLDEST, NEWEST = PINNED, (0, 33)
+"""Range of supported versions. Older ones are refused, and so are bounded caches on newer ones."""
 
-RINGS_STAY_FROM = (0, 32)
-"""From here on offloading leaves pages alone that stay out of prefix caching; before, it would look for rings' pages by
-the hashes of prefixes (0.30; the source of 0.31 was not read)."""
-SLEEP_FROM = (0, 30)
-"""From here on sleep mode frees the KV cache alone; before, it took the steps' buffers, too."""
-
-CARRIES = (0, 32)
-"""The version whose connectors of `carriers` were read and run; their protocols differ from version to version."""
-
-DISK = (0, 32)
-"""The version whose tiers below host memory were read and run; they are new, and vLLM calls them experimental."""
-
-BOUNDS_TO = (0, 33)
-"""The newest version that bounded caches were run with. The GPU runner of 0.33 clears entries of block tables below the
-window of whatever is a sliding window to vLLM: `bounded.spec` tells it of none."""
+RUN_ON = {"cpu": (PINNED,), "cuda": (PINNED, NEWEST)}
+"""Versions that ran with kvpilot: on a CPU in tests/runtime, on a GPU in benchmarks/accuracy/gpu_versions.py."""
 
 _BUILD = (10**6, 0)
 
 
+def shown(version: tuple[int, int]) -> str:
+    """Write a version as users know it."""
+    return ".".join(map(str, version))
+
+
+ADVISED = shown(PINNED)
+
+
 def version_text() -> str:
-    """The installed vLLM's own word for its version.
+    """Return the version that the installed vLLM states.
 
     Raises:
         UnsupportedEngineError: vLLM is absent.
@@ -54,11 +45,11 @@ def version_text() -> str:
     try:
         return importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        raise UnsupportedEngineError(f"vllm is not installed; install vllm {RANGE} beside kvpilot") from None
+        raise UnsupportedEngineError(f"vllm is not installed; install vllm {ADVISED} beside kvpilot") from None
 
 
 def vllm_version() -> tuple[int, int]:
-    """Major and minor version of the installed vLLM; a build without numbers counts as newer than any with.
+    """Return major and minor version of the installed vLLM. A build without numbers counts as the newest.
 
     Raises:
         UnsupportedEngineError: vLLM is absent.
@@ -72,38 +63,57 @@ def was_run_on(platform: str) -> bool:
     return vllm_version() in RUN_ON.get(platform, ())
 
 
-def how_tried(platform: str) -> str:
-    """Say how far the installed vLLM was tried with kvpilot, as the end of a sentence; empty where it was run."""
+def unsupported_on(platform: str) -> str:
+    """Name the installed version, the supported ones and the remedy; return nothing for a supported version."""
     if was_run_on(platform):
         return ""
     names = {"cpu": "a CPU", "cuda": "a GPU"}
-    ran = ", ".join(".".join(map(str, version)) for version in RUN_ON[platform])
-    other = next((names[one] for one in RUN_ON if one != platform and was_run_on(one)), "")
-    known = f"run on {other} alone" if other else "not tried"
-    return f"was {known} with kvpilot; on {names[platform]} {ran} ran"
+    known = "; ".join(f"{', '.join(map(shown, ran))} on {names[where]}" for where, ran in RUN_ON.items())
+    return (
+        f"vllm {version_text()} is not supported on {names[platform]}; supported are {known}; use a runtime image with "
+        f"vllm {ADVISED}"
+    )
 
 
-def wakes_as_it_was() -> bool:
-    """Whether sleep mode leaves an engine with our dtypes as it was; True where there is no vLLM to ask."""
+def lacks_for_bounds() -> str:
+    """Return the versions that serve bounded caches, if the installed one is not among them."""
+    return _lacks(NEWEST)
+
+
+def lacks_for_pinned() -> str:
+    """Return the version that serves disks and connectors, if the installed one is another."""
+    return _lacks(PINNED)
+
+
+def too_old() -> str:
+    """Return the oldest supported version if the installed one is older."""
+    return _lacks(_BUILD)
+
+
+def _lacks(newest: tuple[int, int]) -> str:
+    """Return the versions from `OLDEST` to `newest` unless the installed vLLM is one of them, or absent."""
     try:
-        return vllm_version() >= SLEEP_FROM
+        if OLDEST <= vllm_version() <= newest:
+            return ""
     except UnsupportedEngineError:
-        return True
+        return ""
+    until = "" if newest == OLDEST else " or newer" if newest == _BUILD else f" to {shown(newest)}"
+    return f"vLLM {shown(OLDEST)}{until} (here is {version_text()})"
 
 
 def kept_graphs(platform: str) -> dict[str, str]:
-    """Variables without which vLLM does not find again what it compiled.
+    """Return variables that let vLLM find at the next start what it compiled.
 
-    On a CPU 0.32 cannot load what it saved ahead of time: it traces again and saves it again, at every start.
+    On a CPU 0.32 cannot load its ahead-of-time archives, so it traces and saves again at every start.
     """
     return {"VLLM_USE_AOT_COMPILE": "0"} if platform == "cpu" else {}
 
 
 def make_known(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
-    """Make `names` valid values of `--kv-cache-dtype`, and call `asked` with a name that an engine is configured with.
+    """Make `names` valid values of `--kv-cache-dtype`, and call `asked` with the name that an engine uses.
 
-    Only data of vLLM's changes: its registry of dtypes (0.33), or its list of names and the validators that pydantic
-    makes of the list. Repeating it changes nothing.
+    Only vLLM's data changes: its registry of dtypes (0.33), or its list of names and the validators that pydantic
+    compiled from the list. A second call changes nothing.
     """
     from vllm.config import cache
 
@@ -114,7 +124,7 @@ def make_known(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
 
 
 def store_as_bytes(names: tuple[str, ...]) -> None:
-    """Tell vLLM that pages of these dtypes are bytes; before that no layer can be made with one of them."""
+    """Tell vLLM that pages of these dtypes are bytes. No layer can be made with such a dtype before."""
     import torch
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
@@ -122,16 +132,16 @@ def store_as_bytes(names: tuple[str, ...]) -> None:
 
 
 def _register_handlers(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
-    """Register each name with vLLM's own registry (0.33), which takes a class as a decorator does."""
+    """Register each name with the registry of 0.33, which decorates a class."""
     import torch
     from vllm.config import cache
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     class Packed:
-        """A dtype of bytes, without a mode of vLLM's generic kernels.
+        """Handler of a dtype that is stored in bytes and that vLLM's generic kernels do not read.
 
-        `KVQuantMode.CUSTOM` would say the latter, but has the same value as a mode of another format and is taken for
-        it. NONE is what older versions find for a name that they do not know.
+        `KVQuantMode.CUSTOM` would fit, but it has the value of another format's mode, and vLLM takes it for that one.
+        0.32 uses NONE for a name that it does not know.
         """
 
         name: str
@@ -141,7 +151,7 @@ def _register_handlers(names: tuple[str, ...], asked: Callable[[str], None]) -> 
             return torch.uint8
 
         def quant_mode(self) -> Any:
-            """Answer; vLLM asks whenever it configures or makes anything with the dtype, and at no other time."""
+            """Return NONE, and report the dtype as asked for: vLLM calls this only where the dtype is used."""
             if not self.told:
                 asked(self.name)
                 self.told = True
@@ -153,7 +163,7 @@ def _register_handlers(names: tuple[str, ...], asked: Callable[[str], None]) -> 
 
 
 def _extend_literal(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
-    """Add values to the closed Literal in place, so that every module that imported it sees them."""
+    """Add values to the closed `Literal` of 0.32 in place: modules that imported it must see them."""
     from pydantic import AfterValidator
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import VllmConfig
@@ -171,8 +181,8 @@ def _extend_literal(names: tuple[str, ...], asked: Callable[[str], None]) -> Non
 
     literal: Any = CacheDType
     literal.__args__ = known + missing
-    # Both configurations hold a validator that was compiled from the old list. The field's type is annotated while its
-    # new one is made, and stays as it was for vLLM's command line, which reads it.
+    # Both configurations hold a validator that was compiled from the old list. vLLM's command line reads the field's
+    # type, so the annotation is there only while the new validator is compiled.
     field: Any = CacheConfig.__dataclass_fields__["cache_dtype"]
     declared = field.type
     field.type = Annotated[declared, AfterValidator(chosen)]
@@ -184,66 +194,32 @@ def _extend_literal(names: tuple[str, ...], asked: Callable[[str], None]) -> Non
 
 
 def backend_class(dtype: str) -> str:
-    """The name of the class that serves a dtype of ours, in the module of its platform."""
+    """Return the name of the backend class of one of our dtypes, in the module of its platform."""
     return f"{dtype.upper()}Backend"
 
 
-def tell_cpu_blocks() -> None:
-    """Before 0.30 the CPU backend says that it takes blocks of 16 tokens, and fails unless they are multiples of 32."""
-    if vllm_version() >= (0, 30):
-        return
-    wrap("vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_kernel_block_sizes", _of_32)
-
-
-def _of_32(stock: Any, *args: Any, **kwargs: Any) -> list[Any]:
-    from vllm.v1.attention.backend import MultipleOf
-
-    return [MultipleOf(32)]
-
-
-def chunks_in_host_memory(spec: Any) -> int:
-    """Chunks that a `CPUOffloadingSpec` holds; in 0.28 they are called blocks."""
-    return int(spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks)
-
-
 LAYER_OUTERMOST, BLOCK_OUTERMOST = "LBHNC", ("BHLNC", "BLHNC")
-"""vLLM's names of the layouts that our pages may lie in (L layers, B blocks, H heads, N tokens, C a token's bytes):
-each layer by itself, and a block of all layers in a row."""
+"""vLLM's names of the layouts that our pages support: each layer by itself, and all layers of a block together.
+
+L is layers, B blocks, H heads, N tokens, C the bytes of a token.
+"""
 
 
-class HeadMajorPages:
-    """What a backend with our pages says of its cache: uint8 [blocks, kv_heads, tokens, row_bytes], flat a head."""
+def page_layouts() -> tuple[Any, ...]:
+    """Return vLLM's layouts in which a head's tokens of a block are one page. vLLM takes the first one."""
+    from vllm.v1.kv_cache_interface import KVCacheLayout
 
-    fmt: ClassVar[Format]
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """From 0.29 on: any in which a head's tokens of a block are one page; the first one is what vLLM takes."""
-        from vllm.v1.kv_cache_interface import KVCacheLayout
-
-        names = (LAYER_OUTERMOST, *BLOCK_OUTERMOST)
-        return tuple(KVCacheLayout[name] for name in names if name in KVCacheLayout.__members__)
-
-    @classmethod
-    def get_kv_cache_shape(
-        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        """0.28: the same as a shape in bytes."""
-        return num_blocks, num_kv_heads, block_size, cls.fmt.row_bytes(head_size)
-
-    @classmethod
-    def get_required_kv_cache_layout(cls) -> str:
-        """0.28: the same, for backends of other layers that can have it either way."""
-        return "HND"
+    names = (LAYER_OUTERMOST, *BLOCK_OUTERMOST)
+    return tuple(KVCacheLayout[name] for name in names if name in KVCacheLayout.__members__)
 
 
 @dataclass(frozen=True)
 class Drafter:
-    """A model that drafts, as a runner holds it.
+    """Draft model of a runner.
 
     Attributes:
-        reads_states: the served model's states are an input of it. combines_states: of several of its layers.
-        uses_mrope: positions have three dimensions, as the served model's do.
+        reads_states: it takes hidden states of the served model. combines_states: it takes them from several layers.
+        uses_mrope: its positions have three dimensions, as those of the served model.
     """
 
     model: Any
@@ -253,28 +229,8 @@ class Drafter:
 
 
 def drafter(runner: Any) -> Drafter:
-    """The model that drafts in a worker's runner, of which 0.32 has two kinds: on a GPU it is "model runner V2"."""
+    """Return the draft model of a worker's runner. vLLM has two kinds of runners: the one on GPUs is V2."""
     if (old := getattr(runner, "drafter", None)) is not None:
         return Drafter(old.model, old.pass_hidden_states_to_model, old.eagle3_use_aux_hidden_state, old.uses_mrope)
     new = runner.speculator
     return Drafter(new.model, new.method != "draft_model", runner.use_aux_hidden_state_outputs, uses_mrope=False)
-
-
-def lacks_for_bounds() -> str:
-    """Return the versions that a bounded cache needs and the installed vLLM is not; nothing where vLLM is absent."""
-    try:
-        here = vllm_version()
-    except UnsupportedEngineError:
-        return ""
-    served = ".".join(map(str, BOUNDS_TO))
-    return "" if here <= BOUNDS_TO else f"vLLM {served} or older (here is {version_text()})"
-
-
-def lacks_for_disk() -> str:
-    """What a disk below offloaded pages needs and the installed vLLM is not; nothing where it is absent."""
-    try:
-        here = vllm_version()
-    except UnsupportedEngineError:
-        return ""
-    served = ".".join(map(str, DISK))
-    return "" if here == DISK else f"vLLM {served} (here is {version_text()})"

@@ -1,7 +1,7 @@
-"""What the plugin stands on in vLLM (`vllm_parts`), looked at when it starts: a version that has it all is served.
+"""Check at start that the installed vLLM has all parts that the plugin uses (`vllm_parts`).
 
-What is missing costs what needs it and nothing else: a model in vLLM's own dtypes never asks. `page_check` adds the
-last part, a page that is written and read back, once an engine has its cache.
+A missing part disables only the features that need it: a model in vLLM's own dtypes never asks. `page_check` adds the
+last check, a page that is written and read back, once an engine has its cache.
 """
 
 from __future__ import annotations
@@ -17,57 +17,57 @@ from kvpilot_runtime.vllm_api import compat
 from kvpilot_runtime.vllm_api.vllm_parts import PARTS, Broken, Feature
 
 TOLD = "KVPILOT_VERSION_TOLD"
-"""Environment variable by which the first of vLLM's processes tells the others that it has warned already."""
+"""Environment variable that keeps vLLM's other processes from repeating the warnings of the first one."""
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 
 @functools.cache
 def broken(platform: str) -> tuple[Broken, ...]:
-    """The parts of the installed vLLM, on `cpu` or `cuda`, that are not as they should be."""
+    """Return the parts of the installed vLLM, on `cpu` or `cuda`, that differ from what the plugin needs."""
     looked_at = ((part, part.wrong()) for part in PARTS if part.platform in ("", platform))
     return tuple(Broken(part, why) for part, why in looked_at if why)
 
 
-def has_rings() -> bool:
-    """Whether this vLLM can give a request pages that stay out of prefix caching (from 0.30 on)."""
-    return not any(one.part.feature is Feature.WINDOW for one in broken(""))
-
-
-def has_images() -> bool:
-    """Whether this vLLM says which tokens are an image's that attend to each other both ways."""
-    return not any(one.part.feature is Feature.IMAGES for one in broken(""))
+def has(feature: Feature) -> bool:
+    """Return True if this vLLM has all parts of a feature, on every platform."""
+    return not any(one.part.feature is feature for one in broken(""))
 
 
 def tell(found: Iterable[Broken], platform: str) -> None:
-    """Warn of a version that was not run on this platform, `cpu` or `cuda`, and of what is not as it should be.
+    """Warn of a version that is not supported on this platform, `cpu` or `cuda`, and of parts that differ.
 
-    The first of vLLM's processes does.
+    Only the first of vLLM's processes warns.
     """
     if TOLD in os.environ:
         return
     os.environ[TOLD] = "1"
-    text = compat.version_text()
-    # Of a window its own warning speaks, of the others whoever asks for them; and no probe fails.
+    # The other features are reported where somebody asks for them.
     quiet = (Feature.WINDOW, Feature.LATENTS, Feature.BOUND, Feature.HEAVY, Feature.HOST, Feature.IMAGES)
     costly = [b for b in found if b.part.feature not in quiet]
-    if tried := compat.how_tried(platform):
-        log.warning("vllm %s %s; of what kvpilot uses of it, %s", text, tried,
-                    f"{len(costly)} parts are not as they were" if costly else "all is as it was")  # fmt: skip
+    if unsupported := compat.unsupported_on(platform):
+        log.warning("%s (of the parts that kvpilot uses, %s)", unsupported,
+                    f"{len(costly)} differ" if costly else "none differs")  # fmt: skip
     for one in costly:
         other = "" if one.part.feature is Feature.DRAIN else "--kv-cache-dtype auto, or "
-        log.error("vllm %s: %s; %s: use %svllm %s", text, one, one.part.feature.value, other, compat.ADVISED)
+        log.error("vllm %s: %s; %s: use %svllm %s", compat.version_text(), one, one.part.feature.value, other,
+                  compat.ADVISED)  # fmt: skip
 
 
 def refuse(dtype: str, found: Iterable[Broken], skipping: bool) -> None:
-    """Refuse a layer in a dtype of ours for what is not as it should be.
+    """Refuse a layer in one of our dtypes if this vLLM is too old or differs in a part that the layer needs.
 
     Args:
         skipping: there are layers that stay in 16 bits.
 
     Raises:
-        UnsupportedEngineError: a part that such layers need; it names all of them.
+        UnsupportedEngineError: with the version, or with all parts that differ.
     """
+    if lacks := compat.too_old():
+        raise UnsupportedEngineError(
+            f"kv-cache dtype {dtype!r} needs {lacks}; use --kv-cache-dtype auto, or a runtime image with vllm "
+            f"{compat.ADVISED}"
+        )
     needed = {Feature.NAMES, Feature.LAYERS, *([Feature.SKIPPED] if skipping else [])}
     needed |= {Feature.LATENTS} if dtype in latent.names() else set()
     why = [str(one) for one in found if one.part.feature in needed]
@@ -79,10 +79,10 @@ def refuse(dtype: str, found: Iterable[Broken], skipping: bool) -> None:
 
 
 def refuse_bound(bound: str, found: Iterable[Broken], heavy: bool = False) -> None:
-    """Refuse a cache with a bound for what is not as it should be; `heavy`: one of heavy hitters.
+    """Refuse a bounded cache, with `heavy` one of heavy hitters, that this vLLM cannot serve.
 
     Raises:
-        UnsupportedEngineError: this version was not run with one; or a part that frees pages is missing, by name.
+        UnsupportedEngineError: with the versions that serve it, or with all parts that differ.
     """
     if lacks := compat.lacks_for_bounds():
         raise UnsupportedEngineError(
@@ -90,6 +90,6 @@ def refuse_bound(bound: str, found: Iterable[Broken], heavy: bool = False) -> No
         )
     if why := [str(one) for one in found if one.part.feature in (Feature.BOUND, *[Feature.HEAVY] * heavy)]:
         raise UnsupportedEngineError(
-            f"--retention {bound} cannot be served by vllm {compat.version_text()}, whose scheduler cannot be told "
-            f"which pages to free: {'; '.join(why)}; leave it out, or use a runtime image with vllm {compat.ADVISED}"
+            f"--retention {bound} cannot be served by vllm {compat.version_text()}, whose scheduler cannot free chosen "
+            f"pages: {'; '.join(why)}; leave it out, or use a runtime image with vllm {compat.ADVISED}"
         )

@@ -1,8 +1,7 @@
-"""Places in vLLM where kvpilot is called. Each function here wraps some of vLLM's (`wrap`), once for a process.
+"""Functions of vLLM that call kvpilot. Each function here replaces one or two of them (`wrap`), once per process.
 
-Nothing is wrapped in a process that was not asked for a dtype or an option of ours: `plugin` decides. On CPU no version
-lets a backend be chosen per dtype, so the platform's choice is wrapped: our dtypes get our backend, and all others get
-vLLM's choice.
+`plugin` calls these only in a process that was asked for one of our dtypes or options. vLLM does not let a plugin
+choose the backend of a dtype on a CPU, so the platform's choice is wrapped. Other dtypes keep vLLM's choice.
 """
 
 from __future__ import annotations
@@ -12,17 +11,16 @@ from typing import Any
 
 from kvpilot_formats import latent
 from kvpilot_runtime.errors import UnsupportedModelError
-from kvpilot_runtime.vllm_api import compat
 from kvpilot_runtime.vllm_api.wrap import wrap
 
 Judge = Callable[[str, bool], None]
-"""Refuses a layer of a KV-cache dtype of ours, or does nothing; told whether other layers stay in 16 bits."""
+"""Function that refuses a layer of one of our dtypes. Its second argument says if other layers stay in 16 bits."""
 
 CPU, CUDA = "vllm.platforms.cpu:CpuPlatform", "vllm.platforms.cuda:CudaPlatformBase"
 
 
 def route_backends(platform: str, paths: Mapping[str, str], judge: Judge) -> None:
-    """On a platform, `CPU` or `CUDA`, serve each KV-cache dtype in `paths` with the backend at that import path."""
+    """Serve each KV-cache dtype in `paths` with the backend at its import path, on the platform `CPU` or `CUDA`."""
 
     def get_attn_backend_cls(
         stock: Any, cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
@@ -36,23 +34,22 @@ def route_backends(platform: str, paths: Mapping[str, str], judge: Judge) -> Non
 
 
 def _settle_cpu(paths: Mapping[str, str], judge: Judge) -> None:
-    """Let the CPU platform configure an engine of a dtype in `paths` as GPU platforms do."""
+    """Let the CPU platform configure engines of these dtypes as GPU platforms do."""
 
     def update_block_size_for_backend(stock: Any, cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Size shared pages as GPU platforms do: stock CPU leaves that out and pads ours to a 16-bit page."""
+        """Size shared pages as GPU platforms do: vLLM's CPU platform would pad ours to the size of a 16-bit page."""
         stock(cls, vllm_config, *args, **kwargs)
         dtype = vllm_config.cache_config.cache_dtype
         if vllm_config.cache_config.kv_cache_dtype_skip_layers and dtype in paths:
             judge(dtype, True)
-            compat.tell_cpu_blocks()
             cls._align_heterogeneous_kv_block_size(vllm_config, None)
 
     def check_and_update_config(stock: Any, cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Keep chunked prefill, prefix caching and whole images, which stock CPU takes away.
+        """Keep chunked prefill, prefix caching and whole images, which vLLM's CPU platform turns off.
 
-        It takes the first two from MLA, since its own backend reads no context, and it cuts images whose tokens attend
-        to each other both ways. Its kernel for RoPE (0.32) rotates neither queries of several heads nor keys within a
-        wider row, both of which DeepSeek has: plain torch does.
+        It turns off the first two for MLA because its own backend reads no context. It splits images whose tokens
+        attend both ways. Its RoPE kernel (0.32) is wrong for DeepSeek, which has several query heads and keys in wider
+        rows, so plain torch replaces it.
         """
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         asked = scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens
@@ -94,10 +91,10 @@ def _ours(platform: Any, paths: Mapping[str, str], judge: Judge, asked: Any) -> 
 def share_pages(names: tuple[str, ...]) -> None:
     """Let layers in 16 bits (`--kv-cache-dtype-skip-layers`) share the block pool with layers in a dtype of `names`.
 
-    All pages of a pool have one size. vLLM takes the quantized layers' page for it and gives the others blocks of as
-    many tokens as fit, but it asks the backend of the model's first layer for both sizes, which may be a 16-bit one.
-    Here a layer that has the dtype answers, the page holds the smallest block of every backend, and a model without
-    16-bit layers keeps its block size. Where vLLM has no such function, dtypes of ours are refused beside such layers.
+    All pages of a pool have one size. vLLM uses the page of the quantized layers and fits the other layers' blocks into
+    it. It asks the backend of the model's first layer for both sizes, and that layer may be one in 16 bits. Here a
+    quantized layer answers. The page holds the smallest block of every backend, and a model without 16-bit layers keeps
+    its block size. A vLLM without this function is refused for such models (`Feature.SKIPPED`).
     """
     from vllm.platforms.interface import Platform
 
@@ -125,8 +122,10 @@ def share_pages(names: tuple[str, ...]) -> None:
 
 
 def around_kv_cache(before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
-    """Call two functions with vLLM's worker, in every worker that has loaded its model and measured its memory: one
-    before it makes the KV cache, one when it has it and has not captured graphs."""
+    """Call two functions with each of vLLM's workers, before and after it makes its KV cache.
+
+    The model is loaded and the memory measured by then; graphs are not captured yet.
+    """
 
     def initialize_from_config(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm.config import set_current_vllm_config
@@ -142,9 +141,9 @@ def around_kv_cache(before: Callable[[Any], None], after: Callable[[Any], None])
 
 
 def around_attention(spec_of: Callable[[Any, Any, Any], Any], backend_of: Callable[[Any, Any], Any]) -> None:
-    """Let two functions say what vLLM is told of attention layers: their pages and backends.
+    """Let two functions choose the pages and the backends of attention layers.
 
-    `spec_of` takes the layer, what the layer would have said, and vLLM's configuration; `backend_of` the first two.
+    `spec_of` takes the layer, vLLM's choice and vLLM's configuration; `backend_of` takes the first two.
     """
 
     def get_kv_cache_spec(stock: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,8 +157,7 @@ def around_attention(spec_of: Callable[[Any, Any, Any], Any], backend_of: Callab
 
 
 def around_scheduler(tell: Callable[[Any, Any], None], hear: Callable[[Any, Any], None]) -> None:
-    """Call two functions with every scheduler: one when it has made a step, with the step, one before it takes a step's
-    results, with these."""
+    """Call `tell` with a scheduler and each step that it made, and `hear` with it and each step's results."""
 
     def schedule(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         output = stock(self, *args, **kwargs)
@@ -177,7 +175,7 @@ def around_scheduler(tell: Callable[[Any, Any], None], hear: Callable[[Any, Any]
 
 
 def around_connectors(ours: Callable[[Any], Any]) -> None:
-    """Let a function of vLLM's configuration say which class is made for a connector; None for vLLM's own choice."""
+    """Let a function of vLLM's configuration choose the class of a connector; None leaves it to vLLM."""
 
     def create_connector(stock: Any, cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         chosen = ours(config)
@@ -188,8 +186,7 @@ def around_connectors(ours: Callable[[Any], Any]) -> None:
 
 
 def around_layout(ours: Callable[[Any], str | None]) -> None:
-    """Let a function of vLLM's configuration say which layout the KV cache should have for an engine's connector; None
-    for the layout that vLLM's own connector wants, which is all that vLLM asks."""
+    """Let a function of vLLM's configuration choose the layout of the KV cache; None leaves it to the connector."""
 
     def get_kv_connector_cache_layout(stock: Any, vllm_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         return (vllm_config and ours(vllm_config)) or stock(vllm_config, *args, **kwargs)
@@ -198,9 +195,9 @@ def around_layout(ours: Callable[[Any], str | None]) -> None:
 
 
 def around_shutdown() -> None:
-    """Let an engine that is told to end, and to finish what it has, finish requests that waited for its step, too.
+    """Let an engine that drains also finish the requests that had reached it but not yet its core.
 
-    vLLM hands those back unanswered: its core takes requests between two steps, and none once it has been told.
+    vLLM's core accepts requests between two steps, and rejects all of them once it drains.
     """
     from vllm.v1.engine.core import EngineShutdownState
 

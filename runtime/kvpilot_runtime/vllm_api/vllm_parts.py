@@ -1,7 +1,7 @@
-"""What of vLLM kvpilot stands on, part by part, each with what it must be like and what cannot be served without it.
+"""Parts of vLLM that kvpilot uses, each with its required shape and the feature that needs it.
 
-A part is a function with the parameters that we give it, or that it gives us; a class with the fields that we read; or
-something that can be tried.
+A part is a function with the parameters that we pass or receive, a class with the fields that we read, or a test that
+can be run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 
 class Feature(Enum):
-    """What cannot be served without a part."""
+    """Feature that a part is for; the value says what a missing part costs."""
 
     NAMES = "no dtype of kvpilot can be chosen"
     LAYERS = "dtypes of kvpilot are refused"
@@ -32,12 +32,12 @@ class Feature(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """Something of vLLM.
+    """Part of vLLM that kvpilot uses.
 
     Attributes:
-        path: `module:name`, perhaps with dots. feature: what needs it. platform: where, `""` on all.
+        path: `module:name`, perhaps with dots. platform: `cpu`, `cuda` or, on both, `""`.
         takes: its first parameters, in this order. named: others that are given by name. The rest must have defaults.
-        has: attributes, or fields of a class. tries: says what is wrong, or nothing.
+        has: attributes, or fields of a class. tries: a test that returns the fault, or nothing.
     """
 
     path: str
@@ -52,7 +52,7 @@ class Part:
         return self.path.replace(":", ".")
 
     def wrong(self) -> str:
-        """What is not as it should be, as the end of a sentence; empty where all is."""
+        """Return the fault as the end of a sentence; empty without one."""
         module, _, name = self.path.partition(":")
         try:
             found = functools.reduce(getattr, name.split("."), importlib.import_module(module))
@@ -72,7 +72,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Broken:
-    """A part that is not as it should be, and why."""
+    """Part that differs from what kvpilot needs, and how."""
 
     part: Part
     why: str
@@ -82,7 +82,7 @@ class Broken:
 
 
 def unlike(function: Any, takes: tuple[str, ...], named: tuple[str, ...]) -> str:
-    """How a function's parameters differ from what we give; empty where they do not."""
+    """Say how a function's parameters differ from ours; return nothing if they do not."""
     try:
         every = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # compiled: that it exists must do
@@ -101,7 +101,7 @@ def unlike(function: Any, takes: tuple[str, ...], named: tuple[str, ...]) -> str
 
 
 def _gives(output: Any) -> str:
-    """What a worker's runner gives before it is read says what will be sent."""
+    """Check that the output of a GPU runner is made of the message that it will send."""
     known = "model_runner_output" in inspect.signature(output.__init__).parameters
     return "" if known else "is not made of a model_runner_output"
 
@@ -114,7 +114,7 @@ def _names(cache: Any) -> str:
 
 
 def _validated(selector: Any) -> str:
-    """Our backends are asked with the selector's own fields, on platforms where vLLM does not ask itself."""
+    """Check that a backend takes all fields of the selector: where vLLM does not ask our backends, we do."""
     from vllm.v1.attention.backend import AttentionBackend
 
     known = inspect.signature(AttentionBackend.validate_configuration).parameters
@@ -125,7 +125,7 @@ def _validated(selector: Any) -> str:
 
 
 def _sized(spec: Any) -> str:
-    """A page is as large as a backend says."""
+    """Check that a page is as large as a backend says."""
     from dataclasses import replace
 
     import torch
@@ -135,17 +135,8 @@ def _sized(spec: Any) -> str:
     return "" if page.page_size_bytes == wanted else f"makes pages of {page.page_size_bytes} bytes, and not {wanted}"
 
 
-def _laid_out(backend: Any) -> str:
-    """Blocks, then heads, then tokens: as a layout, or as a shape in 0.28."""
-    from vllm.v1 import kv_cache_interface
-
-    named = hasattr(getattr(kv_cache_interface, "KVCacheLayout", None), "LBHNC")
-    known = named or hasattr(backend, "get_kv_cache_shape")
-    return "" if known else "has neither a layout LBHNC nor get_kv_cache_shape"
-
-
 def _carries(message: Any) -> str:
-    """What scheduler and workers send each other may have something of ours with it."""
+    """Check that we can attach an attribute to a message between scheduler and workers."""
     return "has slots, and takes no attribute" if hasattr(message, "__slots__") else ""
 
 
@@ -176,7 +167,7 @@ PARTS = (
     Part("vllm.platforms.interface:Platform._align_heterogeneous_kv_block_size", Feature.SKIPPED,
          takes=("vllm_config", "backend_cls")),
     Part(f"{_BACKEND}:AttentionBackend.customize_spec", takes=("spec",)),
-    Part(f"{_BACKEND}:AttentionBackend", tries=_laid_out),
+    Part("vllm.v1.kv_cache_interface:KVCacheLayout", has=("LBHNC",)),
     Part(f"{_BACKEND}:AttentionImpl.__init__", takes=_LAYER),
     Part(f"{_BACKEND}:AttentionImpl.forward", takes=_ATTENDS),
     Part(f"{_BACKEND}:AttentionImpl.process_weights_after_loading", takes=("act_dtype",)),
@@ -273,4 +264,4 @@ PARTS = (
     Part("vllm.v1.attention.backends.utils:split_decodes_and_prefills", platform="cuda",
          takes=("common_attn_metadata",), named=("decode_threshold",)),
 )  # fmt: skip
-"""All of them. Parts that a version may lack for a reason of its own stand in `compat`."""
+"""All parts, but those that only some supported versions have: `compat` looks for them."""

@@ -1,4 +1,4 @@
-"""The only way in which kvpilot replaces a function of vLLM's."""
+"""Replacement of functions of vLLM; kvpilot does it nowhere else."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 MARK = "_kvpilot_wraps"
-"""Attribute of a wrapper: the names of all functions of ours around vLLM's."""
+"""Attribute of a wrapper that lists our functions around vLLM's."""
 
 
 def wrap(path: str, ours: Callable[..., Any]) -> None:
-    """Call `ours` in place of a function of vLLM's: with that function first, then with all that the caller passes.
+    """Replace a function of vLLM by `ours`, which gets that function first and then the caller's arguments.
 
-    `ours` names the parameters that it reads, and passes on `*args` and `**kwargs`: a later vLLM may have more of them.
-    Repeating it changes nothing.
+    `ours` names the parameters that it reads and passes on `*args` and `**kwargs`, since a later vLLM may have more
+    parameters. A second call changes nothing.
 
     Args:
         path: `module:name`, perhaps with dots; a function, a method, a class method or a static method.

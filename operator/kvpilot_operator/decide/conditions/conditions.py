@@ -217,8 +217,6 @@ def _as_of_a_deployment(progressing: Line, standing: Mapping[str, Line]) -> Line
 
 def _spec_accepted(c: Context, objects: Line) -> Line:
     note = _window_note(c)
-    if not c.snapshot.server.pod_disruption_budgets:
-        note = "this API server does not serve policy/v1: no PodDisruptionBudget is kept"
     if objects.status == "False":
         note = "the spec is valid, and not all that it asks for could be written: see ObjectsAccepted"
     if c.snapshot.unreadable is not None:

@@ -104,13 +104,11 @@ def own_service(c: Context) -> Context:
     pool = pools.own(c, selected)
     if pool is not None:
         own.append(pool)
-    if not s.server.pod_disruption_budgets:
-        return replace(c, own=Placed(tuple(own)))
     covered = sum(count for name, count in c.wanted.items() if selected in (traffic.EVERY_REVISION, name))
     if not _lets_go(c, covered):
         return replace(c, own=Placed(tuple(own), (("policy/v1", "PodDisruptionBudget", s.key.name),)))
-    evict, workers = s.server.unhealthy_pod_eviction, covered * (_nodes(c, selected) - 1)
-    budget = disruption_budget(s.key, s.uid, selected, kept, evict_unready=evict, workers=workers)
+    workers = covered * (_nodes(c, selected) - 1)
+    budget = disruption_budget(s.key, s.uid, selected, kept, workers=workers)
     return replace(c, own=Placed((*own, budget)))
 
 

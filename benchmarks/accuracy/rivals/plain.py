@@ -1,4 +1,4 @@
-"""The simple rivals in plain torch: fp8, and 4-bit integers per token and head with and without a rotation.
+"""Simple rival codecs in plain torch: fp8, and 4-bit integers per token and head with and without a rotation.
 
 `fp8_e4m3`: each element is cast to an 8-bit float with 3 bits of mantissa (Micikevicius et al., arXiv 2209.05433), with
 the scale 1 that vLLM uses without a calibrated checkpoint; values beyond 448 saturate.
@@ -9,35 +9,35 @@ the scale 1 that vLLM uses without a calibrated checkpoint; values beyond 448 sa
 
     step = (max - min) / 15        z = clamp(round(-min / step), 0, 15)        code = clamp(round(x / step) + z, 0, 15)
 
-with z hidden in the four lowest mantissa bits of the float32 step.
+with z in the four lowest mantissa bits of the float32 step.
 """
 
 from __future__ import annotations
 
 import torch
 
+from benchmarks.accuracy.rivals.turboquant import signs
 from kvpilot_kernels.reference.codec import Codec, half, min_max
 from kvpilot_kernels.reference.hadamard import hadamard
-from kvpilot_kernels.reference.turboquant import signs
 
 
 def bf16() -> Codec:
-    """A 16-bit cache: the base that codecs are measured against."""
+    """Return a 16-bit cache, the base that codecs are compared with."""
     return Codec("bf16", _bf16, _bf16, lambda _dim: 16.0, lambda _dim: 16.0)
 
 
 def fp8_e4m3() -> Codec:
-    """vLLM's fp8 cache."""
+    """Return vLLM's fp8 cache."""
     return Codec("fp8_e4m3", _fp8, _fp8, lambda _dim: 8.0, lambda _dim: 8.0)
 
 
 def int4_raw() -> Codec:
-    """4-bit integers as they are."""
+    """Return 4-bit integers without a rotation."""
     return Codec("int4_raw", _raw, _raw, lambda dim: 4 + 32 / dim, lambda dim: 4 + 32 / dim)
 
 
 def int4_per_token_head() -> Codec:
-    """vLLM's rotated 4-bit cache."""
+    """Return vLLM's rotated 4-bit cache."""
     return Codec("int4_per_token_head", _rotated, _rotated, lambda dim: 4 + 32 / dim, lambda dim: 4 + 32 / dim)
 
 

@@ -17,7 +17,7 @@ GROUP = 32
 
 
 def kivi(bits: int) -> Codec:
-    """KIVI with the same number of bits for keys and values: `kivi(2)` is the published one."""
+    """Return KIVI with the same number of bits for keys and values: `kivi(2)` is the published one."""
     return Codec(
         f"kivi_{bits}bit",
         lambda x: _keys(x, bits),

@@ -28,7 +28,7 @@ _LOG_SCALE = (-0.3, 10.0)  # the published clamp; it leaves scales below 0.74 to
 
 
 def kvarn(key_bits: int, value_bits: int, *, exact_ends: bool = False) -> Codec:
-    """KVarN with tiles of 128 tokens: `kvarn(4, 2)` is its k4v2_g128."""
+    """Return KVarN with tiles of 128 tokens: `kvarn(4, 2)` is its k4v2_g128."""
     name = f"kvarn_k{key_bits}v{value_bits}" + ("+exact" if exact_ends else "")
     return Codec(
         name,
@@ -53,7 +53,7 @@ def _tiles(x: torch.Tensor, bits: int, *, over_tokens: bool) -> torch.Tensor:
 
 
 def _tile(tile: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
-    """Round trip of tiles [..., tokens, D], quantized with one step and minimum per line along `axis`."""
+    """Return the round trip of tiles [..., tokens, D], quantized with one step and minimum per line along `axis`."""
     rows, columns = normalise(tile)
     own, other = (columns, rows) if axis == -2 else (rows, columns)
     codes, step, low = min_max(tile / rows / columns, bits, axis)
@@ -61,7 +61,7 @@ def _tile(tile: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
 
 
 def normalise(tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales of the rows [..., rows, 1] and columns [..., 1, columns] that balance a tile [..., rows, columns]."""
+    """Return scales of rows [..., rows, 1] and columns [..., 1, columns] that balance a tile [..., rows, columns]."""
     log_rows = torch.zeros_like(tile[..., :1])
     log_columns = torch.zeros_like(tile[..., :1, :])
     best = (log_rows, log_columns)
@@ -88,12 +88,12 @@ def _divide(log_scale: torch.Tensor, deviation: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(deviation: torch.Tensor) -> torch.Tensor:
-    """The largest over the smallest deviation of a tile, [..., 1, 1]."""
+    """Return the largest over the smallest deviation of a tile, [..., 1, 1]."""
     return deviation.amax((-2, -1), keepdim=True) / deviation.amin((-2, -1), keepdim=True).clamp_min(1e-8)
 
 
 def _std(tile: torch.Tensor, axis: int) -> torch.Tensor:
-    """Standard deviation over `axis`; a line of one element has none, and counts as 0."""
+    """Return the standard deviation over `axis`; that of one element counts as 0."""
     count = tile.shape[axis]
     off = tile - tile.mean(axis, keepdim=True)
     return (off.square().sum(axis, keepdim=True) / max(1, count - 1)).sqrt()

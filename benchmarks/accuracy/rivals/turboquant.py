@@ -21,7 +21,7 @@ from kvpilot_kernels.reference.hadamard import hadamard
 
 
 def turboquant(bits: int) -> Codec:
-    """`turboquant_4bit_nc` or `turboquant_3bit_nc`: the same number of bits for keys and values."""
+    """Return `turboquant_4bit_nc` or `turboquant_3bit_nc`: the same number of bits for keys and values."""
     return Codec(
         f"turboquant_{bits}bit_nc",
         lambda x: _keys(x, bits),
@@ -49,13 +49,13 @@ def _values(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 @cache
 def signs(dim: int) -> torch.Tensor:
-    """A fixed random sign per channel, float32 [dim]: with it, a Hadamard rotation has no preferred input."""
+    """Return a fixed random sign per channel, float32 [dim], so that a Hadamard rotation has no preferred input."""
     return torch.randint(0, 2, (dim,), generator=torch.Generator().manual_seed(0)).mul(2).sub(1).float()
 
 
 @cache
 def lloyd_max(bits: int) -> torch.Tensor:
-    """The 2^bits centroids of least mean squared error for N(0, 1), ascending, float32.
+    """Return the 2^bits centroids of least mean squared error for N(0, 1), ascending, float32.
 
     Lloyd (1957) and Max (1960): an edge lies midway between two centroids, and a centroid is the mean of its cell,
     which for edges a < b of a normal variable is (pdf(a) - pdf(b)) / (cdf(b) - cdf(a)).

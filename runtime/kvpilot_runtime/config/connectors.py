@@ -1,0 +1,124 @@
+"""Connectors of vLLM that may carry our pages between engines, and the configurations of them that are supported.
+
+The bytes of a page have a meaning only with the factors that they were quantized with. So we replace each connector
+by a class of ours, which lets pages travel only between engines that agree on their terms (`transfer.terms`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvpilot_formats.arguments import rules
+from kvpilot_runtime.vllm_api import compat
+
+
+@dataclass(frozen=True)
+class Connector:
+    """Connector, and its configurations that our dtypes support.
+
+    Attributes:
+        name: vLLM's. package: what it imports. release: the only release that was run; None for any.
+        ours: import path of our class that replaces it.
+        extra: allowed keys of `kv_connector_extra_config`, with allowed values; None for any value.
+        needed: required keys, with their values. sends_alone: a `kv_producer` loads nothing.
+        layouts: supported layouts of the KV cache.
+    """
+
+    name: str
+    package: str
+    ours: str
+    extra: Mapping[str, tuple[object, ...] | None]
+    needed: Mapping[str, object] = field(default_factory=dict)
+    release: tuple[int, int] | None = None
+    sends_alone: bool = False
+    layouts: tuple[str, ...] = (compat.LAYER_OUTERMOST,)
+
+
+NIXL = Connector(
+    "NixlConnector",
+    package="nixl",
+    ours="kvpilot_runtime.transfer.nixl_connector.PackedNixlConnector",
+    extra={
+        "backends": (["UCX"],), "bidirectional_kv_xfer": (False,), "enforce_handshake_compat": (True,),
+        "kv_lease_duration": None, "engine_ttl": None, "num_threads": None,
+    },
+    sends_alone=True,
+    layouts=(compat.LAYER_OUTERMOST, *compat.BLOCK_OUTERMOST),
+)  # fmt: skip
+
+LMCACHE = Connector(
+    "LMCacheMPConnector",
+    package="lmcache",
+    release=(0, 5),
+    ours="kvpilot_runtime.transfer.lmcache_connector.PackedLMCacheConnector",
+    extra={"lmcache.mp.host": None, "lmcache.mp.port": None, "lmcache.mp.mq_timeout": None,
+           "lmcache.mp.heartbeat_interval": None},
+    needed={"lmcache.mp.mp_transfer_mode": "engine_driven"},
+)  # fmt: skip
+
+SERVED = {one.name: one for one in (NIXL, LMCACHE)}
+"""Supported connectors by name, those of `rules.CONNECTORS`."""
+
+LAYOUT = "VLLM_KV_CACHE_LAYOUT"
+"""Environment variable of vLLM with the layout of the KV cache."""
+
+_EXTRA = "kv_connector_extra_config"
+_MISSING = object()
+
+
+def unsupported(transfer: Mapping[str, Any], device: str) -> str | None:
+    """Name the part of a supported connector's configuration that our dtypes do not support; None for none.
+
+    Args:
+        transfer: fields of vLLM's `KVTransferConfig`. device: `cuda` or `cpu`.
+    """
+    connector, extra = SERVED[transfer["kv_connector"]], transfer.get(_EXTRA) or {}
+    for key, value in extra.items():
+        allowed = (connector.needed[key],) if key in connector.needed else connector.extra.get(key, ())
+        if allowed is not None and value not in allowed:
+            return f"{connector.name} with {key} {value!r} in {_EXTRA}"
+    for key, only in connector.needed.items():
+        if key not in extra:
+            return f'{connector.name} without "{key}": "{only}" in {_EXTRA}'
+    sends = connector.sends_alone and transfer.get("kv_role") == "kv_producer"
+    if not sends and transfer.get("kv_load_failure_policy") != "recompute":
+        return f'{connector.name} without "kv_load_failure_policy": "recompute"'
+    for key, only in (("kv_connector_module_path", None), ("enable_permute_local_kv", False),
+                      ("kv_buffer_device", device)):  # fmt: skip
+        if (value := transfer.get(key, _MISSING)) not in (_MISSING, None, only):
+            return f"{connector.name} with {key} {value!r}"
+    return None
+
+
+def beside(config: Any) -> str | None:
+    """Name the part of vLLM's configuration that is not supported together with the connector; None for none."""
+    connector = SERVED[config.kv_transfer_config.kv_connector]
+    if compat.lacks_for_pinned():
+        return f"{connector.name} of vllm {compat.version_text()}"
+    if other := other_release(connector):
+        return f"{connector.name} of {connector.package} {other}"
+    if apart := misplaced(connector.name, getattr(config.cache_config, "kv_cache_layout", None)):
+        return apart
+    found = rules.first_set(config, rules.BESIDE_CONNECTORS)
+    if found is None and config.cache_config.kv_cache_dtype_skip_layers:
+        return f"{connector.name} beside layers that stay in 16 bits"
+    return None if found is None else f"{connector.name} beside {found[1]}"
+
+
+def misplaced(connector: str, layout: str | None) -> str | None:
+    """Name the layout if a connector is known not to support it; None otherwise."""
+    wrong = layout in compat.BLOCK_OUTERMOST and layout not in SERVED[connector].layouts
+    return f"{connector} beside {LAYOUT}={layout}" if wrong else None
+
+
+def other_release(connector: Connector) -> str | None:
+    """Return the installed release of a connector's package if another one is required; None otherwise."""
+    try:
+        found = importlib.metadata.version(connector.package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    wanted = connector.release and compat.shown(connector.release)
+    return found if wanted and not f"{found}.".startswith(f"{wanted}.") else None
