@@ -78,7 +78,7 @@ def slope(memory: list[list[float]]) -> float:
 
 
 def bars(result: dict[str, Any]) -> str:
-    """What was asked for, at the largest size and over the long run, and what was measured."""
+    """Return the bars and the measured figures at the largest size and over the long run."""
     every = [result["sizes"][-1], *([result["soak"]] if "soak" in result else [])]
     edge = max(one[what]["p99"] for one in every for what in ("edit_to_status", "pod_to_status"))
     cycle = max(one["scrape_cycle_seconds"] for one in every)
@@ -95,7 +95,7 @@ def bars(result: dict[str, Any]) -> str:
 
 
 def soak(one: dict[str, Any]) -> str:
-    """What the long run says."""
+    """Describe the long run."""
     memory, edit = one["rss_mib"], one["edit_to_status"]
     half = memory[len(memory) // 2 :]
     told = (

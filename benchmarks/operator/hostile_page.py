@@ -87,7 +87,7 @@ def table(phases: dict[str, dict[str, Any]], rows: tuple[_Row, ...]) -> str:
 
 
 def verdicts(phases: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """What was waited, against the quiet time, and what was waited beside a load that is nobody's."""
+    """Yield the waiting times against the quiet ones, and those beside another load."""
     for what, waited in _BARS:
         before, after = waited(phases["quiet"]), waited(phases["hostile"])
         word = "within" if after <= 2 * before else "**over**"
@@ -100,7 +100,7 @@ def _cores(program: str, one: dict[str, Any]) -> str:
 
 
 def page(result: dict[str, Any], name: str) -> str:
-    """The whole page."""
+    """Return the whole page."""
     phases = {phase: result[phase] for phase in _PHASES if phase in result}
     programs = sorted({program for one in phases.values() for program in one["cores"]} - {"others"})
     cores = tuple((program, partial(_cores, program)) for program in (*programs, "others"))

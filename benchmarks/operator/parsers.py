@@ -50,19 +50,19 @@ def page(text: bytes) -> None:
 
 
 def prometheus_client(text: bytes) -> None:
-    """The whole page by prometheus_client's parser."""
+    """Parse the whole page by prometheus_client."""
     for family in text_string_to_metric_families(text.decode()):
         for _ in family.samples:
             pass
 
 
 def yaml(text: bytes) -> None:
-    """A pack's text."""
+    """Return a pack's text."""
     plain_yaml.read(text.decode())
 
 
 def spec(text: bytes) -> None:
-    """An object's verdict."""
+    """Return an object's verdict."""
     faults(json.loads(text))
 
 
@@ -111,7 +111,7 @@ def _outcome(read: Callable[[bytes], object], text: bytes) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The page: one table a parser."""
+    """Return the page with a table for each parser."""
     words = [
         "# What each parser of tenants' input costs\n",
         "    python -m benchmarks.operator.parsers --out docs/benchmarks/operator-parsers.json\n",
