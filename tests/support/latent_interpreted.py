@@ -5,7 +5,7 @@ For a process that has TRITON_INTERPRET=1 from its start.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,7 +22,7 @@ class InterpretedBackend(CudaLatentBackend):
     """Backend with vLLM's blocks of 16 tokens on a CPU, without a GPU to ask."""
 
     block_step = 16
-    supported_dtypes = (torch.float32,)  # type: ignore[assignment]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32]
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:

@@ -55,7 +55,7 @@ class CudaLimits:
     A tile of the decode kernel lies in one page, so blocks are multiples of it.
     """
 
-    block_step = BLOCK_STEPS["cuda"]
+    block_step: ClassVar[int] = BLOCK_STEPS["cuda"]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
 
     @classmethod
