@@ -193,10 +193,10 @@ async def test_a_node_that_was_read_before_is_still_known_when_it_cannot_be_read
 async def test_a_spec_that_cannot_be_read_for_an_unforeseen_error_is_refused_aloud(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def odd(_: Any) -> Any:
+    def odd(*_: Any) -> Any:
         raise RecursionError("hunter2")
 
-    monkeypatch.setattr(informers, "parse", odd)
+    monkeypatch.setattr(informers, "judge", odd)
     world.put(edited(replicas=3))
     found = await world.snapshot()
     assert found.spec is None
