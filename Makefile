@@ -27,6 +27,7 @@ check: install
 	flock $(CACHE)/mypy.lock $(RUN)mypy --cache-dir=$(CACHE)/mypy operator/kvpilot_operator runtime/kvpilot_runtime kernels/kvpilot_kernels formats/kvpilot_formats cli/kvpilot_cli kubectl/kvpilot_kubectl smallmodels/kvpilot_smallmodels demo/kvpilot_demo localcluster/kvpilot_localcluster tests/support
 	$(RUN)lint-imports
 	$(RUN)python scripts/generate.py --check
+	$(RUN)python scripts/check_prose.py
 
 unit kernels chart images monitoring cluster scale runtime e2e faults: install
 	$(RUN)pytest tests/$@

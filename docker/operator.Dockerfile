@@ -1,5 +1,5 @@
-# The operator: our wheel with its extras `operator` and `tracing`, the very files whose hashes are in operator.lock. No torch, no vLLM,
-# no compiler. A tag alone pins no base: a release is refused while PYTHON_DIGEST is empty (docs/releasing.md).
+# The operator: our wheel with its extras `operator` and `tracing`, installed by the hashes in operator.lock. No torch,
+# no vLLM, no compiler. A tag pins no base image: a release fails while PYTHON_DIGEST is empty (docs/releasing.md).
 ARG PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm
 ARG PYTHON_DIGEST=
 
@@ -14,8 +14,8 @@ RUN python3 -m venv /build \
         --require-hashes --requirement docker/operator.lock \
     && /build/bin/python -m pip --python /opt/kvpilot/bin/python install --no-cache-dir --no-index --no-deps /dist/*.whl \
     && /build/bin/python -m pip --python /opt/kvpilot/bin/python check
-# Of the Kubernetes client the operator uses connections and credentials. The generated classes of the API, 74 MB without
-# their bytecode, are loaded on demand, and nothing demands them.
+# The operator uses only connections and credentials of the Kubernetes client. Its generated API classes, 74 MB without
+# bytecode, are loaded on demand, and nothing loads them.
 RUN client=$(echo /opt/kvpilot/lib/python3.*/site-packages/kubernetes) \
     && find "${client}/client/api" "${client}/client/models" "${client}/aio/client/api" "${client}/aio/client/models" \
         -type f ! -name __init__.py -delete \
@@ -38,7 +38,7 @@ COPY --from=build /opt/kvpilot /opt/kvpilot
 ENV PATH=/opt/kvpilot/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
-# A number, so that a kubelet can tell that it is not root. It owns no file of the image.
+# A number, so that a kubelet can see that it is not root. It owns no file of the image.
 USER 65532:65532
 EXPOSE 8080
 ENTRYPOINT ["kvpilot-operator"]

@@ -1,6 +1,6 @@
-# The engine: vLLM's own image, and our wheel without any of its dependencies: vLLM brings them.
+# The engine: vLLM's own image and our wheel without dependencies, which vLLM brings.
 # requirements.lock pins the vLLM that `make test` runs; VLLM_IMAGE may be one of 0.33 (docs/serving.md).
-# Tags alone pin no base: a release is refused while VLLM_DIGEST or PYTHON_DIGEST is empty (docs/releasing.md).
+# Tags pin no base image: a release fails while VLLM_DIGEST or PYTHON_DIGEST is empty (docs/releasing.md).
 ARG VLLM_IMAGE=docker.io/vllm/vllm-openai:v0.32.0
 ARG VLLM_DIGEST=
 ARG PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm
@@ -27,7 +27,7 @@ LABEL org.opencontainers.image.title="kvpilot runtime" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.base.name="${VLLM_IMAGE}"
 COPY --from=build /dist /tmp/dist
-# The user has a name and a home, because torch and vLLM ask for both: caches go below it where no claim takes them.
+# torch and vLLM need a user with a name and a home. Caches go there unless a claim takes them.
 # OpenShift runs the image as a user without a name, in group 0.
 RUN python3 -m pip install --no-cache-dir --no-index --no-deps --break-system-packages /tmp/dist/*.whl \
     && rm -r /tmp/dist \

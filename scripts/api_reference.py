@@ -185,7 +185,7 @@ def _own_limits(field: Mapping[str, Json]) -> Iterator[str]:
 
 
 def _rules(schema: Mapping[str, Json], prefix: str = "") -> Iterator[str]:
-    """One line per rule: the field it is reported at and its message."""
+    """Return a line for each rule, with the field that it is reported at and its message."""
     for rule in schema.get("x-kubernetes-validations", ()):
         field = f"{prefix}{rule.get('fieldPath', '')}".lstrip(".")
         yield f"- {f'`{field}`: ' if field else ''}{rule['message']}"

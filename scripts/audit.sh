@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Known vulnerabilities of what the operator's image holds: pip-audit over the part of requirements.lock that docker/operator.lock has.
-#   scripts/audit.sh FOLDER [OPTION...]     of the virtual environment FOLDER (scripts/operator_env.sh); options of pip-audit
-# It ends with 1 where a vulnerability is known, and with 2 where a package could not be judged, which is no pass: pip-audit asks
-# pypi.org for a page of each version, which many mirrors do not have.
+# List known vulnerabilities in the packages of the operator's image, by pip-audit.
+#   scripts/audit.sh FOLDER [OPTION...]     FOLDER: a virtual environment (scripts/operator_env.sh); OPTION: of pip-audit
+# Exit with 1 if a vulnerability is known, and with 2 if a package could not be judged: pip-audit asks the index for a
+# page of each version, which many mirrors do not have.
 set -euo pipefail
 folder=$(realpath "${1:?usage: scripts/audit.sh FOLDER [OPTION...]}")
 shift
@@ -29,13 +29,13 @@ import sys
 pins, found = map(pathlib.Path, sys.argv[1:])
 asked = len(pins.read_text().split())
 if not found.exists():
-    sys.exit(print("audit: nothing was judged: see the error above", file=sys.stderr) or 2)
+    sys.exit(print("audit: no package was judged; see the error above", file=sys.stderr) or 2)
 packages = json.loads(found.read_text())["dependencies"]
 judged = [one for one in packages if "vulns" in one]
 for one in judged:
     for known in one["vulns"]:
         fixed = ", ".join(known["fix_versions"]) or "no version yet"
-        print(f"audit: {one['name']} {one['version']}: {known['id']}, mended in {fixed}", file=sys.stderr)
+        print(f"audit: {one['name']} {one['version']}: {known['id']}, fixed in {fixed}", file=sys.stderr)
 if any(one["vulns"] for one in judged):
     sys.exit(1)
 for one in packages:

@@ -1,4 +1,4 @@
-"""The table of values in the chart's README, from the "# --" comments of values.yaml."""
+"""Write the table of values in the chart's README from the "# --" comments of values.yaml."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TYPES = {bool: "bool", int: "int", float: "float", str: "string", list: "list",
 
 @dataclass(frozen=True)
 class Value:
-    """One documented value: its dotted path, what it is by default, and its description."""
+    """A documented value: its dotted path, its default and its description."""
 
     path: str
     default: Any
@@ -24,7 +24,7 @@ class Value:
 
 
 def documented(text: str) -> Iterator[Value]:
-    """The values of a values.yaml in its own order; a description on a map covers all that is in it.
+    """Return the values of a values.yaml in its order. A description of a map covers all its values.
 
     Raises:
         ValueError: a value has no description, neither its own nor a parent's, or the text is no map.
@@ -58,7 +58,7 @@ def _description(lines: list[str], line: int) -> str:
 
 
 def table(text: str) -> str:
-    """The values as a Markdown table."""
+    """Return the values as a Markdown table."""
     rows = ["| value | type | default | what it does |", "|---|---|---|---|"]
     for value in documented(text):
         default = json.dumps(value.default).replace("|", r"\|")
@@ -68,7 +68,7 @@ def table(text: str) -> str:
 
 
 def with_values(readme: str, values: str) -> str:
-    """The README with the table of these values between its two marks.
+    """Return the README with the table of these values between its two marks.
 
     Raises:
         ValueError: the marks are missing.

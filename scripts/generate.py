@@ -1,12 +1,11 @@
-"""Write everything in the repository that is made of something else in it, or check that it is up to date.
+"""Write all generated files of the repository, or check that they are up to date.
 
     make generate                                    # write
     .venv/bin/python scripts/generate.py --check     # write nothing; exit 1 and name the files that would change
 
-Made are the chart's copies and config/ of crds/ and charts/, the API's reference, the table of metrics, the defaults of
-transformers' config classes, the costs that `kvpilot backtest` starts from, docs/models.md of models.json, and pages
-and plots of docs/benchmarks of the figures that lie beside them. What is measured or resolved is not: figures,
-`tests/faults/table.py`, the dashboards' pictures and locks.
+Generated are the chart's copies and config/, the API's reference, the tables of metrics and of decisions, defaults of
+transformers' config classes, costs of `kvpilot backtest`, docs/models.md, and pages and plots of docs/benchmarks. Files
+that are measured or resolved are not: figures, `tests/faults/table.py`, pictures of dashboards, locks.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ COMMANDS = (
     ("scripts/models_page.py", "docs/models.json", "docs/models.md"),
     ("scripts/model_defaults.py", "formats/kvpilot_formats/models/defaults.json"),
     ("scripts/api_reference.py", "docs/reference"),
+    ("scripts/decisions_page.py", "docs/decisions"),
     (
         "-m",
         "benchmarks.backtest.backtest_profile",
@@ -46,14 +46,14 @@ COMMANDS = (
         "benchmarks.kernels.decode_page",
     ),
 )
-"""What Python runs at the root of a checkout, in any order."""
+"""Scripts and their arguments, run at the root of a checkout in any order."""
 
 
 def generate(root: Path) -> None:
-    """Write what is generated below `root`, with the code that is there.
+    """Write the generated files below `root` with the code in `root`.
 
     Raises:
-        CalledProcessError: a command failed; what it said is on stderr.
+        CalledProcessError: a command failed; its message is on stderr.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(root / name) for name in PACKAGES)}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -67,7 +67,7 @@ def generate(root: Path) -> None:
 
 
 def stale() -> list[str]:
-    """The files that `generate` would change, add or remove: it runs in a copy of what git knows or would add."""
+    """Return the files that `generate` would change, add or remove. It runs in a copy of the files that git knows."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -90,7 +90,7 @@ def stale() -> list[str]:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Run the command line and return the exit status."""
     if "--check" not in sys.argv[1:]:
         generate(ROOT)
         return 0

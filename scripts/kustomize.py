@@ -1,4 +1,4 @@
-"""A kustomize base and overlays out of the chart: the overlays are what other values change, as patches."""
+"""Render a kustomize base and overlays from the chart. An overlay holds the patches that other values make."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Identity = tuple[str, str, str, str]
 
 
 def rendered(chart: Path, values: Mapping[str, Any], *flags: str) -> list[Manifest]:
-    """What Helm makes of the chart, without what only Helm reads: its labels, its keep annotation, its tests."""
+    """Return the objects of the chart without Helm's own labels, keep annotation and tests."""
     plain = {**values, "crds": {"keep": False}}
     found = render(chart, plain, "--skip-tests", *flags, namespace=NAMESPACE)
     for labels in _labels(found):
@@ -45,7 +45,7 @@ def _labels(node: Any) -> Iterator[dict[str, str]]:
         if isinstance(node.get("labels"), dict):
             yield node["labels"]
         for key, child in node.items():
-            # A definition's schema may call a field "labels".
+            # A CRD's schema may have a field named "labels".
             if key != "versions":
                 yield from _labels(child)
     elif isinstance(node, list):
@@ -54,7 +54,7 @@ def _labels(node: Any) -> Iterator[dict[str, str]]:
 
 
 def folders(chart: Path) -> dict[str, str]:
-    """The files of config/, by their path in it."""
+    """Return the files of config/ by their path in it."""
     base = rendered(chart, VALUES["base"])
     definitions = [one for one in base if one["kind"] == "CustomResourceDefinition"]
     files = {
@@ -110,7 +110,7 @@ def _kustomization(resources: Sequence[str], patches: Sequence[Mapping[str, Any]
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines as blocks, which a person can read."""
+    """Represent texts of several lines as blocks, which are easier to read."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -121,5 +121,5 @@ _Dumper.add_representer(str, _text)
 
 
 def dump(objects: Sequence[Manifest]) -> str:
-    """The objects as one YAML file that says where it is from."""
+    """Return the objects as one YAML file that names its source."""
     return HEADER + yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)

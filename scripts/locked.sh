@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Install what a lock file names into a virtual environment, by its hashes. No index is asked for files that the cache has.
-#   scripts/locked.sh FOLDER LOCK     FOLDER is made where it is not there
+# Install the packages of a lock file into a virtual environment, by their hashes. Cached files need no index.
+#   scripts/locked.sh FOLDER LOCK     FOLDER is made if it is missing
 set -euo pipefail
 folder=$(realpath -m "${1:?usage: scripts/locked.sh FOLDER LOCK}") lock=$(realpath "${2:?usage: scripts/locked.sh FOLDER LOCK}")
 uv=$("$(dirname "$0")/uv.sh")

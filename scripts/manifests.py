@@ -1,4 +1,4 @@
-"""Writes everything that follows from the API's structs and charts/kvpilot (`make generate`).
+"""Write everything that follows from the API's structs and charts/kvpilot (`make generate`).
 
 Structs -> crds/; crds/ and LICENSE -> the chart; values.yaml -> the table in the chart's README.md; the chart ->
 config/ (kustomize) and bundle/ (OLM).
@@ -40,7 +40,7 @@ def _bundle() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Write; the chart's copies come first, since the rest is made from the chart."""
+    """Write all files. The chart's copies come first, because the rest is made from the chart."""
     (ROOT / "crds" / crd.FILE).write_text(crd.text())
     _write(_crds(), COPIES)
     _write(_readme(), None)

@@ -1,4 +1,4 @@
-"""The table of metrics in docs/observability.md (`make generate`)."""
+"""Write the table of metrics in docs/observability.md (`make generate`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BEGIN, END = "<!-- metrics: begin -->\n", "<!-- metrics: end -->\n"
 
 
 def table() -> str:
-    """What a registry of ours holds, without the process' own metrics."""
+    """Return the metrics of a registry, without those of the process."""
     labels = {f.name: ("namespace", "name", *f.labels) for f in FAMILIES}
     return "\n".join(["| metric | type | labels | what it is |", "|---|---|---|---|", *sorted(_rows(labels)), ""])
 

@@ -1,4 +1,4 @@
-"""Write what transformers' config classes take for fields that a config.json leaves out.
+"""Write the defaults of transformers' config classes for fields that a config.json leaves out.
 
     .venv/bin/python scripts/model_defaults.py formats/kvpilot_formats/models/defaults.json
 
@@ -33,7 +33,7 @@ FIELDS = (
     "shared_expert_intermediate_size", "sliding_window", "tie_word_embeddings", "use_sliding_window", "v_head_dim",
     "vocab_size",
 )  # fmt: skip
-"""What kvpilot reads of a config and a class has a default for."""
+"""Fields that kvpilot reads from a config and that a class has a default for."""
 
 LENGTHS = ("sliding_window_pattern", "full_attention_interval", "global_attn_every_n_layers", "no_rope_layer_interval")
 STATES = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
@@ -41,7 +41,7 @@ LAYERS = 24
 
 
 def row(kind: str) -> dict[str, Any] | None:
-    """What is written of one model_type; None of models that have no decoder."""
+    """Return the entry of one model_type, or None if its models have no decoder."""
     cls = CONFIG_MAPPING[kind]
     try:
         config = cls()
@@ -75,7 +75,7 @@ def _defaults(cls: type[PreTrainedConfig], config: Any) -> dict[str, Any]:
         if value is not None and isinstance(value, bool | int | float | tuple | list):
             found[field] = list(value) if isinstance(value, tuple) else value
     if getattr(config, "is_heterogeneous", False):
-        # A class that gives its full layers another head_dim says so in an argument alone.
+        # Some classes give their full layers another head_dim only through an argument.
         full = [c for c, k in zip(config.per_layer_config, config.layer_types, strict=True) if k == "full_attention"]
         if full and full[0].head_dim != declared.get("head_dim"):
             found["global_head_dim"] = full[0].head_dim
@@ -83,7 +83,7 @@ def _defaults(cls: type[PreTrainedConfig], config: Any) -> dict[str, Any]:
 
 
 def _made(cls: type[PreTrainedConfig], **arguments: Any) -> list[str] | None:
-    """The kinds of layers that the class comes to."""
+    """Return the kinds of layers that the class yields."""
     try:
         config: Any = cls(**arguments)
     except Exception:
@@ -110,16 +110,16 @@ def _rule(kind: str, cls: type[PreTrainedConfig]) -> dict[str, Any] | None:
         if after == ["full_attention"] * 5 + ["sliding_attention"] * (LAYERS - 5):
             return {"after": "max_window_layers"}
     if set(made) == {"full_attention"}:
-        # Such as have a window and do not use it.
+        # Some classes have a window and do not use it.
         return {"none": True} if "sliding_window" in known else None
     period = next((made[:n] for n in range(1, 9) if all(made[i] == made[i % n] for i in range(LAYERS))), None)
     if period is None:
-        # The configs of such models write their kinds out.
+        # Configs of such models list the kinds of their layers.
         return {"period": ["unnamed"]}
     rule: dict[str, Any] = {"period": period}
     for field in LENGTHS:
         for odd in (0, -1):
-            # The class follows this field if a period of seven has its odd layer where the usual one has it.
+            # The class follows this field if a period of seven has its odd layer in the usual place.
             seven = [period[1 if odd == 0 else 0]] * 7 if len(period) > 1 else period * 7
             seven[odd] = period[odd]
             if len(set(period)) == 2 and _made(cls, **base, **{field: 7}) == [seven[i % 7] for i in range(LAYERS)]:
@@ -128,7 +128,7 @@ def _rule(kind: str, cls: type[PreTrainedConfig]) -> dict[str, Any] | None:
 
 
 def table() -> Mapping[str, Any]:
-    """By model_type, in the order of the alphabet."""
+    """Return the entries by model_type, sorted."""
     rows = {kind: row(kind) for kind in sorted(CONFIG_MAPPING)}
     return {kind: found for kind, found in rows.items() if found}
 

@@ -1,4 +1,4 @@
-"""Write docs/models.md of docs/models.json: what kvpilot reads of published models, and what our dtypes make of them.
+"""Write docs/models.md from docs/models.json: the facts of published models, and their size in our dtypes.
 
 .venv/bin/python scripts/models_page.py docs/models.json docs/models.md
 """
@@ -19,7 +19,7 @@ HEAD = """# Models
 
 Made by `make generate` of [models.json](models.json), which holds the fields that matter of {count} published
 configurations, each with its source. Figures are what `kvpilot-serve` and `kvpilot plan` read of them
-([decision 21](decisions/0021-facts-of-a-model-from-a-table-of-defaults.md)). Tests hold layers, heads and head_dim
+([decision 21](decisions/0021-read-configs-over-a-table-of-class-defaults.md)). Tests hold layers, heads and head_dim
 against transformers' own config classes, and those of {built} against the KV-cache specs that vLLM {vllm} builds
 without weights. It builds the text part of models with images or sound. A config class that only the model's
 repository has is replaced by one of transformers with the same fields. `kvpilot plan` takes those by name that
@@ -48,13 +48,13 @@ def main() -> None:
 
 
 def runs(found: list[dict[str, str]]) -> list[str]:
-    """What was run, and where."""
+    """Return the models that ran, and where."""
     rows = [f"| {run['models']} | {run['where']} | {run['what']} |" for run in found]
     return ["## What was run", "", "| models | where | what |", "|---|---|---|", *rows, ""]
 
 
 def section(family: str, entries: list[dict[str, Any]]) -> list[str]:
-    """One family."""
+    """Return the section of a family."""
     head = ["model", "layers", "heads", *(f"`{dtype}`" for dtype in DTYPES), "our dtypes", "vLLM"]
     rows = [row(entry) for entry in entries]
     lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
@@ -62,7 +62,7 @@ def section(family: str, entries: list[dict[str, Any]]) -> list[str]:
 
 
 def row(entry: dict[str, Any]) -> list[str]:
-    """One model."""
+    """Return the line of a model."""
     facts = read(entry["config"])
     refusal = unsupported(facts)
     sizes = [size(facts, dtype, refusal) for dtype in DTYPES]
@@ -73,7 +73,7 @@ def row(entry: dict[str, Any]) -> list[str]:
 
 
 def of_latents(facts: Architecture) -> str:
-    """What the dtypes of latents make of a model, as the end of a sentence."""
+    """Return the result of the latent dtypes for a model, as the end of a sentence."""
     if (what := unsupported_latent(facts)) is not None:
         return f", and {what}"
     return "; of their own " + " and ".join(
@@ -82,7 +82,7 @@ def of_latents(facts: Architecture) -> str:
 
 
 def size(facts: Architecture, dtype: str, refusal: str | None) -> str:
-    """Bytes of a token, where this dtype can serve the model."""
+    """Return the bytes of a token, if this dtype can serve the model."""
     if facts.other_layers or (formats.parse(dtype).ours and refusal is not None):
         return "-"
     if facts.index_bytes and dtype != "auto":
@@ -91,7 +91,7 @@ def size(facts: Architecture, dtype: str, refusal: str | None) -> str:
 
 
 def layers(facts: Architecture) -> str:
-    """Such as: 5 full, 29 window (1,024)."""
+    """Return the layers by kind, for example: 5 full, 29 window (1,024)."""
     found = [
         f"{group.layers} {group.kind}" + (f" ({group.window:,})" if group.window else "") for group in facts.groups
     ]
@@ -100,7 +100,7 @@ def layers(facts: Architecture) -> str:
 
 
 def heads(facts: Architecture) -> str:
-    """Query heads, KV heads and head_dim of each group, such as: 8 / 4 x 256."""
+    """Return query heads, KV heads and head_dim of each group, for example: 8 / 4 x 256."""
     if facts.latent:
         return f"{facts.heads} / latent {facts.latent}" + (f" + {facts.index_bytes} B" if facts.index_bytes else "")
     shapes = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""The bundle for the Operator Lifecycle Manager, out of the chart, the definition and the icon.
+"""Render the bundle for the Operator Lifecycle Manager from the chart, the CRD and the icon.
 
 What OLM makes by itself is left out: the ServiceAccount, the bindings of the rights that are listed, and the roles that
 are aggregated to `view` and `edit`. A NetworkPolicy is left out because OLM takes one only since 2025.
@@ -18,17 +18,17 @@ from kustomize import Manifest
 
 CHANNEL = "candidate"
 PACKED = ("Service", "PodDisruptionBudget")
-"""Kinds that lie beside the ClusterServiceVersion as they are."""
+"""Kinds that the bundle holds unchanged beside the ClusterServiceVersion."""
 
 _OPENSHIFT = ("--api-versions", "security.openshift.io/v1")
-"""Pods without a fixed user, which OpenShift would refuse; the image names one for all other clusters."""
+"""Values for pods without a fixed user: OpenShift refuses one, and the image names one for other clusters."""
 
 _CATEGORIES = {"ai-machine-learning": "AI/Machine Learning"}
-"""What OperatorHub calls a category of Artifact Hub."""
+"""OperatorHub's name of each Artifact Hub category."""
 
 
 def files(root: Path) -> dict[str, str]:
-    """The files of bundle/, by their path in it."""
+    """Return the files of bundle/ by their path in it."""
     chart = root / "charts" / "kvpilot"
     about = yaml.safe_load((chart / "Chart.yaml").read_text())
     objects = kustomize.rendered(chart, {}, *_OPENSHIFT)
@@ -70,7 +70,7 @@ def _dockerfile(labels: Mapping[str, str]) -> str:
 
 
 def _anywhere(one: Manifest) -> Manifest:
-    """OLM chooses the namespace."""
+    """Remove the namespace, which OLM chooses."""
     return {**one, "metadata": {name: value for name, value in one["metadata"].items() if name != "namespace"}}
 
 
@@ -133,7 +133,7 @@ def _strategy(deployment: Manifest, objects: Sequence[Manifest]) -> Manifest:
 
 
 def _permissions(account: str, objects: Sequence[Manifest], kind: str) -> list[Manifest]:
-    """The rules of all roles of a kind that are bound to the account."""
+    """Return the rules of all roles of a kind that are bound to the account."""
     bound = {
         one["roleRef"]["name"]
         for one in objects
@@ -161,7 +161,7 @@ def _owned(definition: Manifest, known: Manifest) -> Manifest:
 
 
 def _descriptors(schema: Manifest, prefix: str) -> Iterator[Manifest]:
-    """What a console shows of each field; a map or a list is one field."""
+    """Return the description of each field for a console. A map or a list is one field."""
     for name, child in schema["properties"].items():
         path = f"{prefix}{name}"
         if "properties" in child:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The operator alone, as its image has it: the wheel, and the extras `operator` and `tracing` by the hashes of docker/operator.lock.
-#   scripts/operator_env.sh FOLDER      a virtual environment in FOLDER, the wheel in dist/
+# Install the operator as its image has it: the wheel, and the locked extras `operator` and `tracing`.
+#   scripts/operator_env.sh FOLDER      makes a virtual environment in FOLDER, and the wheel in dist/
 set -euo pipefail
 folder=$(realpath -m "${1:?usage: scripts/operator_env.sh FOLDER}")
 cd "$(dirname "$0")/.."

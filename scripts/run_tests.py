@@ -1,13 +1,12 @@
-"""Run parts of the tests, side by side, go on where one fails, and sum all of them up at the end.
+"""Run parts of the tests in parallel, continue after failures, and print a summary.
 
     python scripts/run_tests.py                         # every part
     python scripts/run_tests.py --jobs 1 unit kernels   # these, one after the other
-    python scripts/run_tests.py --long e2e              # what is marked `long`, and nothing else
-    python scripts/run_tests.py --quick                 # check and unit, without what is marked `slow`
+    python scripts/run_tests.py --long e2e              # only tests marked `long`
+    python scripts/run_tests.py --quick                 # check and unit, without tests marked `slow`
 
-A part is a folder of tests/, or `check` (format, lint, types, import contracts, what is generated). What a part says is
-shown as it comes, behind its name. The last line is `N passed, N failed`; the exit code is 0 only where every part
-ended well.
+A part is a folder of tests/, or `check` (format, lint, types, import contracts, generated files, prose). Each line of
+output has the name of its part. The last line is `N passed, N failed`. The exit code is 0 only if all parts passed.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-# The longest first, so that no long one is left to run alone at the end. None needs the machine for itself: parts that
-# wait more than they compute run beside those that compute.
+# The longest first, so that none runs alone at the end. Parts that mostly wait run beside parts that compute.
 PARTS = ("e2e", "runtime", "faults", "chart", "kernels", "unit", "cluster", "scale", "check", "images", "monitoring")
 LONG = ("e2e", "faults", "chart", "monitoring", "images", "runtime", "kernels")
 QUICK = ("unit", "check")
@@ -35,9 +33,7 @@ QUICK = ("unit", "check")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one part came to; `failures` are the names of the tests that failed, and why a part ended without a test's
-    failing.
-    """
+    """The result of a part. `failures` are names of failed tests, or the reason why a part ended without one."""
 
     part: str
     passed: int
@@ -47,15 +43,15 @@ class Outcome:
 
 
 def command(part: str, report: Path, options: tuple[str, ...]) -> list[str]:
-    """How a part's tests are run, with further options of pytest; they write what they found to `report`."""
+    """Return the command that runs a part with more options of pytest, and writes its results to `report`."""
     if part == "check":
         return ["make", "--no-print-directory", "check"]
-    # Durations tell where a slow run was slow.
+    # Durations show which tests made a slow run slow.
     return [sys.executable, "-m", "pytest", f"tests/{part}", f"--junitxml={report}", "--durations=10", *options]
 
 
 def outcome(part: str, status: int, report: Path, seconds: float) -> Outcome:
-    """Read a part's report. A part that left none, or that failed without a failed test, is a failure itself."""
+    """Read a part's report. A part without a report, or without the failed test that ended it, is a failure itself."""
     try:
         cases = list(ElementTree.parse(report).iter("testcase"))  # noqa: S314 (pytest's own)
     except (OSError, ElementTree.ParseError):
@@ -74,7 +70,7 @@ def outcome(part: str, status: int, report: Path, seconds: float) -> Outcome:
 
 
 class Run:
-    """Parts that wait, those that run, and what came of the others."""
+    """Waiting and running parts, and the outcomes of the others."""
 
     def __init__(self, parts: list[str], options: tuple[str, ...], folder: Path) -> None:
         self.outcomes: list[Outcome] = []
@@ -88,7 +84,7 @@ class Run:
         self._parts = parts
 
     def wait(self, jobs: int) -> None:
-        """Run all parts, so many at a time."""
+        """Run all parts, `jobs` at a time."""
         for part in self._parts:
             self._waiting.put(part)
         self._workers = [threading.Thread(target=self._work) for _ in range(jobs)]
@@ -97,7 +93,7 @@ class Run:
         self._join()
 
     def _join(self) -> None:
-        # Thread.join() takes a thread for ended once a signal has interrupted it.
+        # Thread.join() believes that a thread has ended once a signal has interrupted it.
         while any(worker.is_alive() for worker in self._workers):
             time.sleep(0.1)
 
@@ -116,7 +112,7 @@ class Run:
             command(part, report, self._options),
             cwd=ROOT,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            # Ctrl-C is for this process, which then lets each part clean up once.
+            # Ctrl-C reaches only this process, which then lets each part clean up once.
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -137,7 +133,7 @@ class Run:
             print(f"{part:<10} | {words}", flush=True)
 
     def end(self) -> None:
-        """Let what runs clean up and end, and start nothing more."""
+        """Let running parts clean up and end, and start no other."""
         self._ended = True
         for process in list(self._running.values()):
             process.send_signal(signal.SIGINT)
@@ -145,7 +141,7 @@ class Run:
 
 
 def summary(parts: list[str], outcomes: list[Outcome], seconds: float) -> str:
-    """The names of all failures, a table of parts, and one line with the sums."""
+    """Return the names of all failures, a table of parts, and one line with the sums."""
     of = {one.part: one for one in outcomes}
     lines = [f"FAILED {name}" for part in parts if part in of for name in of[part].failures]
     lines += [f"FAILED {part} did not run to its end" for part in parts if part not in of]
@@ -161,25 +157,25 @@ def summary(parts: list[str], outcomes: list[Outcome], seconds: float) -> str:
 
 
 def main() -> int:
-    """Run what the command line names."""
+    """Run the parts that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all of them if none is named")
-    parser.add_argument("--jobs", type=int, default=2, help="how many parts run at a time (%(default)s)")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
+    parser.add_argument("--jobs", type=int, default=2, help="number of parts that run at a time (default %(default)s)")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--long", action="store_true", help="run what is marked `long` instead of all else")
-    which.add_argument("--quick", action="store_true", help="leave out what is marked `slow`; two processes a part")
+    which.add_argument("--long", action="store_true", help="run only tests marked `long`")
+    which.add_argument("--quick", action="store_true", help="leave out tests marked `slow`; two processes a part")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+        parser.error(f"unknown part {', '.join(sorted(unknown))}: use {', '.join(PARTS)}")
     if options.jobs < 1:
-        parser.error(f"--jobs {options.jobs}: at least one part must run at a time")
+        parser.error(f"--jobs {options.jobs}: use at least 1")
     wanted = options.parts or (LONG if options.long else QUICK if options.quick else PARTS)
     chosen: tuple[str, ...] = ("-m=long" if options.long else "-m=not long",)
     if options.quick:
         chosen = ("-m=not long and not slow", "-n2")
     parts = [part for part in PARTS if part in wanted]
     began = time.monotonic()
-    # What is handled here is not ignored by the parts, even where the shell started this with Ctrl-C ignored.
+    # A shell may start this with Ctrl-C ignored. Parts would inherit that unless it is handled here.
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="kvpilot-tests-") as folder:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A CycloneDX list of everything that the operator is made of: packages, versions, licences, what needs what.
-#   scripts/sbom.sh FOLDER [FILE]       of the virtual environment FOLDER (scripts/operator_env.sh) into FILE (dist/operator.cdx.json)
+# Write a CycloneDX list of the operator's packages with versions, licences and dependencies.
+#   scripts/sbom.sh FOLDER [FILE]       FOLDER: a virtual environment (scripts/operator_env.sh); FILE: dist/operator.cdx.json
 set -euo pipefail
 folder=$(realpath "${1:?usage: scripts/sbom.sh FOLDER [FILE]}")
 cd "$(dirname "$0")/.."

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Print the path of uv in ${KVPILOT_CACHE:-~/.cache/kvpilot}. Where the cache has not this one, pip installs it by the hashes of uv.lock.
+# Print the path of uv in ${KVPILOT_CACHE:-~/.cache/kvpilot}. pip installs it by the hashes of uv.lock if it is missing.
 set -euo pipefail
 cd "$(dirname "$0")"
 tools=${KVPILOT_CACHE:-$HOME/.cache/kvpilot}/tools

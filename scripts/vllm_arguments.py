@@ -1,4 +1,4 @@
-"""Write the options of the installed vLLM's `serve` command, by which kvpilot reads arguments without vLLM.
+"""Write the options of the installed vLLM's `serve` command, so that kvpilot can parse arguments without vLLM.
 
     .venv/bin/python scripts/vllm_arguments.py formats/kvpilot_formats/arguments/vllm.json
 
@@ -17,13 +17,13 @@ from typing import Any
 
 
 def real_parser() -> Any:
-    """The parser of `vllm serve`."""
+    """Return the parser of `vllm serve`."""
     flexible = import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
     return import_module("vllm.entrypoints.launchers.cli_args").make_arg_parser(flexible(prog="vllm serve"))
 
 
 def table(parser: Any) -> dict[str, dict[str, Any]]:
-    """By an option's name: its other names, the name that turns it off, and its number of values ("1", "0", "?", "+").
+    """Return other names, the negative name and the number of values ("1", "0", "?", "+") of each option.
 
     The order is the parser's.
     """

@@ -18,23 +18,23 @@ python -m benchmarks.accuracy.accuracy{option} --out docs/benchmarks/{page}.json
 python -m benchmarks.accuracy.accuracy_report docs/benchmarks/{page}.json
 ```
 
-It uses a GPU where there is one.
+It uses a GPU if there is one.
 
 Model: {model}
-The base is a 16-bit (bf16) cache. **Every** key (after RoPE) and value that attention sees has been through the codec,
-the query's own token among them, as in decode steps.
+The base is a 16-bit (bf16) cache. **Every** key (after RoPE) and value that attention sees has passed the codec, also
+the query's own token, as in decode steps.
 
 Text: {tokens} tokens a row, in sequences of 1,024, 2,048 and 4,608: Newton's *Opticks* (in the sources that
 apache-tvm-ffi carries), the manual of GNU coreutils (Debian), Python's language reference (`pydoc_data`)
 and source code of its standard library.
 
 {rows}
-The control compares the model in bf16 with itself, through two kernels of attention: this much is noise of 16 bits.
+The control compares the model in bf16 with itself, through two kernels of attention. It shows the noise of 16 bits.
 
-Bits count codes, scales and zero points, at head_dim 128 (most models) and at {head_dim} (this model), and what is kept
-beside the pages (a ring's whole pages of 64 tokens, tokens in 16 bits), spread over a context of 4,096 tokens. Rivals
-with a scale per vector take more bits where the vectors are short. KL is over the whole vocabulary, in millinats, with
-its standard error; PPL is the change of perplexity.
+Bits count codes, scales and zero points, at head_dim 128 (most models) and at {head_dim} (this model). They also count
+what is kept beside the pages (a ring's whole pages of 64 tokens, tokens in 16 bits), spread over a context of 4,096
+tokens. Rivals with a scale per vector take more bits where the vectors are short. KL is over the whole vocabulary, in
+nats x 1000 (millinats), with its standard error. PPL is the change of perplexity.
 """
 
 
@@ -69,12 +69,13 @@ pages.""",
 Rows `+self` have the factors that an engine gives itself at start, from 8,192 tokens of built-in text. Rows
 `+calibrated` use `kvpilot calibrate` on 16,384 tokens of other documents (licences, docstrings, the manual of
 findutils, other source code), three sequences of 4,096 and four of 1,024, in bf16 on a GPU. In rows `+wN` a query
-reads its last N tokens at 8 bits, as the ring of the [recent window](../decisions/0016-a-ring-of-residuals.md) keeps
-them. The row `+first128` keeps the first 128 tokens in 16 bits, to compare with KVarN (`+exact`), which keeps them and
-the open tile. The row `k4v4+calibrated` is from before the first key of a sequence had
-[a mean of its own](../decisions/0022-a-mean-of-its-own-for-the-first-key.md), which lowers it. Of the other rows
-`+calibrated` that of `k4v4` was computed on a CPU, with a file that was made on an H200; those of 2 bits, and
-their needles, are of 2026-11-24, on an H100 with a file that was made there.
+reads its last N tokens at 8 bits, as the ring of the
+[recent window](../decisions/0016-keep-the-recent-window-as-residuals-in-a-ring.md) keeps them. The row `+first128`
+keeps the first 128 tokens in 16 bits, to compare with KVarN (`+exact`), which keeps them and the open tile. The row
+`k4v4+calibrated` is older than
+[the first key's own mean](../decisions/0022-store-the-first-key-relative-to-its-own-mean.md), which lowers it. Of the
+other rows `+calibrated`, that of `k4v4` was computed on a CPU with a file from an H200. Those of 2 bits and their
+needles were computed on an H100 on 2026-11-24, with a file from there.
 """,
         head_dim=64,
     ),
@@ -90,7 +91,7 @@ model.""",
         rows="""\
 Rows `+self` have the factors that an engine gives itself at start, from 8,192 tokens of built-in text. In rows `+wN` a
 query reads its last N tokens at 8 bits, as the ring of the
-[recent window](../decisions/0016-a-ring-of-residuals.md) keeps them.
+[recent window](../decisions/0016-keep-the-recent-window-as-residuals-in-a-ring.md) keeps them.
 """,
         head_dim=256,
     ),
@@ -100,8 +101,8 @@ query reads its last N tokens at 8 bits, as the ring of the
 SERVED_HEAD = """
 ## As served
 
-Each dtype with its [default recent window](../decisions/0023-a-default-window-for-each-dtype.md); `+calibrated` with a
-file, fitted for a window of 64. After them `k4v2` with a window of 64.
+Each dtype with its [default recent window](../decisions/0016-keep-the-recent-window-as-residuals-in-a-ring.md).
+`+calibrated` has a file, fitted for a window of 64. After them comes `k4v2` with a window of 64.
 {missing}
 """
 ALONE_HEAD = "\n## Codecs alone, and rivals\n\n"

@@ -1,7 +1,8 @@
-"""The page of engine_kl.py: `python -m benchmarks.accuracy.engine_kl_report docs/benchmarks/engine-kl.json`."""
+"""Write the page of engine_kl.py: `python -m benchmarks.accuracy.engine_kl_report docs/benchmarks/engine-kl.json`."""
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from benchmarks.accuracy import page_beside
@@ -9,17 +10,19 @@ from benchmarks.accuracy import page_beside
 HEAD = """\
 # The damage of a KV cache, measured in the engine
 
-[The accuracy table](accuracy.md) models an engine: attention of plain transformers over what each codec gives back.
-Here a real vLLM answers, with SmolLM2-135M's real weights and the table's texts, a token of each at a time, so that
-every position is a decode step over pages and rings, as a user's tokens are. Compared are the distributions over the
-whole vocabulary, made from the engine's states after the last norm, with those of the same engine with the cache in the
-model's dtype, in millinats of KL. `model` is what the table's model says of the same tokens. The control is the latter
-engine again, with each text in one prefill: two kernels of attention.
-The H200's rows after a hit are, on both sides, from before the first key of a sequence had
-[a mean of its own](../decisions/0022-a-mean-of-its-own-for-the-first-key.md); all others are not. In bfloat16 the
-control is part of each row's KL.
-`fp8_e4m3` is vLLM's own code: on a GPU it also rounds queries to e4m3, which the model does not; on a CPU it does more
-yet, and why has not been looked into.
+[The accuracy table](accuracy.md) models an engine: plain transformers attend over the output of each codec. Here a
+real vLLM answers, with SmolLM2-135M's real weights and the table's texts, one token at a time. So every position is a
+decode step over pages and rings, as a user's tokens are.
+
+* KL (nats x 1000) compares the distributions over the whole vocabulary with those of the same engine with the cache in
+  the model's dtype. They are made from the engine's states after the last norm.
+* `model` is the table's model for the same tokens.
+* The control is the 16-bit engine again, with each text in one prefill: two kernels of attention. In bfloat16 the
+  control is part of each row's KL.
+* The H200's rows after a hit are older than
+  [the first key's own mean](../decisions/0022-store-the-first-key-relative-to-its-own-mean.md), on both sides.
+* `fp8_e4m3` is vLLM's own code. On a GPU it also rounds queries to e4m3, which the model does not. On a CPU it rounds
+  more, for a reason that was not examined.
 
 """
 
@@ -30,11 +33,11 @@ TABLE = """\
 
 
 HIT = """\
-Each piece of text is {hit} tokens, which an earlier request has left in the prefix cache, and the 64 after them, which
-are measured: what a hit brings is in no ring, and is read in the bits of its pages.
+Each piece of text is {hit} tokens, which an earlier request left in the prefix cache, and the 64 measured tokens after
+them. Tokens of a hit are in no ring, so they are read in the bits of their pages.
 """
 
-SAID = "What the engines said of it:\n\n"
+SAID = "The engines' messages:\n\n"
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -48,11 +51,16 @@ def _section(name: str, section: dict[str, Any]) -> str:
     worst = max(row["unlike"] for row in rows.values())
     about = (
         f"{section['date']}, vLLM {found['vllm']}, torch {found['torch']}, Python {found['python']}; {tokens:,} "
-        "positions. The engines' own\nlog-probabilities of the text, of logits in the model's dtype, are those of the "
-        f"states to within {worst} nats.\n"
+        "positions. The engines' own\nlog-probabilities of the text, from logits in the model's dtype, are within "
+        f"{worst} nats of those of the states.\n"
     )
     hit = HIT.format(hit=section["hit"]) if section["hit"] else ""
-    said = "".join(f"* `{row}`: {'; '.join(found['said'])}\n" for row, found in rows.items() if found["said"])
+    said = "".join(
+        textwrap.fill(f"* `{row}`: {'; '.join(found['said'])}", 118, subsequent_indent="  ", break_on_hyphens=False)
+        + "\n"
+        for row, found in rows.items()
+        if found["said"]
+    )
     table = "".join(_row(*item) for item in rows.items())
     commands = "\n\n".join(f"`{command}`" for command in section["commands"])
     return f"## {name}\n\n{commands}\n\n{about}{hit}\n{TABLE}{table}\n{said and SAID + said}"

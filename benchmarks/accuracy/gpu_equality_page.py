@@ -1,4 +1,4 @@
-"""Page of the equality runs: `python -m benchmarks.accuracy.gpu_equality_page RAW.json ... [--out docs/benchmarks]`.
+"""Write the page of the equality runs: `gpu_equality_page.py RAW.json ... [--out docs/benchmarks]`.
 
 Reads what gpu_equality.py wrote; writes OUT/h200-equality.md and OUT/h200-equality.json, all runs in one file.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,24 @@ from benchmarks.engine.gpu_engine_report import versions_of
 INTRODUCTION = """\
 # Whether scheduling changes answers, in real vLLM
 
-`python -m benchmarks.accuracy.gpu_equality`; raw: [h200-equality.json](h200-equality.json). The same prompts are
-answered greedily *alone* (one at a time, eager, no prefix caching, a prompt in one piece), *crowded* (CUDA graphs,
-prefix caching, prompts in small chunks, many at once, so little cache that requests are preempted) and, where it says
-so, crowded on several GPUs (*tp2*). The rows of `auto` are the control: 16-bit sums in another order flip near-ties.
-A chunk attends to itself in 16 bits and to what came before from its pages, so cutting a prompt changes what is read
-quantized, and with it a quantized dtype's answers; "read back" means that chunks read themselves from pages too.
-Tokens count up to an answer's first difference; logprobs and divergence are compared up to and with that position, of
-the 20 most likely tokens.
+`python -m benchmarks.accuracy.gpu_equality`; raw: [h200-equality.json](h200-equality.json). Engines answer the same
+prompts greedily:
+
+* *alone*: one at a time, eager, no prefix caching, a prompt in one piece;
+* *crowded*: CUDA graphs, prefix caching, prompts in small chunks, many at once, so little cache that requests are
+  preempted;
+* *tp2*: crowded on several GPUs.
+
+The rows of `auto` are the control: 16-bit sums in another order flip near-ties. A chunk attends to itself in 16 bits
+and to earlier tokens from its pages. So the cuts of a prompt change what is read quantized, and with it the answers.
+"Read back" means that chunks read themselves from pages, too. Tokens count up to an answer's first difference.
+Logprobs and divergence cover that position, too, for the 20 most likely tokens.
 """
+
+
+def wrapped(text: str) -> str:
+    """Wrap a paragraph as the other pages are."""
+    return textwrap.fill(text, 118, break_on_hyphens=False, break_long_words=False)
 
 
 def row(facts: dict[str, Any]) -> str:
@@ -53,14 +63,17 @@ def table(run: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"## {run['model']}\n",
-            f"{versions}; {run['date']} UTC; {options['prompts']} prompts, {options['tokens']} tokens each, "
-            f"{options['kv_tokens']:,} tokens of crowded cache in blocks of {options['block_size']}, chunks of "
-            f"{options['chunk']}{', chunks read back' if options['from_pages'] else ''}.\n",
+            wrapped(
+                f"{versions}; {run['date']} UTC; {options['prompts']} prompts, {options['tokens']} tokens each, "
+                f"{options['kv_tokens']:,} tokens of crowded cache in blocks of {options['block_size']}, chunks of "
+                f"{options['chunk']}{', chunks read back' if options['from_pages'] else ''}."
+            )
+            + "\n",
             f"| {' | '.join(heads)} |",
             "|---" * len(heads) + "|",
             *map(row, run["rows"]),
             "",
-            *([run["note"], ""] if "note" in run else []),
+            *([wrapped(run["note"]), ""] if "note" in run else []),
         ]
     )
 

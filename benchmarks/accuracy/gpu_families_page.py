@@ -1,7 +1,7 @@
-"""Judges answers of gpu_families.py and gpu_options.py and makes their page: `gpu_families_page.py ANSWERS ... OUT.md`.
+"""Judge answers of gpu_families.py and gpu_options.py and write their page: `gpu_families_page.py ANSWERS ... OUT.md`.
 
-ANSWERS are what these programs wrote. The models are made anew, and have to be those that answered. Beside OUT lie all
-figures in one file.
+These programs wrote ANSWERS. The models are made anew, and must be those that answered. A file beside OUT holds all
+figures.
 """
 
 from __future__ import annotations
@@ -24,21 +24,26 @@ Rows = dict[str, Figures]
 INTRODUCTION = """\
 # Families of models, and what people switch on, in real vLLM on a GPU
 
-Small random models, `k4v4` beside `auto`, greedy answers; no speed was measured. The *codec*'s column is the engine
-without window and factors, whose chunks read themselves back, in a crowd (CUDA graphs, prefix caching, chunks, little
-cache): how far its predictions are from those of plain transformers in float32 with the same codec, without one, and
-with one block of 16 tokens of the prompt misread. *As served* is `k4v4` with its default window and its own factors:
-how far its answers in a crowd are from its own alone (one at a time, eager, no prefix caching), beside the same of
-`auto`, and how far alone it is from `auto`. All are mean Kullback-Leibler divergences in millinats, of the 20 most
-likely tokens; those from plain transformers over all tokens of all answers, those between engines up to an answer's
-first difference.
+Small random models, `k4v4` beside `auto`, greedy answers; no speed was measured. All figures are mean Kullback-Leibler
+divergences (nats x 1000) of the 20 most likely tokens. Those from plain transformers cover all tokens of all answers,
+those between engines an answer up to its first difference.
 
-*Served and right*: `auto` and the codec are each nearer to what transformers say of them than to what they say of the
-other, by a factor of {near:.0f} at least, or, `auto`, no further off than plain transformers in bfloat16 are, and the
-codec no further than {rounded:.0f} times what rounding alone does, which moves codes; the codec is nearer to what they
-say of it than with a block misread, by a factor of {fault:.0f} at least; `k4v4` as served does at most {served:.2f}
-times the damage of the bare codec; and in a crowd it is from itself alone at most as far as alone from `auto`, and
-{crowd:.0f} times what a crowd changes `auto`.
+* The *codec*'s column is the engine without window and factors, whose chunks read themselves back, in a crowd (CUDA
+  graphs, prefix caching, chunks, little cache). It shows how far its predictions are from plain transformers in float32
+  with the same codec, without one, and with one block of 16 tokens of the prompt misread.
+* *As served* is `k4v4` with its default window and its own factors. It shows how far its answers in a crowd are from
+  its own alone (one at a time, eager, no prefix caching), beside the same of `auto`, and how far alone it is from
+  `auto`.
+
+*Served and right* means all of this:
+
+* `auto` and the codec are each nearer to their own oracle in transformers than to the other's, by a factor of at least
+  {near:.0f}. Or `auto` is no further off than plain transformers in bfloat16, and the codec no further than
+  {rounded:.0f} times the effect of rounding alone, which moves codes.
+* The codec is nearer to its oracle than with a block misread, by a factor of at least {fault:.0f}.
+* `k4v4` as served does at most {served:.2f} times the damage of the bare codec.
+* In a crowd `k4v4` is at most as far from itself alone as alone from `auto`, and at most {crowd:.0f} times as far as
+  `auto` in a crowd is from `auto` alone.
 """
 
 

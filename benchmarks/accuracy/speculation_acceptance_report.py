@@ -1,21 +1,23 @@
-"""The page of speculation_acceptance.py: `python -m benchmarks.accuracy.speculation_acceptance_report FIGURES.json`."""
+"""Write the page of speculation_acceptance.py: `speculation_acceptance_report.py FIGURES.json`."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from typing import Any
 
 from benchmarks.accuracy import page_beside
 
 PAGE = """# Acceptance of ngram's drafts
 
-vLLM's own count of drafted and accepted tokens (`vllm:spec_decode_num_*_tokens`), with SmolLM2-135M's real weights in
-{dtype}, greedy: {prompts} prompts in which a piece of a text of [the accuracy table](accuracy.md) begins a second
-time, so that the model quotes it, and {tokens} tokens of each answer; {drafts} tokens are drafted at most, after 2 to 4
-that stood in the text before. Our dtypes are as served: calibrated by the engine, with their default window. An answer
-changes with the dtype, and so does what is drafted for it; `like auto` are tokens of the answers up to the first that
-is another than `auto`'s, after which drafts are of another text. After ± stands a standard error, as of drafts that
-do not depend on each other. Raw: [speculation-acceptance.json](speculation-acceptance.json).
+vLLM counts drafted and accepted tokens (`vllm:spec_decode_num_*_tokens`), with SmolLM2-135M's real weights in {dtype},
+greedy. In each of {prompts} prompts a piece of a text of [the accuracy table](accuracy.md) begins a second time, so
+that the model quotes it. Each answer has {tokens} tokens; at most {drafts} are drafted, after 2 to 4 that stood in the
+text before. Our dtypes are as served: calibrated by the engine, with their default window.
+
+An answer changes with the dtype, and so do its drafts. `like auto` counts tokens of the answers up to the first one
+that differs from `auto`'s. After ± stands a standard error of independent drafts. Raw:
+[speculation-acceptance.json](speculation-acceptance.json).
 
 `{command}`, {date}, vLLM {vllm}, torch {torch}, Python {python}, {machine}.
 
@@ -45,7 +47,14 @@ def markdown(facts: dict[str, Any]) -> str:
             f"| `{row['dtype']}` | {row['drafted']:,} | {row['accepted']:,} | {_share(row):.1%} | {beside} | {by_text} "
             f"| {row['like_auto']:.0%} |"
         )
-    facts = {"note": "", **facts, "rows": "\n".join(lines), "texts": " | ".join(texts), "lines": "---|" * len(texts)}
+    note = textwrap.fill(facts.get("note", ""), 118, break_on_hyphens=False)
+    facts = {
+        **facts,
+        "note": f"{note}\n" if note else "",
+        "rows": "\n".join(lines),
+        "texts": " | ".join(texts),
+        "lines": "---|" * len(texts),
+    }
     return PAGE.format(**facts)
 
 

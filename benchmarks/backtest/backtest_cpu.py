@@ -38,7 +38,7 @@ OUTPUT, REPEATS, RUNS = 16, 2, 3
 
 
 def trace(seed: int = 4) -> list[Request]:
-    """A minute and a half: a calm half, then more than the cache holds."""
+    """Return a load of a minute and a half: a calm half, then more than the cache holds."""
     chance = random.Random(seed)  # noqa: S311
     now, requests = 0.0, []
     for i in range(90):
@@ -48,7 +48,7 @@ def trace(seed: int = 4) -> list[Request]:
 
 
 def tokens(chance: random.Random, length: int) -> list[int]:
-    """A prompt that no cache has seen."""
+    """Return a prompt that no cache has seen."""
     return [chance.randint(1000, 40000) for _ in range(length)]
 
 
@@ -147,7 +147,7 @@ def simulate(requests: list[Request], costs: Costs) -> dict[str, float]:
 
 
 def figures(ttft: list[float], itl: list[float], preemptions: float, rate: float) -> dict[str, float]:
-    """What is compared; milliseconds and tokens a second."""
+    """Return the compared figures in milliseconds and tokens a second."""
 
     def at(values: list[float], q: float) -> float:
         return round(float(np.quantile(values, q)) * 1000, 1)

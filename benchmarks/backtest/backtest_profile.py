@@ -41,7 +41,7 @@ def points(run: dict[str, Any]) -> list[tuple[str, tuple[float, ...], float]]:
 
 
 def newest() -> list[dict[str, Any]]:
-    """The newest whole run of every dtype; one without a prompt of 64K leaves the cost of context undetermined."""
+    """Return the newest whole run of every dtype. Without a prompt of 64K the cost of context stays undetermined."""
     first = json.loads((BENCHMARKS / "h200-engine.json").read_text())
     later = json.loads((BENCHMARKS / "h200-engine-window.json").read_text())
     found = {run["dtype"]: run for run in first if run["shape"] == "llama3-8b" and run["tp"] == 1}

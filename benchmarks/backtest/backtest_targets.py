@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvpilot_cli.backtest import fleet
 from kvpilot_cli.backtest.costs import load_profile
-from kvpilot_cli.backtest.fleet_report import figures_of
 from kvpilot_cli.backtest.pilot import load_spec
 from kvpilot_cli.backtest.service import Objective
 
@@ -18,7 +17,7 @@ def main() -> None:
     for policy, targets in (("pilot", (0.0,)), ("bf16-hpa", TARGETS), ("fp8-hpa", TARGETS)):
         for target in targets:
             for row in fleet.run_fleet(loads, policy, spec, profile, Objective(), 1, hpa_target=target):
-                f = figures_of(row)
+                f = fleet.figures_of(row)
                 print(
                     f"| {policy} | {target or '-'} | {f['load']} | {f['gpu_hours']} | {f['good_percent']} "
                     f"| {f['gpu_hours_per_million_good']} |",

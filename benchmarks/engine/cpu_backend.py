@@ -12,6 +12,7 @@ import json
 import platform
 import sys
 import tempfile
+import textwrap
 import time
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -99,14 +100,18 @@ def table(facts: dict[str, Any]) -> str:
     """Return the page."""
     base = facts["rows"][0]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    about = (
+        f"`{facts['command']}`, {facts['date']}, {versions}; {facts['machine']}. SmolLM2-135M, 256 MiB of KV cache, "
+        f"400 prompt tokens and 33 to 96 output tokens a request, closed loop, {SECONDS:.0f} s after "
+        f"{WARM_SECONDS:.0f} s to warm up. `auto` and `fp8` are vLLM's own CPU kernels. The others are our pages in "
+        "plain torch, the backend of the demo and the tests; they say nothing about a GPU. The operator's probe "
+        "measures the damage (general and multi-turn packs), and the row of `auto` is the control. Raw: "
+        "[cpu-backend.json](cpu-backend.json)."
+    )
     lines = [
         "# Our backend on CPU beside vLLM's own",
         "",
-        f"`{facts['command']}`, {facts['date']}, {versions}; {facts['machine']}. SmolLM2-135M, 256 MiB of KV cache,",
-        f"400 prompt tokens and 33 to 96 output tokens a request, closed loop, {SECONDS:.0f} s after",
-        f"{WARM_SECONDS:.0f} s to warm up. `auto` and `fp8` are vLLM's own CPU kernels, the others our pages in",
-        "plain torch: the backend of the demo and the tests, no measure of a GPU. Damage is the operator's probe",
-        "(general and multi-turn packs); the row of `auto` is the control. Raw: [cpu-backend.json](cpu-backend.json).",
+        textwrap.fill(about, 118, break_on_hyphens=False, break_long_words=False),
         "",
         "| dtype | bits an element | KV tokens | tokens/s, 1 user | 8 users | mean KL, millinats | p99 | top-1 |",
         "|---|---|---|---|---|---|---|---|",

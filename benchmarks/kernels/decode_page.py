@@ -1,8 +1,11 @@
-"""Pages of the runs of `decode.py` that lie in docs/benchmarks: h200-decode.md, h200-decode-wide.md of heads of 512
-elements, and h100-decode-heads.md of heads of 80 and 192: `python -m benchmarks.kernels.decode_page`.
+"""Write the pages of the runs of `decode.py` in docs/benchmarks: `python -m benchmarks.kernels.decode_page`.
+
+h200-decode.md, h200-decode-float16.md for earlier kernels, h200-decode-wide.md for heads of 512 elements, and
+h100-decode-heads.md for heads of 80 and 192.
 """
 
 import json
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,13 +17,12 @@ def page(source: Path, title: str) -> str:
     facts = json.loads(source.read_text())
     copy = facts["copy_bytes_per_s"]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    lines = [
-        title,
-        "",
-        f"`{facts['command']}`, {facts['date']}, {facts['gpu']}, {versions}. Microseconds of one layer. This run's",
-        f"copy rate is {copy / 1e12:.2f} TB/s; `of copy` is the cache's bytes over the time of the split kernel, or of",
-        f"`merged` for the others, over that rate. Raw: [{source.name}]({source.name}).",
-    ]
+    about = (
+        f"`{facts['command']}`, {facts['date']}, {facts['gpu']}, {versions}. Microseconds of one layer. This run's "
+        f"copy rate is {copy / 1e12:.2f} TB/s; `of copy` is the cache's bytes over the time of the split kernel, or of "
+        f"`merged` for the others, over that rate. Raw: [{source.name}]({source.name})."
+    )
+    lines = [title, "", textwrap.fill(about, 118, break_on_hyphens=False, break_long_words=False)]
     last = None
     for row in facts["rows"]:
         case = row["case"]
@@ -64,6 +66,12 @@ def main() -> None:
             ("h200-decode-two-bits.json", f"## Two bits of full length, with a window, {matrices}"),
             ("h200-decode-integers.json", "## Keys as 8-bit integers (stopped before the last shapes)"),
             ("h200-decode-integers-recent.json", "## Keys as 8-bit integers, with a window (stopped too)"),
+        ),
+    )
+    write(
+        "h200-decode-float16.md",
+        "# Decode attention on one NVIDIA H200, with keys in float16",
+        (
             ("h200-decode.json", "## Beside other backends, with keys in float16"),
             ("h200-decode-recent.json", "## With a window, with keys in float16"),
         ),
@@ -73,7 +81,7 @@ def main() -> None:
         "# Decode of heads of 512 elements",
         (
             ("h100-decode-wide.json", f"## On an H100, {matrices}"),
-            ("h200-decode-wide.json", "## On an H200, the kernels before (decision 46)"),
+            ("h200-decode-wide.json", "## On an H200, an earlier version of the kernels"),
         ),
     )
     rounds = "## On an H100, before [work was cut for several rounds](h100-decode-rounds.md)"

@@ -147,7 +147,7 @@ class Fleet:
         return max(0.0, done - answered)
 
     async def _flip(self, key: tuple[str, str], i: int) -> float:
-        """A pod stops being ready, and is ready again once the status has said so."""
+        """Make a pod unready, and ready again once the status has counted it."""
         found = await self.cluster.list("v1", "Pod", key[0], f"{SERVICE_LABEL}={key[1]}")
         name = sorted(pod["metadata"]["name"] for pod in found)[i]
         since = time.monotonic()
@@ -179,7 +179,7 @@ class Fleet:
 
 
 def service(key: tuple[str, str]) -> Object:
-    """A service whose metrics are judged on every reconcile; Recommend, since no engine is there to be probed."""
+    """Return a service with metrics to judge. Its mode is Recommend, because there is no engine to probe."""
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
@@ -196,7 +196,7 @@ def service(key: tuple[str, str]) -> Object:
 
 @contextlib.contextmanager
 def plane_of(folder: Path, namespaces: Sequence[str]) -> Iterator[ControlPlane]:
-    """An API server that knows our API, with these namespaces and nodes with GPUs."""
+    """Start an API server that knows our API, with these namespaces and nodes with GPUs."""
     with ApiServer(folder / "plane", build.build()) as plane:
         define(plane.rest, [yaml.safe_load((ROOT / "crds" / "kvpilot.io_quantizedllmservices.yaml").read_text())])
         for name in namespaces:
@@ -213,7 +213,7 @@ def plane_of(folder: Path, namespaces: Sequence[str]) -> Iterator[ControlPlane]:
 
 
 async def connected(plane: ControlPlane) -> Cluster:
-    """A client of this API server, which knows our API by now; whoever asks for it closes it."""
+    """Return a client of this API server. The caller closes it."""
     await config.load_kube_config(config_file=str(plane.kubeconfig))
     configuration = Configuration.get_default_copy()
     configuration.connection_pool_maxsize = 0

@@ -42,7 +42,7 @@ class Pages:
         self._made: dict[int, tuple[int, bytes]] = {}
 
     def of(self, pace: int) -> bytes:
-        """The HTTP answer for a pod of this pace."""
+        """Return the HTTP answer for a pod of this pace."""
         second = int(time.time() - self._began)
         known = self._made.get(pace)
         if known is None or known[0] != second:
@@ -76,7 +76,7 @@ class Engines:
         self._gaps: Counter[int] = Counter()
 
     def metrics(self, address: str) -> bytes:
-        """The answer of the pod with this address."""
+        """Return the answer of the pod with this address."""
         now = time.monotonic()
         last = self._last.get(address)
         if last is not None:

@@ -96,7 +96,7 @@ def _processes() -> dict[int, tuple[int, float]]:
 
 
 def _program(pid: int) -> str:
-    """A process' program, a script with its argument where it has one: "etcd", "hostile_engines good"."""
+    """Return a process' program, or a script with its argument: "etcd", "hostile_engines good"."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     except OSError:
@@ -158,7 +158,7 @@ class Watched:
 
 
 def total(metrics: dict[str, float], name: str, part: str = "") -> float:
-    """The sum of a metric's series, of those alone that have `part` in their labels."""
+    """Return the sum of a metric's series that have `part` in their labels."""
     return sum(value for series, value in metrics.items() if series.partition("{")[0] == name and part in series)
 
 

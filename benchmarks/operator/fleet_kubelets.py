@@ -33,18 +33,18 @@ KINDS = (
 
 
 def kind_of(deployment: Object) -> int:
-    """The index of its engines' kind."""
+    """Return the index of its engines' kind."""
     return next((i for i, kind in enumerate(KINDS) if deployment["metadata"]["name"].startswith(f"{kind}-0")), 0)
 
 
 def address(number: int, deployment: Object) -> str:
-    """The pod's address: 127.(100 + kind).0.1 and up, or 127.(100 + kind).128.1 where it serves another dtype."""
+    """Return the pod's address: 127.(100 + kind).0.1 and up, or 127.(100 + kind).128.1 for another dtype."""
     half = 0 if deployment["metadata"]["labels"].get(DTYPE_LABEL, "auto") == "auto" else 128
     return numbered(number, kind_of(deployment), half)
 
 
 def numbered(number: int, kind: int = 0, half: int = 0) -> str:
-    """The address of the pod with this number."""
+    """Return the address of the pod with this number."""
     return f"127.{100 + kind}.{half + number // 250}.{number % 250 + 1}"
 
 
@@ -111,7 +111,7 @@ class Kubelets:
 
 
 async def set_ready(cluster: Cluster, namespace: str, name: str, ready: bool, ip: str | None = None) -> Object:
-    """What a kubelet reports of a pod."""
+    """Return a kubelet's report about a pod."""
     word = "True" if ready else "False"
     status: Object = {
         "phase": "Running",

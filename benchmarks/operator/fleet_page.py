@@ -1,4 +1,4 @@
-"""The page and the plot of a run of fleet.py.
+"""Write the page and the plot of a run of fleet.py.
 
     python -m benchmarks.operator.fleet_page docs/benchmarks/fleet.json [--before OLDER.json]
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +24,23 @@ _HEAD = """# The operator with a fleet
     python -m benchmarks.operator.fleet{options}
     python -m benchmarks.operator.fleet_page docs/benchmarks/fleet.json{before}
 
-{date}. The real API server and etcd (Kubernetes 1.20, `localcluster/kvpilot_localcluster`), the real operator process, and two processes
-of the benchmark: one makes the Deployments' pods (real objects that are Running and Ready on 100 nodes; nothing runs in
-them), one answers `/metrics` of all of them on their own addresses, with a page of a real vLLM 0.32 (19 KiB) whose counters
-go on. **All of it shares {cores} cores**, so the operator waits for the API server's processor time as much as for its own.
-Services are in mode `Recommend`, with canary steps, three replicas each. At each size two specs are edited and one pod is
-made unready a second, and every 30 s the operator's own metrics are read.
+{date}. The real API server and etcd (Kubernetes 1.20, `localcluster/kvpilot_localcluster`), the real operator, and
+two processes of the benchmark. One makes the Deployments' pods: real objects, Running and Ready on 100 nodes, with
+nothing in them. The other answers `/metrics` of all pods on their own addresses, with a page of a real vLLM 0.32 (19
+KiB) whose counters run. **All share {cores} cores**, so the operator also waits for the API server's processor time.
 
-- *edit*: from the API server's answer to the edit, to the watch event of the status that has its generation.
+Services are in mode `Recommend`, with canary steps and three replicas each. At each size two specs are edited and one
+pod is made unready a second. Every 30 s the operator's own metrics are read.
+
+- *edit*: from the API server's answer to the edit, to the watch event of the status with its generation.
 - *pod*: from the answer to a pod's change, to the watch event of the status that counts it.
-- *gap*: between two scrapes of one pod, as the pods saw it. The fleet is scraped every 5 s, or as seldom as it takes to
-  fetch at most {pages:.0f} pages a second.
+- *gap*: between two scrapes of one pod, as the pods saw it. The operator scrapes every 5 s, or less often so that it
+  fetches at most {pages:.0f} pages a second.
 - *cores*: processor seconds of the operator's process in a second. *requests*: to the API server, watches included.
-- *own page*: KiB of the operator's own `/metrics`, and how long the slowest one took.
+- *own page*: KiB of the operator's own `/metrics`, and the slowest answer.
 - *up*: from the first new service's creation until all new ones have their three ready replicas.
 
-"""  # noqa: E501
+"""
 
 _COLUMNS = """| services | pods | up s | edit p50/p95/p99 ms | pod p50/p95/p99 ms | gap p50/p99 s | reconciles/s | requests/s | own page KiB, s | cores | RSS MiB |
 |---|---|---|---|---|---|---|---|---|---|---|
@@ -76,7 +78,7 @@ def slope(memory: list[list[float]]) -> float:
 
 
 def bars(result: dict[str, Any]) -> str:
-    """What was asked for, at the largest size and over the long run, and what was measured."""
+    """Return the bars and the measured figures at the largest size and over the long run."""
     every = [result["sizes"][-1], *([result["soak"]] if "soak" in result else [])]
     edge = max(one[what]["p99"] for one in every for what in ("edit_to_status", "pod_to_status"))
     cycle = max(one["scrape_cycle_seconds"] for one in every)
@@ -93,15 +95,20 @@ def bars(result: dict[str, Any]) -> str:
 
 
 def soak(one: dict[str, Any]) -> str:
-    """What the long run says."""
+    """Describe the long run."""
     memory, edit = one["rss_mib"], one["edit_to_status"]
     half = memory[len(memory) // 2 :]
-    return (
-        f"\n**{one['seconds'] / 60:.0f} minutes more at the largest size**, with the same edits: edit p99 "
+    told = (
+        f"**{one['seconds'] / 60:.0f} minutes more at the largest size**, with the same edits: edit p99 "
         f"{1000 * edit['p99']:.0f} ms (at most {1000 * edit['max']:.0f} ms, {edit['count']} edits), {one['cores']:.2f} "
         f"cores, {one['scrapes_failed']:.0f} failed scrapes, {one['passes_failed']:.0f} failed reconciles. RSS from "
-        f"{memory[0][1]:.0f} to {memory[-1][1]:.0f} MiB, {slope(half):+.0f} MiB an hour over its second half.\n"
+        f"{memory[0][1]:.0f} to {memory[-1][1]:.0f} MiB, {slope(half):+.0f} MiB an hour over its second half."
     )
+    return f"\n{_wrapped(told)}\n"
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 118, break_on_hyphens=False, break_long_words=False)
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
@@ -152,14 +159,14 @@ def main() -> None:
     if "soak" in result:
         text += soak(result["soak"])
     if "note" in result:
-        text += f"\n{result['note']}\n"
+        text += f"\n{_wrapped(result['note'])}\n"
     text += (
         f"\n![growth from {result['sizes'][0]['services']} to {result['sizes'][-1]['services']} services](fleet.svg)\n"
     )
     raw = f"[{source.name}]({source.name})"
     if older:
         past = json.loads(older.read_text())
-        text += f"\n## Before, {past['date']}\n\n{past['note']}\n\n" + table(past) + bars(past)
+        text += f"\n## Before, {past['date']}\n\n{_wrapped(past['note'])}\n\n" + table(past) + bars(past)
         if "soak" in past:
             text += soak(past["soak"])
         raw += f", [{older.name}]({older.name})"

@@ -20,9 +20,9 @@ _HEAD = """# Fifty hostile services beside fifty good ones
     python -m benchmarks.operator.hostile_page docs/benchmarks/operator-hostile.json
 
 {date}. The real API server and etcd (Kubernetes 1.20), the real operator in a control group ({limit}) of
-{limit_mib} MiB, scraping each second, and all engines on the same {cores} cores. Eleven hostile kinds, four
-services or more each, with twice the pods of the good ones. *Beside a load* are the good ones alone, while a
-process that does nothing else takes {background_cores:g} cores.
+{limit_mib} MiB, and all engines share {cores} cores. The operator scrapes each second. There are eleven hostile
+kinds with four services or more each, and twice the pods of the good ones. *Beside a load* are the good ones alone,
+while another process takes {background_cores:g} cores.
 
 """
 _BAR = """
@@ -30,14 +30,19 @@ _BAR = """
 
 {verdicts}
 
-Who else was at work on the machine took {others:.2f} cores beside the hostile ones (*others*):
+Other processes on the machine took {others:.2f} cores beside the hostile ones (*others*):
 
 """
 _TAIL = """
-Engines whose pages are refused are asked every 30 s instead of each second (`observe/scrape_throttle.py`), pages are
-read in steps of {step} lines between which everybody else has a turn, namespaces share the places of reconciles, and a
-service's packs are read every 15 s. Without these the same hostile services took 0.84 cores of the operator, an
-edit 0.26 s (quiet 0.02), a canary 8.9 s (quiet 2.9) and a cycle 1.4 s (2026-11-22, cores that did nothing else).
+These measures protect the good services:
+
+* Engines with refused pages are asked every 30 s instead of each second (`observe/scrape_throttle.py`).
+* Pages are read in steps of {step} lines, and other work has its turn between steps.
+* Namespaces share the places of reconciles.
+* A service's packs are read every 15 s.
+
+Without them the same hostile services took 0.84 cores of the operator, an edit 0.26 s (quiet 0.02), a canary 8.9 s
+(quiet 2.9) and a cycle 1.4 s (2026-11-22, cores that did nothing else).
 
 Raw: [{name}]({name}).
 """
@@ -82,7 +87,7 @@ def table(phases: dict[str, dict[str, Any]], rows: tuple[_Row, ...]) -> str:
 
 
 def verdicts(phases: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """What was waited, against the quiet time, and what was waited beside a load that is nobody's."""
+    """Yield the waiting times against the quiet ones, and those beside another load."""
     for what, waited in _BARS:
         before, after = waited(phases["quiet"]), waited(phases["hostile"])
         word = "within" if after <= 2 * before else "**over**"
@@ -95,7 +100,7 @@ def _cores(program: str, one: dict[str, Any]) -> str:
 
 
 def page(result: dict[str, Any], name: str) -> str:
-    """The whole page."""
+    """Return the whole page."""
     phases = {phase: result[phase] for phase in _PHASES if phase in result}
     programs = sorted({program for one in phases.values() for program in one["cores"]} - {"others"})
     cores = tuple((program, partial(_cores, program)) for program in (*programs, "others"))

@@ -23,7 +23,7 @@ CHARACTER = "\N{GRINNING FACE}"
 
 
 def service(namespace: str, name: str, replicas: int, **spec: Any) -> Object:
-    """A service of engines that answer probes, in mode Fixed."""
+    """Return a service in mode Fixed whose engines answer probes."""
     base = {
         "replicas": replicas,
         "model": {"source": "file:///models/tiny", "servedName": "m", "maxModelLen": 4096},
@@ -83,7 +83,7 @@ class HostileServices:
         return True
 
     async def provoke(self) -> None:
-        """What their owners do, for ever: edits of a megabyte, and canaries of engines that hang or lie."""
+        """Act as their owners for ever: edit megabytes, and start canaries of engines that hang or lie."""
         canaries = [key for key in self._keys if key[0] in ("team-objects", "team-probe-hang")]
         for key in canaries:
             await self._try(self._cluster.merge(Ref(API_VERSION, KIND, *key), {"spec": {"kvCache": {"dtype": "k8v4"}}}))

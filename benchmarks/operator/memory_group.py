@@ -32,7 +32,7 @@ class MemoryGroup:
             resource.setrlimit(resource.RLIMIT_DATA, (self._bytes, self._bytes))
 
     def most_mib(self) -> float | None:
-        """The most that was in use so far, in MiB; None where nothing counts it."""
+        """Return the peak use in MiB, or None if nothing counts it."""
         return self._read("memory.max_usage_in_bytes", "memory.peak")
 
     def kills(self) -> int:

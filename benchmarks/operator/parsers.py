@@ -50,19 +50,19 @@ def page(text: bytes) -> None:
 
 
 def prometheus_client(text: bytes) -> None:
-    """The whole page by prometheus_client's parser."""
+    """Parse the whole page by prometheus_client."""
     for family in text_string_to_metric_families(text.decode()):
         for _ in family.samples:
             pass
 
 
 def yaml(text: bytes) -> None:
-    """A pack's text."""
+    """Return a pack's text."""
     plain_yaml.read(text.decode())
 
 
 def spec(text: bytes) -> None:
-    """An object's verdict."""
+    """Return an object's verdict."""
     faults(json.loads(text))
 
 
@@ -111,16 +111,15 @@ def _outcome(read: Callable[[bytes], object], text: bytes) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The page: one table a parser."""
+    """Return the page with a table for each parser."""
     words = [
         "# What each parser of tenants' input costs\n",
         "    python -m benchmarks.operator.parsers --out docs/benchmarks/operator-parsers.json\n",
         f"{result['date']}, {result['machine']}; {', '.join(f'{k} {v}' for k, v in result['versions'].items())}.\n",
-        "Nanoseconds of the processor for each byte of texts whose size doubles, the best of three or five runs:\n"
-        "what stays level from left to right is linear, and what is refused early gets cheaper with size. The limits\n"
-        "on a page's size are lifted, so that its slope shows beyond them. *memory* is the peak of Python's\n"
-        "allocations at the largest size, in bytes for each byte of the text. A stored baseline's bytes are those\n"
-        "before it is unpacked, to 2 MiB at most.\n",
+        "Processor time in nanoseconds for each byte, with texts of doubling size, the best of three or five runs. A\n"
+        "row that stays level is linear; early refusals get cheaper with size. Limits on a page's size are lifted, so\n"
+        "that the slope shows beyond them. *memory* is the peak of Python's allocations at the largest size, in bytes\n"
+        "for each byte of the text. A stored baseline counts its bytes before it is unpacked (at most to 2 MiB).\n",
     ]
     for which, kinds in result["parsers"].items():
         sizes = max((list(one["ns_per_byte"]) for one in kinds.values()), key=len)[::2]

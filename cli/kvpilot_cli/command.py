@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 
 GROUP = "kvpilot.commands"
 EXTRAS = {"backtest": "cli", "calibrate": "runtime", "plan": "cli", "probe": "operator"}
-"""Optional dependencies (pyproject.toml) that each command needs."""
+"""Extras of pyproject.toml that a command needs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,13 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage)
         return 0
     if not arguments or arguments[0] not in commands:
-        print(f"{usage}\nkvpilot: {arguments[0]!r} is no command" if arguments else usage, file=sys.stderr)
+        print(f"{usage}\nkvpilot: {arguments[0]!r} is not a command" if arguments else usage, file=sys.stderr)
         return 2
     name = arguments[0]
     try:
         run = commands[name].load()
     except ModuleNotFoundError as error:
-        # Our packages are installed together: a missing one is a defect, and its traceback helps.
+        # Our own packages are installed together. A missing one is a defect, so keep the traceback.
         if name not in EXTRAS or (error.name or "").startswith("kvpilot_"):
             raise
         remedy = f"pip install 'kvpilot[{EXTRAS[name]}]', in a checkout pip install '.[{EXTRAS[name]}]'"
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = int(run(arguments[1:]))
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python must not write to the pipe at exit either.
+        # Python must not write to it at exit, either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:

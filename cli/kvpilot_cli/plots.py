@@ -1,4 +1,4 @@
-"""Plots as files, for the commands that have --plot. matplotlib is of the extra `cli`; the image has none."""
+"""Plot files for commands with --plot. The extra `cli` brings matplotlib; the image has none."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 from kvpilot_operator.errors import KvpilotError
 
 SUFFIXES = (".svg", ".png")
-# White behind everything, so that a dark viewer shows it as a light one does; no random ids, so that the same data
-# give the same file.
+# A white background for dark viewers. No random ids: equal data give equal files.
 _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "kvpilot",
     "savefig.facecolor": "white",
@@ -21,13 +20,13 @@ _STYLE: dict[Any, Any] = {
 
 
 class PlotError(KvpilotError):
-    """No plot can be written there; the message names the option, its value and the remedy."""
+    """A plot that cannot be written. The message names the option, its value and the remedy."""
 
 
 def check(file: Path) -> None:
-    """Raise PlotError unless a plot can be written there."""
+    """Raise PlotError unless a plot can be written to the file."""
     if file.suffix.lower() not in SUFFIXES:
-        raise PlotError(f"--plot {str(file)!r}: the suffix is no {' or '.join(SUFFIXES)}; name the file so")
+        raise PlotError(f"--plot {str(file)!r}: the suffix must be {' or '.join(SUFFIXES)}")
     if not file.absolute().parent.is_dir():
         raise PlotError(f"--plot {str(file)!r}: its folder does not exist; make it first")
     try:
@@ -38,9 +37,10 @@ def check(file: Path) -> None:
 
 @contextmanager
 def drawing(file: Path, width: float, height: float) -> Iterator[Any]:
-    """Yield axes of this size in inches, and write the figure when the block ends; `check` must have passed.
+    """Yield axes of this size in inches, and write the figure at the end of the block; `check` must have passed.
 
-    Raises PlotError where the file cannot be written.
+    Raises:
+        PlotError: the file cannot be written.
     """
     import matplotlib as mpl
 

@@ -1,4 +1,4 @@
-"""Plain text tables of commands: columns as wide as they must be, numbers to the right."""
+"""Plain text tables with narrow columns and numbers to the right."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def render(head: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Return a table whose columns `left` are flush left and whose others are flush right, no trailing blanks."""
+    """Return a table with columns `left` flush left, others flush right, and no trailing blanks."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:

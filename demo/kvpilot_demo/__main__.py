@@ -1,8 +1,8 @@
-"""python -m kvpilot_demo: brings everything up, tells the story, and takes everything down again.
+"""Start a cluster with kvpilot, show what it does step by step, and stop everything again.
 
---keep     leave it running at the end and print the kubectl commands to try; Ctrl-C ends it
---plain    lines instead of a live screen (chosen by itself where there is no terminal)
---record   write what was seen as JSON (the end-to-end test reads it)
+--keep     leave it running at the end and print kubectl commands to try; Ctrl-C ends it
+--plain    print lines instead of a live screen (default without a terminal)
+--record   write the observations as JSON (the end-to-end test reads them)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvpilot_smallmodels.models import ModelError
 
 
 def main() -> int:
-    """Entry point; 0 where every step came out as promised, 130 after Ctrl-C."""
+    """Run the demo. Return 0 if every step succeeded, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="kvpilot_demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -38,7 +38,7 @@ def main() -> int:
     try:
         return asyncio.run(_tell(options, screen))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        screen.note("stopped; everything that was started has been ended")
+        screen.note("stopped; all processes have been ended")
         return 130
     except (StoryFailed, KvpilotError, LocalClusterError, ModelError, LoadError) as error:
         print(f"\nThe demo failed: {error}", file=sys.stderr)
@@ -48,7 +48,7 @@ def main() -> int:
 async def _tell(options: argparse.Namespace, screen: Screen) -> int:
     task = asyncio.current_task()
     if task is not None:
-        # Python turns SIGINT into a cancellation by itself; SIGTERM takes the same road.
+        # Python turns SIGINT into a cancellation; do the same for SIGTERM.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     folder = run_folder()
     try:
@@ -56,7 +56,7 @@ async def _tell(options: argparse.Namespace, screen: Screen) -> int:
     except asyncio.CancelledError:
         shutil.rmtree(folder)
         raise
-    # Only what went wrong is worth keeping its logs for.
+    # Keep the logs only after a failure.
     shutil.rmtree(folder)
     return 0
 
@@ -64,7 +64,7 @@ async def _tell(options: argparse.Namespace, screen: Screen) -> int:
 async def _in_a_world(options: argparse.Namespace, screen: Screen, folder: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         with screen.live():
-            with screen.step("control plane, node, model and operator come up"), screen.progress() as report:
+            with screen.step("start control plane, node, model and operator"), screen.progress() as report:
                 world = await stack.enter_async_context(World.up(folder, report))
             screen.note(f"logs: {folder}")
             record = await Story(world, screen).run()
@@ -81,7 +81,7 @@ def _ending(record: Record) -> list[tuple[str, str]]:
     told = [
         ("why", record.decision),
         (
-            "what it bought",
+            "gain",
             f"{record.capacity_before:,} -> {record.capacity_after:,} KV tokens ({record.capacity_ratio:.2f}x) "
             f"by vLLM's own metrics\n{record.requests} requests during the change, {record.failed_requests} failed\n"
             f"{GOOD}: {_figures(good)}",
@@ -90,7 +90,7 @@ def _ending(record: Record) -> list[tuple[str, str]]:
     if not bad:
         return told
     caught = (
-        f"what was caught: {BAD}",
+        f"caught: {BAD}",
         f"{_figures(bad)}\n\nasked:  ...{sample.get('prompt', '')[-160:]}\n\n16-bit: {sample.get('stable', '')}\n\n"
         f"canary: {sample.get('canary', '')}",
     )
@@ -99,7 +99,7 @@ def _ending(record: Record) -> list[tuple[str, str]]:
 
 def _figures(probe: dict[str, int]) -> str:
     return (
-        f"excess KL {probe['excessKLMicronats'] / 1000:.1f} millinats, top-1 agreement "
+        f"excess KL divergence {probe['excessKLMicronats'] / 1000:.1f} (nats x 1000), top-1 agreement "
         f"{probe['top1AgreementPermille'] / 10:.1f}%, {probe['positions']} positions"
     )
 
@@ -113,7 +113,7 @@ def _print_commands(world: World) -> None:
         f"kubectl get qllm {world.name} -o jsonpath='{{.status.decisions}}'",
     ):
         print(f"  {command}")
-    print(f"\nLogs: {world.logs}\nCtrl-C ends it all.")
+    print(f"\nLogs: {world.logs}\nCtrl-C ends everything.")
 
 
 if __name__ == "__main__":

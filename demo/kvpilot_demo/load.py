@@ -1,10 +1,10 @@
-"""A closed-loop load: so many users, each asking again as soon as it has been answered, and every failure counted.
+"""Send a closed-loop load: each user asks again as soon as it is answered, and every failure counts.
 
     python -m kvpilot_demo.load http://127.0.0.1:8080 smollm2 --users 8 --prompt-tokens 400 --output-tokens 64
 
-Each request opens its own connection, so that it goes where the Service points at that moment, and nothing is tried
-twice: a request that a user would have seen fail has failed. Prompts are windows of Python's own documentation, each
-starting at another token, so that no prefix cache hides the memory they need.
+Each request opens its own connection, so that it goes where the Service points at that moment. Nothing is retried,
+because a user would have seen the failure. Prompts are windows of Python's documentation that start at different
+tokens, so that no prefix cache hides the memory they need.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import httpx
 
 from kvpilot_operator.probes.stats import percentile
 
-# A user whose request has just failed thinks this long, so that a refused connection does not become a busy loop.
+# A user waits this long after a failure, so that a refused connection does not become a busy loop.
 PAUSE_AFTER_FAILURE_SECONDS = 0.5
 TIMEOUT = httpx.Timeout(900.0)
-# About 12,000 tokens: as many distinct prompts, which a demo does not use up.
+# About 12,000 tokens, and as many distinct prompts: more than a demo uses.
 CORPUS_CHARACTERS = 60_000
 KEPT_FAILURES = 100
 KEPT_TIMES = 20_000
 
 
 class LoadError(Exception):
-    """The load cannot start; the message says why."""
+    """An error that keeps the load from starting."""
 
 
 @dataclass(slots=True)
@@ -47,13 +47,13 @@ class Stats:
     prompt_tokens: int = 0
     output_tokens: int = 0
     failures: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_FAILURES))
-    """The newest failures, each with when it happened and the error's text."""
+    """The newest failures, each with its time and text."""
     first_token: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
     between_tokens: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
 
 
 class _Failed(Exception):
-    """One request's failure."""
+    """The failure of one request."""
 
 
 class Load:
@@ -79,7 +79,11 @@ class Load:
         self.stats = Stats()
 
     async def start(self) -> None:
-        """Read the prompts' tokens from the engine and let the users begin; raises `LoadError`."""
+        """Read the prompts' tokens from the engine and start the users.
+
+        Raises:
+            LoadError: the engine does not answer, or the prompts do not fit its context.
+        """
         text = "\n\n".join(topics[key] for key in sorted(topics))[:CORPUS_CHARACTERS]
         try:
             answer = await self._http.post(f"{self._url}/tokenize", json={"model": self._model, "prompt": text})
@@ -93,20 +97,20 @@ class Load:
         if not 0 < self._prompt_tokens <= longest - longest_answer:
             raise LoadError(
                 f"prompt_tokens: {self._prompt_tokens} and up to {longest_answer} of output do not fit the model's "
-                f"context of {longest}; ask for fewer"
+                f"context of {longest}: use fewer"
             )
         self._began = time.monotonic()
         self.set_users(self._users)
 
     def set_users(self, users: int) -> None:
-        """Let so many users ask from now on; those that are too many finish their request first."""
+        """Change the number of users. Superfluous ones finish their request first."""
         self._users = users
         for index in range(users):
             if index not in self._tasks or self._tasks[index].done():
                 self._tasks[index] = asyncio.create_task(self._user(index))
 
     async def stop(self, patience_seconds: float = 60.0) -> None:
-        """Ask nothing more; requests in flight may finish for so long, and count as failed after that."""
+        """Send no more requests. Those in flight may finish within the patience, and count as failed after it."""
         self._stopping = True
         tasks = [t for t in self._tasks.values() if not t.done()]
         if tasks:
@@ -117,7 +121,7 @@ class Load:
         await self._http.aclose()
 
     def summary(self) -> str:
-        """One line for a person."""
+        """Return one line of figures."""
         s = self.stats
         rate = s.output_tokens / max(time.monotonic() - self._began, 1e-3)
         active = sum(not t.done() for t in self._tasks.values())
@@ -136,7 +140,7 @@ class Load:
                 self._fail(str(error))
                 await asyncio.sleep(PAUSE_AFTER_FAILURE_SECONDS)
             except Exception as error:
-                # Whatever kept the answer away, the user did not get it; a user who went silent would hide that.
+                # Any error counts as a failure: a user task that ended silently would hide it.
                 self._fail(f"{type(error).__name__}: {error}")
                 await asyncio.sleep(PAUSE_AFTER_FAILURE_SECONDS)
             except asyncio.CancelledError:
@@ -148,7 +152,7 @@ class Load:
         self.stats.failures.append(f"after {time.monotonic() - self._began:.1f} s: {text[:300]}")
 
     def _prompt(self) -> list[int]:
-        """The next window of the corpus, which wraps around; an offset comes again only when all have been used."""
+        """Return the next window of the corpus, which wraps around. No offset repeats before all were used."""
         if not self._offsets:
             self._offsets.extend(self._random.sample(range(len(self._corpus)), len(self._corpus)))
         start = self._offsets.popleft()
@@ -156,7 +160,7 @@ class Load:
         return [self._corpus[(start + i) % size] for i in range(self._prompt_tokens)]
 
     async def _request(self) -> None:
-        # Answers of unlike lengths, or all users would start and end together and the cache be empty in between.
+        # Answers differ in length. Otherwise all users would end together and leave the cache empty.
         wanted = self._random.randint(self._output_tokens // 2 + 1, self._output_tokens * 3 // 2)
         body = {
             "model": self._model,
@@ -221,7 +225,7 @@ async def _run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Run the load from a shell; the exit status is 1 when a request failed."""
+    """Run the load from a shell. Return 1 if a request failed."""
     parser = argparse.ArgumentParser(prog="kvpilot_demo.load", description="A closed-loop load on an engine.")
     parser.add_argument("url", help="the Service's address, http://host:port")
     parser.add_argument("model", help="the model's served name")

@@ -1,4 +1,4 @@
-"""What a person sees: the story's steps, the service as `kubectl get` would show it, the load, and what was said."""
+"""Screen of the demo: its steps, the service as `kubectl get` shows it, the load, and notes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEPT_NOTES = 14
 
 @dataclass(slots=True)
 class Facts:
-    """The rows of the live table; None where nothing is known yet."""
+    """Rows of the live table. None means unknown."""
 
     service: dict[str, Any] | None = None
     load: str | None = None
@@ -38,7 +38,7 @@ class _Step:
 
 @dataclass(slots=True)
 class Screen:
-    """Draws the story live on a terminal, or as plain lines where there is none (`plain`)."""
+    """A live screen on a terminal, or plain lines (`plain`)."""
 
     plain: bool
     facts: Facts = field(default_factory=Facts)
@@ -60,7 +60,7 @@ class Screen:
 
     @contextmanager
     def step(self, title: str) -> Iterator[None]:
-        """One step of the story, timed."""
+        """Show a step and its time."""
         step = _Step(title, time.monotonic())
         self._steps.append(step)
         if self.plain:
@@ -76,7 +76,7 @@ class Screen:
                 self._line(f"   {'failed' if step.failed else 'done'} in {step.ended - step.began:.1f} s: {title}")
 
     def note(self, text: str) -> None:
-        """Say something worth reading."""
+        """Print a note."""
         self._notes.append(f"[dim]{self._elapsed():>7}[/dim]  {escape(text)}")
         if self.plain:
             self._line(f"   {text}")
@@ -92,7 +92,7 @@ class Screen:
 
     @contextmanager
     def progress(self) -> Iterator[Any]:
-        """A function (label, fraction 0..1) that draws a bar while something is built or loaded."""
+        """Yield a function (label, fraction 0..1) that draws a progress bar."""
         bars = Progress(
             TextColumn("  {task.description}"),
             BarColumn(40),
@@ -115,7 +115,7 @@ class Screen:
             self._progress = None
 
     def close(self, panels: list[tuple[str, str]]) -> None:
-        """Print the ending that stays on the screen."""
+        """Print the closing panel, which stays on the screen."""
         for title, text in panels:
             if self.plain:
                 self._line(f"-- {title}\n{text}")
@@ -152,7 +152,7 @@ class Screen:
 
 
 def service_row(service: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Columns as `kubectl get qllm` has them, and what is on trial."""
+    """Return the columns of `kubectl get qllm`, and the canary."""
     if service is None:
         return []
     status = service.get("status") or {}

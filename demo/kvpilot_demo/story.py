@@ -1,4 +1,4 @@
-"""The story, step by step; each step ends when what it promises has been seen, or fails with what was seen instead."""
+"""Steps of the demo. A step ends when its promise was observed, or fails with the observation."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ PROMPT_TOKENS = 400
 OUTPUT_TOKENS = 48
 GOOD, BAD = "k4v4", "int4_per_token_head"
 HANGS = 900
-"""Seconds without what a step waits for, which takes at most 90 s on quiet cores."""
+"""Seconds until a step fails. On quiet cores a step takes at most 90 s."""
 
 
 class StoryFailed(Exception):
-    """A step did not come out as promised."""
+    """A step whose promise was not kept."""
 
 
 @dataclass(slots=True)
 class Record:
-    """What the story saw: the figures of the closing panel and of the end-to-end test."""
+    """Observations for the closing panel and the end-to-end test."""
 
     answer: str = ""
     pressure: str = ""
@@ -51,16 +51,16 @@ class Record:
 
     @property
     def capacity_ratio(self) -> float:
-        """Capacity in tokens after over before, as vLLM itself reports both."""
+        """Return the ratio of both capacities in tokens, as vLLM reports them."""
         return self.capacity_after / max(self.capacity_before, 1)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for the test."""
+        """Return everything for the test."""
         return {**asdict(self), "capacity_ratio": self.capacity_ratio}
 
 
 class Story:
-    """Runs in a World and tells a Screen."""
+    """The demo's steps in a World, shown on a Screen."""
 
     def __init__(self, world: World, screen: Screen) -> None:
         self._world = world
@@ -70,7 +70,7 @@ class Story:
         self.record = Record()
 
     async def run(self) -> Record:
-        """All steps in order."""
+        """Run all steps in order."""
         async with asyncio.TaskGroup() as group:
             watcher = group.create_task(self._watch())
             try:
@@ -81,7 +81,7 @@ class Story:
                     await self._step(f"a bad dtype, {BAD}, is caught before it gets traffic", self._catches_a_bad_dtype)
                 else:
                     self._screen.note(
-                        f"left out: a bad dtype, {BAD}, which vLLM serves on x86 with AVX-512 or AMX alone"
+                        f"left out: a bad dtype, {BAD}, which vLLM serves on x86 only with AVX-512 or AMX"
                     )
             finally:
                 watcher.cancel()

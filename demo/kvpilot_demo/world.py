@@ -1,4 +1,4 @@
-"""Everything the story happens in: the control plane, one node, the operator, and what kubectl would tell of them."""
+"""The demo's cluster: control plane, one node and the operator, with the calls that kubectl would make."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Report = Callable[[str, float], None]
 
 
 class World:
-    """One local cluster with the operator; `async with World.up(...)`."""
+    """A local cluster with the operator. Use `async with World.up(...)`."""
 
     def __init__(self, folder: Path, local: LocalCluster, cluster: Cluster) -> None:
         self._folder = folder
@@ -51,23 +51,23 @@ class World:
 
     @property
     def logs(self) -> Path:
-        """Where every process of this world writes."""
+        """Return the folder that every process writes its log to."""
         return self._folder
 
     @property
     def rest(self) -> Rest:
-        """A blocking client for what the operator itself never touches."""
+        """Return a blocking client for calls that the operator never makes."""
         return self._local.rest
 
     @property
     def kubeconfig(self) -> Path:
-        """For kubectl."""
+        """Return the kubeconfig for kubectl."""
         return self._local.kubeconfig
 
     @classmethod
     @contextlib.asynccontextmanager
     async def up(cls, folder: Path, report: Report, table: Path = DEFAULT_TABLE) -> AsyncIterator[World]:
-        """Build what is missing, start everything, and take it all down again at the end; `table` is that of images."""
+        """Build missing parts, start everything, and stop it at the end. `table` lists the images."""
         local = await asyncio.to_thread(LocalCluster, folder, table=table, report=report)
         await asyncio.to_thread(smollm2_135m, report)
         try:
@@ -86,7 +86,7 @@ class World:
             await asyncio.to_thread(local.stop)
 
     def start_operator(self) -> None:
-        """Start the operator as a process of its own, as `pip install` would have it run beside a cluster."""
+        """Start the operator as a process, as it runs after `pip install` beside a cluster."""
         command = [str(Path(sys.executable).parent / "kvpilot-operator"), "--scrape-seconds=2"]
         command += ["--http-host=127.0.0.1", f"--http-port={free_port()}"]
         with (self._folder / "operator.log").open("ab") as log:
@@ -95,60 +95,60 @@ class World:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
-                # Ctrl-C is for the demo, which then ends the operator itself.
+                # Ctrl-C reaches only the demo, which then ends the operator.
                 start_new_session=True,
             )
 
     def kill_operator(self) -> None:
-        """Kill -9: nothing is tidied up."""
+        """Kill the operator with SIGKILL."""
         if self._operator is not None:
             self._operator.kill()
             self._operator.wait()
 
     async def apply_example(self) -> None:
-        """kubectl apply -f examples/smollm2.yaml"""
+        """Apply examples/smollm2.yaml."""
         manifest = {**self.example, "metadata": {**self.example["metadata"], "namespace": NAMESPACE}}
         await self.cluster.create(manifest)
 
     async def patch(self, patch: Object) -> None:
-        """kubectl patch qllm --type=merge"""
+        """Merge a patch into the service."""
         await self.cluster.merge(Ref(API_VERSION, KIND, NAMESPACE, self.name), patch)
 
     async def service(self) -> Object | None:
-        """kubectl get qllm -o json"""
+        """Return the service, or None."""
         return await self.cluster.find(Ref(API_VERSION, KIND, NAMESPACE, self.name))
 
     async def events(self) -> list[Object]:
-        """What the operator has posted about the service."""
+        """Return the Events about the service."""
         found = await self.cluster.list("v1", "Event", NAMESPACE, "")
         return [e for e in found if e["involvedObject"].get("kind") == KIND]
 
     async def service_url(self) -> str:
-        """The Service's own address."""
+        """Return the address of the Service."""
         found = await self.cluster.get(Ref("v1", "Service", NAMESPACE, self.name))
         address: str = found["spec"]["clusterIP"]
         # Only root may listen on port 80: for others the local cluster adds 20000 (docs/localcluster.md).
         return f"http://{address}" if os.geteuid() == 0 else f"http://{address}:20080"
 
     async def pods(self) -> list[Object]:
-        """The service's engine pods."""
+        """Return the service's engine pods."""
         return await self.cluster.list("v1", "Pod", NAMESPACE, f"{SERVICE_LABEL}={self.name}")
 
     async def until_pods(self, count: int, seconds: float) -> None:
-        """Wait until exactly so many pods are left."""
+        """Wait until exactly `count` pods are left."""
         async with asyncio.timeout(seconds):
             while len(await self.pods()) != count:
                 await asyncio.sleep(0.5)
 
     async def canary_has_traffic(self) -> bool:
-        """True where the Service selects the canary's revision, alone or with others."""
+        """Return True if the Service selects the canary's revision, alone or with others."""
         service = await self.service()
         found = await self.cluster.get(Ref("v1", "Service", NAMESPACE, self.name))
         canary = ((service or {}).get("status") or {}).get("canary") or {}
         return found["spec"]["selector"].get(REVISION_LABEL) in (None, canary.get("revision"))
 
     async def preflight_warning(self, dtype: str) -> str:
-        """What kvpilot-serve's preflight said in the log of the pod that runs `dtype`."""
+        """Return the preflight's warning in the log of the pod that runs `dtype`, or the empty string."""
         for pod in await self.pods():
             if pod["metadata"]["labels"].get(DTYPE_LABEL) != dtype:
                 continue
@@ -173,7 +173,7 @@ class World:
 
 
 def run_folder() -> Path:
-    """A new folder for one run's files, beside the cache."""
+    """Make a folder for the files of this run beside the cache."""
     folder = cache_folder() / "runs" / str(os.getpid())
     folder.mkdir(parents=True, exist_ok=True)
     return folder

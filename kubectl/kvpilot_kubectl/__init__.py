@@ -1,1 +1,1 @@
-"""`kubectl kvpilot`: what a person asks of their services, and the few things that they tell them."""
+"""`kubectl kvpilot`: read QuantizedLLMServices, and pause, resume or undeny them."""

@@ -1,4 +1,4 @@
-"""The user's cluster, by the rules of kubectl: --kubeconfig, KUBECONFIG, ~/.kube/config, and their current context.
+"""Client of the user's cluster. It finds the cluster as kubectl does: --kubeconfig, KUBECONFIG, ~/.kube/config.
 
 Every failure is a ToolError of one line with its remedy. This is the only module that talks to a cluster.
 """
@@ -22,12 +22,12 @@ _PAGE = 500
 _CONNECT_SECONDS, _READ_SECONDS = 10, 60
 _MERGE = "application/merge-patch+json"
 _MANAGER = "kubectl-kvpilot"
-"""Whose change it is, in managedFields."""
+"""Field manager of our changes, in managedFields."""
 _SHOWN = 300
 
 
 def contexts(kubeconfig: str | None) -> tuple[dict[str, str], str]:
-    """The default namespace of each context by its name, and which one is current.
+    """Return the default namespace of each context by its name, and the current context.
 
     Raises:
         ToolError: there is no client configuration, or it cannot be read.
@@ -37,7 +37,7 @@ def contexts(kubeconfig: str | None) -> tuple[dict[str, str], str]:
 
 
 class Cluster:
-    """One cluster as the user may see it. `namespace` is where they are unless they say otherwise."""
+    """A cluster with the user's rights. `namespace` is the one that commands use."""
 
     def __init__(self, kubeconfig: str | None = None, context: str | None = None, namespace: str | None = None) -> None:
         known, current = contexts(kubeconfig)
@@ -51,33 +51,33 @@ class Cluster:
         )
         settings.retries = False
         self.server = str(settings.host)
-        # Certificates and a proxy's address are looked at here.
+        # This reads certificates and the address of a proxy.
         api = _configured(lambda: ApiClient(settings))
         api.user_agent = _MANAGER
         self._custom, self._core = CustomObjectsApi(api), CoreV1Api(api)
-        # What fails is said once, below.
+        # `_ask` reports a failure; urllib3 must not report it, too.
         logging.getLogger("urllib3").addHandler(logging.NullHandler())
 
     def services(self, *, everywhere: bool = False) -> Iterator[Json]:
-        """The services of the namespace, or of all of them."""
+        """Yield the services of the namespace, or of all namespaces."""
         where = {} if everywhere else {"namespace": self.namespace}
         ask = self._custom.list_cluster_custom_object if everywhere else self._custom.list_namespaced_custom_object
         for page in self._pages("list", PLURAL, ask, group=GROUP, version=VERSION, plural=PLURAL, **where):
             yield from items(page, "items")
 
     def service(self, name: str) -> Json:
-        """One service; Missing where there is none of this name."""
+        """Return one service. Raise Missing if there is none of this name."""
         about = {"group": GROUP, "version": VERSION, "plural": PLURAL, "namespace": self.namespace, "name": name}
         return self._ask("get", PLURAL, self._custom.get_namespaced_custom_object, **about)
 
     def patch(self, name: str, spec: dict[str, Any]) -> Json:
-        """Merge into a service's spec; the object as it is then."""
+        """Merge into a service's spec, and return the changed object."""
         about = {"group": GROUP, "version": VERSION, "plural": PLURAL, "namespace": self.namespace, "name": name}
         how = {"body": {"spec": spec}, "field_manager": _MANAGER, "_content_type": _MERGE}
         return self._ask("patch", PLURAL, self._custom.patch_namespaced_custom_object, **about, **how)
 
     def events(self, name: str, kind: str = KIND) -> Iterator[Json]:
-        """What is still remembered of the Events of a service, or of another object."""
+        """Yield the Events of a service, or of another object, that the cluster still has."""
         about = {
             "namespace": self.namespace,
             "field_selector": f"involvedObject.kind={kind},involvedObject.name={name}",
@@ -86,17 +86,17 @@ class Cluster:
             yield from items(page, "items")
 
     def pods(self, name: str) -> Iterator[Json]:
-        """The engine pods of a service."""
+        """Yield the engine pods of a service."""
         about = {"namespace": self.namespace, "label_selector": f"{SERVICE_LABEL}={name}"}
         for page in self._pages("list", "pods", self._core.list_namespaced_pod, **about):
             yield from items(page, "items")
 
     def node(self, name: str) -> Json:
-        """One node."""
+        """Return one node."""
         return self._ask("get", "nodes", self._core.read_node, name=name)
 
     def namespaces(self) -> Iterator[str]:
-        """The names of all namespaces."""
+        """Yield the names of all namespaces."""
         for page in self._pages("list", "namespaces", self._core.list_namespace):
             yield from (text(one, "metadata", "name") for one in items(page, "items"))
 
@@ -118,16 +118,16 @@ class Cluster:
             raise self._refusal(error, verb, what, about.get("namespace", ""), about.get("name", "")) from error
         except urllib3.exceptions.HTTPError as error:
             raise ToolError(
-                f"no answer from the API server at {self.server} ({_brief(error)}): see that the cluster runs and "
-                "can be reached from here, or name another one with --context or --kubeconfig"
+                f"no answer from the API server at {self.server} ({_brief(error)}): check that the cluster runs and "
+                "that you can reach it, or name another one with --context or --kubeconfig"
             ) from error
         except ValueError as error:
             raise ToolError(
-                f"{self.server} does not answer as an API server: name another one with --context"
+                f"{self.server} does not answer like an API server: name another one with --context"
             ) from error
 
     def _refusal(self, error: ApiException, verb: str, what: str, namespace: str, name: str) -> ToolError:
-        """What the API server's status code means to a person."""
+        """Return the error that explains the API server's status code."""
         try:
             answer = json.loads(error.body)
         except (TypeError, ValueError):
@@ -139,36 +139,38 @@ class Cluster:
         if error.status == 403:
             resource = f"{PLURAL}.{GROUP}" if what == PLURAL else what
             return Forbidden(
-                f"you may not {verb} {what}{f' in namespace {namespace}' if namespace else ''}: ask for the right, "
-                f"which `kubectl auth can-i {verb} {resource}{where}` checks ({said})"
+                f"you may not {verb} {what}{_in(namespace)}: ask for the permission; "
+                f"`kubectl auth can-i {verb} {resource}{where}` checks it ({said})"
             )
         if error.status == 404 and text(answer, "details", "name"):
-            hint = f"`kubectl kvpilot status{where}` lists those that are there" if what == PLURAL else "it has gone"
-            return Missing(f"there is no {text(answer, 'details', 'name')} among the {what}{_in(namespace)}: {hint}")
+            hint = f"`kubectl kvpilot status{where}` lists all" if what == PLURAL else "it was deleted"
+            return Missing(f"{what} {text(answer, 'details', 'name')!r} not found{_in(namespace)}: {hint}")
         if error.status == 404:
             return ToolError(
-                f"{self.server} does not serve {PLURAL}.{GROUP} {VERSION}: kvpilot is not installed there; install it "
+                f"{self.server} does not serve {PLURAL}.{GROUP} {VERSION}: kvpilot is not installed there. Install it "
                 "(docs/install.md), or name another cluster with --context"
             )
         if error.status in (400, 409, 422):
             return ToolError(f"the API server refuses the change of {name}: {said}")
         if error.status == 0:
-            return ToolError(f"no trust in {self.server}: {said}; see the certificates of the client configuration")
+            return ToolError(
+                f"{self.server} cannot be trusted ({said}): check the certificates in the client configuration"
+            )
         return ToolError(f"the API server at {self.server} answers {error.status} ({said}): try again")
 
 
 def _in(namespace: str) -> str:
-    return f" of namespace {namespace}" if namespace else ""
+    return f" in namespace {namespace}" if namespace else ""
 
 
 def _configured(read: Callable[[], Any]) -> Any:
-    """Run what reads the client configuration; it is a file of the user's, and says what it likes."""
+    """Run `read`, and turn any error into a ToolError: the user's configuration file may hold anything."""
     try:
         return read()
     except Exception as error:
         raise ToolError(
-            f"no cluster is known ({_brief(error)}): set KUBECONFIG, or name a file with --kubeconfig and a context "
-            "of it with --context"
+            f"no cluster is configured ({_brief(error)}): set KUBECONFIG, or name a file with --kubeconfig and one of "
+            "its contexts with --context"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What a person tells a service, each by a field of its spec: spec.rollout.paused, and spec.rollout.denySeconds."""
+"""Changes of a service's spec: spec.rollout.paused and spec.rollout.denySeconds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvpilot_kubectl.service import Service, read
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What was changed, in words and for programs."""
+    """A change, as text and as a JSON document."""
 
     said: str
     document: dict[str, Any]
 
 
 def pause(cluster: Cluster, name: str, *, paused: bool) -> Done:
-    """Set spec.rollout.paused; nothing is written where it says so already."""
+    """Set spec.rollout.paused. Write nothing if it has that value already."""
     before = read(cluster.service(name))
     if before.paused != paused:
         after = read(cluster.patch(name, {"rollout": {"paused": paused}}))
@@ -31,9 +31,9 @@ def pause(cluster: Cluster, name: str, *, paused: bool) -> Done:
     word = "paused" if paused else "not paused"
     already = "" if before.paused != paused else " already"
     meaning = (
-        "no canary is started, and a running one is neither promoted nor rolled back; serving and scaling go on"
+        "no canary starts, and a running one is neither promoted nor rolled back; serving and scaling continue"
         if paused
-        else "changes go on where they stopped"
+        else "changes continue where they stopped"
     )
     return Done(
         f"{_name(before)} is {word}{already}: {meaning}",
@@ -42,17 +42,17 @@ def pause(cluster: Cluster, name: str, *, paused: bool) -> Done:
 
 
 def undeny(cluster: Cluster, name: str, dtype: str | None, now: datetime) -> Done:
-    """Set spec.rollout.denySeconds to 0, while which no denial counts.
+    """Set spec.rollout.denySeconds to 0. No denial counts while it is 0.
 
     Raises:
-        ToolError: the dtype is not denied, or others are too: the API lifts all of them at once.
+        ToolError: the dtype is not denied, or others are denied, too. The API lifts all denials at once.
     """
     before = read(cluster.service(name))
     standing = before.standing(now)
     denied = sorted({one.dtype for one in standing})
     if dtype is not None:
         _only(before, dtype, denied)
-    lifted = [f"{one.dtype} ({one.reason}, until {stamp(one.until) or 'no known time'})" for one in standing]
+    lifted = [f"{one.dtype} ({one.reason}, until {stamp(one.until) or 'an unknown time'})" for one in standing]
     changed = bool(standing) and before.deny_seconds != 0
     if changed:
         _kept(read(cluster.patch(name, {"rollout": {"denySeconds": 0}})).deny_seconds == 0, "spec.rollout.denySeconds")
@@ -66,12 +66,12 @@ def undeny(cluster: Cluster, name: str, dtype: str | None, now: datetime) -> Don
     if not standing:
         return Done(f"{_name(before)}: no dtype is denied", document)
     if not changed:
-        return Done(f"{_name(before)}: spec.rollout.denySeconds is 0 already, so no denial counts", document)
-    held = "\nthe service is paused: no canary starts before `kubectl kvpilot resume`" if before.paused else ""
+        return Done(f"{_name(before)}: spec.rollout.denySeconds is already 0, so no denial counts", document)
+    held = "\nThe service is paused: no canary starts before `kubectl kvpilot resume`." if before.paused else ""
     return Done(
         f"{_name(before)}: no longer denied: {', '.join(lifted)}\n"
-        f"spec.rollout.denySeconds is 0 (was {before.deny_seconds}): while it is, no denial counts and none is made. "
-        f"Set it back after the trial; the denial of a dtype that has passed is gone by then, any other counts again:\n"
+        f"spec.rollout.denySeconds is 0 (was {before.deny_seconds}). While it is 0, no denial counts and none is "
+        f"added. Set it back after the trial. A dtype that passed is then no longer denied; the others are:\n"
         f"  {_back(before)}{held}",
         document,
     )
@@ -84,14 +84,17 @@ def _only(service: Service, dtype: str, denied: list[str]) -> None:
     if others:
         raise ToolError(
             f"{_name(service)}: {', '.join(others)} {'is' if len(others) == 1 else 'are'} denied, too, and denials are "
-            "lifted together: leave DTYPE out to lift all, or first take out of spec.kvCache.ladder what must stay"
+            "lifted together. Leave DTYPE out to lift all, or first remove from spec.kvCache.ladder the dtypes that "
+            "must not be tried"
         )
 
 
 def _kept(there: bool, field: str) -> None:
-    """A server whose CRD does not know a field drops it without a word."""
+    """Raise ToolError unless the field was stored. A server drops fields that its CRD does not know."""
     if not there:
-        raise ToolError(f"the server dropped {field}: its CRD is older than this tool; update it (docs/install.md)")
+        raise ToolError(
+            f"the server dropped {field}, because its CRD is older than this tool: update the CRD (docs/install.md)"
+        )
 
 
 def _back(service: Service) -> str:

@@ -1,6 +1,6 @@
-"""`kubectl kvpilot COMMAND`: what services do and why, and the few things to tell them. See docs/kubectl.md.
+"""Show what QuantizedLLMServices do and why, and pause, resume or undeny them. See docs/kubectl.md.
 
-Exit codes: 0 done, 1 not found or refused, 2 a wrong argument, 130 interrupted.
+Exit codes: 0 done, 1 not found or refused, 2 wrong argument, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, NoReturn
 
 from kvpilot_kubectl.errors import DONE, ToolError, UsageError
@@ -20,17 +21,19 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """A parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message.removeprefix('argument ')} (`{self.prog} --help` explains)")
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands with their options; every option may stand before the command, too."""
+    """Return the parser of all commands. Common options may also stand before the command."""
     common = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
-    common.add_argument("-n", "--namespace", type=_name, metavar="NAME", help="default: the context's own")
-    common.add_argument("--context", metavar="NAME", help="of the client configuration (default: the current one)")
+    common.add_argument("-n", "--namespace", type=_name, metavar="NAME", help="namespace (default: the context's)")
+    common.add_argument(
+        "--context", metavar="NAME", help="context of the client configuration (default: the current one)"
+    )
     common.add_argument(
         "--kubeconfig", metavar="FILE", help="client configuration (default: KUBECONFIG, ~/.kube/config)"
     )
@@ -56,21 +59,25 @@ def parser() -> argparse.ArgumentParser:
         )
         return made
 
-    status = command("status", _status, "one line for each service, or all that is known of one", any_service=True)
-    status.add_argument("-A", "--all-namespaces", action="store_true", help="services of every namespace")
-    command("why", _why, "what was decided and why, oldest first, with the figures that decided")
-    plan = command("plan", _plan, "what `kvpilot plan` says of the service's model on its GPU")
-    plan.add_argument("--gpu", metavar="NAME", help="instead of the GPU of its nodes; `kvpilot plan --list` has names")
-    plan.add_argument("--model", metavar="MODEL", help="a name that --list shows or a folder with a config.json")
-    command("pause", _pause, "start no canary, and leave a running one where it is (spec.rollout.paused: true)")
-    command("resume", _resume, "go on (spec.rollout.paused: false)")
-    undeny = command("undeny", _undeny, "let denied dtypes be tried again (spec.rollout.denySeconds: 0)")
-    undeny.add_argument("dtype", metavar="DTYPE", nargs="?", help="refuse unless this dtype alone is denied")
+    status = command("status", _status, "show one line for each service, or all about one", any_service=True)
+    status.add_argument("-A", "--all-namespaces", action="store_true", help="show services of all namespaces")
+    command("why", _why, "show each decision with its reason and figures, oldest first")
+    plan = command("plan", _plan, "run `kvpilot plan` for the service's model on its GPU")
+    plan.add_argument(
+        "--gpu", metavar="NAME", help="plan for this GPU instead of its nodes' GPU; `kvpilot plan --list` shows names"
+    )
+    plan.add_argument(
+        "--model", metavar="MODEL", help="a model that `kvpilot plan --list` shows, or a folder with a config.json"
+    )
+    command("pause", _pause, "start no canary, and hold a running one (spec.rollout.paused: true)")
+    command("resume", partial(_pause, paused=False), "continue after a pause (spec.rollout.paused: false)")
+    undeny = command("undeny", _undeny, "allow denied dtypes to be tried again (spec.rollout.denySeconds: 0)")
+    undeny.add_argument("dtype", metavar="DTYPE", nargs="?", help="do it only if this is the only denied dtype")
     return whole
 
 
 def cluster(options: argparse.Namespace) -> Any:
-    """The cluster that the options name."""
+    """Return the cluster that the options name."""
     from kvpilot_kubectl.api import Cluster
 
     return Cluster(
@@ -82,7 +89,7 @@ def _status(options: argparse.Namespace) -> int:
     from kvpilot_kubectl import pods, service, show
 
     if options.service is not None and options.all_namespaces:
-        raise UsageError("-A/--all-namespaces shows every service: leave SERVICE out, or name its namespace with -n")
+        raise UsageError("-A/--all-namespaces lists all services: leave SERVICE out, or name its namespace with -n")
     where = cluster(options)
     if options.service is not None:
         found = service.read(where.service(options.service))
@@ -101,12 +108,12 @@ def _status(options: argparse.Namespace) -> int:
         show.display([show.listed(services, everywhere=options.all_namespaces)], fold=False)
     else:
         place = "in any namespace" if options.all_namespaces else f"in namespace {where.namespace}"
-        print(f"there are no services {place}", file=sys.stderr)
+        print(f"no services found {place}", file=sys.stderr)
     return DONE
 
 
 def _stuck(where: Any, name: str) -> tuple[list[Any], list[str]]:
-    """What is warned of engine pods that do not answer; the status is told without it where the user may not see it."""
+    """Return warnings about engine pods that do not answer, and a note if the user may not read them."""
     from kvpilot_kubectl import pods
 
     found: list[Any] = []
@@ -114,7 +121,7 @@ def _stuck(where: Any, name: str) -> tuple[list[Any], list[str]]:
         for pod in pods.unready(where.pods(name))[: pods.SHOWN]:
             found += pods.warned(pod, where.events(pod["metadata"]["name"], "Pod"))
     except ToolError as error:
-        return found, [f"without pods: {error}"]
+        return found, [f"pods are left out: {error}"]
     return found, []
 
 
@@ -126,8 +133,8 @@ def _why(options: argparse.Namespace) -> int:
     try:
         events = list(where.events(options.service))
     except ToolError as error:
-        # The journal in the status has every decision; Events only say more.
-        events, notes = [], [f"without Events: {error}"]
+        # The journal in the status has every decision; Events only add detail.
+        events, notes = [], [f"Events are left out: {error}"]
     found = journal.entries(obj, events)
     if _json(options):
         for note in notes:
@@ -143,15 +150,7 @@ def _plan(options: argparse.Namespace) -> int:
     return plan.show(cluster(options), options.service, gpu=options.gpu, model=options.model, as_json=_json(options))
 
 
-def _pause(options: argparse.Namespace) -> int:
-    return _change(options, paused=True)
-
-
-def _resume(options: argparse.Namespace) -> int:
-    return _change(options, paused=False)
-
-
-def _change(options: argparse.Namespace, *, paused: bool) -> int:
+def _pause(options: argparse.Namespace, *, paused: bool = True) -> int:
     from kvpilot_kubectl import changes
 
     done = changes.pause(cluster(options), options.service, paused=paused)
@@ -180,7 +179,5 @@ def _say(text: str) -> int:
 
 def _name(text: str) -> str:
     if _NAME.fullmatch(text) is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no name of an object: use lower-case letters, digits, '-' and '.'"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid name: use lower-case letters, digits, '-' and '.'")
     return text

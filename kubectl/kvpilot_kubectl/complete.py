@@ -1,7 +1,7 @@
-"""Completion: commands, options, and the names that the cluster knows.
+"""Shell completion of commands, options and names from the cluster.
 
-kubectl (1.26 and newer) runs `kubectl_complete-kvpilot WORD... LAST` for completion of `kubectl kvpilot`; shells that
-are set up with argcomplete's register-python-argcomplete complete `kubectl-kvpilot` by itself.
+kubectl 1.26 and newer runs `kubectl_complete-kvpilot WORD... LAST` to complete `kubectl kvpilot`. Shells with
+argcomplete's register-python-argcomplete complete `kubectl-kvpilot` by itself.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from argcomplete.finders import CompletionFinder
 from kvpilot_kubectl.commands import cluster, parser
 from kvpilot_kubectl.errors import ToolError
 
-# What kubectl reads in the last line (cobra's ShellCompDirective): nothing special, and no file names.
+# kubectl reads a directive in the last line (cobra's ShellCompDirective): complete file names, or do not.
 _FILES, _NO_FILES = ":0", ":4"
 _PROGRAM = "kubectl-kvpilot"
 
 
 def main() -> int:
-    """Print what may stand in place of the last argument, a line each, and kubectl's directive."""
+    """Print the candidates for the last argument, one a line, and kubectl's directive."""
     words = sys.argv[1:] or [""]
     for one in candidates(words):
         print(one)
@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def candidates(words: list[str]) -> list[str]:
-    """What the last word may become."""
+    """Return the candidates for the last word."""
     if _wants_file(words):
         return []
     line = f"{shlex.join([_PROGRAM, *words[:-1]])} {words[-1]}"
@@ -57,19 +57,19 @@ def candidates(words: list[str]) -> list[str]:
 
 
 def in_shell() -> None:
-    """Answer a shell that asks by argcomplete's protocol, and end the process."""
+    """Answer a shell that uses argcomplete's protocol, and end the process."""
     argcomplete.autocomplete(_parser(), always_complete_options=False)
 
 
 class _Finder(CompletionFinder):
-    """Within a process of ours: file descriptor 9, which a shell sets up for debugging, is something else here."""
+    """A finder that leaves file descriptor 9 alone: only a shell sets it up for debugging."""
 
     def _init_debug_stream(self) -> None:
         pass
 
 
 def _stay(_: int = 0) -> None:
-    """In place of ending the process."""
+    """Replace the exit of the process."""
 
 
 def _wants_file(words: list[str]) -> bool:
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parts(whole: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """A parser and those of its commands."""
+    """Yield a parser and the parsers of its commands."""
     yield whole
     for action in whole._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -94,7 +94,7 @@ def parts(whole: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
 
 
 def _known(ask: Callable[[argparse.Namespace], Iterable[str]]) -> Callable[..., list[str]]:
-    """A completer of argcomplete's; a cluster that does not answer completes nothing."""
+    """Return a completer for argcomplete. It completes nothing if the cluster does not answer."""
 
     def complete(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
         try:

@@ -1,4 +1,4 @@
-"""What ends a command: one line with the remedy, and the exit code."""
+"""Errors that end a command, with one line for the user and an exit code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ DONE, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 class ToolError(Exception):
-    """An object that is not there, or a request that is refused. The message says what to do, and may quote others."""
+    """A missing object or a refused request. The message names the remedy and may quote the server."""
 
     code = REFUSED
 
@@ -17,14 +17,14 @@ class ToolError(Exception):
 
 
 class UsageError(ToolError):
-    """A wrong argument: its name, its value and the remedy."""
+    """A wrong argument, with its name, its value and the remedy."""
 
     code = USAGE
 
 
 class Missing(ToolError):
-    """The API server has no object of that name."""
+    """An object that the API server does not have."""
 
 
 class Forbidden(ToolError):
-    """The user may not do this."""
+    """A request that the user has no permission for."""

@@ -1,4 +1,4 @@
-"""What happened to a service and why: the journal of its status, and the Events that say more. Pure."""
+"""Timeline of a service: the journal in its status, and the Events that add to it. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BEGINNING = datetime.min.replace(tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that was weighed; `gpus` and `itl_change` (percent) are relative to then, the rest is what it leads to."""
+    """A step that was weighed. `gpus` and `itl_change` (percent) are changes, the other fields results of the step."""
 
     action: str
     dtype: str
@@ -31,7 +31,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A decision, or an Event, which has no steps; `move` is such as "auto -> k4v4"."""
+    """A decision, or an Event without steps. `move` is for example "auto -> k4v4"."""
 
     time: datetime | None
     action: str
@@ -45,15 +45,15 @@ class Entry:
 
 
 def entries(obj: Json, events: Iterable[Json]) -> tuple[Entry, ...]:
-    """The decisions in a service's status and its Events in one order, oldest first.
+    """Return the decisions in a service's status and its Events together, oldest first.
 
-    An Event that says what a decision says is left out; one of an earlier service of the same name, too.
+    Events that repeat a decision, or belong to an earlier service of the same name, are left out.
     """
     uid = text(obj, "metadata", "uid")
     decided = [_decision(one) for one in items(obj, "status", "decisions")]
     said = {one.message for one in decided}
     told = [_event(one) for one in events if text(one, "involvedObject", "uid") == uid]
-    # The newest decision comes first in the status: of several at one time it stays the last one.
+    # The status has the newest decision first. Reversing keeps the order of decisions with equal times.
     together = [*reversed(decided), *(one for one in told if one.message not in said)]
     return tuple(sorted(together, key=lambda one: one.time or _BEGINNING))
 
@@ -100,7 +100,7 @@ def _event(one: Json) -> Entry:
 
 
 def document(obj: Json, found: Iterable[Entry]) -> dict[str, Any]:
-    """The timeline for programs; what was measured is as it stands in the status."""
+    """Return the timeline as a JSON document, with the last probe as the status has it."""
     return {
         "namespace": text(obj, "metadata", "namespace"),
         "name": text(obj, "metadata", "name"),

@@ -1,4 +1,4 @@
-"""The entry point `kubectl-kvpilot`, which kubectl runs for `kubectl kvpilot`."""
+"""Entry point `kubectl-kvpilot`, which kubectl runs for `kubectl kvpilot`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvpilot_kubectl.errors import INTERRUPTED, REFUSED, ToolError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command and return the exit code."""
     if "_ARGCOMPLETE" in os.environ:
         from kvpilot_kubectl import complete
 
         complete.in_shell()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Messages hold any character, and the user's terminal may not.
+        # Messages may hold characters that the user's terminal cannot show.
         sys.stdout.reconfigure(errors="replace")
     try:
         options = parser().parse_args(argv)
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROG}: {error.name} is not installed: install kvpilot with its extra `kubectl`", file=sys.stderr)
         return REFUSED
     except BrokenPipeError:
-        # Whoever read has seen enough; nothing more is written at the end of the process either.
+        # The reader has closed the pipe. Python must not write to it at exit, either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return REFUSED
     except KeyboardInterrupt:

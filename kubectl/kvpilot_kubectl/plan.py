@@ -1,4 +1,4 @@
-"""`kubectl kvpilot plan SERVICE`: what `kvpilot plan` says of the service's own model, on the GPU that it runs on."""
+"""`kubectl kvpilot plan SERVICE`: run `kvpilot plan` for the service's model on its GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NO_GPU = ("cpu", "unlabelled-")
 
 
 def show(cluster: Cluster, name: str, *, gpu: str | None, model: str | None, as_json: bool) -> int:
-    """Print the plan; where it cannot be made, `kvpilot plan` has said why on stderr."""
+    """Print the plan. If there is none, `kvpilot plan` has printed the reason to stderr."""
     obj = cluster.service(name)
     argv = arguments(obj, gpu or gpu_of(cluster, obj), model)
     if as_json:
@@ -27,22 +27,22 @@ def show(cluster: Cluster, name: str, *, gpu: str | None, model: str | None, as_
 
 
 def arguments(obj: Json, gpu: str, model: str | None = None) -> list[str]:
-    """The arguments of `kvpilot plan` that say what the service's spec says; what it leaves out has plan's defaults.
+    """Translate the service's spec into arguments of `kvpilot plan`. Missing fields keep plan's defaults.
 
     Raises:
-        ToolError: the spec does not tell which model it is, or a replica is spread over nodes.
+        ToolError: the spec does not name the model, or a replica spans several nodes.
     """
     spec = at(obj, "spec")
     if (nodes := whole(spec, "engine", "nodes")) is not None and nodes > 1:
         raise ToolError(
-            f"spec.engine.nodes is {nodes}, and a plan is of replicas on one node: what several nodes hold is told by "
-            "engines that run there (status.kvCache.capacityTokens)"
+            f"spec.engine.nodes is {nodes}, but a plan is for replicas on one node: read the capacity of "
+            "running engines in status.kvCache.capacityTokens"
         )
     source = text(spec, "model", "source")
     if model is None and (not source.startswith(_HUB) or source.startswith(f"{_HUB}-") or source == _HUB):
         raise ToolError(
-            f"spec.model.source {source!r} does not tell which model it is: name it, or a folder with its config.json, "
-            "with --model"
+            f"spec.model.source {source!r} does not name a published model: name one, or a folder with its "
+            "config.json, with --model"
         )
     argv = [source.removeprefix(_HUB) if model is None else model, f"--gpu={gpu}"]
     if (gpus := whole(spec, "engine", "tensorParallelSize")) is not None:
@@ -62,22 +62,22 @@ def arguments(obj: Json, gpu: str, model: str | None = None) -> list[str]:
 
 
 def gpu_of(cluster: Cluster, obj: Json) -> str:
-    """The GPU that the service runs on: by its pods' nodes, else what its spec selects, else what its last trials had.
+    """Return the GPU of the service: of its pods' nodes, else the one that its spec selects, else of its last trial.
 
     Raises:
-        ToolError: nothing says which, or there are several.
+        ToolError: no source names a GPU, or one names several.
     """
     for found in (_by_nodes(cluster, text(obj, "metadata", "name")), _selected(obj), _tried(obj)):
         known = sorted({one for one in found if one and not one.startswith(_NO_GPU)})
         if len(known) > 1:
-            raise ToolError(f"the service has GPUs of several kinds, {' and '.join(known)}: name one with --gpu")
+            raise ToolError(f"the service has several kinds of GPU ({' and '.join(known)}): name one with --gpu")
         if known:
             return known[0]
-    raise ToolError("no node, nodeSelector or trial says which GPU the service has: name one, such as --gpu H100-80GB")
+    raise ToolError("no node, nodeSelector or trial names the service's GPU: name it, for example --gpu H100-80GB")
 
 
 def _by_nodes(cluster: Cluster, name: str) -> Iterator[str]:
-    """Nodes are objects of the whole cluster, which few users may read."""
+    """Yield the GPUs of the pods' nodes, or nothing: few users may read nodes."""
     try:
         for node in {text(pod, "spec", "nodeName") for pod in cluster.pods(name)} - {""}:
             found = cluster.node(node)
@@ -98,5 +98,5 @@ def _selected(obj: Json) -> Iterator[str]:
 
 
 def _tried(obj: Json) -> Iterator[str]:
-    """Of the newest trial alone: before, the service may have had others."""
+    """Yield the GPU of the newest trial. Earlier trials may have had others."""
     yield from (text(one, "gpu") for one in list(items(obj, "status", "history"))[:1])

@@ -1,4 +1,4 @@
-"""Engine pods that do not answer, and what their kubelet or the scheduler last warned of: from any JSON. Pure."""
+"""Engine pods that do not answer, and the last warnings about them by kubelet or scheduler. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole
 
 SHOWN = 5
-"""Pods whose Events are asked for: more of one service have the same ones."""
+"""Largest number of pods whose Events are read: the other pods of a service mostly have the same ones."""
 _WARNINGS = 3
 _BEGINNING = datetime.min.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """A Warning about a pod, the newest of its words; without any, what its first waiting container waits for."""
+    """The newest Warning of its text about a pod, or the reason why its first waiting container waits."""
 
     pod: str
     node: str
@@ -28,20 +28,20 @@ class Warned:
 
 
 def unready(pods: Iterable[Json]) -> tuple[Json, ...]:
-    """Those whose engines do not answer and that are neither over (evicted) nor on their way out, by name."""
+    """Return the pods whose engines do not answer, by name, without those that ended or are being deleted."""
     there = (one for one in pods if text(one, "status", "phase") not in ("Failed", "Succeeded"))
     found = [one for one in there if not _answers(one) and not text(one, "metadata", "deletionTimestamp")]
     return tuple(sorted(found, key=lambda one: text(one, "metadata", "name")))
 
 
 def _answers(pod: Json) -> bool:
-    """A canary answers its probes before it is Ready."""
+    """Return True if the engine answers: a canary does so before it is Ready."""
     told = [(text(one, "type"), text(one, "status")) for one in items(pod, "status", "conditions")]
     return ("ContainersReady", "True") in told or ("Ready", "True") in told
 
 
 def warned(pod: Json, events: Iterable[Json]) -> tuple[Warned, ...]:
-    """What is to be known of one such pod, newest first; Events of an earlier pod of its name are left out."""
+    """Return the warnings about a pod, newest first, without Events of an earlier pod of its name."""
     name, node, uid = text(pod, "metadata", "name"), text(pod, "spec", "nodeName"), text(pod, "metadata", "uid")
     newest: dict[tuple[str, str], Warned] = {}
     for one in events:
@@ -69,7 +69,7 @@ def _waits(pod: Json) -> tuple[str, str]:
 
 
 def document(found: Iterable[Warned]) -> list[dict[str, Any]]:
-    """The same for programs."""
+    """Return the warnings as JSON documents."""
     return [
         {
             "pod": one.pod,

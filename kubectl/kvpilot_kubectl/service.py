@@ -1,4 +1,4 @@
-"""One QuantizedLLMService as a person reads it: from the object's JSON, whoever wrote its status. Pure."""
+"""A QuantizedLLMService for people, read from the object's JSON. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpilot_operator.api.words import ConditionType, Reason, WorkloadKind
 DENY_SECONDS = 604_800
 """The default of spec.rollout.denySeconds, for an object that has none."""
 
-# What a calm service has; of any other condition nothing is known here.
+# The statuses of a service that needs no attention. Conditions that are not listed never ask for it.
 _CALM: dict[str, tuple[str, ...]] = {
     ConditionType.READY: ("True",),
     ConditionType.SERVING: ("True",),
@@ -33,12 +33,12 @@ _CALM: dict[str, tuple[str, ...]] = {
 }
 
 
-# Somebody has to look, whatever the status of the condition.
+# Reasons that need attention, whatever the status of the condition.
 _TOLD_BY_REASON = (
     (ConditionType.METRICS_AVAILABLE, WorkloadKind.ENGINES_STALLED),
     (ConditionType.MEMORY_PRESSURED, WorkloadKind.IMBALANCED),
 )
-# What keeps the pods of a canary from coming; it may last until the deadline.
+# Reasons that keep the pods of a canary from starting. They may last until the deadline.
 _HELD_UP = (
     Reason.UNSCHEDULABLE, Reason.CLAIM_NOT_BOUND, Reason.IMAGE_UNAVAILABLE, Reason.SECRET_MISSING,
     Reason.CONFIG_MAP_MISSING, "CreateContainerConfigError", "CreateContainerError", "CrashLoopBackOff",
@@ -47,7 +47,7 @@ _HELD_UP = (
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One of status.conditions."""
+    """An entry of status.conditions."""
 
     type: str
     status: str
@@ -58,7 +58,7 @@ class Condition:
 
     @property
     def calm(self) -> bool:
-        """Whether nobody needs to look; a type that is not known here is calm."""
+        """Return True if the condition needs no attention. Unknown types do not."""
         if self.type == ConditionType.PROGRESSING:  # an operator before Serving said that it is False when all is done
             return self.status == "True" or self.reason == Reason.SETTLED
         if self.type == ConditionType.SERVING and self.reason == Reason.SCALED_TO_ZERO:
@@ -78,12 +78,11 @@ class Denied:
     reason: str
     message: str
     until: datetime | None
-    gpu: str
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A canary in flight, or how the last one ended; changes are in percent of the stable side."""
+    """A running canary, or the end of the last one. Changes are in percent of the stable side."""
 
     dtype: str
     from_dtype: str
@@ -104,7 +103,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How far the claim for weights is filled."""
+    """Progress of the download to the claim of weights."""
 
     phase: str
     claim: str
@@ -114,11 +113,10 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What is known of one service; None or empty is what no operator has said."""
+    """One service. A value that no operator has written is None or empty."""
 
     namespace: str
     name: str
-    uid: str
     mode: str
     paused: bool
     deny_seconds: int
@@ -141,34 +139,33 @@ class Service:
     conditions: tuple[Condition, ...]
 
     def condition(self, kind: str) -> Condition | None:
-        """The condition of that type."""
+        """Return the condition of that type, or None."""
         return next((one for one in self.conditions if one.type == kind), None)
 
     @property
     def load(self) -> str:
-        """What binds the engines, as the operator found it."""
+        """Return the operator's judgement of what binds the engines."""
         found = self.condition(ConditionType.MEMORY_PRESSURED)
         return found.reason if found is not None else ""
 
     @property
     def behind(self) -> bool:
-        """Whether the conditions are of an older spec than the newest."""
+        """Return True if the conditions are about an older spec than the newest."""
         seen = [one.generation for one in self.conditions if one.generation is not None]
         return self.generation is not None and bool(seen) and max(seen) < self.generation
 
     def standing(self, now: datetime) -> tuple[Denied, ...]:
-        """The denials that have not run out; what has no readable end has not."""
+        """Return the denials that still hold. One without a readable end holds."""
         return tuple(one for one in self.denied if one.until is None or one.until > now)
 
 
 def read(obj: Json) -> Service:
-    """Read the object, as the API server gave it."""
+    """Read an object from the API server."""
     spec, status = at(obj, "spec"), at(obj, "status")
     deny = whole(spec, "rollout", "denySeconds")
     return Service(
         namespace=text(obj, "metadata", "namespace"),
         name=text(obj, "metadata", "name"),
-        uid=text(obj, "metadata", "uid"),
         mode=text(spec, "kvCache", "mode"),
         paused=at(spec, "rollout", "paused") is True,
         deny_seconds=DENY_SECONDS if deny is None else deny,
@@ -188,9 +185,7 @@ def read(obj: Json) -> Service:
         canary=_trial(at(status, "canary")),
         last_canary=_trial(at(status, "lastCanary")),
         denied=tuple(
-            Denied(
-                text(one, "dtype"), text(one, "reason"), text(one, "message"), moment(one, "until"), text(one, "gpu")
-            )
+            Denied(text(one, "dtype"), text(one, "reason"), text(one, "message"), moment(one, "until"))
             for one in items(status, "kvCache", "denied")
         ),
         conditions=tuple(
@@ -237,7 +232,7 @@ def _trial(value: Json) -> Trial | None:
 
 
 def document(service: Service) -> dict[str, Any]:
-    """The same for programs: stable keys, units in their names, null for what is not known."""
+    """Return the service as a JSON document with stable keys. Units are in the keys; unknown values are null."""
     return {
         "namespace": service.namespace,
         "name": service.name,
@@ -256,7 +251,7 @@ def document(service: Service) -> dict[str, Any]:
         "retention": service.retention or None,
         "load": service.load or None,
         "upToDate": service.written and not service.behind,
-        "canary": None if service.canary is None else trial_document(service.canary),
+        "canary": None if service.canary is None else _trial_document(service.canary),
         "denied": [
             {"dtype": one.dtype, "reason": one.reason, "until": stamp(one.until) or None, "message": one.message}
             for one in service.denied
@@ -283,8 +278,8 @@ def _weights_document(weights: Weights) -> dict[str, Any]:
     }
 
 
-def trial_document(trial: Trial) -> dict[str, Any]:
-    """A trial for programs."""
+def _trial_document(trial: Trial) -> dict[str, Any]:
+    """Return a trial as a JSON document."""
     return {
         "dtype": trial.dtype,
         "fromDtype": trial.from_dtype,

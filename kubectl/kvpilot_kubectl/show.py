@@ -1,4 +1,4 @@
-"""What a person reads, as rich renders it: in colour on a terminal, in plain lines of any length elsewhere."""
+"""Output for people by rich: in colour on a terminal, in plain lines of any length elsewhere."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _UNBOUNDED = 100_000
 _NARROWEST = 100
 _TRAILING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$", re.MULTILINE)
 _NONE = "-"
-# What stands in a status is text, and no markup of ours.
+# Text of a status must not be read as markup.
 _PLAIN: Final[dict[str, Any]] = {"markup": False, "emoji": False, "highlight": False}
 
 
 def display(parts: Iterable[RenderableType], *, fold: bool = True) -> None:
-    """Print to stdout. Colours are for terminals, and NO_COLOR is heeded."""
+    """Print to stdout, in colour on a terminal unless NO_COLOR is set."""
     sys.stdout.write(rendered(parts, Console(**_PLAIN), fold=fold))
 
 
 def rendered(parts: Iterable[RenderableType], console: Console, *, fold: bool = True) -> str:
-    """What `display` prints on this console: lines are folded on terminals alone, and there where `fold` is set."""
+    """Return the text that `display` prints. Lines are folded only on a terminal, and only if `fold` is set."""
     width = max(console.width, _NARROWEST) if console.is_terminal and fold else _UNBOUNDED
     own = copy.copy(console) if console.is_terminal else Console(**_PLAIN, color_system=None, force_terminal=False)
     own.width = width
@@ -47,7 +47,7 @@ def rendered(parts: Iterable[RenderableType], console: Console, *, fold: bool = 
 
 
 def listed(services: Sequence[Service], *, everywhere: bool) -> RenderableType:
-    """A line for each service, and what of its conditions somebody should look at."""
+    """Return a table with a line for each service and the conditions that need attention."""
     head = [
         "NAME",
         "READY",
@@ -85,7 +85,7 @@ def listed(services: Sequence[Service], *, everywhere: bool) -> RenderableType:
 def detailed(
     service: Service, now: datetime, stuck: Sequence[Warned] = (), notes: Sequence[str] = ()
 ) -> list[RenderableType]:
-    """All of one service, and what is warned of its pods that do not answer."""
+    """Return everything about one service, and the warnings about pods that do not answer."""
     facts = _table(())
     rows = [
         ("dtype", _joined(service.dtype or _NONE, _wanted(service))),
@@ -123,7 +123,7 @@ def detailed(
 
 
 def timeline(service: Service, entries: Sequence[Entry], now: datetime, notes: Sequence[str]) -> list[RenderableType]:
-    """The journal, oldest first, each decision with its figures; then the trial, the answers and what is denied."""
+    """Return the journal, oldest first, with the figures of each decision; then trials, denials and notes."""
     head = f"{service.namespace}/{service.name}: {service.dtype or 'nothing'} serves"
     shown: list[RenderableType] = [Text(head, _BOLD)]
     if note := unread(service):
@@ -138,7 +138,7 @@ def timeline(service: Service, entries: Sequence[Entry], now: datetime, notes: S
         if entry.steps:
             shown.append(Padding(_weighed(entry), (0, 0, 0, 4)))
     if not entries:
-        shown += ["", "no decision has been written down yet"]
+        shown += ["", "no decision has been recorded yet"]
     closing = [
         f"{'trial' if one is service.canary else 'last trial'}: {_figures(one)}"
         for one in (service.canary, service.last_canary)
@@ -153,27 +153,27 @@ def timeline(service: Service, entries: Sequence[Entry], now: datetime, notes: S
 
 
 def replicas(service: Service) -> str:
-    """How many answer, of how many."""
+    """Return the number of answering replicas of all."""
     return f"{_number(service.ready, '0' if service.replicas is not None else _NONE)}/{_number(service.replicas)}"
 
 
 def mode(service: Service) -> str:
-    """Who chooses the dtype, and whether changes are held."""
+    """Return the mode, and "paused" if changes are held."""
     return _joined(service.mode or _NONE, "paused" if service.paused else "")
 
 
 def trial(canary: Trial) -> str:
-    """A canary in a few words."""
+    """Return a canary in a few words."""
     share = f" {canary.weight}%" if canary.weight is not None else ""
     return f"{canary.dtype or _NONE} {canary.stage or 'Unknown'}{share}"
 
 
 def unread(service: Service) -> str:
-    """What is to be known where the status is not of the newest spec."""
+    """Return a warning if the status is missing or about an older spec, else the empty string."""
     if not service.written:
-        return "no operator has written a status yet: see that one runs and watches this namespace (docs/install.md)"
+        return "no operator has written a status yet: check that one runs and watches this namespace (docs/install.md)"
     if service.behind:
-        return "the operator has not acted on the newest spec yet: what follows is of an older one"
+        return "the operator has not acted on the newest spec yet: this status is about an older one"
     return ""
 
 
@@ -199,7 +199,7 @@ def _weighed(entry: Entry) -> Table:
 
 def _figures(one: Trial) -> str:
     dtypes = (one.from_dtype or _NONE, one.dtype or _NONE)
-    # One dtype: something else of the spec changes, which the message names.
+    # With one dtype, another part of the spec changes, and the message names it.
     parts = [_joined(f"{' -> '.join(dict.fromkeys(dtypes))} {one.stage}".strip(), one.verdict)]
     if one.stable_capacity and one.capacity:
         ratio = one.capacity / one.stable_capacity
@@ -217,7 +217,9 @@ def _attention(service: Service) -> Text:
         for one in service.conditions
         if not one.calm and one.type != ConditionType.READY
     ]
-    return Text(", ".join([*(["spec not read yet"] if service.behind else []), *found]) or _NONE, _BAD if found else "")
+    return Text(
+        ", ".join([*(["newest spec not read yet"] if service.behind else []), *found]) or _NONE, _BAD if found else ""
+    )
 
 
 def _wanted(service: Service) -> str:
@@ -261,7 +263,7 @@ def _signed(value: int | None) -> str:
 
 
 def _table(head: Sequence[str], right: Sequence[str] = ()) -> Table:
-    """A table as kubectl has them: no lines, two blanks between columns."""
+    """Return a table like kubectl's: no lines, two blanks between columns."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=bool(head), header_style=_BOLD, pad_edge=False)
     for name in head:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=name != head[-1])

@@ -17,7 +17,7 @@ _held: deque[socket.socket] = deque()
 
 
 def reserve(name: str, numbers: Iterable[int]) -> tuple[int, socket.socket]:
-    """The first of these numbers that no process of this machine holds by this name, until the socket is closed.
+    """Claim the first number that no process of this machine holds by this name, until the socket is closed.
 
     Raises:
         LocalClusterError: all are held.
@@ -46,7 +46,7 @@ class Addresses:
         kept.write_text(str(self._block))
 
     def take(self, address: str | None = None) -> str:
-        """A free address, or the given one, now in use. Addresses are not used again at once."""
+        """Take a free address, or the given one. Addresses are not reused at once."""
         if address is None:
             for _ in range(254):
                 self._last = self._last % 254 + 1
@@ -64,7 +64,7 @@ class Addresses:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port that nothing listens on right now, and that no other process of this machine was given just before.
+    """Return a TCP port without a listener that no other process of this machine was given just before.
 
     It is below those that the kernel gives to outgoing connections: one of theirs could be taken by any client of this
     machine before its new owner listens, an engine after a minute.

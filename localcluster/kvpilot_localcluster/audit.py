@@ -95,7 +95,7 @@ class Term:
     followed: datetime | None
 
     def covers(self, write: Write) -> bool:
-        """Whether a write began after the claim and was over before anybody else could write."""
+        """Return True if a write began after the claim and ended before anybody else could write."""
         return (
             self.claimed <= write.received
             and (self.released is None or write.received < self.released)
@@ -104,7 +104,7 @@ class Term:
 
 
 def terms(log: Sequence[Write], lease: str) -> list[Term]:
-    """Who held the Lease (NAMESPACE/NAME), one after the other. The order is that of its resource versions."""
+    """Return the successive holders of the Lease (NAMESPACE/NAME), in the order of its resource versions."""
     taken = [write for write in log if write.lease == lease and write.status < 300 and "spec" in write.answer]
     taken.sort(key=lambda write: int(write.answer["metadata"]["resourceVersion"]))
     changes: list[tuple[str, datetime]] = []
@@ -123,7 +123,7 @@ def terms(log: Sequence[Write], lease: str) -> list[Term]:
 
 
 def misplaced(log: Sequence[Write], lease: str, identity: Callable[[Write], str | None]) -> list[str]:
-    """Writes of those that `identity` knows (it answers None for everybody else) outside their terms, in words."""
+    """Describe writes outside their terms by writers that `identity` knows. It returns None for others."""
     held = terms(log, lease)
     faults = []
     for write in log:

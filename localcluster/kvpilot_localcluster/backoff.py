@@ -1,4 +1,4 @@
-"""How long a kubelet waits before it starts a container again; pure."""
+"""Delay of a kubelet before it restarts a container. Pure."""
 
 from __future__ import annotations
 

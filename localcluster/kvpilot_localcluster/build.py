@@ -37,7 +37,7 @@ _FETCH_WEIGHT = 8.0
 
 @dataclass(frozen=True)
 class Binaries:
-    """Where the programs are; None where there is none.
+    """Paths of the programs. None means that one is missing.
 
     Attributes:
         version: of the API server, as (major, minor).
@@ -52,7 +52,7 @@ class Binaries:
 
     @property
     def missing(self) -> list[str]:
-        """What a cluster of these programs lacks, in words; empty if it is whole."""
+        """Describe what a cluster of these programs lacks. Return the empty string if it is complete."""
         lacks = {
             "kube-controller-manager (Deployments make no pods, nothing is collected)": self.kube_controller_manager,
             "kube-scheduler (pods stay unbound)": self.kube_scheduler,
@@ -69,12 +69,12 @@ class Progress:
 
 
 def builds_folder() -> Path:
-    """The folder of finished builds."""
+    """Return the folder of finished builds."""
     return cache_folder() / "controlplane"
 
 
 def find() -> Binaries | None:
-    """The programs that are there already, from KUBEBUILDER_ASSETS or the cache; None if they must be built.
+    """Return existing programs from KUBEBUILDER_ASSETS or the cache, or None if they must be built.
 
     Raises:
         MissingTool: KUBEBUILDER_ASSETS is set and does not hold etcd and a kube-apiserver of 1.29 or newer.
@@ -105,7 +105,7 @@ def progress() -> Iterator[Progress]:
 
 
 def build(report: Report | None = None) -> Binaries:
-    """The programs, built first if need be; `report` hears how far the build is.
+    """Return the programs, and build them first if needed. `report` gets the progress.
 
     Raises:
         MissingTool, BuildFailed: as `progress`.
@@ -176,7 +176,7 @@ def _key(files: Sequence[str]) -> str:
 
 
 def _finished(recipe: Recipe, cache: Path | None = None) -> Path | None:
-    """The newest finished build of a recipe as it is now; the archive is not asked, so this works offline."""
+    """Return the newest finished build of the present recipe. This works offline."""
     builds = (cache or builds_folder()).glob(f"{recipe.name}-*/built.json")
     for record in sorted(builds, key=lambda file: file.stat().st_mtime, reverse=True):
         if json.loads(record.read_text())["recipe"] == REVISION:

@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Where kvpilot keeps what it downloads and builds: `KVPILOT_CACHE`, or `~/.cache/kvpilot`."""
+    """Return the folder of downloads and builds: `KVPILOT_CACHE`, or `~/.cache/kvpilot`."""
     return Path(os.environ.get("KVPILOT_CACHE") or "~/.cache/kvpilot").expanduser()

@@ -30,7 +30,7 @@ _LOG_BYTES, _LOG_LINES, _FILE_BYTES = 2048, 80, 4096
 
 @dataclass(frozen=True)
 class Command:
-    """What a container's process is: arguments, variables and folder, all in this machine's terms."""
+    """A container's process: arguments, variables and folder in this machine's terms."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -57,7 +57,7 @@ class Process:
 
     @property
     def message_file(self) -> Path:
-        """Where the container may leave its last words."""
+        """Return the file for the container's termination message."""
         return self.folder / "termination-log"
 
     def start(self, command: Command) -> None:
@@ -89,7 +89,7 @@ class Process:
 
     @property
     def command(self) -> Command:
-        """What was started here."""
+        """Return the process that was started here."""
         spec = self._record("spec.json") or {"argv": [], "env": {}, "cwd": "/", "folders": {}}
         return Command(spec["argv"], spec["env"], spec["cwd"], spec["folders"])
 
@@ -101,7 +101,7 @@ class Process:
         return procs.read_record(self.folder / "shim.json")
 
     def run(self) -> Run | None:
-        """What is known of this run; None before the process has started."""
+        """Return the record of this run, or None before the process has started."""
         name = f"local://{self.folder.parents[1].name}/{self.folder.parent.name}/{self.folder.name}"
         state, end = self._record("state.json"), self._record("exit.json")
         if end is not None:
@@ -136,7 +136,7 @@ class Process:
         return found if found is not None and found.finished is not None else self._lost()
 
     def _lost(self) -> Run:
-        """The shim is gone without a word: end what it has left, for nobody watches that any more; the record of it."""
+        """End the leftovers of a shim that died without a record, and return a record."""
         procs.kill_all_of(self.folder, self.log)
         state = self._record("state.json")
         now = time.time()

@@ -125,7 +125,7 @@ class ControlPlane:
             self._network_lock.close()
 
     def dead(self) -> dict[str, str]:
-        """Processes that have ended although nobody stopped them, each with the end of its log."""
+        """Describe processes that ended by themselves, each with the end of its log."""
         ended = [name for name, child in self._children.items() if child.poll() is not None]
         return {name: procs.tail(self.folder / f"{name}.log") for name in ended}
 

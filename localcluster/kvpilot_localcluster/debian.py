@@ -34,7 +34,7 @@ def check_tools(tools: Iterable[str] = tuple(_TOOLS)) -> None:
 
 
 def with_suite(sources: str, suite: str) -> str:
-    """The Debian main archive of an apt sources file (deb822 or one line each) with another suite, as deb822.
+    """Return the Debian main archive of an apt sources file with another suite, as deb822.
 
     Stanzas of third parties and of security and update suites are left out; empty if nothing remains.
     """
@@ -102,14 +102,14 @@ class Archive:
         self._apt("-qq", "update")
 
     def files(self, packages: Sequence[str], *, source: str | None = None) -> list[str]:
-        """The file names, versions within, of binary packages and of one source package."""
+        """Return the file names of binary packages and of one source package, with their versions."""
         listed = self._apt("download", "--print-uris", *packages)
         if source is not None:
             listed += self._apt("source", "--download-only", "--print-uris", source)
         return sorted(set(re.findall(r"(?m)^'[^']+' (\S+) ", listed)))
 
     def closure(self, packages: Sequence[str], pattern: str) -> list[str]:
-        """The packages that an installation on an empty system would bring, those whose name matches only."""
+        """Return the packages with a matching name that an installation on an empty system would bring."""
         plan = self._apt("install", "--simulate", "--no-install-recommends", *packages)
         return sorted({name for name in re.findall(r"(?m)^Inst (\S+)", plan) if re.fullmatch(pattern, name)})
 

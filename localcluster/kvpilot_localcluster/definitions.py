@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def served_paths(definition: Definition) -> Iterable[str]:
-    """Yield the paths of a definition's collections, one for each served version."""
+    """Return the paths of a CRD's collections, one for each served version."""
     spec = definition["spec"]
     for version in spec["versions"]:
         if version["served"]:

@@ -38,7 +38,7 @@ def environment(
     allocatable: Mapping[str, str],
     base: Mapping[str, str],
 ) -> dict[str, str]:
-    """The variables that the pod's author asked for, in the order in which later ones may refer to earlier ones.
+    """Return the variables of the pod's author in order: later ones may refer to earlier ones.
 
     Args:
         container: one container of the pod's spec.
@@ -108,7 +108,7 @@ def _key_of(kind: str, reference: Mapping[str, Any], source: Source) -> str | No
 
 
 def field_value(pod: Mapping[str, Any], path: str) -> str:
-    """A field of the pod by a downward API path.
+    """Return a field of the pod by its downward API path.
 
     Raises:
         InvalidPod: the path is not one that a kubelet offers.
@@ -150,7 +150,7 @@ def service_variables(services: Sequence[Mapping[str, Any]], namespace: str) -> 
 
 
 def divided(quantity: str, divisor: str) -> str:
-    """A quantity ("500m", "2Gi") in units of a divisor, rounded up, as resourceFieldRef gives it.
+    """Return a quantity ("500m", "2Gi") in units of a divisor, rounded up, as resourceFieldRef gives it.
 
     Raises:
         ValueError: one of them is no quantity.
@@ -159,7 +159,7 @@ def divided(quantity: str, divisor: str) -> str:
 
 
 def limit_or_allocatable(container: Mapping[str, Any], resource: str, allocatable: Mapping[str, str]) -> str:
-    """A resourceFieldRef's quantity: limits.X or requests.X of the container; without a limit, the node's own."""
+    """Return a resourceFieldRef's quantity: limits.X or requests.X of the container, or the node's without a limit."""
     part, _, name = resource.partition(".")
     value = container.get("resources", {}).get(part, {}).get(name)
     if value is not None:

@@ -22,7 +22,7 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass(frozen=True)
 class Image:
-    """What one image means on this machine; see images.yaml for the fields."""
+    """Meaning of an image on this machine. images.yaml explains the fields."""
 
     match: tuple[str, ...]
     entrypoint: tuple[str, ...]
@@ -31,7 +31,7 @@ class Image:
     folders: Mapping[str, str] = field(default_factory=dict)
 
     def environment(self, pod: Mapping[str, str]) -> dict[str, str]:
-        """The variables that the image sets, for a pod of which POD_IP, POD_NAME and POD_NAMESPACE are given."""
+        """Return the variables that the image sets for a pod with the given POD_IP, POD_NAME and POD_NAMESPACE."""
         found = {name: expand(value, pod) for name, value in self.env.items()}
         return {"PATH": ":".join([*self.path, _SYSTEM_PATH]), "LANG": "C.UTF-8", **found}
 
@@ -64,7 +64,7 @@ def load(path: Path = DEFAULT_TABLE) -> list[Image]:
 
 
 def find(table: Sequence[Image], name: str) -> Image | None:
-    """The first image of the table whose pattern matches, or None."""
+    """Return the first image of the table whose pattern matches, or None."""
     for image in table:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in image.match):
             return image

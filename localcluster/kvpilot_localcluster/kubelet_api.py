@@ -16,7 +16,7 @@ _PAUSE = 0.2
 
 
 def last_lines(text: bytes, count: int) -> bytes:
-    """The last `count` lines of a text."""
+    """Return the last `count` lines of a text."""
     return b"".join(text.splitlines(keepends=True)[-count:]) if count > 0 else b""
 
 

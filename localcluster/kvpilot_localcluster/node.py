@@ -51,7 +51,7 @@ _STATUS = 30.0
 
 @dataclass(frozen=True)
 class Options:
-    """How an agent runs.
+    """Settings of an agent.
 
     Attributes:
         kubeconfig: an administrator's client configuration.
@@ -81,7 +81,7 @@ class Options:
 
 
 def machine_resources() -> dict[str, str]:
-    """This machine's processors, memory and number of pods, as a Node states them."""
+    """Return the machine's processors, memory and number of pods in a Node's form."""
     kib = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0])
     return {"cpu": str(os.cpu_count() or 1), "memory": f"{kib}Ki", "ephemeral-storage": "50Gi", "pods": "110"}
 
@@ -239,7 +239,7 @@ class Agent:
         self._pods[uid] = PodWorker(self._node, pod, address, forget)
 
     def _recorded(self, uid: str) -> str | None:
-        """The address that an earlier agent gave to a pod and did not live to report."""
+        """Return the address that an earlier agent gave to a pod but did not report."""
         try:
             return str(json.loads((self._options.folder / "pods" / uid / "pod.json").read_text())["address"])
         except (OSError, ValueError, KeyError):

@@ -29,7 +29,7 @@ LOGS_ANNOTATION = "localcluster.kvpilot.io/logs"
 
 
 def pod_folder(node: Node, uid: str) -> Path:
-    """Where a pod's records and volumes lie."""
+    """Folders of a pod's records and volumes."""
     return node.folder / "pods" / uid
 
 
@@ -113,7 +113,7 @@ class PodWorker:
             self._ending = asyncio.create_task(self._end())
 
     def vanished(self) -> None:
-        """The API server has forgotten the pod; whatever still runs of it is ended without delay."""
+        """End all processes of a pod that the API server has deleted, without delay."""
         self._deadline = min(self._deadline or time.monotonic() + 2, time.monotonic() + 2)
         if self._ending is None:
             self._ending = asyncio.create_task(self._end())
@@ -143,7 +143,7 @@ class PodWorker:
             log.error("%s: the pod is no longer looked after", self._path, exc_info=error)
 
     async def _tell(self, reason: str, message: str) -> None:
-        """An Event of the pod's, once for each message, as a kubelet's."""
+        """Post an Event of the pod, once for each message, like a kubelet."""
         if message in self._told:
             return
         self._told.add(message)

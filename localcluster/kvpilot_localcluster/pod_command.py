@@ -1,4 +1,4 @@
-"""What the process of a container is: its arguments, environment and folders, on a node that all its pods share."""
+"""Process of a container: its arguments, environment and folders on a node that all pods share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvpilot_localcluster.paths import rewrite
 
 @dataclass
 class Node:
-    """What every pod of a node shares.
+    """Facts that all pods of a node share.
 
     Attributes:
         folder: holds pods/ (records and volumes) and logs/.
@@ -53,7 +53,7 @@ class Node:
 async def command(
     node: Node, pod: Json, home: Path, mounted: Mapping[str, Path], spec: Mapping[str, Any], message_file: Path
 ) -> Command:
-    """What to run for a container of the pod, whose status holds its address and the node's.
+    """Return the command of a container of the pod. The pod's status holds its address and the node's.
 
     Raises:
         UnknownImage: the node has no such image.
@@ -87,7 +87,7 @@ async def command(
 
 
 async def _data(node: Node, pod: Json, spec: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, str]]:
-    """The ConfigMaps and Secrets that a container's environment refers to."""
+    """Return the ConfigMaps and Secrets that a container's environment refers to."""
     wanted = set()
     for kind, fields in (
         ("ConfigMap", ("configMapKeyRef", "configMapRef")),

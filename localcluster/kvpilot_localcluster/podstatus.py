@@ -1,4 +1,4 @@
-"""What a kubelet reports of a pod, computed from what its containers do; pure."""
+"""A kubelet's report about a pod, computed from the states of its containers. Pure."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ class ContainerView:
 
     @property
     def running(self) -> bool:
-        """Whether its process runs now."""
+        """Return True if its process runs now."""
         return self.waiting is None and self.run is not None and self.run.finished is None
 
     @property
     def finished(self) -> bool:
-        """Whether its process has ended and none is to follow."""
+        """Return True if its process has ended and none will follow."""
         return self.waiting is None and self.run is not None and self.run.finished is not None
 
     @property
     def succeeded(self) -> bool:
-        """Whether it has finished with exit code 0."""
+        """Return True if it has finished with exit code 0."""
         return self.finished and self.run is not None and self.run.exit_code == 0
 
 
 def timestamp(seconds: float) -> str:
-    """A time in Kubernetes' form, whole seconds, UTC."""
+    """Return a time in Kubernetes' form: whole seconds, UTC."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -83,7 +83,7 @@ def _terminated(run: Run) -> Json:
 
 
 def container_status(view: ContainerView) -> Json:
-    """A ContainerStatus object."""
+    """Return a ContainerStatus object."""
     last = view.previous
     if view.waiting is not None:
         reason, message = view.waiting
@@ -111,7 +111,7 @@ def container_status(view: ContainerView) -> Json:
 
 
 def phase(policy: str, inits: Sequence[ContainerView], mains: Sequence[ContainerView]) -> str:
-    """The pod's phase.
+    """Return the pod's phase.
 
     Args:
         policy: the restart policy: Always, OnFailure or Never.
@@ -172,7 +172,7 @@ def pod_status(
     now: float,
     going: bool = False,
 ) -> Json:
-    """The status of a pod.
+    """Return the status of a pod.
 
     Args:
         pod: the object as last seen; the times of its conditions that have not changed are kept.

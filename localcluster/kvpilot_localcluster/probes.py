@@ -21,7 +21,7 @@ Handler = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Target:
-    """Where a container's probes and hooks go.
+    """Target of a container's probes and hooks.
 
     Attributes:
         address: the pod's IP address.
@@ -34,7 +34,7 @@ class Target:
     command: Command
 
     def port(self, value: int | str) -> int:
-        """A port by number or name; 0, which nothing listens on, for an unknown name."""
+        """Return a port by number or name. An unknown name gives 0, which has no listener."""
         if isinstance(value, int) or value.isdigit():
             return int(value)
         return self.ports.get(value, 0)

@@ -30,7 +30,7 @@ class ProcessId:
 
     @property
     def alive(self) -> bool:
-        """Whether this very process, or a thread of it, still runs (a zombie does not)."""
+        """Return True if this very process, or a thread of it, still runs. A zombie does not."""
         return start_time(self.pid) == self.start
 
     def signal(self, number: int, *, group: bool = False) -> bool:
@@ -48,7 +48,7 @@ class ProcessId:
 
 
 def start_time(pid: int) -> int | None:
-    """The start time of a running process in ticks since boot; None if there is none or it is a zombie."""
+    """Return the start time of a running process in ticks since boot, or None if it is missing or a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -61,7 +61,7 @@ def start_time(pid: int) -> int | None:
 
 
 def identify(pid: int) -> ProcessId | None:
-    """The identity of a running process, or None."""
+    """Return the identity of a running process, or None."""
     start = start_time(pid)
     return None if start is None else ProcessId(pid, start)
 
@@ -74,7 +74,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def read_record(path: Path) -> ProcessId | None:
-    """The process that a record names, if it still runs."""
+    """Return the process that a record names, if it still runs."""
     try:
         record = json.loads(path.read_text())
         found = ProcessId(int(record["pid"]), int(record["start"]))
@@ -168,7 +168,7 @@ def end(record: Path, *, grace: float = 10.0) -> bool:
 
 
 def tail(path: Path, limit: int = 2000) -> str:
-    """The end of a text file, at most `limit` bytes; empty if there is none."""
+    """Return the end of a text file, at most `limit` bytes, or the empty string."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - limit))

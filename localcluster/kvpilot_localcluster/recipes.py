@@ -1,4 +1,4 @@
-"""How the control plane's programs are made of Debian packages: two recipes, each a list of resumable steps.
+"""Recipes that build the control plane's programs from Debian packages, each a list of resumable steps.
 
 core: Kubernetes 1.20.2 and etcd of bookworm. Its source package is complete with its vendored libraries, and
 bookworm's Go 1.19 builds it after two repairs: the vendored reflect2 1.0.1 crashes at the first custom resource on Go
@@ -49,7 +49,7 @@ class BuildStep:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is built of what.
+    """A build and its inputs.
 
     Attributes:
         name: core or modern.
@@ -146,12 +146,12 @@ def _offline(work: Path, gopath: Path, goroot: Path) -> dict[str, str]:
 
 
 def core_environment(work: Path) -> dict[str, str]:
-    """The environment in which bookworm's Go builds Kubernetes, offline."""
+    """Return the environment in which bookworm's Go builds Kubernetes offline."""
     return _offline(work, work / "gopath", work / "root/usr/lib/go-1.19")
 
 
 def modern_environment(work: Path) -> dict[str, str]:
-    """The environment in which PyPI's Go builds sid's libraries, offline."""
+    """Return the environment in which PyPI's Go builds sid's libraries offline."""
     return _offline(work, work / "root/usr/share/gocode", work / "go/go")
 
 
@@ -207,7 +207,7 @@ def _fetch_go(work: Path) -> Iterator[float]:
 
 
 def installer() -> list[str]:
-    """The command that installs a Python package: this project's uv, any uv, or pip.
+    """Return the command that installs a Python package: this project's uv, any uv, or pip.
 
     Raises:
         MissingTool: there is none.

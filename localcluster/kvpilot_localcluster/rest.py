@@ -41,7 +41,7 @@ class Rest:
 
     @classmethod
     def of_files(cls, server: str, authority: Path, certificate: Path, key: Path) -> Rest:
-        """A client that trusts one authority and shows one client certificate."""
+        """Return a client that trusts one authority and shows one client certificate."""
         context = ssl.create_default_context(cafile=str(authority))
         # Our openssl certificates carry no key identifiers, which newer Pythons' strict mode asks for.
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
@@ -50,7 +50,7 @@ class Rest:
 
     @classmethod
     def of_kubeconfig(cls, path: Path) -> Rest:
-        """A client for a kubeconfig that this package wrote (files, current context only)."""
+        """Return a client for a kubeconfig that this package wrote (files, current context only)."""
         config = yaml.safe_load(path.read_text())
         cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
         files = (cluster["certificate-authority"], user["client-certificate"], user["client-key"])

@@ -34,7 +34,7 @@ def slice_key(thing: Mapping[str, Any]) -> str:
 
 
 def ready_endpoints(service: Mapping[str, Any], port: Mapping[str, Any], slices: Iterable[Json]) -> list[Address]:
-    """Where connections to one port of a Service may go, sorted.
+    """Sorted targets of connections to one port of a Service.
 
     Args:
         service: the Service.

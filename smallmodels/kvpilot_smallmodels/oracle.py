@@ -1,4 +1,4 @@
-"""What an engine should have answered: the same weights and codec in plain transformers, without pages or batches.
+"""Oracle of an engine's answers: the same weights and codec in plain transformers, without pages or batches.
 
 All keys and values go through the codec as whole tensors, and one causal pass over prompt and answer gives the logits
 of each step. An engine computes the same token by token from its pages when chunks read themselves back
@@ -26,7 +26,7 @@ from kvpilot_kernels.reference.attention import round_trip
 
 _NAME = "kvpilot_oracle"
 SLACK = 1e-3
-"""What rounding may do to a logit (their spread is 3.4) while every code stays the same."""
+"""Largest change of a logit by rounding (their spread is 3.4) while every code stays the same."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Oracle:
         self, folder: Path, dtype: str, factors: Sequence[Factors] | None = None, recent: int = 0,
         seen: Callable[[int], torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
-        # As the engine under test: more threads sum in another order, and values on an edge flip.
+        # The engine under test has one thread, too. More threads sum in another order, and values on an edge flip.
         torch.set_num_threads(1)
         self._factors = factors
         self._latent = latent.parse(dtype) if dtype in latent.names() else None
@@ -78,7 +78,7 @@ class Oracle:
         self, prompt: list[int], answer: list[int], *, jitter: float = 0.0, misread: int | None = None,
         rings: Sequence[int | None] = (), picture: Picture | None = None,
     ) -> list[float]:  # fmt: skip
-        """How far each token of an answer is below the best of its step, in logits; 0 where it is the best itself.
+        """Return how far each token of an answer is below the best of its step, in logits; 0 if it is the best.
 
         `rings` says for each position from which on the ring had tokens when it was computed, None where it was
         computed in a step of several tokens; positions past its end are of the latter.
@@ -91,7 +91,7 @@ class Oracle:
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
         tokens = torch.tensor([prompt + answer[:-1]])
         self._fine = self._fine_keys(tokens.shape[1], rings)
-        # PaliGemma counts positions from 1 where nobody says otherwise, and vLLM from 0: keys have other codes by it.
+        # PaliGemma counts positions from 1 by default, vLLM from 0, and keys have other codes by it.
         places = torch.arange(tokens.shape[1])[None]
         shown = {"pixel_values": picture.pixels, "position_ids": places} if picture else {}
         logits = self._model(tokens, use_cache=False, logits_to_keep=len(answer), **shown).logits[0].double()
@@ -103,7 +103,7 @@ class Oracle:
     def predictions(
         self, prompt: list[int], answer: list[int], *, jitter: float = 0.0, misread: int | None = None
     ) -> torch.Tensor:
-        """Log-probabilities at each token of an answer, float64 [tokens, vocabulary], without a recent window.
+        """Return log-probabilities at each token of an answer, float64 [tokens, vocabulary], without a recent window.
 
         `jitter` and `misread` are those of `shortfalls`.
         """
@@ -115,14 +115,14 @@ class Oracle:
         return logits.double().log_softmax(-1)
 
     def logprobs(self, prompt: list[int], answer: list[int]) -> list[float]:
-        """The log-probability of each token of an answer, as `predictions`."""
+        """Return the log-probability of each token of an answer, like `predictions`."""
         found = self.predictions(prompt, answer).gather(1, torch.tensor(answer)[:, None])
         logprobs: list[float] = found[:, 0].tolist()
         return logprobs
 
     @torch.inference_mode()
     def best(self, prompt: list[int], count: int) -> list[tuple[int, float]]:
-        """The most likely next tokens with their log-probabilities, best first; as `logprobs`."""
+        """Return the most likely next tokens with their log-probabilities, best first, like `logprobs`."""
         self._jitter, self._misread = 0.0, None
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
         self._fine = self._fine_keys(len(prompt), ())
@@ -134,7 +134,7 @@ class Oracle:
         self, prompt: list[int], answer: list[int], *, misread: int | None = None, rounds: int = 100,
         rings: Sequence[int | None] = (), judged: slice = slice(None), picture: Picture | None = None,
     ) -> bool:  # fmt: skip
-        """Whether this answer is the best one up to `SLACK` logits, as it is or by rounding alone.
+        """Return True if this answer is the best one up to `SLACK` logits, as it is or by rounding alone.
 
         Only its tokens `judged` are looked at.
 
@@ -150,7 +150,7 @@ class Oracle:
         return any(max(below[judged]) <= SLACK for below in draws)
 
     def _fine_keys(self, length: int, rings: Sequence[int | None]) -> torch.Tensor:
-        """bool [queries, keys]: which keys a query reads with what the window adds."""
+        """Return a mask [queries, keys] of the keys that a query reads with the window's bits."""
         fine = torch.zeros(length, length, dtype=torch.bool)
         for at, first in enumerate(rings[:length]):
             if first is not None and self._recent:
@@ -161,7 +161,7 @@ class Oracle:
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *, scaling: float,
         sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None, **_: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """Causal attention, [1, heads, tokens, D] in and [1, tokens, heads, D] out.
+        """Compute causal attention, [1, heads, tokens, D] in and [1, tokens, heads, D] out.
 
         As transformers' models ask for it: `softcap` caps scores, `s_aux` [heads] are sinks.
         """
@@ -202,7 +202,7 @@ class Oracle:
         return out.transpose(1, 2), None
 
     def _read_back(self, expand: Callable[..., Any], codec: latent.LatentFormat) -> Callable[..., Any]:
-        """Keys and values of each head, [1, heads, tokens, D], made of entries as the codec gives them back."""
+        """Return keys and values of each head, [1, heads, tokens, D], made of entries from the codec."""
 
         def from_codec(kv: torch.Tensor, rope: torch.Tensor) -> Any:
             back = latent_round_trip(self._moved(torch.cat([kv, rope], -1)), codec).float()
@@ -214,7 +214,7 @@ class Oracle:
         self, query: torch.Tensor, plain: tuple[torch.Tensor, torch.Tensor], fine: tuple[torch.Tensor, torch.Tensor],
         scaling: float,
     ) -> torch.Tensor:  # fmt: skip
-        """Causal attention in which a query reads some keys and values finer than others."""
+        """Compute causal attention in which a query reads some keys and values finer than others."""
         repeat = query.shape[1] // plain[0].shape[1]
         (key, value), (near_key, near_value) = (
             [x.repeat_interleave(repeat, 1) for x in pair] for pair in (plain, fine)
@@ -229,7 +229,7 @@ class Oracle:
 
 
 def _chunk_of(layer: Any) -> int:
-    """Tokens of the chunks that a layer of Llama 4 attends within; 0 for all tokens before."""
+    """Return the length of the chunks that a layer of Llama 4 attends within; 0 means all earlier tokens."""
     config = layer.config
     chunked = (getattr(config, "layer_types", None) or {layer.layer_idx: ""})[layer.layer_idx] == "chunked_attention"
     return int(config.attention_chunk_size) if chunked else 0
@@ -239,7 +239,7 @@ def _plain(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scaling: float,
     softcap: float | None, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention from its definition, [1, heads, tokens, D] in and out."""
+    """Compute attention from its definition, [1, heads, tokens, D] in and out."""
     repeat = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     scores = query @ key.transpose(2, 3) * scaling

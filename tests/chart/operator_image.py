@@ -1,4 +1,4 @@
-"""What a container runtime does for the operator's image: its pod's service account lies where clients look for it.
+"""Stand-in for a container runtime with the operator's image: it puts the service account where clients look for it.
 
 The node agent runs pods as plain processes, so the account's token is in a volume's folder beside the pod's home, and
 the pod listens on its own address. The API server's address comes from CLUSTER_KUBECONFIG,

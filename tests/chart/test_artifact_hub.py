@@ -1,4 +1,4 @@
-"""What Artifact Hub reads of the chart: it takes it, and it is true."""
+"""The chart's description for Artifact Hub is accepted and true."""
 
 from __future__ import annotations
 

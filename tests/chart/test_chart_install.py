@@ -84,7 +84,7 @@ class Install:
         return "\n".join(found)
 
     def requests(self):
-        """What the operators have asked of the API server: (HTTP method, LIST or WATCH, kind) and the status."""
+        """Return the operators' requests to the API server: (HTTP method, LIST or WATCH, kind) and the status."""
         found = set()
         for pod in self.pods(HOME, "app.kubernetes.io/component=operator"):
             with urllib.request.urlopen(f"http://{pod['status']['podIP']}:8080/metrics", timeout=10) as answer:
@@ -129,7 +129,7 @@ class Install:
         return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
 
     def may(self, user, verb, group, resource, namespace="", name=""):
-        """What the API server's own RBAC says."""
+        """Ask the API server's own RBAC."""
         resource, _, subresource = resource.partition("/")
         asked = {"verb": verb, "group": group, "resource": resource, "namespace": namespace}
         asked |= {"subresource": subresource, "name": name}

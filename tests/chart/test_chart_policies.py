@@ -1,4 +1,4 @@
-"""What checkov says of the rendered chart, and of what becomes of a service: nothing that is not explained."""
+"""checkov finds nothing unexplained in the rendered chart and in the objects of a service."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def unexplained(findings, exceptions):
 
 
 def findings_of(manifests, resources, passed):
-    """What checkov finds, and that it has looked at as many objects and passed as many checks at least."""
+    """Return checkov's findings, and check that it saw enough objects and passed enough checks."""
     command = [checkov(), "--directory", manifests, "--framework", "kubernetes", "--skip-download"]
     command += ["--output", "json", "--quiet", "--compact", "--soft-fail"]
     done = subprocess.run(

@@ -36,7 +36,7 @@ def pod_specs(objects):
 
 
 def without_copies(objects):
-    """What is copied from another file is compared with that file, in a test of its own, and not recorded twice."""
+    """Leave out content that is copied from another file: a test of its own compares it."""
     objects = copy.deepcopy(objects)
     for one in find(objects, "CustomResourceDefinition"):
         one["spec"] = "as in crds/"

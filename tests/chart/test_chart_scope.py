@@ -20,7 +20,7 @@ QUIET = {"replicaCount": 0, "crds": {"enabled": False}, "rbac": {"aggregate": Fa
 
 
 class Releases:
-    """What is installed in one API server."""
+    """Releases in one API server."""
 
     def __init__(self, plane, chart):
         self._rest = plane.rest
@@ -40,14 +40,14 @@ class Releases:
             run_helm("uninstall", "kvpilot", "--kubeconfig", self._kubeconfig, "--namespace", namespace, "--wait")
 
     def apply(self, namespace):
-        """What somebody does who renders the chart and applies it without Helm."""
+        """Render the chart and apply it without Helm."""
         manifests = yaml.safe_dump_all(render(self._chart, QUIET, "--skip-tests", namespace=namespace))
         command = [kubectl(), "--kubeconfig", self._kubeconfig, "apply", "-f", "-"]
         done = subprocess.run(command, input=manifests, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 
     def may_write(self, namespace, where):
-        """Whether a release's operator may write services' Deployments there, as the API server says."""
+        """Ask the API server whether a release's operator may write services' Deployments there."""
         asked = {"verb": "patch", "group": "apps", "resource": "deployments", "namespace": where}
         user = f"system:serviceaccount:{namespace}:kvpilot-operator"
         body = {"spec": {"user": user, "groups": ["system:authenticated"], "resourceAttributes": asked}}

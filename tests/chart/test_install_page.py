@@ -97,7 +97,7 @@ class Person:
         return found
 
     def has(self, path: str) -> bool:
-        """Whether the API server has something there."""
+        """Return True if the API server has something there."""
         collection, _, name = path.rpartition("/")
         return any(one["metadata"]["name"] == name for one in self.rest.get(collection)["items"])
 
@@ -121,7 +121,7 @@ def person(cluster: LocalCluster, installable: Path) -> Iterator[Person]:
 
 
 def clear(person: Person) -> None:
-    """What other tests have left."""
+    """Remove the objects of other tests."""
     inline = Command(("kubectl", "delete", "-k", "config/base"), "")
     assert f"`{' '.join(inline.words)}`" in PAGE
     person.tries(inline, "--ignore-not-found")

@@ -21,7 +21,7 @@ FOLDERS = {
 
 
 def plain(one):
-    """What only Helm reads is left out of plain manifests."""
+    """Drop what only Helm reads from a manifest."""
     metadata = one["metadata"]
     template = one.get("spec", {}).get("template", {}).get("metadata", {})
     for part in (metadata, template):

@@ -30,7 +30,7 @@ def running_processes(mark: str) -> list[int]:
 
 
 EACH_SECOND = {"periodSeconds": 1, "failureThreshold": 1, "timeoutSeconds": 60}
-"""Of a probe: its first failure counts, and that a busy machine takes its time is none."""
+"""Settings of a probe: its first failure counts, and slowness of a busy machine does not."""
 
 
 def test_a_failing_liveness_probe_restarts_the_container(tenant: Tenant) -> None:

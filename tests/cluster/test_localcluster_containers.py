@@ -1,4 +1,4 @@
-"""What a container of the local cluster is given, why it may not start, and what is kept of its words."""
+"""Containers of the local cluster: their inputs, reasons not to start, and their logs."""
 
 from __future__ import annotations
 

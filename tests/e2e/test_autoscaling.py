@@ -51,7 +51,7 @@ class World:
         self.cluster, self.rest, self.operator = cluster, cluster.rest, operator
         self.adapter = Adapter(cluster.rest, lambda: operator)
         self.load: dict[str, Json] = {}
-        """What the engines of a service show together: requests are spread over those behind its Service."""
+        """Sum of the engines' metrics: requests are spread over the engines behind the Service."""
         self._rounds = 0
 
     def status(self, name: str) -> Json:

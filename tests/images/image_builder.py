@@ -81,7 +81,7 @@ class Builder:
         return found
 
     def history(self, tag: str) -> str:
-        """How the image says that it was made."""
+        """Return the image's history."""
         return json.dumps(json.loads(self("inspect", "--type", "image", tag))["OCIv1"]["history"])
 
     @contextmanager
@@ -117,7 +117,7 @@ class Builder:
 
 
 def bytes_in(root: Path) -> int:
-    """What the files below `root` hold, hard links once."""
+    """Return the bytes of the files below `root`, with hard links once."""
     seen: dict[tuple[int, int], int] = {}
     for path in root.rglob("*"):
         found = path.lstat()

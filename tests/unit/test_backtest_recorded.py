@@ -77,7 +77,7 @@ def test_a_scaled_load_has_each_request_as_often_as_asked_and_copies_within_a_mi
         scaled = load.scaled(size, seed)
     except BacktestError as error:
         assert size < 1
-        assert f"size: {size} leaves none of {len(load.arrival)} requests of load; give more" in str(error)
+        assert f"size: {size} leaves no request of {len(load.arrival)} requests of load; give more" in str(error)
         return
     assert abs(len(scaled.arrival) - int(size) * len(load.arrival)) <= len(load.arrival)
     assert (np.diff(scaled.arrival) >= 0).all()
@@ -138,7 +138,7 @@ def test_a_value_that_is_broken_is_refused_by_its_line_and_column(rows: Rows, da
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n5,1,1\n", "line 2: TIMESTAMP: '5'; give a date with a time"),
         ('{"timestamp": 1', "line 1: "),
         ('{"timestamp": 1, "input_length": 2, "output_length": true}', "line 1: output_length: True; give a number"),
-        ('{"timestamp": 1, "input_length": 2, "output_length": 3}\n\n[4]', "line 3: [4] is no object; give one JSON"),
+        ('{"timestamp": 1, "input_length": 2, "output_length": 3}\n\n[4]', "line 3: [4] is not an object; give one"),
     ],
 )
 def test_a_file_that_is_no_load_is_refused_with_the_remedy(text: str, words: str) -> None:

@@ -54,7 +54,7 @@ def test_every_program_is_one_whose_options_are_checked(name: str) -> None:
 
 
 def known(one: Command) -> dict[str, Any] | None:
-    """What was read about a command: the longest one in the list that it begins with."""
+    """Return what was read about a command: the longest listed one that it begins with."""
     names = [name for name in KNOWN if f"{one.name} ".startswith(f"{name} ")]
     return KNOWN[max(names, key=len)] if names else None
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import decisions_page
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "charts").rglob("*.md")])
-DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
+INDEX = (ROOT / "docs" / "decisions" / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -41,8 +47,58 @@ def test_anchors_in_a_page_lead_to_headings(page: Path) -> None:
     assert not missing
 
 
-def test_decisions_are_numbered_one_after_the_other_and_say_so_in_their_titles() -> None:
+def reachable(start: Path) -> set[Path]:
+    """The pages of docs/ that a reader comes to from `start` by links."""
+    found, waiting = set(), [start]
+    while waiting:
+        page = waiting.pop()
+        if page in found or page.suffix != ".md" or not page.is_file():
+            continue
+        found.add(page)
+        links = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+        waiting += [(page.parent / link).resolve() for link in links if "://" not in link]
+    return found
+
+
+def test_every_page_of_the_docs_can_be_reached_from_their_index() -> None:
+    pages = set((ROOT / "docs").rglob("*.md"))
+    assert pages - reachable(ROOT / "docs" / "README.md") == set()
+
+
+def test_every_page_beside_the_index_is_linked_from_it() -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", (ROOT / "docs" / "README.md").read_text(encoding="utf-8"))
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages - set(links) == set()
+
+
+def test_a_decisions_number_is_its_own_and_not_a_former_ones() -> None:
     numbers = [int(one.name[:4]) for one in DECISIONS]
-    assert numbers == list(range(1, len(DECISIONS) + 1))
-    for number, one in zip(numbers, DECISIONS, strict=True):
-        assert re.match(rf"# (Decision )?0*{number}\b", one.read_text(encoding="utf-8")), one.name
+    held = [int(number) for line in INDEX.splitlines() for number in re.findall(r"\d+", line.rpartition(" | ")[2])]
+    assert len(set(numbers)) == len(numbers)
+    assert set(numbers) & set(held) == set()
+    assert set(numbers) | set(held) >= set(range(1, 57))
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("# Title\n\nStatus: accepted\n", "begin with '# 1. Title'"),
+        ("# 2. Title\n\nStatus: accepted\n", "begin with '# 1. Title'"),
+        ("# 1. Title\n\n**Context.**\n", "'Status: accepted'"),
+        ("# 1. Title\n\nStatus: superseded by 3\n", "superseded by 3"),
+    ],
+)
+def test_a_decision_without_title_or_status_is_refused(tmp_path: Path, text: str, fault: str) -> None:
+    (tmp_path / "0001-title.md").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(fault)):
+        decisions_page.render(tmp_path)
+
+
+def test_the_table_of_decisions_has_status_and_former_numbers(tmp_path: Path) -> None:
+    (tmp_path / "0001-a.md").write_text("# 1. Do A\n\nStatus: superseded by 2\n")
+    held = "Holds the former decisions 3 (an\nold one) and 4 (another)."
+    (tmp_path / "0002-b.md").write_text(f"# 2. Do B\n\nStatus: accepted. {held}\n\nText.\n")
+    assert decisions_page.render(tmp_path).splitlines()[-2:] == [
+        "| 1 | [Do A](0001-a.md) | superseded by [2](0002-b.md) |  |",
+        "| 2 | [Do B](0002-b.md) | accepted | 3, 4 |",
+    ]

@@ -1,4 +1,4 @@
-"""What `kvpilot probe` shows people: progress on a terminal, bars and a plot of damage by position."""
+"""Output of `kvpilot probe` for people: progress on a terminal, bars and a plot of damage by position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies around the product: nothing needs tests/, and no cluster is used that was not named.
+"""Packages around the product: nothing needs tests/, and no unnamed cluster is used.
 
 Between packages, the import contracts in pyproject.toml hold the order.
 """

@@ -69,10 +69,10 @@ def refused(run: Run, *argv: str, code: int = 1) -> str:
         (["why"], "SERVICE"),
         (["status", "--everything"], "--everything"),
         (["status", "-o", "yaml"], "yaml"),
-        (["pause", "Chat"], "'Chat' is not a name of an object"),
-        (["pause", ""], "'' is not a name of an object"),
-        (["pause", "../../pods/x"], "'../../pods/x' is not a name of an object"),
-        (["status", "-n", "a b"], "'a b' is not a name of an object"),
+        (["pause", "Chat"], "'Chat' is not a valid name"),
+        (["pause", ""], "'' is not a valid name"),
+        (["pause", "../../pods/x"], "'../../pods/x' is not a valid name"),
+        (["status", "-n", "a b"], "'a b' is not a valid name"),
         (["status", "chat", "-A"], "leave SERVICE out"),
     ],
     ids=" ".join,
@@ -116,7 +116,7 @@ def test_the_namespace_is_the_contexts_own_unless_one_is_named(run: Run, api: Lo
 
 def test_without_services_it_says_so_on_stderr(run: Run, api: LoopbackApi) -> None:
     api.services.clear()
-    assert run("status") == (0, "", "there are no services in namespace models\n")
+    assert run("status") == (0, "", "no services found in namespace models\n")
     assert run("status", "-o", "json")[1] == '{\n  "items": []\n}\n'
 
 
@@ -134,7 +134,7 @@ def test_a_long_list_is_read_to_its_end(run: Run, api: LoopbackApi) -> None:
 def test_a_service_that_is_not_there_is_named_with_where_to_look(run: Run) -> None:
     for command in ("status", "why", "plan", "pause", "resume", "undeny"):
         line = refused(run, command, "chit")
-        assert "no chit among" in line
+        assert "'chit' not found in namespace models" in line
         assert "`kubectl kvpilot status -n models`" in line
 
 
@@ -151,7 +151,7 @@ def test_a_cluster_without_kvpilot_is_told_from_one_without_the_service(run: Run
         ((403, b'{"message": "user x cannot"}'), "kubectl auth can-i get quantizedllmservices.kvpilot.io -n models"),
         ((500, b"etcd is away"), "answers 500"),
         ((503, b'{"message": "starting\\u001b[2J"}'), "(starting [2J)"),
-        ((200, b"<html>"), "does not answer as an API server"),
+        ((200, b"<html>"), "does not answer like an API server"),
         ((200, b"[]"), ""),
         ((200, b"null"), ""),
     ],
@@ -190,10 +190,10 @@ GARBAGE = base64.b64encode(b"x").decode()
         ({"proxy-url": "gopher://"}, {}, "Proxy URL had unsupported scheme gopher"),
         ({"proxy-url": "http://127.0.0.1:9"}, {}, "Unable to connect to proxy"),
         ({"server": "not a url"}, {}, "no answer from the API server at not a url"),
-        ({"server": 3}, {}, "no cluster is known"),
+        ({"server": 3}, {}, "no cluster is configured"),
         ({"certificate-authority": "/no-such-file"}, {}, "/no-such-file"),
-        ({"certificate-authority-data": GARBAGE}, {}, "see the certificates of the client configuration"),
-        ({}, {"client-certificate-data": GARBAGE, "client-key-data": GARBAGE}, "see the certificates of"),
+        ({"certificate-authority-data": GARBAGE}, {}, "check the certificates in the client configuration"),
+        ({}, {"client-certificate-data": GARBAGE, "client-key-data": GARBAGE}, "check the certificates in"),
         ({}, {}, "WRONG_VERSION_NUMBER"),
     ],
     ids=str,
@@ -225,10 +225,10 @@ def test_why_goes_without_events_that_may_not_be_read(run: Run, api: LoopbackApi
     code, out, _ = run("why", "chat")
     assert code == 0
     assert "Serve" in out
-    assert "without Events: you may not list events in namespace models" in out
+    assert "Events are left out: you may not list events in namespace models" in out
     code, out, err = run("why", "chat", "-o", "json")
     assert (code, json.loads(out)["timeline"][0]["action"]) == (0, "Serve")
-    assert "without Events" in err
+    assert "Events are left out" in err
 
 
 def test_pause_and_resume_write_one_field_and_only_where_it_differs(run: Run, api: LoopbackApi) -> None:
@@ -274,7 +274,7 @@ def test_undeny_lifts_the_denial_and_says_how_to_set_it_back(run: Run, api: Loop
     assert api.services["chat"]["spec"]["rollout"]["denySeconds"] == 0
     assert "k4v4 (AccuracyRegressed, until 2999-01-01T00:00:00Z)" in out
     assert """kubectl -n models patch qllm chat --type merge -p '{"spec":{"rollout":{"denySeconds":3600}}}'""" in out
-    assert "is 0 already" in run("undeny", "chat")[1]
+    assert "is already 0" in run("undeny", "chat")[1]
 
 
 def test_undeny_of_one_dtype_is_refused_where_others_would_be_lifted_too(run: Run, api: LoopbackApi) -> None:
@@ -380,7 +380,7 @@ def test_a_terminal_of_few_characters_shows_what_it_can(api: LoopbackApi) -> Non
 
 
 def test_without_its_dependencies_it_says_what_to_install(tmp_path: Path) -> None:
-    """As in the operator's image, which has the script and not the extra."""
+    """The operator's image has the script but not the extra."""
     (tmp_path / "rich.py").write_text("raise ModuleNotFoundError(\"No module named 'rich'\", name='rich')")
     program = Path(sys.executable).with_name("kubectl-kvpilot")
     done = subprocess.run(

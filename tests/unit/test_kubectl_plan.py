@@ -157,9 +157,9 @@ def test_a_gpu_that_is_named_needs_no_right_but_the_services(api: LoopbackApi) -
 @pytest.mark.parametrize(
     ("products", "said"),
     [
-        ({}, "name one, such as --gpu H100-80GB"),
-        ({"a": ""}, "name one, such as --gpu H100-80GB"),
-        ({"a": "NVIDIA-L4", "b": "NVIDIA-L40S"}, "NVIDIA-L4 and NVIDIA-L40S: name one with --gpu"),
+        ({}, "name it, for example --gpu H100-80GB"),
+        ({"a": ""}, "name it, for example --gpu H100-80GB"),
+        ({"a": "NVIDIA-L4", "b": "NVIDIA-L40S"}, "NVIDIA-L4 and NVIDIA-L40S): name one with --gpu"),
         ({"a": "Abacus"}, "--gpu 'Abacus' is not in the table"),
         ({"a": "NVIDIA-L4-MIG-1g.6gb"}, "--gpu 'NVIDIA-L4-MIG-1g.6gb' is not in the table"),
     ],
@@ -178,7 +178,7 @@ def test_a_model_without_a_name_is_asked_for_and_may_be_named(
 ) -> None:
     api.services["chat"]["spec"]["model"]["source"] = "pvc://models/qwen"
     assert planned(api, "--gpu", "H200") == 1
-    assert "'pvc://models/qwen' does not tell which model it is" in capsys.readouterr().err
+    assert "'pvc://models/qwen' does not name a published model" in capsys.readouterr().err
     assert planned(api, "--gpu", "H200", "--model", "Qwen3-8B") == 0
 
 

@@ -1,4 +1,4 @@
-"""What `kubectl kvpilot` writes to a terminal: no text can steer it, and no JSON of whatever shape ends in an error."""
+"""Terminal output of `kubectl kvpilot`: no text can steer it, and no shape of JSON ends in an error."""
 
 from __future__ import annotations
 

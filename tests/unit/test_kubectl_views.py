@@ -1,4 +1,4 @@
-"""What `kubectl kvpilot` shows of a service with a status that the operator's own rules wrote."""
+"""Views of `kubectl kvpilot` on a service whose status the operator's own rules wrote."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_a_status_of_an_older_spec_is_said_to_be_one() -> None:
     assert "newest spec" not in detailed(obj)
     obj["metadata"]["generation"] += 1
     assert "has not acted on the newest spec yet" in detailed(obj)
-    assert listed(obj)[0]["ATTENTION"].startswith("spec not read yet")
+    assert listed(obj)[0]["ATTENTION"].startswith("newest spec not read yet")
 
 
 def test_words_of_a_newer_operator_are_shown_as_they_are() -> None:

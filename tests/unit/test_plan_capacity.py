@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from kvpilot_cli.plan import models
 from kvpilot_cli.plan.capacity import cache, memory
-from kvpilot_cli.plan.feasibility import infeasible
 from kvpilot_cli.plan.gpus import find_gpu
 from kvpilot_cli.plan.kept import Bound
-from kvpilot_cli.plan.make import Request, make, usual_dtypes
+from kvpilot_cli.plan.make import Request, infeasible, make, usual_dtypes
 from kvpilot_formats import formats
 
 FIGURES = Path(__file__).parents[2] / "docs" / "benchmarks"

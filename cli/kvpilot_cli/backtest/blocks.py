@@ -1,4 +1,4 @@
-"""The KV blocks of one engine: taken, given back, and kept as the cached prefix of a session until they are needed."""
+"""KV blocks of one engine. Freed blocks stay as the cached prefix of a session until they are needed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Blocks:
 
     @property
     def available(self) -> int:
-        """Blocks that nobody runs with: empty ones and kept ones."""
+        """Return the number of blocks without a running request: empty and kept ones."""
         return self._empty + self._kept_sum
 
     @property
     def used(self) -> int:
-        """Blocks that running requests hold."""
+        """Return the number of blocks that running requests hold."""
         return self.total - self.available
 
     def take(self, count: int) -> None:
-        """Take blocks, empty ones first; there must be enough."""
+        """Take blocks, empty ones first. There must be enough."""
         while count > self._empty:
             session, kept = next(iter(self._kept.items()))
             given = min(kept, count - self._empty)
@@ -38,7 +38,7 @@ class Blocks:
         self._empty -= count
 
     def give(self, count: int, session: int, keep: int) -> None:
-        """Give blocks back, `keep` of them as the session's prefix; an older copy of the same tokens goes."""
+        """Give blocks back and keep `keep` of them as the session's prefix, in place of an older copy."""
         self._empty += count - keep
         if keep:
             older = self._kept.pop(session, 0)
@@ -47,11 +47,11 @@ class Blocks:
             self._kept[session] = keep
 
     def kept(self, session: int) -> int:
-        """Blocks of the session's prefix."""
+        """Return the number of blocks of the session's prefix."""
         return self._kept.get(session, 0)
 
     def reuse(self, session: int, count: int) -> None:
-        """Take the first `count` blocks of the prefix; the rest of it is empty from now on."""
+        """Take the first `count` blocks of the prefix, and empty the rest."""
         kept = self._kept.pop(session, 0)
         self._kept_sum -= kept
         self._empty += kept - count

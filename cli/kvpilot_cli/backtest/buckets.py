@@ -18,11 +18,11 @@ LENGTHS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 """Prompt and generation lengths: vLLM's series 1, 2, 5 per power of ten."""
 
 FINE = tuple(0.001 * 10 ** (i / 20) for i in range(125))
-"""Twenty buckets a decade from 1 ms to 1600 s: a percentile read from them is off by at most 6%."""
+"""Twenty buckets a decade from 1 ms to 1600 s. A percentile from them is off by at most 6%."""
 
 
 class Tally:
-    """A histogram that is being filled."""
+    """A histogram under construction."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -37,7 +37,7 @@ class Tally:
         self.total += value * times
 
     def take(self) -> Histogram:
-        """What was counted since the last call; the tally is empty afterwards."""
+        """Return the counts since the last call, and reset them."""
         taken = Histogram(self.bounds, tuple(self.counts), self.total)
         self.counts = [0.0] * (len(self.bounds) + 1)
         self.total = 0.0

@@ -1,4 +1,4 @@
-"""`kvpilot backtest`: loads through the pilot and its baselines, on the terminal, as Markdown and as JSON."""
+"""`kvpilot backtest`: run loads through the pilot and its baselines, and report as text, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvpilot_cli import plots
-from kvpilot_cli.backtest import fleet_report, recorded, report
+from kvpilot_cli.backtest import fleet, recorded, report
 from kvpilot_cli.backtest.compare import FLEET_POLICIES, POLICIES, Row, run
 from kvpilot_cli.backtest.costs import BacktestError, Profile, load_profile
 from kvpilot_cli.backtest.history import read_file, read_server
@@ -34,7 +34,7 @@ _Job = tuple[Asked, str, Spec, Profile, Objective, float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status, 2 for input that cannot be used."""
+    """Run the command and return its exit status: 2 for unusable input."""
     arguments = _parser().parse_args(argv)
     try:
         return _backtest(arguments)
@@ -52,7 +52,7 @@ def _backtest(a: argparse.Namespace) -> int:
         policies = a.policies or list(FLEET_POLICIES)
         if unknown := [name for name in policies if name not in FLEET_POLICIES]:
             raise BacktestError(f"policies: {unknown[0]!r} is not for fleets; use {', '.join(FLEET_POLICIES)}")
-        return fleet_report.show(a.services, a.days, a.seed, spec, profile, objective, policies, a.json)
+        return fleet.show(a.services, a.days, a.seed, spec, profile, objective, policies, a.json)
     loads, note = _loads(a)
     began = time.monotonic()
     jobs = [
@@ -70,14 +70,12 @@ def _backtest(a: argparse.Namespace) -> int:
     if a.report:
         a.report.write_text(report.markdown(rows, objective), encoding="utf-8")
     if a.plot:
-        from kvpilot_cli.backtest.plot import draw  # matplotlib is only for those who ask for it
-
-        draw(rows, a.plot)
+        report.plot(rows, a.plot)
     return 0
 
 
 def _check(a: argparse.Namespace) -> None:
-    """What could only be told when everything has run."""
+    """Raise BacktestError for options that would otherwise fail only at the end."""
     for name, such in (("requests-target", 16), ("size", 1), ("ttft", 5), ("itl", 60)):
         value = getattr(a, name.replace("-", "_"))
         if not 0 < value < math.inf:
@@ -93,7 +91,7 @@ def _check(a: argparse.Namespace) -> None:
 
 
 def _check_use(a: argparse.Namespace) -> None:
-    """An option that the others leave without an effect is a misunderstanding."""
+    """Raise BacktestError for an option without an effect."""
     mode = next((name for name in ("services", *_SOURCES) if getattr(a, name) is not None), None)
     unused: dict[str, tuple[str, ...]] = {"services": _OF_REQUESTS, "history": _SYNTHETIC, "prometheus": _SYNTHETIC}
     unused["recorded"] = ("days",) if a.size != 1 else ("days", "seed")
@@ -114,11 +112,11 @@ def _refuse_given(a: argparse.Namespace, option: str, why: str) -> None:
     value = getattr(a, name)
     if value != _parser().get_default(name):
         shown = str(value) if isinstance(value, Path) else value
-        raise BacktestError(f"{option}: {shown!r} is of no use {why}")
+        raise BacktestError(f"{option}: {shown!r} has no effect {why}")
 
 
 def _loads(a: argparse.Namespace) -> tuple[Sequence[Asked], str]:
-    """What is asked, and a line about it where there is one to tell."""
+    """Return the loads, and a line about them or the empty string."""
     if a.recorded is not None:
         load = recorded.read(a.recorded).scaled(a.size, a.seed)
         return [load], load.told()
@@ -143,7 +141,7 @@ def _range(text: str | None) -> tuple[float, float]:
 
 
 def _run_all(jobs: Sequence[_Job]) -> list[Row]:
-    """Every load under every policy, in processes of their own; each is the same whatever runs beside it."""
+    """Run every load under every policy in processes. Results do not depend on what runs beside them."""
     if len(jobs) == 1:
         return [_run(jobs[0])]
     rows = []
@@ -162,30 +160,38 @@ def _policies(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         if name not in POLICIES:
-            raise argparse.ArgumentTypeError(f"{name!r} is not known; use one or more of {', '.join(POLICIES)}")
+            raise argparse.ArgumentTypeError(f"{name!r} is unknown: use one or more of {', '.join(POLICIES)}")
     return names
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kvpilot backtest", description="What would the pilot have done?")
+    parser = argparse.ArgumentParser(
+        prog="kvpilot backtest", description="Replay a load through the pilot and its baselines."
+    )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--trace", default="all", help=f"synthetic load: {', '.join(NAMES)}, several with commas, or all")
     what.add_argument(
-        "--history", type=Path, help="JSON of a Prometheus' /api/v1/query_range, or a list of such answers"
+        "--trace", default="all", help=f"synthetic loads, separated by commas: {', '.join(NAMES)}, or all"
     )
     what.add_argument(
-        "--recorded", type=Path, metavar="FILE", help="requests one by one: CSV or JSON lines of arrival and lengths"
+        "--history", type=Path, help="JSON file of Prometheus' /api/v1/query_range, or a list of such answers"
     )
-    what.add_argument("--prometheus", metavar="URL", help="ask this Prometheus, with --query-range")
-    parser.add_argument("--query-range", metavar="START,END", help="in Unix seconds, for --prometheus")
+    what.add_argument(
+        "--recorded", type=Path, metavar="FILE", help="recorded requests: CSV or JSON lines of arrival and lengths"
+    )
+    what.add_argument("--prometheus", metavar="URL", help="address of a Prometheus to query; needs --query-range")
+    parser.add_argument("--query-range", metavar="START,END", help="range in Unix seconds for --prometheus")
     parser.add_argument("--selector", default="", help='label matchers for --prometheus, such as namespace="chat"')
-    parser.add_argument("--service", type=Path, help="a QuantizedLLMService manifest whose rules apply")
-    parser.add_argument("--profile", type=Path, help="costs of your model and GPU; Llama-3-8B on an H200 if left out")
-    parser.add_argument("--policies", type=_policies, help=f"which to run, with commas: {', '.join(POLICIES)}")
-    parser.add_argument("--services", type=int, metavar="N", help="a fleet of N services, minute by minute")
+    parser.add_argument("--service", type=Path, help="manifest of the QuantizedLLMService to simulate")
+    parser.add_argument("--profile", type=Path, help="costs of your model and GPU (default: Llama-3-8B on an H200)")
+    parser.add_argument(
+        "--policies", type=_policies, help=f"policies to run, separated by commas: {', '.join(POLICIES)}"
+    )
+    parser.add_argument("--services", type=int, metavar="N", help="simulate a fleet of N services, minute by minute")
     parser.add_argument("--days", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--size", type=float, default=1.0, help="times the requests of a synthetic or recorded load")
+    parser.add_argument(
+        "--size", type=float, default=1.0, help="factor for the requests of a synthetic or recorded load"
+    )
     parser.add_argument("--ttft", type=float, default=5.0, help="objective: seconds to the first token")
     parser.add_argument("--itl", type=float, default=60.0, help="objective: mean milliseconds between two tokens")
     parser.add_argument(
@@ -193,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=REQUESTS_TARGET,
         metavar="N",
-        help="requests a replica for HPA on requests",
+        help="target of the HPA on requests: requests a replica",
     )
     parser.add_argument("--journal", action="store_true", help="print every step of the pilot with its reason")
     parser.add_argument("--json", type=Path, help="write all figures to this file")

@@ -1,4 +1,4 @@
-"""One load, request by request, under every policy: the report's rows."""
+"""Rows of the report: one load, request by request, under each policy."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Sample
 
 START_SECONDS = 240.0
-"""From asking for a replica until it answers: weights, compilation, graphs (2 to 7 minutes are usual)."""
+"""Seconds from the request for a replica to its first answer: weights, compilation, graphs (usually 2 to 7 minutes)."""
 TIMEOUT = 120.0
 WARM_UP = 3600.0
-"""Of a load of more than four hours, the first one does not count: every policy begins with the same replicas."""
+"""Uncounted start of a load of more than four hours, because every policy begins with the same replicas."""
 FLEET_POLICIES = ("pilot", "bf16-hpa", "fp8-hpa", "max")
 POLICIES = ("pilot", "objectives", "bf16-hpa", "bf16-requests", "fp8-hpa", "fp8-requests", "wva", "fp8-wva", "max")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy on one load. Seconds; percentiles over all requests, of gaps over all tokens."""
+    """One policy on one load. Times are in seconds; percentiles cover all requests, those of gaps all tokens."""
 
     load: str
     policy: str
@@ -61,19 +61,19 @@ class Row:
 
     @property
     def good_percent(self) -> float:
-        """Share of all requests, lost ones included, that were answered within the objective."""
+        """Return the share of all requests, with lost ones, that were answered within the objective."""
         return 100 * self.good / max(self.finished + self.lost, 1)
 
     @property
     def price(self) -> float:
-        """GPU-hours for a million good requests."""
+        """Return the GPU-hours for a million good requests."""
         return self.gpu_hours * 1e6 / self.good if self.good else math.inf
 
 
 def policy(
     name: str, spec: Spec, profile: Profile, objective: Objective, requests_target: float = REQUESTS_TARGET
 ) -> tuple[Policy, str, int]:
-    """A policy by name, the dtype and the replicas it begins with; all but the last begin with spec.replicas."""
+    """Return a policy by name with its first dtype and replicas. All but the last begin with spec.replicas."""
     replicas = spec.scaling.clamp(spec.replicas)
     lowest, highest = max(1, spec.scaling.min_replicas), spec.scaling.max_replicas
     baseline = spec.kv_cache.baseline
@@ -93,17 +93,17 @@ def policy(
 
 
 def use(sample: Sample) -> float:
-    """Mean KV use."""
+    """Return the mean KV use."""
     return sample.usage
 
 
 def in_hand(sample: Sample) -> float:
-    """Requests that run or wait, a replica."""
+    """Return the running and waiting requests of a replica."""
     return (sample.running + sample.waiting) / sample.pods
 
 
 def with_objectives(spec: Spec, objective: Objective) -> Spec:
-    """The spec with what makes a request good as its latency objectives: TTFT at p99, ITL at p95."""
+    """Return the spec with the limits of a good request as latency objectives: TTFT at p99, ITL at p95."""
     asked = (
         LatencyObjective("TTFT", 99, round(objective.ttft * 1000)),
         LatencyObjective("ITL", 95, round(objective.itl * 1000)),

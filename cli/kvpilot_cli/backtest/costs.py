@@ -1,4 +1,4 @@
-"""What a step of the engine costs in time, and what its cache holds: constants fitted to measurements, one set a dtype.
+"""Time of an engine's step and capacity of its cache: constants fitted to measurements, one set a dtype.
 
 A step that decodes n sequences over K cached tokens in all and prefills p tokens with c context tokens before them
 (summed over the p) takes
@@ -22,12 +22,12 @@ from kvpilot_operator.decide.steps.capacity import gain
 
 
 class BacktestError(ValueError):
-    """Input that cannot be used; the message names the field, the value and the remedy."""
+    """Unusable input. The message names the field, the value and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """One dtype on one GPU with one model. Seconds and tokens."""
+    """Costs of one dtype on one GPU with one model, in seconds and tokens."""
 
     base: float
     per_sequence: float
@@ -35,27 +35,27 @@ class Costs:
     per_prefill_token: float
     per_prefill_pair: float
     kv_tokens: int
-    """Tokens that the KV cache of one replica holds."""
+    """Tokens that fit the KV cache of one replica."""
     block_size: int
 
     def decode_step(self, sequences: int, kv_tokens: float) -> float:
-        """Seconds of a step that only decodes."""
+        """Return the seconds of a step that only decodes."""
         return self.base + self.per_sequence * sequences + self.per_kv_token * kv_tokens
 
     def prefill(self, tokens: float, context: float) -> float:
-        """Seconds that `tokens` after `context` cached tokens add to a step."""
+        """Return the seconds that `tokens` behind `context` cached tokens add to a step."""
         return self.per_prefill_token * tokens + self.per_prefill_pair * tokens * (context + tokens / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The costs of every dtype of one model on one GPU, and what one replica occupies."""
+    """Costs of every dtype of one model on one GPU, and the GPUs of a replica."""
 
     name: str
     gpu: str
-    """As the node label nvidia.com/gpu.product says it."""
+    """GPU by the value of the node label nvidia.com/gpu.product."""
     model: Mapping[str, int]
-    """head_dim, kv_heads, layers, window_layers: as the engine says them."""
+    """The engine's head_dim, kv_heads, layers and window_layers."""
     gpus_per_replica: int
     costs: Mapping[str, Costs]
     max_num_seqs: int = 1024
@@ -64,9 +64,12 @@ class Profile:
     """vLLM's default for a server on an H100 or H200."""
 
     def of(self, dtype: str) -> Costs:
-        """The costs of a dtype; one that was not measured takes those of the nearest measured one with fewer bits.
+        """Return the costs of a dtype. One without a measurement gets those of the nearest dtype with fewer bits.
 
-        Its capacity goes by bits. BacktestError where nothing comparable was measured.
+        Its capacity goes by bits.
+
+        Raises:
+            BacktestError: no comparable dtype was measured.
         """
         if dtype in self.costs:
             return self.costs[dtype]
@@ -87,17 +90,21 @@ class Profile:
 
 
 def load_profile(path: Path | None = None) -> Profile:
-    """Read a profile: the built-in one (Llama-3-8B on one H200), or a JSON file of the same form."""
+    """Read the built-in profile (Llama-3-8B on one H200), or a JSON file of the same form."""
     source = path if path is not None else files(__package__).joinpath("h200-llama3-8b.json")
     try:
         raw = json.loads(source.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BacktestError(f"profile: {source} cannot be read ({error}); give a file as the built-in one") from error
+        raise BacktestError(f"profile: {source} cannot be read ({error}); give a file like the built-in one") from error
     return parse_profile(raw)
 
 
 def parse_profile(raw: Any) -> Profile:
-    """A profile from its JSON object; BacktestError names what is missing or impossible."""
+    """Return a profile from its JSON object.
+
+    Raises:
+        BacktestError: a field is missing or impossible; the message names it.
+    """
     wanted = {f.name for f in fields(Costs)}
     try:
         costs = {}
@@ -125,5 +132,5 @@ def parse_profile(raw: Any) -> Profile:
 
 
 def dump_profile(profile: Profile) -> dict[str, Any]:
-    """The JSON object that `parse_profile` reads."""
+    """Return the JSON object that `parse_profile` reads."""
     return asdict(profile)

@@ -1,4 +1,4 @@
-"""The pilots of a whole fleet, asked only when their answer can be anything but to stay.
+"""Pilots of a fleet. They are asked only when they may not answer Stay.
 
 `candidates` is a condition that every step needs, computed over all services at once with the decide code's own
 thresholds, never narrower than them: whoever is left out would have been told to stay, and to forget an old pressure.
@@ -30,7 +30,7 @@ _KEPT = ("usage", "running", "waiting", "capacity", "preemptions", "finished", "
 
 
 class Crew:
-    """All pilots of a fleet and the last minutes of its metrics."""
+    """All pilots of a fleet, and the last minutes of its metrics."""
 
     def __init__(self, pilots: Sequence[Pilot], moments: Sequence[Moments], *, ask_all: bool = False) -> None:
         self.pilots = list(pilots)
@@ -51,14 +51,14 @@ class Crew:
         self._bound = np.zeros(size, dtype=bool)
         self._changed = np.full(size, -np.inf)
         self._flipped = np.full(size, -np.inf)
-        # Requests a second of one replica above which the pilot will not go back to fewer replicas: see `_limit`.
+        # Requests a second of one replica above which the pilot keeps its replicas: see `_limit`.
         self._limits = np.full(size, np.inf)
-        # Whose requests last queued for memory: a smaller dtype may take the place of a replica.
+        # Services whose requests last queued for memory: a smaller dtype may replace a replica.
         self._memory = np.zeros(size, dtype=bool)
         self._rise = np.array([self._gain_up(p.dtype) for p in self.pilots])
 
     def take(self, minute: Minute, pods: Array) -> None:
-        """A scrape of every service."""
+        """Take in a scrape of every service."""
         self._minute += 1
         row = self._minute % self._depth
         before = self._rings["pods"][(self._minute - 1) % self._depth]
@@ -68,7 +68,7 @@ class Crew:
         self._rings["pods"][row] = pods
 
     def flipped(self, i: int, dtype: str) -> None:
-        """A roll is done: another revision serves, whose samples begin with the next scrape."""
+        """Note that a roll is done. Samples of the new revision begin with the next scrape."""
         self.pilots[i].dtype = dtype
         self.pilots[i].dtype_changed = self._now()
         self._flipped[i] = self._minute * STEP
@@ -77,12 +77,12 @@ class Crew:
         self._learn(i)
 
     def scaled(self, i: int) -> None:
-        """The number of replicas has just been changed."""
+        """Note that the number of replicas has changed."""
         self.pilots[i].replicas_changed = self._now()
         self._changed[i] = self._minute * STEP
 
     def judge(self, asked: Array, ready: Array, busy: Bools) -> list[tuple[int, PolicyDecision]]:
-        """Decisions of this minute that are anything but Stay."""
+        """Return this minute's decisions that are not Stay."""
         chosen = np.ones(len(self.pilots), dtype=bool) if self._ask_all else self.candidates(asked, ready, busy)
         for i in np.flatnonzero(self._bound & ~chosen):
             self.pilots[i].was_bound = self._bound[i] = False
@@ -102,11 +102,11 @@ class Crew:
         return decisions
 
     def candidates(self, asked: Array, ready: Array, busy: Bools) -> Bools:
-        """Whose decision can be anything but Stay, or whose pressure is to be noted."""
+        """Return the services whose decision may not be Stay, or whose pressure must be noted."""
         spec, pressure = self._spec, self._spec.kv_cache.pressure
         window = self._within(pressure.sustained_seconds, self._since)
         calm = self._within(spec.scaling.scale_down_stabilization_seconds, self._since)
-        # A window may begin anew when a replica came up: both are looked at.
+        # A window may begin anew when a replica starts, so check both.
         grown = self._within(pressure.sustained_seconds, np.maximum(self._since, self._grown))
         starved = self._starved(window) | self._starved(grown)
         usage = np.minimum(self._mean("usage", window), self._mean("usage", grown))
@@ -119,7 +119,7 @@ class Crew:
         margin = (pressure.low_percent + pressure.high_percent) // 2
         left = np.maximum(asked - 1, 1)
         fewer = (asked > least) & (ready >= asked) & (100 * peak / left <= margin + _SLACK)
-        # A rate that queued once holds a replica back, until one is calm at more than that rate.
+        # A rate that queued once keeps a replica, until one is calm at a higher rate.
         allowed = each / np.maximum(np.minimum(asked, ready) - 1, 1) <= self._limits * (1 + _SLACK)
         fewer &= allowed | (most / self._pods() >= self._limits / SHARE * (1 - _SLACK))
         fewer &= now >= self._changed + pressure.sustained_seconds
@@ -140,7 +140,7 @@ class Crew:
         return np.asarray(queue | (preempted >= pressure.preemptions_per_minute * (1 - _SLACK)))
 
     def _rate(self, window: Bools) -> Array:
-        """Requests a second that all replicas together finish."""
+        """Return the requests a second that all replicas finish."""
         return np.asarray((self._rings["finished"] * window).sum(axis=0) / self._pod_seconds(window) * self._pods())
 
     def _mean(self, name: str, window: Bools) -> Array:
@@ -153,14 +153,14 @@ class Crew:
         return np.asarray(np.maximum(self._rings["pods"][self._minute % self._depth], 1.0))
 
     def _within(self, seconds: int, since: NDArray[np.int64]) -> Bools:
-        """(depth, services): which samples of the ring a window holds."""
+        """Return a mask (depth, services) of the ring's samples in a window."""
         rows = np.arange(self._depth)
         age = (self._minute - rows) % self._depth
         taken = self._minute - age
         return np.asarray((taken[:, None] >= since) & (taken[:, None] >= 0) & (age[:, None] * STEP <= seconds))
 
     def _samples(self, i: int) -> list[Sample]:
-        """The window of one service; most of it was built when the pilot was last asked."""
+        """Return the window of one service. Most of it was built for the last question."""
         first = max(int(self._since[i]), self._minute - self._depth + 1, 0)
         built = self._built.setdefault(i, {})
         for minute in [m for m in built if m < first]:
@@ -191,7 +191,7 @@ class Crew:
         self._memory[i] = any(k.memory and k.dtype == pilot.dtype for k in pilot.saturations)
 
     def _limit(self, i: int) -> float:
-        """The rate that keeps the pilot from fewer replicas, where one was learnt from requests like those of now."""
+        """Return the rate that keeps the pilot from fewer replicas, if similar requests taught it."""
         pilot = self.pilots[i]
         known = next((k for k in pilot.saturations if k.dtype == pilot.dtype), None)
         if (
@@ -203,7 +203,7 @@ class Crew:
         return SHARE * known.requests_per_hour / 3600
 
     def _gain_up(self, dtype: str) -> float:
-        """The least capacity that a larger dtype of the ladder would give up, as a factor; 0 at the top."""
+        """Return the least loss of capacity by a larger dtype of the ladder, as a factor; 0 at the top."""
         rungs = (self._spec.kv_cache.baseline, *self._spec.kv_cache.ladder)
         return max((gain(dtype, d) for d in rungs if smaller(dtype, d)), default=0.0)
 

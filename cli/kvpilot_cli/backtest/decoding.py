@@ -1,4 +1,4 @@
-"""The requests of an engine that decode: what their next tokens need, and which of them end when.
+"""Decoding requests of an engine: the blocks of their next tokens, and their ends.
 
 They are kept by the remainder of their length, and all grow by one token a step: what a step needs is one look-up,
 however many there are.
@@ -13,11 +13,11 @@ from kvpilot_cli.backtest.request import Request
 
 
 class Decoding:
-    """Requests that decode, over blocks of `block_size` tokens."""
+    """Decoding requests over blocks of `block_size` tokens."""
 
     def __init__(self, block_size: int) -> None:
         self.tokens = 0
-        """In all their contexts, as of now."""
+        """Tokens in all their contexts now."""
         self._size = block_size
         self._held: dict[int, tuple[Request, int]] = {}  # the request, and its length less the count of steps
         self._by_remainder = [0] * block_size
@@ -28,11 +28,11 @@ class Decoding:
         return len(self._held)
 
     def lengths(self) -> Iterator[tuple[Request, int]]:
-        """Each request with the tokens in its context."""
+        """Yield each request with the tokens in its context."""
         return ((request, offset + self._steps) for request, offset in self._held.values())
 
     def add(self, request: Request) -> None:
-        """From the next step on the request decodes."""
+        """Let the request decode from the next step on."""
         offset = request.computed - self._steps
         self._held[request.number] = (request, offset)
         self._by_remainder[offset % self._size] += 1
@@ -40,7 +40,7 @@ class Decoding:
         heapq.heappush(self._ends, (self._steps + request.output - request.generated, request.number, request.epoch))
 
     def leave(self, request: Request) -> bool:
-        """Take the request out and write into it how far it is; False where it does not decode."""
+        """Remove the request and store its progress in it. Return False if it does not decode."""
         entry = self._held.pop(request.number, None)
         if entry is None:
             return False
@@ -54,27 +54,27 @@ class Decoding:
         return True
 
     def step(self, count: int, requests: int) -> None:
-        """So many steps in which so many requests got a token each."""
+        """Record `steps` in which each request got a token."""
         self._steps += count
         self.tokens += requests * count
 
     def needed(self) -> int:
-        """Blocks for the next token: of the requests whose length fills their blocks exactly."""
+        """Return the blocks for the next token: one for each request whose blocks are full."""
         return self._by_remainder[-self._steps % self._size]
 
     def needed_for(self, count: int) -> int:
-        """Blocks for so many steps."""
+        """Return the blocks for that many steps."""
         whole, rest = divmod(count, self._size)
         return whole * len(self) + sum(self._by_remainder[-(self._steps + i) % self._size] for i in range(rest))
 
     def until_one_ends(self) -> int:
-        """Steps until the first request ends; there must be one."""
+        """Return the steps until the first request ends. There must be one."""
         while self._void(self._ends[0]):
             heapq.heappop(self._ends)
         return self._ends[0][0] - self._steps
 
     def ended(self) -> Iterator[Request]:
-        """Each request that has all its tokens."""
+        """Yield each request that has all its tokens."""
         while self._ends and self._ends[0][0] <= self._steps:
             end = heapq.heappop(self._ends)
             if not self._void(end):

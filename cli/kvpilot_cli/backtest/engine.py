@@ -23,11 +23,11 @@ from kvpilot_cli.backtest.request import Limits, Request
 from kvpilot_operator.state.samples import Flows, Sample
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
-"""The moment that second 0 of a simulation stands for."""
+"""The moment of second 0 of a simulation."""
 
 
 class Engine:
-    """A running engine: `submit` requests in order of arrival, `advance` the clock, `scrape` as Prometheus would."""
+    """A simulated engine: `submit` requests in order of arrival, `advance` the clock, `scrape` like Prometheus."""
 
     def __init__(self, costs: Costs, limits: Limits, dtype: str = "auto") -> None:
         self.costs, self.limits, self.dtype = costs, limits, dtype
@@ -46,16 +46,16 @@ class Engine:
         self._generations = Tally(LENGTHS)
         self._scraped = 0.0
         self.on_gap: Callable[[float, int], None] = lambda _seconds, _times: None
-        """Called with the seconds between two tokens of a request and how many requests saw this very gap."""
+        """Callback that gets the seconds between two tokens and the number of requests with that gap."""
 
     def submit(self, request: Request) -> None:
-        """Queue a request; arrivals must not go back in time."""
+        """Queue a request. Arrivals must not go back in time."""
         if self.arriving and request.arrival < self.arriving[-1].arrival:
             raise ValueError(f"arrival: {request.arrival} is before the last one; submit in order of arrival")
         self.arriving.append(request)
 
     def advance(self, until: float) -> None:
-        """Run steps until the clock reaches `until`; the last step may end a little after it."""
+        """Run steps until the clock reaches `until`. The last step may end a little later."""
         while self.now < until:
             self._arrive()
             if not self.running and not self.waiting:
@@ -68,7 +68,7 @@ class Engine:
                 self._step()
 
     def scrape(self) -> Sample:
-        """What the engine's metrics page would say now, with what happened since the last scrape."""
+        """Return the figures of the engine's metrics page, with the counts since the last scrape."""
         self._drop_late()
         self._arrive()
         flows = Flows(
@@ -107,7 +107,7 @@ class Engine:
         return -(-tokens // self.costs.block_size)
 
     def _step(self) -> None:
-        """One scheduling step and its forward pass."""
+        """Run one scheduling step with its forward pass."""
         evicted = self._make_room()
         decoding = len(self.decoding)
         self.blocks.take(self.decoding.needed())
@@ -137,18 +137,18 @@ class Engine:
         self.on_gap(seconds, times)
 
     def alike(self, until: float) -> int:
-        """How many of the next steps only decode the same requests, without an arrival, an end or an eviction."""
+        """Return how many of the next steps only decode the same requests, without an arrival, end or eviction."""
         n = len(self.decoding)
         if self.waiting or self.prefilling or not n:
             return 1
         horizon = (min(until, self.arriving[0].arrival) if self.arriving else until) - self.now
         most = min(_ALIKE, self.decoding.until_one_ends(), self.blocks.available // n * self.costs.block_size)
-        # Steps grow longer with the contexts: as many as fit at the length of the last one fit indeed.
+        # Steps grow with the contexts, so count with the length of the last one.
         longest = self.costs.decode_step(n, self.decoding.tokens + n * most)
         return min(most, int(horizon / longest))
 
     def _steps(self, count: int) -> None:
-        """So many steps that only decode, at once; their gaps are counted at their mean."""
+        """Run `count` steps at once that only decode. Their gaps count at their mean."""
         n = len(self.decoding)
         self.blocks.take(self.decoding.needed_for(count))
         mean = self.costs.decode_step(n, self.decoding.tokens + n * (count + 1) / 2)
@@ -161,7 +161,7 @@ class Engine:
         self._finish_decodes()
 
     def _make_room(self) -> bool:
-        """Evict from the end until every decoding request that needs a block finds one."""
+        """Evict from the end until every decoding request has the block that it needs."""
         evicted = False
         while self.decoding.needed() > self.blocks.available:
             self._preempt(next(reversed(self.running.values())))
@@ -177,7 +177,7 @@ class Engine:
         self.waiting.appendleft(request)
 
     def _leave(self, request: Request) -> None:
-        """Take a request off the batch; its full blocks stay behind as a cached prefix."""
+        """Remove a request from the batch. Its full blocks stay as a cached prefix."""
         del self.running[request.number]
         self.prefilling.pop(request.number, None)
         if self.decoding.leave(request):
@@ -242,7 +242,7 @@ class Engine:
         return work, ready
 
     def _first_token(self, request: Request) -> None:
-        """The prefill's last chunk gives a token; from the next step on the request decodes."""
+        """Give the token of the prefill's last chunk. The request decodes from the next step on."""
         del self.prefilling[request.number]
         if request.first_token < 0:
             request.first_token = self.now
@@ -272,7 +272,7 @@ class Engine:
 
 
 _ALIKE = 64
-"""Most steps taken at once: within so many a step's time grows by less than a percent."""
+"""Largest number of steps at once: their time grows by less than a percent."""
 _COUNTS = (
     "preemptions", "prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "finished",
     "prefill_seconds", "decode_seconds",

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpilot_cli.backtest.buckets import FINE
 from kvpilot_cli.backtest.compare import START_SECONDS, TIMEOUT
-from kvpilot_cli.backtest.costs import Profile
+from kvpilot_cli.backtest.costs import BacktestError, Profile
 from kvpilot_cli.backtest.crew import Crew
 from kvpilot_cli.backtest.hpa import Hpa
 from kvpilot_cli.backtest.interval import SUBSTEP, Fleet, Minute
@@ -22,12 +27,13 @@ from kvpilot_cli.backtest.service import Objective
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.state.histogram import Histogram
 
+PROCESSES = 2
 _START = round(START_SECONDS / STEP)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetRow:
-    """One policy over all services of one kind of load. Seconds; percentiles over all requests, of gaps over tokens."""
+    """One policy over all services of one kind of load. Times are in seconds; percentiles cover all requests."""
 
     load: str
     policy: str
@@ -42,11 +48,11 @@ class FleetRow:
     flips: int
     scalings: int
     asked: int = 0
-    """How often a pilot was asked."""
+    """Number of questions to a pilot."""
 
 
 def services(count: int, days: float, seed: int, first: int = 0) -> list[Load]:
-    """Services `first` to `first + count` of a fleet: the four kinds in turn, each of its own size and time zone."""
+    """Return services `first` to `first + count` of a fleet: four kinds in turn, each with its size and time zone."""
     loads = []
     for i in range(first, first + count):
         chance = np.random.default_rng((seed, i))
@@ -58,7 +64,7 @@ def services(count: int, days: float, seed: int, first: int = 0) -> list[Load]:
 
 
 class Pods:
-    """Replicas of all services: those that answer, and those that start, by the minute in which they will."""
+    """Replicas of all services: answering ones, and starting ones by the minute of their first answer."""
 
     def __init__(self, replicas: NDArray[np.int64]) -> None:
         self.ready = replicas.copy()
@@ -66,17 +72,17 @@ class Pods:
 
     @property
     def asked(self) -> NDArray[np.int64]:
-        """Replicas that are asked for."""
+        """Return the requested replicas."""
         return np.asarray(self.ready + self._starting.sum(axis=0))
 
     def pass_minute(self) -> None:
-        """Those whose time has come answer."""
+        """Let starting replicas answer whose time has come."""
         self.ready = self.ready + self._starting[0]
         self._starting = np.roll(self._starting, -1, axis=0)
         self._starting[-1] = 0
 
     def scale(self, wanted: NDArray[np.int64]) -> None:
-        """Start what is missing; drop the youngest of what is too many."""
+        """Start missing replicas, or drop the youngest superfluous ones."""
         more = wanted - self.asked
         self._starting[-1] += np.maximum(more, 0)
         fewer = np.maximum(-more, 0)
@@ -91,7 +97,7 @@ def run_fleet(
     loads: Sequence[Load], policy: str, spec: Spec, profile: Profile, objective: Objective, seed: int,
     *, hpa_target: float = HPA_TARGET, ask_all: bool = False, trail: list[tuple[int, int, str, str, int]] | None = None,
 ) -> list[FleetRow]:  # fmt: skip
-    """Drive all loads; `trail` takes every step of the pilots: minute, service, action, dtype, replicas."""
+    """Drive all loads. `trail` gets every step of the pilots: minute, service, action, dtype, replicas."""
     size = len(loads)
     dtypes = tuple(dict.fromkeys((spec.kv_cache.baseline, "fp8", *spec.kv_cache.ladder)))
     costs = profile.of(spec.kv_cache.baseline)
@@ -129,7 +135,7 @@ def _pilot(
     dtype: NDArray[np.int64], dtypes: tuple[str, ...], flips: NDArray[np.int64], scalings: NDArray[np.int64],
     trail: list[tuple[int, int, str, str, int]] | None,
 ) -> None:  # fmt: skip
-    """One minute of every pilot. A canary costs a GPU more until all replicas are rolled; then the dtype changes."""
+    """Run one minute of every pilot. A canary costs one more GPU until all replicas are rolled."""
     crew.take(seen, pods.ready.astype(float))
     for i in [i for i, (end, _) in rolls.items() if minute >= end]:
         _, new = rolls.pop(i)
@@ -143,7 +149,7 @@ def _pilot(
         if trail is not None:
             trail.append((minute, i, step.action, step.dtype, step.replicas))
         if step.dtype != crew.pilots[i].dtype:
-            # The canary starts and is probed; then one replica after the other takes an old one's place.
+            # The canary starts and is probed. Then replicas are replaced one by one.
             rolls[i] = (minute + _START + round(PROBE_SECONDS / STEP) + _START * (step.replicas - 1), step.dtype)
             busy[i] = True
         else:
@@ -170,3 +176,61 @@ def _rows(
             )
         )  # fmt: skip
     return rows
+
+
+def part(
+    count: int, first: int, days: float, seed: int, policy: str, spec: Spec, profile: Profile, objective: Objective
+) -> list[FleetRow]:
+    """Simulate one process' share of the fleet."""
+    return run_fleet(services(count, days, seed, first), policy, spec, profile, objective, seed + first)
+
+
+def show(
+    count: int, days: float, seed: int, spec: Spec, profile: Profile, objective: Objective, policies: Sequence[str],
+    out: Path | None,
+) -> int:  # fmt: skip
+    """Run the fleet under each policy in turn, print, and write JSON."""
+    if count < 4:
+        raise BacktestError(f"services: {count}; give at least 4, one of each kind of load")
+    figures: list[dict[str, Any]] = []
+    half = count // 2 // 4 * 4
+    shares = [(half, 0), (count - half, half)] if half else [(count, 0)]
+    for policy in policies:
+        began = time.monotonic()
+        jobs = [(n, first, days, seed, policy, spec, profile, objective) for n, first in shares]
+        with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
+            rows = _joined(pool.starmap(part, jobs, chunksize=1))
+        took = time.monotonic() - began
+        for row in rows:
+            told = figures_of(row)
+            figures.append(told | {"days": days, "seconds_of_policy": round(took, 1)})
+            print("  ".join(f"{k} {v}" for k, v in told.items()))
+        print(f"{policy}: {count} services, {days:g} days in {took:.0f} s", flush=True)
+        if out is not None:
+            out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def figures_of(row: FleetRow) -> dict[str, Any]:
+    """Return the figures of one kind of load under one policy."""
+    return {
+        "load": row.load, "policy": row.policy, "services": row.services, "gpu_hours": round(row.gpu_hours),
+        "good_percent": round(100 * row.good / max(row.finished + row.lost, 1e-9), 2), "lost": round(row.lost),
+        "ttft_p95": round(row.ttft.quantile(0.95), 3), "itl_p95": round(row.itl.quantile(0.95), 4),
+        "preemptions": round(row.preemptions), "flips": row.flips, "scalings": row.scalings,
+        "gpu_hours_per_million_good": round(row.gpu_hours * 1e6 / max(row.good, 1e-9), 2), "asked": row.asked,
+    }  # fmt: skip
+
+
+def _joined(shares: Sequence[Sequence[FleetRow]]) -> list[FleetRow]:
+    rows: dict[str, FleetRow] = {}
+    for row in (r for share in shares for r in share):
+        before = rows.get(row.load)
+        if before is None:
+            rows[row.load] = row
+            continue
+        added = {name: getattr(before, name) + getattr(row, name) for name in
+                 ("services", "gpu_hours", "finished", "good", "lost", "ttft", "itl", "preemptions", "flips",
+                  "scalings", "asked")}  # fmt: skip
+        rows[row.load] = replace(before, **added)
+    return list(rows.values())

@@ -1,4 +1,4 @@
-"""A Prometheus history of one service as a load: what was asked of it, minute by minute.
+"""Load from the Prometheus history of one service, minute by minute.
 
 Read are the answers of `/api/v1/query_range` (result type matrix), from a file or from a server. The rate of requests
 comes from vllm:request_success_total, mean lengths from vllm:prompt_tokens_total and vllm:generation_tokens_total, and
@@ -25,20 +25,20 @@ REQUESTS, PROMPTS, GENERATED = "vllm:request_success_total", "vllm:prompt_tokens
 USAGE = "vllm:kv_cache_usage_perc"
 METRICS = (REQUESTS, PROMPTS, GENERATED, USAGE)
 SIGMA = 0.6
-"""Spread of the lengths around each minute's mean: a history of counters does not tell it."""
+"""Assumed spread of the lengths around each minute's mean, which counters do not show."""
 _LEAST_POINTS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A load, and the use that the engines showed under it (NaN where nobody scraped)."""
+    """A load, and the KV use of the engines under it (NaN without a scrape)."""
 
     load: Load
     usage: Array
 
 
 def read_file(path: Path, seed: int = 0) -> History:
-    """Read exported JSON: one answer of query_range, or a list of them."""
+    """Read exported JSON: an answer of query_range, or a list of them."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -65,7 +65,11 @@ def read_server(url: str, start: float, end: float, selector: str = "", seed: in
 
 
 def parse(answers: Sequence[Any], name: str, seed: int = 0) -> History:
-    """Turn answers of query_range into a load on a grid of minutes; BacktestError says what is missing."""
+    """Turn answers of query_range into a load on a grid of minutes.
+
+    Raises:
+        BacktestError: a series is missing or unusable; the message names it.
+    """
     series = [s for answer in answers for s in _series(answer)]
     found = sorted({s.name for s in series})
     for metric in (REQUESTS, PROMPTS, GENERATED):
@@ -138,14 +142,14 @@ def _series(answer: Any) -> list[_Series]:
 
 
 def _increase(series: _Series, edges: Array) -> Array:
-    """Increments of a counter between the edges; a fall is a restart, from which it counts anew."""
+    """Return the increments of a counter between the edges. A fall means a restart from zero."""
     steps = np.diff(series.values)
     grown = np.concatenate([[0.0], np.cumsum(np.where(steps >= 0, steps, series.values[1:]))])
     return np.asarray(np.diff(np.interp(edges, series.times, grown)))
 
 
 def _usage(series: Sequence[_Series], edges: Array) -> Array:
-    """Mean use over the engines at the end of each minute."""
+    """Return the mean use over the engines at the end of each minute."""
     rows = [np.interp(edges[1:], s.times, s.values, left=np.nan, right=np.nan) for s in series if s.name == USAGE]
     if not rows:
         return np.full(len(edges) - 1, np.nan)

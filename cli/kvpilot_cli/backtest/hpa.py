@@ -18,11 +18,14 @@ STABILIZATION_SECONDS = 300.0
 
 
 def recommend(use: Floats, ready: Ints, replicas: Ints, target: float) -> Ints:
-    """Replicas by the formula, before limits; `use` is the mean over ready pods, `replicas` counts pending ones too."""
+    """Return the replicas by the formula, before limits.
+
+    `use` is the mean over ready pods. `replicas` counts pending ones, too.
+    """
     ratio = use / target
     pending = replicas - ready
     plain = np.where(np.abs(ratio - 1) <= TOLERANCE, replicas, _ceil(ratio * ready))
-    # With pending pods an upward move is computed anew as if they idled, and dropped where that changes its direction.
+    # With pending pods, recompute a scale-out as if they idled, and drop it if its direction changes.
     ratio_all = use * ready / (target * np.maximum(replicas, 1))
     damped = np.where((np.abs(ratio_all - 1) <= TOLERANCE) | (ratio_all < 1), replicas, _ceil(ratio_all * replicas))
     wanted = np.where((pending > 0) & (ratio > 1), np.maximum(damped, replicas), plain)
@@ -35,7 +38,7 @@ def _ceil(x: Floats) -> Ints:
 
 
 class Hpa:
-    """The autoscaler's memory; one call of `judge` every `sync_seconds`."""
+    """State of the autoscaler. Call `judge` every `sync_seconds`."""
 
     def __init__(
         self, replicas: Ints, *, target: float, minimum: int, maximum: int, sync_seconds: float = 15.0
@@ -47,7 +50,7 @@ class Hpa:
         self._at = 0
 
     def judge(self, use: Floats, ready: Ints, replicas: Ints) -> Ints:
-        """The replicas to run from now on."""
+        """Return the replicas to run from now on."""
         wanted = recommend(use, ready, replicas, self.target)
         self._recent[self._at] = wanted
         self._at = (self._at + 1) % len(self._recent)

@@ -1,4 +1,4 @@
-"""Many services at once, ten seconds at a time: a fluid of requests where `engine` has single ones.
+"""Fluid model of many services, ten seconds at a time, where `engine` simulates single requests.
 
 A service is a closed network: sessions pause, ask, wait, run and pause again. Arrivals are Poisson; what runs is
 bounded by KV memory, by max_num_seqs and by what prefill can feed; a step's time follows from `costs` with what runs,
@@ -19,14 +19,14 @@ from kvpilot_cli.backtest.moments import WEIGHTS, Array, Moments
 
 SUBSTEP = 10.0
 _FILL = 0.985
-"""Use at which no further prompt finds room; from the request-level simulation."""
+"""Use at which no further prompt fits, from the request-level simulation."""
 _PREEMPTED = 0.3
 """Preemptions per finished request while memory binds, times prompt tokens over generated ones; from the same."""
 
 
 @dataclass(slots=True)
 class Minute:
-    """What a scrape and the users' clocks say of one step, by service."""
+    """Figures of one step by service, as scrapes and users see them."""
 
     usage: Array
     running: Array
@@ -43,7 +43,7 @@ class Minute:
 
 
 class Fleet:
-    """State of all services; one call of `step` moves them by `SUBSTEP * substeps` seconds."""
+    """State of all services. A call of `step` moves them by `SUBSTEP * substeps` seconds."""
 
     def __init__(
         self, profile: Profile, moments: Sequence[Moments], dtypes: Sequence[str], timeout: float, seed: int,
@@ -76,14 +76,14 @@ class Fleet:
         self.total = {name: zeros.copy() for name in ("finished", "lost", "good", "preemptions")}
 
     def step(self, starts: Array, ready: Array, dtype: NDArray[np.int64], substeps: int) -> Minute:
-        """Advance; `starts` are sessions a second, `ready` the replicas that answer, `dtype` indexes `dtypes`."""
+        """Advance all services by `starts` sessions a second on `ready` replicas; `dtype` indexes `dtypes`."""
         costs = {name: values[dtype] for name, values in self._costs.items()}
         sums = {name: np.zeros(self.size) for name in
                 ("preemptions", "finished", "lost", "good", "prefill", "decode")}  # fmt: skip
         pods = np.maximum(ready, 1.0)
         for _ in range(substeps):
             usage, wait, last = self._substep(starts, ready, pods, costs, sums)
-        # Times of a whole minute's requests are those of its last substep.
+        # All requests of a minute get the times of its last substep.
         sums["good"] = self._latencies(sums["finished"], wait, *last, costs)
         for name in ("finished", "lost", "good", "preemptions"):
             self.total[name] += sums[name]
@@ -98,13 +98,13 @@ class Fleet:
     ) -> tuple[Array, Array, tuple[Array, Array, Array, Array]]:
         m, h = self._m, SUBSTEP
         normal = self._chance.standard_normal((2, self.size))
-        # A session that returns no longer thinks: drawn once and moved, or their number would walk at random.
+        # Move returning sessions, drawn once: their number must not walk at random.
         returns = np.minimum(h / m["pause"], 1.0)
         back = self.thinking * returns + np.sqrt(self.thinking * returns * (1 - returns)) * normal[0]
         back = np.clip(back, 0.0, self.thinking)
         self.thinking = self.thinking - back
         arrived = self._chance.poisson(starts * h) + back
-        # Sizes differ from request to request: the mean over what runs wanders around the mean over all.
+        # Requests differ in size, so the mean of running ones wanders around the mean of all.
         keep = np.exp(-h / np.maximum(m["output"] * self.step_seconds, 1.0))
         self.noise = keep * self.noise + np.sqrt(1 - keep * keep) * normal[1]
         inside = np.maximum(self.inside, 1.0)
@@ -116,13 +116,13 @@ class Fleet:
         chunk = np.minimum(self._budget / tokens, 1.0) * work
         full = work * np.maximum(self._budget / tokens, 1.0)
         present = self.waiting + self.inside + arrived
-        # Implicit in the running requests: they are what is left after a substep at their own rate of leaving, which
-        # depends on how many run; twice around settles it.
+        # The running requests are what is left after a substep, and their rate of leaving depends on their number.
+        # Two iterations suffice.
         running = self.inside
         for _ in range(2):
             each = running / pods
             plain = costs["base"] + each * (costs["per_sequence"] + held * costs["per_kv_token"])
-            # A step carries at most its budget of prompt tokens: what is beyond waits, however much memory is free.
+            # A step carries at most its budget of prompt tokens. The rest waits, even with free memory.
             most = full / (full + plain)
             share = np.minimum(self._prefill_share(each, plain, work), most)
             stay = m["output"] * plain / (1 - share) + work
@@ -152,7 +152,7 @@ class Fleet:
         return usage, wait, (work, chunk, plain, share)
 
     def _youth(self) -> Array:
-        """Length of the contexts that run over their usual length: where turns are lost, sessions end early."""
+        """Return the length of running contexts over the usual one: lost turns end sessions early."""
         m = self._m
         usual = m["turns"] - 1
         goes_on = (1 - 1 / m["turns"]) * (1 - self.losing)
@@ -161,12 +161,12 @@ class Fleet:
         return np.asarray(np.where(usual > 0.01, first + (1 - first) * age / np.maximum(usual, 0.01), 1.0))
 
     def _kinds(self) -> tuple[Array, Array, Array]:
-        """Shares of requests: first turns, later ones that find their prefix, later ones that do not."""
+        """Return the shares of first turns, and of later ones with and without their prefix."""
         later = self._m["reusable"]
         return 1 - later, self.hit, np.maximum(later - self.hit, 0.0)
 
     def _work(self, costs: dict[str, Array], young: Array) -> tuple[Array, Array]:
-        """Mean seconds and tokens of prefill a request."""
+        """Return the mean seconds and tokens of prefill of a request."""
         m, token, pair = self._m, costs["per_prefill_token"], costs["per_prefill_pair"]
         new, hit, miss = self._kinds()
         tokens = new * m["new_tokens"] + hit * m["hit_tokens"] + miss * m["miss_tokens"] * young
@@ -174,7 +174,7 @@ class Fleet:
         return token * tokens + pair * pairs, tokens
 
     def _prefill_share(self, running: Array, plain: Array, work: Array) -> Array:
-        """Share y of the time that goes to prefill when `running` requests share a replica.
+        """Return the share y of the time for prefill when `running` requests share a replica.
 
         A request takes `output` steps of plain / (1 - y) seconds and `work` of prefill, so that with x = y / work done
         a second, Little's law says running = x (output * plain / (1 - y) + work): a quadratic in y, with one root in
@@ -184,7 +184,7 @@ class Fleet:
         return np.asarray(0.5 * (b - np.sqrt(b * b - 4 * running)))
 
     def _remember(self, rate: Array, held: Array, costs: dict[str, Array], pods: Array, young: Array) -> None:
-        """Share of requests that find their prefix.
+        """Return the share of requests that find their prefix.
 
         Freed blocks queue up to be overwritten, and leave the queue early where their session returns: with F free
         tokens, and H freed by each of x requests a second, a prefix survives T seconds with
@@ -208,9 +208,9 @@ class Fleet:
         self, finished: Array, wait: Array, work: Array, chunk: Array, plain: Array, share: Array,
         costs: dict[str, Array],
     ) -> Array:  # fmt: skip
-        """Count the finished requests' times to first token and their gaps; returns how many were good."""
+        """Count times to first token and gaps of finished requests, and return the number of good ones."""
         slow = 1 / (1 - share)
-        # Half a step passes until the next one begins; the prompts before it come first.
+        # On average half a step passes until the next one begins, and earlier prompts come first.
         before = wait + 1.5 * plain + 0.5 * share * slow * work
         kinds = np.stack(self._kinds())[:, :, None]
         own = (
@@ -221,7 +221,7 @@ class Fleet:
         count = kinds * WEIGHTS * finished[:, None]
         self._count(self.ttft, ttft, count)
         good = (count * (ttft <= self._objective[0])).sum(axis=(0, 2)) * (self.step_seconds <= self._objective[1])
-        # Prefill comes in chunks: of a second's steps, so many carry one, and take so much longer.
+        # Prefill comes in chunks: some steps of a second carry one and take longer.
         steps = (1 - share) / plain
         mixed = np.minimum(share / np.maximum(chunk, 1e-9) / np.maximum(steps, 1e-9), 1.0)
         tokens = finished * self._m["output"]
@@ -232,7 +232,7 @@ class Fleet:
         return np.asarray(good)
 
     def _count(self, table: Array, seconds: Array, times: Array) -> None:
-        """Add to each service's histogram; both are (kinds, services, points)."""
+        """Add to each service's histogram. Both arrays are (kinds, services, points)."""
         at = np.ceil((np.log(np.maximum(seconds, 1e-9)) - self._log_low) / self._log_step).astype(np.int64)
         at = np.clip(at, 0, self.bins - 1) + self.bins * np.arange(self.size)[:, None]
         table += np.bincount(at.ravel(), times.ravel(), table.size).reshape(table.shape)

@@ -1,4 +1,4 @@
-"""What is asked of a service over time: synthetic traces by a seed, sessions of several turns, lengths in tokens.
+"""Loads of a service over time: seeded synthetic traces of sessions with several turns, lengths in tokens.
 
 The time of every session's start, its turns, lengths and pauses are fixed by the seed, so that every policy is asked
 the same. A turn is asked when the one before has been answered and the pause is over: a slow service stretches a
@@ -18,31 +18,31 @@ from kvpilot_cli.backtest.costs import BacktestError
 
 Array = NDArray[np.float64]
 STEP = 60.0
-"""Seconds for which the rate of a load is constant."""
+"""Seconds with a constant rate."""
 DAY = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The requests of one kind of service. Lengths are lognormal: a median and the sigma of the logarithm."""
+    """Requests of one kind of service. Lengths are lognormal: a median and the sigma of the logarithm."""
 
     first_prompt: float
     """Median tokens of a session's first prompt."""
     next_prompt: float
-    """Median tokens that each later turn adds to all that came before."""
+    """Median tokens that each later turn adds to the conversation."""
     output: float
     sigma: float
     turns: float
-    """Mean number of turns; geometric."""
+    """Mean number of turns, geometrically distributed."""
     pause: float
     """Mean seconds between an answer and the next turn, exponential, on top of one second."""
     max_length: int = 65536
-    """Prompt and answer together; a session ends where its next turn would not fit."""
+    """Largest prompt and answer together. A session ends when its next turn would not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One conversation: (prompt, output, pause before) of its turns; a prompt holds all that came before."""
+    """One conversation: (prompt, output, pause before) of its turns. A prompt holds the conversation so far."""
 
     number: int
     start: float
@@ -50,15 +50,15 @@ class Session:
 
 
 class Asked(Protocol):
-    """What is asked of one service, session by session."""
+    """The load of one service, session by session."""
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """Return its name in reports."""
 
     @property
     def seconds(self) -> float:
-        """How long it lasts."""
+        """Return its duration in seconds."""
 
     def sessions(self) -> Iterator[Session]:
         """All sessions in order of start; the same at every call."""
@@ -66,7 +66,7 @@ class Asked(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A shape and how often sessions start: `rate[i]` a second during the i-th step, lengths scaled by `scale[i]`."""
+    """A shape with the rate of new sessions: `rate[i]` a second during the i-th step, lengths scaled by `scale[i]`."""
 
     name: str
     shape: Shape
@@ -77,7 +77,7 @@ class Load:
 
     @property
     def seconds(self) -> float:
-        """How long the load lasts."""
+        """Return the duration of the load in seconds."""
         return len(self.rate) * STEP
 
     def sessions(self) -> Iterator[Session]:
@@ -123,7 +123,7 @@ NAMES = ("agents", "chat", "rag", "bursts")
 
 
 def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float = 0.0) -> Load:
-    """One of NAMES. `size` scales the rate: 1 is a service that a handful of H200 serve in bf16 at its busiest.
+    """Return one of NAMES. `size` scales the rate: a handful of H200 serve 1 in bf16 at its busiest.
 
     agents: contexts that grow to tens of thousands of tokens over many turns with short pauses, busy at night, too.
     chat: medium contexts, a day's curve with quiet nights. rag: long prompts, short answers, no reuse. bursts: chat at
@@ -131,7 +131,7 @@ def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float 
     `zone` hours later than the simulation's.
     """
     if name not in NAMES:
-        raise BacktestError(f"trace: {name!r} is not known; use one of {', '.join(NAMES)}, or all")
+        raise BacktestError(f"trace: {name!r} is unknown: use one of {', '.join(NAMES)}, or all")
     if not 0 < days <= 366:
         raise BacktestError(f"days: {days}; give more than 0 and at most 366")
     steps = max(1, round(days * DAY / STEP))
@@ -145,7 +145,7 @@ def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float 
     }[name]
     # Busiest at 14:00, quietest at 02:00.
     curve = 1 - depth * (1 + np.cos((hours - zone - 2) * 2 * np.pi / 24)) / 2
-    # What a day's curve leaves out: a wander of a tenth or so, with a new value every half hour.
+    # A day's curve is smooth; add noise of about a tenth, with a new value every half hour.
     knots = np.arange(0.0, hours[-1] + 1.0, 0.5)
     rate = peak * size * curve * np.exp(0.1 * np.interp(hours, knots, chance.standard_normal(len(knots))))
     if name == "bursts":
@@ -156,6 +156,6 @@ def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float 
 
 
 def cut(load: Load, start: float, seconds: float) -> Load:
-    """A part of a load, for a trial."""
+    """Return a part of a load, for a trial."""
     a, b = int(start // STEP), int((start + seconds) // STEP)
     return replace(load, rate=load.rate[a:b], prompt_scale=load.prompt_scale[a:b], output_scale=load.output_scale[a:b])

@@ -1,4 +1,4 @@
-"""What the interval model needs to know of a load's requests: means, and points of their prefill work."""
+"""Moments of a load's requests for the interval model: means, and points of their prefill work."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvpilot_cli.backtest.loads import STEP, Load
 
 Array = NDArray[np.float64]
 POINTS = np.array([0.1, 0.3, 0.5, 0.7, 0.85, 0.93, 0.97, 0.99])
-"""Quantiles that stand for the distribution of prefill work; see WEIGHTS for the share each stands for."""
+"""Quantiles that represent the distribution of prefill work, with the shares in WEIGHTS."""
 WEIGHTS = np.array([0.2, 0.2, 0.2, 0.18, 0.12, 0.05, 0.03, 0.02])
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of one load, in tokens unless said otherwise.
+    """Moments of one load, in tokens unless said otherwise.
 
     `new` is a session's first turn; of the later ones, `hit` finds its prefix cached and `miss` does not.
     """
@@ -28,11 +28,11 @@ class Moments:
     prompt: float
     output: float
     held: float
-    """Mean tokens that a running request holds while it decodes."""
+    """Mean tokens of a decoding request."""
     held_cv: float
-    """Standard deviation of that from request to request, over its mean."""
+    """Standard deviation of `held` between requests, over its mean."""
     first: float
-    """The same of a session's first turn."""
+    """The same for a session's first turn."""
     reusable: float
     """Share of requests that have a prefix to reuse."""
     new_tokens: float
@@ -48,7 +48,7 @@ class Moments:
 
 
 def measure(load: Load, costs: Costs, requests: int = 20000) -> Moments:
-    """Moments over a sample of the load's own sessions at their usual lengths."""
+    """Return the moments of a sample of the load's sessions at their usual lengths."""
     steps = max(1, int(np.ceil(requests / load.shape.turns / max(load.rate.mean() * STEP, 1.0))))
     ones = np.ones(steps)
     drawn = replace(load, rate=ones * max(load.rate.mean(), 1.0), prompt_scale=ones, output_scale=ones)

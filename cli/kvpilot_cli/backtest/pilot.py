@@ -1,4 +1,4 @@
-"""The pilot of one simulated service: the operator's own rules, and the roll that carries a dtype out.
+"""Pilot of one simulated service: the operator's own rules, and the roll to another dtype.
 
 What the operator keeps in the status is kept here in plain fields. A canary's probes cannot be simulated: its verdict
 is taken to be Passed, its time and its GPU are charged.
@@ -39,11 +39,15 @@ DEFAULT: dict[str, Any] = {
         "scaling": {"mode": "Operator", "minReplicas": 1, "maxReplicas": 8},
     },
 }
-"""What is simulated without --service; all else is the API's default."""
+"""The service that is simulated without --service. Other fields have the API's defaults."""
 
 
 def load_spec(path: Path | None) -> Spec:
-    """The spec of a manifest file, or of DEFAULT; BacktestError with field, value and remedy."""
+    """Return the spec of a manifest file, or of DEFAULT.
+
+    Raises:
+        BacktestError: the manifest is unusable; the message names field, value and remedy.
+    """
     try:
         raw = DEFAULT if path is None else yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
@@ -57,7 +61,7 @@ def load_spec(path: Path | None) -> Spec:
 
 
 def node_of(profile: Profile) -> NodeFacts:
-    """What the profile's nodes would say of themselves."""
+    """Return the facts of the profile's nodes."""
     gpu = by_product(profile.gpu)
     if gpu is None:
         return NodeFacts(profile.gpu)
@@ -65,13 +69,13 @@ def node_of(profile: Profile) -> NodeFacts:
 
 
 def model_of(profile: Profile) -> ModelFacts:
-    """What the profile's engines would say of their model."""
+    """Return the facts that the profile's engines report about their model."""
     return ModelFacts(**profile.model, mla=False)
 
 
 @dataclass(slots=True)
 class Pilot:
-    """What the operator would remember of the service."""
+    """The operator's memory of the service."""
 
     spec: Spec
     node: NodeFacts
@@ -93,7 +97,7 @@ class Pilot:
         busy: str | None,
         yields: bool = False,
     ) -> tuple[PolicyDecision, Workload]:
-        """One decision of the operator's code over the window."""
+        """Let the operator's code decide over the window."""
         workload = classify(
             samples, self.spec.kv_cache.pressure, now, was_bound=self.was_bound,
             calm_seconds=self.spec.scaling.scale_down_stabilization_seconds,

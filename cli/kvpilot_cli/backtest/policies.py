@@ -1,4 +1,4 @@
-"""Who drives a simulated service: the pilot, or one of the baselines. Each is asked after every scrape."""
+"""Policies of a simulated service: the pilot and its baselines. Each is asked after every scrape."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from kvpilot_operator.decide.traffic_plan import Counts, rolling_step
 from kvpilot_operator.state.samples import Sample
 
 SCRAPE = 15.0
-"""Seconds between two scrapes, and between two judgements; the HorizontalPodAutoscaler's own period."""
+"""Seconds between two scrapes and between two judgements: the HorizontalPodAutoscaler's period."""
 PROBE_SECONDS = 300.0
-"""What the accuracy probes of a canary take; the traffic it gets meanwhile is none."""
+"""Seconds for the accuracy probes of a canary, during which it gets no traffic."""
 _KEEP = timedelta(hours=1)
 HPA_TARGET = 0.5
-"""Of mean KV use. 0.8 is usual, and serves far fewer requests well here: the fairer baseline was taken."""
+"""Target of mean KV use. The usual 0.8 serves far fewer requests well here, so this is the fairer baseline."""
 
 
 REQUESTS_TARGET = 16.0
-"""Of requests in hand, running and waiting, a replica."""
+"""Target of running and waiting requests of a replica."""
 
 
 class Policy(Protocol):
-    """Judges one service."""
+    """A judge of one service."""
 
     name: str
 
     def judge(self, service: Service, sample: Sample | None) -> None:
-        """Change the service, or not."""
+        """Change the service, or leave it."""
 
 
 @dataclass
 class Static:
-    """Leaves everything as it began."""
+    """A policy that changes nothing."""
 
     name: str
 
     def judge(self, service: Service, sample: Sample | None) -> None:
-        """Nothing."""
+        """Change nothing."""
 
 
 @dataclass
 class Autoscaled:
-    """A fixed dtype with a HorizontalPodAutoscaler on the mean of a figure over the pods that answer."""
+    """A fixed dtype with a HorizontalPodAutoscaler on the mean of a figure over answering pods."""
 
     name: str
     dtype: str
@@ -88,7 +88,7 @@ class Varied:
 
 @dataclass
 class Piloted:
-    """kvpilot in mode Auto, with scaling mode Operator: decisions by the operator's code, the roll as it does it."""
+    """kvpilot in mode Auto with scaling mode Operator: the operator's decisions, and its way to roll."""
 
     name: str
     pilot: Pilot
@@ -99,7 +99,7 @@ class Piloted:
     journal: list[str] = field(default_factory=list)
 
     def judge(self, service: Service, sample: Sample | None) -> None:
-        """One reconcile: take the sample in, move the roll, decide."""
+        """Reconcile: take the sample in, move the roll, decide."""
         now = EPOCH + timedelta(seconds=service.now)
         if sample is not None:
             self.samples.append(sample)
@@ -109,7 +109,7 @@ class Piloted:
             self._roll(service)
         ready = len(service.ready(self.pilot.dtype))
         busy = "a canary is in flight" if self.canary is not None else None
-        # Once its probes have passed it is promoted at once here.
+        # The simulation promotes a canary as soon as its probes have passed.
         yields = self.canary is not None and self.canary not in service.serving
         decision, _ = self.pilot.rule(tuple(self.samples), now, self.replicas, ready, busy, yields)
         chosen = decision.chosen
@@ -132,7 +132,7 @@ class Piloted:
             service.outcome.scalings += 1
 
     def _roll(self, service: Service) -> None:
-        """The canary answers, is probed, and then takes the place of the others one by one."""
+        """Let the canary start and be probed, and then replace the others one by one."""
         new, old = self.canary, self.pilot.dtype
         assert new is not None  # noqa: S101 - asked only while there is one
         if not service.ready(new):

@@ -1,4 +1,4 @@
-"""A recorded load: when each request came, and how long its prompt and its answer were, from CSV or JSON lines.
+"""Recorded load from CSV or JSON lines: arrival and lengths of each request.
 
 Columns are known by the names in FORMS, ours and those of published traces; others beside them are not read. What a
 request shares with others is in none of them that this reads: each is a session of its own, and nothing is reused.
@@ -25,15 +25,15 @@ from kvpilot_cli.backtest.loads import DAY, STEP, Array, Session
 MOST_TOKENS = 10_000_000
 _MOST_DAYS = 366
 _MOST_NUMBER = 1e15
-"""Beyond it a float has no thousandths left."""
+"""Largest time: a larger float has no thousandths."""
 _LONGEST = 80
-"""Characters of a value that a message shows."""
+"""Characters of a value in a message."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a trace calls its columns; `unit` is that of `arrival` in seconds, None where that is a date with a time."""
+    """Column names of a trace. `unit` is that of `arrival` in seconds, None for a date with a time."""
 
     arrival: str
     prompt: str
@@ -42,7 +42,7 @@ class Form:
 
     @property
     def columns(self) -> tuple[str, str, str]:
-        """All three."""
+        """Return all three columns."""
         return self.arrival, self.prompt, self.output
 
 
@@ -63,20 +63,20 @@ class Recorded:
     prompt: NDArray[np.int64]
     output: NDArray[np.int64]
     left_out: int = 0
-    """Those without a token of prompt or answer: requests that failed."""
+    """Number of requests without a token of prompt or answer: they failed."""
 
     @property
     def seconds(self) -> float:
-        """How long the load lasts, in whole minutes, with one at least for the last answers."""
+        """Return the duration in seconds of whole minutes, with at least one minute for the last answers."""
         return float(self.arrival[-1] // STEP + 2) * STEP
 
     def sessions(self) -> Iterator[Session]:
-        """One of a single turn for each request."""
+        """Yield a session of a single turn for each request."""
         for number, (start, prompt, output) in enumerate(zip(self.arrival, self.prompt, self.output, strict=True)):
             yield Session(number, float(start), ((int(prompt), int(output), 0.0),))
 
     def scaled(self, size: float, seed: int) -> Recorded:
-        """So many times the requests: copies come within a minute of theirs, and below 1 some are left out by chance.
+        """Return the load with `size` times the requests: copies within a minute, or a random part below 1.
 
         A day's curve and the bursts that last for minutes stay what they are; gaps between single requests do not.
         """
@@ -86,14 +86,16 @@ class Recorded:
         copies = int(size) + (chance.random(len(self.arrival)) < size % 1)
         of = np.repeat(np.arange(len(self.arrival)), copies)
         if not len(of):
-            raise BacktestError(f"size: {size} leaves none of {len(self.arrival)} requests of {self.name}; give more")
+            raise BacktestError(
+                f"size: {size} leaves no request of {len(self.arrival)} requests of {self.name}; give more"
+            )
         is_copy = np.concatenate([[False], of[1:] == of[:-1]])
         arrival = self.arrival[of] + chance.uniform(0, STEP, len(of)) * is_copy
         order = np.argsort(arrival, kind="stable")
         return replace(self, arrival=arrival[order], prompt=self.prompt[of][order], output=self.output[of][order])
 
     def told(self) -> str:
-        """A line about it."""
+        """Describe the load in a line."""
         return (
             f"{self.name}: {len(self.arrival)} requests in {self.seconds / 3600:.2f} h, mean prompt "
             f"{self.prompt.mean():.0f} and answer {self.output.mean():.0f} tokens; "
@@ -102,7 +104,11 @@ class Recorded:
 
 
 def read(path: Path) -> Recorded:
-    """Read a file; BacktestError says the line, the column and what to do."""
+    """Read a file.
+
+    Raises:
+        BacktestError: the file is unusable; the message names line, column and remedy.
+    """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             return parse(file, path.name)
@@ -111,7 +117,7 @@ def read(path: Path) -> Recorded:
 
 
 def parse(lines: Iterable[str], name: str) -> Recorded:
-    """Read lines of CSV with a header, or of JSON objects where the first one begins with a brace."""
+    """Read lines of CSV with a header, or of JSON objects if the first line begins with a brace."""
     lines = iter(lines)
     first = next(lines, "")
     rows = (_json if first.lstrip().startswith("{") else _csv)(itertools.chain([first], lines), name)
@@ -162,7 +168,7 @@ def _json(lines: Iterator[str], name: str) -> Iterator[tuple[str, Mapping[str, A
         except (ValueError, RecursionError) as error:
             raise BacktestError(f"recorded: {where}: {error}; give one JSON object a line") from error
         if not isinstance(row, dict):
-            raise BacktestError(f"recorded: {where}: {_shown(row)} is no object; give one JSON object a line")
+            raise BacktestError(f"recorded: {where}: {_shown(row)} is not an object; give one JSON object a line")
         yield where, row
 
 
@@ -186,7 +192,7 @@ def _arrival(row: Mapping[str, Any], form: Form, where: str) -> float:
         if not isinstance(value, str):
             raise ValueError
         time = datetime.fromisoformat(value)
-        # Those without a zone are all of the same one, whichever that is.
+        # Times without a zone all belong to one zone.
         return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError) as error:
         raise BacktestError(

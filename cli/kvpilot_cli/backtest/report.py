@@ -1,10 +1,11 @@
-"""The comparison in words and figures: a verdict for each load, a table for people, JSON for machines."""
+"""Report of a comparison: a verdict for each load, a table for people, JSON for machines."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,14 +26,14 @@ NAMES = {
     "max": "static bf16, max replicas",
 }
 EVEN_PERCENT = 2.0
-"""Differences below this are called equal."""
+"""Largest difference that counts as equal."""
 MORE_PERCENT = 1.0
 SERVED_PERCENT = 99.0
-"""A policy that answers fewer of the requests within the objective does not serve the load."""
+"""Least share of requests within the objective that serves a load."""
 
 
 def judge(pilot: Row, other: Row) -> str:
-    """`ahead`, `equal` or `behind`: first whether the load is served, then at how many GPU-hours a good request.
+    """Return `ahead`, `equal` or `behind`: first by serving the load, then by GPU-hours a good request.
 
     Of two that both serve it (SERVED_PERCENT within the objective) the one with fewer GPU-hours for a good request is
     ahead. Of two that both do not, the one with more good requests is, by more than a percent of all; else the price
@@ -52,7 +53,7 @@ def judge(pilot: Row, other: Row) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """How the pilot did on one load against each of the others."""
+    """Return the pilot's verdicts on one load against each other policy."""
     pilot = next((r for r in rows if r.policy == "pilot"), None)
     if pilot is None or len(rows) == 1:
         return ""
@@ -68,7 +69,7 @@ HEADER = (
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """One line of the table."""
+    """Return one line of the table."""
     price = "-" if math.isinf(row.price) else f"{row.price:.1f}"
     return (
         row.load, NAMES[row.policy], f"{row.gpu_hours:.1f}", f"{row.good_percent:.2f}", f"{row.lost}",
@@ -78,7 +79,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def markdown(rows: Sequence[Row], objective: Objective) -> str:
-    """The table and the verdicts."""
+    """Return the table and the verdicts."""
     lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
     lines += ["| " + " | ".join(cells(r)) + " |" for r in rows]
     loads = dict.fromkeys(r.load for r in rows)
@@ -90,7 +91,7 @@ def markdown(rows: Sequence[Row], objective: Objective) -> str:
 
 
 def terminal(rows: Sequence[Row]) -> str:
-    """The table in aligned columns, and the verdicts."""
+    """Return the table in aligned columns, and the verdicts."""
     table = [HEADER, *(cells(r) for r in rows)]
     widths = [max(len(line[i]) for line in table) for i in range(len(HEADER))]
     lines = ["  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
@@ -101,7 +102,7 @@ def terminal(rows: Sequence[Row]) -> str:
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """All figures; what is infinite or unknown becomes null."""
+    """Return all figures. Infinite and unknown ones become null."""
 
     def plain(value: Any) -> Any:
         return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -111,8 +112,28 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def mean_use(usage: Array) -> str:
-    """Mean and 95th percentile of the KV use that a history holds, in percent; minutes without a scrape left out."""
+    """Return mean and 95th percentile of a history's KV use in percent, without minutes that lack a scrape."""
     seen = usage[np.isfinite(usage)]
     if not len(seen):
         return "not in the history"
     return f"{100 * seen.mean():.0f}% on average, {100 * float(np.quantile(seen, 0.95)):.0f}% at the 95th percentile"
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Plot GPU-hours against the share of good requests, a panel a load, in the format of the file's suffix."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    loads = list(dict.fromkeys(r.load for r in rows))
+    figure, axes = pyplot.subplots(1, len(loads), figsize=(4 * len(loads), 3.4), squeeze=False)
+    for panel, load in zip(axes[0], loads, strict=True):
+        for row in (r for r in rows if r.load == load):
+            panel.scatter(row.gpu_hours, row.good_percent, label=NAMES[row.policy], s=50)
+        panel.set(title=load, xlabel="GPU-hours", ylabel="good requests, %")
+        panel.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)

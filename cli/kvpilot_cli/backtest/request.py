@@ -1,4 +1,4 @@
-"""What a simulated engine is asked, and how it was started."""
+"""Requests to a simulated engine, and its limits."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request; lengths in tokens, times in seconds since the start, -1 until they are known."""
+    """One request. Lengths are in tokens, times in seconds since the start, -1 until they are known."""
 
     number: int
     arrival: float
     prompt: int
     output: int
     session: int = -1
-    """Requests of one session share their prompt's beginning with all that the session computed before."""
+    """Requests of one session share the beginning of their prompts."""
     computed: int = 0
     generated: int = 0
     blocks: int = 0
@@ -24,15 +24,15 @@ class Request:
     dropped: bool = False
     preempted: int = 0
     epoch: int = 0
-    """How often it stopped decoding: an end that was foreseen before is void."""
+    """Number of times that it stopped decoding. Each one voids an earlier forecast of its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How the engine was started."""
+    """Limits that the engine was started with."""
 
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 8192
     prefix_caching: bool = True
     timeout: float = 120.0
-    """Clients give up after so many seconds without a first token."""
+    """Seconds without a first token after which clients give up."""

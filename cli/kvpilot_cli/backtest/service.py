@@ -1,4 +1,4 @@
-"""One service of several simulated engines behind a router, request by request.
+"""A service of several simulated engines behind a router, request by request.
 
 A session stays with its replica, so that its cached prefix is found again, until requests wait there and another
 replica has room; a new one goes to the replica with the fewest requests. Replicas take `start_seconds` until they
@@ -20,12 +20,12 @@ from kvpilot_cli.backtest.request import Limits, Request
 from kvpilot_operator.state.samples import Flows, Sample, Spread
 
 SLICE = 1.0
-"""Seconds between two looks of the router at its engines."""
+"""Seconds between two views of the router on its engines."""
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One pod: `engine.dtype` is its revision."""
+    """One pod. `engine.dtype` is its revision."""
 
     engine: Engine
     ready_at: float
@@ -34,14 +34,14 @@ class Replica:
 
 @dataclass(slots=True)
 class Outcome:
-    """What the users saw and what it cost; histograms are of the fine grid."""
+    """Latencies of the users and cost. Histograms have the fine grid."""
 
     gpu_seconds: float = 0.0
     finished: int = 0
     good: int = 0
-    """Of them, those whose first token and mean inter-token latency were within the objective."""
+    """Finished requests with first token and mean inter-token latency within the objective."""
     lost: int = 0
-    """Timed out or refused, and the turns that would have followed."""
+    """Requests that timed out or were refused, and the turns that would have followed."""
     preemptions: int = 0
     flips: int = 0
     scalings: int = 0
@@ -52,14 +52,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What counts as a good request, in seconds."""
+    """Limits of a good request, in seconds."""
 
     ttft: float = 5.0
     itl: float = 0.06
 
 
 class Service:
-    """The simulated cluster's side of one service."""
+    """The simulated cluster of one service."""
 
     def __init__(
         self, profile: Profile, load: Asked, dtype: str, replicas: int, *, objective: Objective, start_seconds: float,
@@ -82,21 +82,21 @@ class Service:
             self._start(dtype, ready_at=0.0)
 
     def forget(self) -> None:
-        """Count anew from now on: what was before was the warm-up."""
+        """Reset the counts after the warm-up."""
         self.outcome = Outcome()
         for replica in self.replicas:
             replica.engine.on_gap = self.outcome.itl.add
 
     def of(self, dtype: str) -> list[Replica]:
-        """Replicas of a revision that are not on their way out."""
+        """Return the replicas of a revision that do not drain."""
         return [r for r in self.replicas if r.engine.dtype == dtype and not r.leaving]
 
     def ready(self, dtype: str) -> list[Replica]:
-        """Those that answer."""
+        """Return the answering replicas of a revision."""
         return [r for r in self.of(dtype) if r.ready_at <= self.now]
 
     def scale(self, dtype: str, replicas: int) -> None:
-        """Start or drain replicas of a revision; the youngest leave first."""
+        """Start or drain replicas of a revision. The youngest leave first."""
         have = self.of(dtype)
         for _ in range(replicas - len(have)):
             self._start(dtype, self.now + self.start_seconds)
@@ -108,7 +108,7 @@ class Service:
         self.serving.add(dtype)
 
     def switch(self, dtype: str) -> None:
-        """Send all traffic to a revision; the others drain."""
+        """Send all traffic to a revision, and drain the others."""
         self.serving = {dtype}
         for replica in self.replicas:
             if replica.engine.dtype != dtype:
@@ -130,7 +130,7 @@ class Service:
                 self.replicas = [r for r in self.replicas if not (r.leaving and self._empty(r.engine))]
 
     def scrape(self, dtype: str) -> Sample | None:
-        """A revision's metrics; None while no replica of it answers."""
+        """Return a revision's metrics, or None while no replica of it answers."""
         pages = [r.engine.scrape() for r in self.ready(dtype)]
         if not pages:
             return None
@@ -144,7 +144,7 @@ class Service:
         )  # fmt: skip
 
     def gauges(self, dtype: str) -> list[tuple[float, float]]:
-        """KV use and waiting requests of each replica that answers, the oldest first."""
+        """Return KV use and waiting requests of each answering replica, the oldest first."""
         engines = [r.engine for r in self.ready(dtype)]
         return [(one.blocks.used / one.blocks.total, float(len(one.waiting))) for one in engines]
 
@@ -170,7 +170,7 @@ class Service:
             self._count += 1
 
     def _route(self, session: int) -> Replica:
-        """The session's home, unless requests wait there while another replica has room: then that one, from now on."""
+        """Return the session's replica. It moves if requests wait there while another one has room."""
         home = self._home.get(session)
         if home is not None and not home.leaving and not home.engine.waiting:
             return home

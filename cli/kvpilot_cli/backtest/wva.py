@@ -19,11 +19,14 @@ KV_SPARE, QUEUE_SPARE = 0.10, 3.0
 LOOP_SECONDS, STABILIZATION_SECONDS = 60.0, 240.0
 
 Gauges = tuple[float, float]
-"""KV use of one replica, 0 to 1, and its waiting requests."""
+"""KV use of one replica from 0 to 1, and its waiting requests."""
 
 
 def recommend(peaks: Sequence[Gauges], replicas: int) -> int:
-    """Replicas that one loop asks for, by the peaks of those that answer; `replicas` counts those that start, too."""
+    """Return the replicas that one loop asks for, by the peaks of answering ones.
+
+    `replicas` counts starting ones, too.
+    """
     room = [(KV_THRESHOLD - kv, QUEUE_THRESHOLD - queue) for kv, queue in peaks]
     room = [(kv, queue) for kv, queue in room if kv > 0 and queue > 0]
     count = len(room)
@@ -38,7 +41,7 @@ def recommend(peaks: Sequence[Gauges], replicas: int) -> int:
 
 
 class Wva:
-    """The autoscaler's memory; one call of `judge` every `sync_seconds`."""
+    """State of the autoscaler. Call `judge` every `sync_seconds`."""
 
     def __init__(self, *, minimum: int, maximum: int, sync_seconds: float) -> None:
         self.minimum, self.maximum = minimum, maximum
@@ -48,7 +51,7 @@ class Wva:
         self._calls, self._wanted = 0, 0
 
     def judge(self, gauges: Sequence[Gauges], replicas: int) -> int:
-        """The replicas to run from now on; `gauges` in an order that the replicas keep."""
+        """Return the replicas to run from now on. `gauges` must keep the order of the replicas."""
         self._seen.append(gauges)
         self._calls += 1
         if self._calls % self._loop == 0 or not self._asked:

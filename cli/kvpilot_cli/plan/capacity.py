@@ -1,7 +1,7 @@
-"""How many tokens and sequences fit: weights, what vLLM keeps, and the KV cache's pages.
+"""Tokens and sequences that fit beside the weights and vLLM's own memory.
 
-All sizes are of one GPU under tensor parallelism: weights are cut evenly; KV heads too, and where there are more GPUs
-than KV heads, each GPU keeps a copy of one. A latent cache (MLA) is kept whole by every GPU.
+All sizes are those of one GPU under tensor parallelism. Weights and KV heads are cut evenly; with more GPUs than KV
+heads, each GPU keeps a copy of one. Every GPU keeps a latent cache (MLA) whole.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from kvpilot_operator.gpus import Gpu
 MIB = 2**20
 
 ENGINE_BYTES = 3 * 2**30
-"""Kept on each GPU for activations, CUDA graphs and the allocator's slack; kvpilot-serve's preflight keeps as much."""
+"""Bytes on each GPU for activations, CUDA graphs and the allocator's slack, as in kvpilot-serve's preflight."""
 
 WEIGHT_BITS = {"bfloat16": 16.0, "fp8": 8.0, "int4": 4.16, "mxfp4": 4.25}
-"""Bits of a quantized weight with its scales: int4 as AWQ and GPTQ store groups of 128 (a 16-bit scale and a 4-bit zero
-point), mxfp4 with a byte per 32. fp8's scales are few. Embeddings stay in 16 bits; mxfp4 is of experts only."""
+"""Bits of a quantized weight with its scales. int4 is AWQ's and GPTQ's groups of 128 (a 16-bit scale, a 4-bit zero
+point), mxfp4 has a byte per 32. Embeddings stay in 16 bits; mxfp4 is for experts only."""
 
 BLOCK = 16
-"""Tokens of a KV block of vLLM's formats on a GPU (docs/benchmarks/h200-engine.json, block_size)."""
+"""Tokens in a KV block of vLLM's formats on a GPU (docs/benchmarks/h200-engine.json, block_size)."""
 
 
 def weight_bytes(model: Model, dtype: str) -> int:
-    """Bytes of all weights stored as `dtype`, a key of WEIGHT_BITS.
+    """Return the bytes of all weights stored as `dtype`, a key of WEIGHT_BITS.
 
     Raises:
         PlanError: the parameters are unknown.
@@ -44,7 +44,7 @@ def weight_bytes(model: Model, dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one GPU: `usable` is what vLLM takes of it, `kv` what remains for the cache."""
+    """Bytes of one GPU: `usable` for vLLM, and of these `kv` for the cache."""
 
     usable: int
     weights: int
@@ -53,14 +53,14 @@ class Memory:
 
 
 def memory(gpu: Gpu, gpus: int, utilization: float, weights: int) -> Memory:
-    """Where one GPU's memory goes; `weights` are of all GPUs together, and `kv` is 0 where they do not fit."""
+    """Split one GPU's memory. `weights` are for all GPUs together; `kv` is 0 if they do not fit."""
     usable = int(gpu.memory_mib * MIB * utilization)
     share = -(-weights // gpus)
     return Memory(usable, share, ENGINE_BYTES, max(0, usable - share - ENGINE_BYTES))
 
 
 def kv_heads_per_gpu(model: Model, gpus: int) -> int:
-    """KV heads that one GPU keeps.
+    """Return the KV heads of one GPU.
 
     Raises:
         PlanError: vLLM cannot cut this model's heads into so many parts.
@@ -73,7 +73,7 @@ def kv_heads_per_gpu(model: Model, gpus: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """How vLLM lays the KV cache of one dtype out on one GPU.
+    """Layout of the KV cache of one dtype on one GPU.
 
     All pages have one size. Layers are put into groups of equal size, full attention apart from windows, and a block
     is a page of every layer of a group (vLLM 0.32, v1/core/kv_cache_utils.py).
@@ -104,11 +104,11 @@ class Cache:
     most_pages: int = 0
 
     def blocks(self, kv_bytes: int) -> int:
-        """Blocks that fit into so many bytes of one GPU."""
+        """Return the blocks that fit into `kv_bytes` of one GPU."""
         return kv_bytes // (self.page_bytes * self.group_layers)
 
     def held(self, context: int) -> int:
-        """Blocks that one sequence of `context` tokens holds; a window may begin and end inside a block.
+        """Return the blocks of a sequence of `context` tokens. A window may begin and end inside a block.
 
         The recent window's pages come one by one with the tokens that they are for.
         """
@@ -122,17 +122,19 @@ class Cache:
         return full + (-(-self.window // self.window_block) + 1) * self.window_groups
 
     def sequences(self, kv_bytes: int, context: int) -> int:
-        """Sequences of `context` tokens that fit at once."""
+        """Return the number of sequences of `context` tokens that fit at once."""
         return self.blocks(kv_bytes) // self.held(context)
 
     def tokens(self, kv_bytes: int, context: int) -> int:
-        """Tokens that fit when every sequence has `context` of them."""
+        """Return the tokens that fit if every sequence has `context` of them."""
         return self.blocks(kv_bytes) * context // self.held(context)
 
 
 def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None) -> Cache:
-    """The layout of this dtype. Layers with a window stay in 16 bits, as the operator starts engines by default; those
-    that attend within chunks do not, and where a model has these, no layer has a recent window.
+    """Return the layout of this dtype.
+
+    Layers with a window stay in 16 bits, as the operator starts engines by default. Layers with chunks do not, and a
+    model that has them has no recent window.
 
     `recent_tokens` are those of the recent window (None for the dtype's default), where the dtype has one.
 

@@ -1,4 +1,4 @@
-"""`kvpilot plan MODEL`: what fits on a GPU for every KV-cache dtype and context, and what a load costs in GPUs.
+"""Show what fits on a GPU for every KV-cache dtype and context, and the cost of a load in GPUs: `kvpilot plan MODEL`.
 
 MODEL is a folder with a config.json, or a name of the built-in table. See docs/planning.md.
 """
@@ -37,14 +37,14 @@ T = TypeVar("T")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """A parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise PlanError(message.removeprefix("argument "))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the plan; returns 0, or 2 for a wrong argument."""
+    """Print the plan. Return 0, or 2 for a wrong argument."""
     try:
         options = _parser().parse_args(argv)
         if options.list:
@@ -64,15 +64,15 @@ def _parser() -> _Parser:
     parser = _Parser(prog="kvpilot plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("model", metavar="MODEL", nargs="?", help="a folder with a config.json, or a name such as Llama-3.1-8B")
-    add("--list", action="store_true", help="show the models and the GPUs of the built-in tables")
+    add("--list", action="store_true", help="list the built-in models and GPUs")
     add(
         "--gpu",
         default="H100-80GB",
         metavar="NAME",
-        help="a name that --list shows, or a node's nvidia.com/gpu.product",
+        help="a name that --list shows, or a value of nvidia.com/gpu.product",
     )
-    add("--gpus", type=_whole, default=1, metavar="N", help="GPUs of one engine, by tensor parallelism (default 1)")
-    add("--context", type=_list_of(_whole), default=(), metavar="N,N", help=f"tokens of a sequence (default {','.join(map(str, CONTEXTS))}, as far as the model goes)")  # fmt: skip  # noqa: E501
+    add("--gpus", type=_whole, default=1, metavar="N", help="GPUs of one engine under tensor parallelism (default 1)")
+    add("--context", type=_list_of(_whole), default=(), metavar="N,N", help=f"tokens of a sequence (default {','.join(map(str, CONTEXTS))}, up to the model's limit)")  # fmt: skip  # noqa: E501
     add(
         "--dtype",
         type=_list_of(str),
@@ -85,25 +85,39 @@ def _parser() -> _Parser:
         "--recent-tokens",
         type=_window,
         metavar="N",
-        help="of each sequence, read at 8 bits by our dtypes below: "
+        help="recent tokens of each sequence that our dtypes below 8 bits read at 8 bits: "
         f"{', '.join(map(str, RECENT_CHOICES))} (default {default_windows()})",
     )
-    add("--utilization", type=_share, default=0.9, metavar="X", help="share of the GPU that vLLM takes (default 0.9)")
-    add("--weights-dtype", choices=WEIGHTS, help="how the weights are stored (default: as they are published)")
-    add("--weights-gb", type=_positive, metavar="X", help="10^9 bytes of weights, instead of the estimate")
-    add("--kv-gb", type=_positive, metavar="X", help="10^9 bytes for the KV cache in all GPUs, instead of the estimate")
-    add("--retention-sink-tokens", type=_whole, metavar="N", help="kvCache.retention.sinkTokens; with --retention-window-tokens")  # fmt: skip  # noqa: E501
-    add("--retention-window-tokens", type=_whole, metavar="N", help="kvCache.retention.windowTokens: plan for a cache with a bound, too")  # fmt: skip  # noqa: E501
-    add("--retention-budget-tokens", type=_whole, metavar="N", help="kvCache.retention.budgetTokens, of HeavyHitters, instead of both or beside them")  # fmt: skip  # noqa: E501
-    add("--offload-gib", type=_whole, metavar="N", help="kvCache.offload.cpuMemoryGiB: what host memory holds, too")
+    add(
+        "--utilization",
+        type=_share,
+        default=0.9,
+        metavar="X",
+        help="share of the GPU's memory that vLLM takes (default 0.9)",
+    )
+    add("--weights-dtype", choices=WEIGHTS, help="format of the weights (default: as published)")
+    add("--weights-gb", type=_positive, metavar="X", help="weights in 10^9 bytes, instead of the estimate")
+    add("--kv-gb", type=_positive, metavar="X", help="KV cache of all GPUs in 10^9 bytes, instead of the estimate")
+    add("--retention-sink-tokens", type=_whole, metavar="N", help="kvCache.retention.sinkTokens; needs --retention-window-tokens")  # fmt: skip  # noqa: E501
+    add("--retention-window-tokens", type=_whole, metavar="N", help="kvCache.retention.windowTokens: also plan a bounded cache")  # fmt: skip  # noqa: E501
+    add("--retention-budget-tokens", type=_whole, metavar="N", help="kvCache.retention.budgetTokens of HeavyHitters, with or without the other two")  # fmt: skip  # noqa: E501
+    add("--offload-gib", type=_whole, metavar="N", help="kvCache.offload.cpuMemoryGiB: also plan host memory")
     add("--json", action="store_true", help="print JSON instead of tables")
-    add("--plot", type=Path, metavar="FILE", help="write a plot, too: .svg or .png")
-    load = parser.add_argument_group("the cost of a load, all replicas together; give the first three")
+    add("--plot", type=Path, metavar="FILE", help="also write a plot into this .svg or .png file")
+    load = parser.add_argument_group("cost of a load on all replicas; give the first three")
     load.add_argument("--requests-per-second", type=_positive, metavar="R")
-    load.add_argument("--prompt-tokens", type=_whole, metavar="P", help="of a request, that no prefix cache holds")
+    load.add_argument(
+        "--prompt-tokens", type=_whole, metavar="P", help="prompt tokens of a request without a prefix hit"
+    )
     load.add_argument("--generated-tokens", type=_whole, metavar="G")
-    load.add_argument("--price", action="append", default=[], metavar="KIND=PER_HOUR", help="of one GPU, or a file of them: the chart's prices or its ConfigMap")  # fmt: skip  # noqa: E501
-    load.add_argument("--max-ms-per-token", type=_positive, default=50.0, metavar="T", help="on average (default 50)")
+    load.add_argument("--price", action="append", default=[], metavar="KIND=PER_HOUR", help="price of one GPU, or a file: the chart's prices or its ConfigMap")  # fmt: skip  # noqa: E501
+    load.add_argument(
+        "--max-ms-per-token",
+        type=_positive,
+        default=50.0,
+        metavar="T",
+        help="longest mean time of a token in ms (default 50)",
+    )
     return parser
 
 
@@ -138,14 +152,14 @@ def _model(name: str) -> Model:
     if path.is_dir():
         return read_folder(path)
     if path.is_absolute() or name.startswith("."):
-        raise PlanError(f"MODEL {name!r}: there is no such folder; give the folder of a Hugging Face model, or a name that --list shows")  # fmt: skip  # noqa: E501
+        raise PlanError(f"MODEL {name!r}: the folder does not exist; give the folder of a Hugging Face model, or a name that --list shows")  # fmt: skip  # noqa: E501
     return models.find(name)
 
 
 def _bound(sinks: int | None, window: int | None, budget: int | None) -> Bound | None:
     if budget is not None:
         if (sinks or 4) + (window or budget // 2) >= budget:
-            raise PlanError(f"--retention-budget-tokens {budget}: not above sinks and window together; raise it, or lower these")  # fmt: skip  # noqa: E501
+            raise PlanError(f"--retention-budget-tokens {budget} is not above sinks and window together; raise it, or lower these")  # fmt: skip  # noqa: E501
         return Bound(sinks, window, budget)
     if (sinks is None) != (window is None):
         missing = "--retention-sink-tokens" if sinks is None else "--retention-window-tokens"
@@ -166,11 +180,11 @@ def _load(options: argparse.Namespace) -> Load | None:
 
 
 def _price(given: Sequence[str], gpu: Gpu, load: Load | None) -> float | None:
-    """What an hour of this GPU costs; None where no price was asked for."""
+    """Return the price of this GPU's hour, or None without --price."""
     if not given:
         return None
     if load is None:
-        raise PlanError("--price: is the price of a load; give --requests-per-second, --prompt-tokens and --generated-tokens")  # fmt: skip  # noqa: E501
+        raise PlanError("--price: needs a load; give --requests-per-second, --prompt-tokens and --generated-tokens")  # fmt: skip  # noqa: E501
     pairs: list[tuple[str, object]] = []
     for one in given:
         kind, is_pair, price = one.partition("=")
@@ -180,7 +194,7 @@ def _price(given: Sequence[str], gpu: Gpu, load: Load | None) -> float | None:
     except PriceError as error:
         raise PlanError(f"--price: {error}") from None
     if gpu.name not in known:
-        raise PlanError(f"--price: {gpu.name} has none; give --price {gpu.name}=PER_HOUR")
+        raise PlanError(f"--price: {gpu.name} has no price; give --price {gpu.name}=PER_HOUR")
     return known[gpu.name] / 1e6
 
 
@@ -192,14 +206,14 @@ def _number(text: str) -> object:
 
 
 def _prices_of(path: Path) -> list[tuple[str, object]]:
-    """The prices in a file: KIND: PER_HOUR lines, or the ConfigMap of the chart that has them."""
+    """Return the prices in a file: lines of KIND: PER_HOUR, or the chart's ConfigMap."""
     try:
         read = yaml.safe_load(path.read_text(encoding="utf-8"))
         if isinstance(read, dict) and read.get("kind") == "ConfigMap":
             read = yaml.safe_load(read["data"]["prices.yaml"])
         return [(str(kind), price) for kind, price in read.items()]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, LookupError, TypeError, AttributeError) as error:
-        raise PlanError(f"--price {path}: holds no prices ({type(error).__name__}); give KIND=PER_HOUR, or a file of KIND: PER_HOUR lines") from None  # fmt: skip  # noqa: E501
+        raise PlanError(f"--price {path}: has no prices ({type(error).__name__}); give KIND=PER_HOUR, or a file of KIND: PER_HOUR lines") from None  # fmt: skip  # noqa: E501
 
 
 def _list() -> str:
@@ -212,7 +226,7 @@ def _list() -> str:
         [
             render(["model", "10^9 parameters", "tokens"], known),
             "",
-            "the same facts:",
+            "models with the same facts:",
             *also,
             "",
             render(["GPU", "MiB", "GB/s", "compute capability"], gpus),
@@ -233,7 +247,7 @@ def _whole(text: str) -> int:
     except ValueError:
         value = 0
     if not 0 < value < 1 << 31:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number; give one such as 8192")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number; give one such as 8192")
     return value
 
 
@@ -250,7 +264,7 @@ def _positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not (value > 0 and math.isfinite(value)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number; give one such as 2.5")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number; give one such as 2.5")
     return value
 
 

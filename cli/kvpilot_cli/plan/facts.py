@@ -1,4 +1,4 @@
-"""What decides how much memory a model takes: the facts of its architecture."""
+"""Architecture facts that decide the memory of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Published = Literal["bfloat16", "fp8", "int4", "mxfp4"]
 
 
 class PlanError(ValueError):
-    """What was asked for cannot be planned; the message names the field, its value and the remedy."""
+    """A request that cannot be planned. The message names the field, its value and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,14 @@ class Model:
             `expert_intermediate`. The first `dense_layers` layers have none.
         latent_dim: elements of a token's compressed cache entry under multi-head latent attention (0: plain
             attention).
-        alibi, other_layers: what kvpilot's kernels do not serve: biases by distance, layers with a cache that is not
-            known here.
+        alibi, other_layers: biases by distance, and layers with an unknown cache, which kvpilot does not serve.
         value_dim: elements of a value, where it is shorter than a key; 0 where it is not.
-        auto: the KV-cache dtype that vLLM makes of `auto`, where the checkpoint says one; `auto` elsewhere.
+        auto: the KV-cache dtype that vLLM uses for `auto` if the checkpoint names one; else `auto`.
         published: how the publisher stores the weights.
         weight_bytes: bytes of the weights found beside a config.json, or None.
-        uncounted: why `parameters` are None, where it is not the architecture.
+        uncounted: the reason why `parameters` is None, if it is not the architecture.
         source: where the facts come from.
-        doubt: what is not certain of these facts, for people.
+        doubt: uncertainty of these facts, for people.
         also: other names of models with exactly these facts.
     """
 
@@ -78,16 +77,16 @@ class Model:
 
     @property
     def full_layers(self) -> int:
-        """Layers that attend to the whole context."""
+        """Return the number of layers that attend to the whole context."""
         return self.layers - self.sliding_layers
 
     def served(self, dtype: str) -> str:
-        """Return the dtype of the cache where `dtype` is asked for: `auto` may be one that the checkpoint says."""
+        """Return the cache's dtype for a requested `dtype`. A checkpoint may define `auto`."""
         return self.auto if dtype == "auto" else dtype
 
     @property
     def architecture(self) -> Architecture:
-        """What the KV cache depends on, as the package that serves has it."""
+        """Return the facts for the KV cache in the form of the shared package."""
         full = Group(Kind.FULL, self.full_layers, self.kv_heads, self.head_dim, self.value_dim or self.head_dim)
         heads, dim = self.window_kv_heads or self.kv_heads, self.window_head_dim or self.head_dim
         kind = Kind.CHUNKED if self.chunked else Kind.WINDOW
@@ -107,10 +106,10 @@ class Model:
 
     @property
     def embedding_parameters(self) -> int:
-        """Elements of the input embedding and, unless tied, of the output projection; quantizers leave both alone."""
+        """Return the elements of the input embedding and, unless tied, the output projection. Quantizers keep both."""
         return self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
 
     @property
     def expert_parameters(self) -> int:
-        """Elements of all experts, of three matrices each."""
+        """Return the elements of all experts, with three matrices each."""
         return (self.layers - self.dense_layers) * self.experts * 3 * self.hidden * self.expert_intermediate

@@ -1,4 +1,4 @@
-"""Reading the facts of a model from its config.json, as Hugging Face's transformers writes it."""
+"""Read the facts of a model from the config.json that transformers writes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvpilot_cli.plan.facts import Model, PlanError, Published
 from kvpilot_formats.models import Architecture, ConfigError, Group, Kind, load, read, weights
 from kvpilot_formats.models.config import Fields
 
-# Models with a plain MLP of two matrices; all others that vLLM serves have a gated one, of three.
+# Models with a plain MLP of two matrices. All others that vLLM serves have a gated one of three.
 _PLAIN_MLP = frozenset(
     {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "opt", "phi", "starcoder2"}
 )
 
 
 def read_folder(folder: Path) -> Model:
-    """The facts in a folder's config.json, with the size of the weights beside it.
+    """Return the facts in a folder's config.json, with the size of the weights beside it.
 
     Raises:
-        PlanError: there is no config.json, it is no JSON object, what it says cannot be, or the weights are damaged.
+        PlanError: config.json is missing, is not a JSON object or is impossible, or the weights are damaged.
     """
     try:
         raw = load(folder / "config.json")
@@ -36,7 +36,7 @@ def read_folder(folder: Path) -> Model:
 
 
 def _weight_bytes(folder: Path) -> int | None:
-    """Bytes of the weights beside a config.json, None where there are none."""
+    """Return the bytes of the weights beside a config.json, or None."""
     try:
         return weights.weight_bytes(folder) or None
     except ConfigError as error:
@@ -46,7 +46,7 @@ def _weight_bytes(folder: Path) -> int | None:
 
 
 def from_config(raw: Mapping[str, Any], name: str, weight_bytes: int | None = None) -> Model:
-    """The facts of a Hugging Face config; of a model with images, those of its text part.
+    """Return the facts of a Hugging Face config. For a model with images they cover its text part.
 
     Raises:
         PlanError: a field is missing, has a wrong type, or contradicts another one; or the model has no decoder alone.
@@ -122,7 +122,7 @@ def _unlike_value(main: Group, found: Architecture) -> int:
 
 
 def _published(raw: Mapping[str, Any]) -> Published | None:
-    """Return how the weights are stored; None where config.json does not tell their size."""
+    """Return the format of the weights, or None if config.json does not tell their size."""
     scheme = raw.get("quantization_config")
     if not isinstance(scheme, Mapping):
         return "bfloat16"
@@ -135,7 +135,7 @@ def _published(raw: Mapping[str, Any]) -> Published | None:
 
 
 def _counted(model: Model, fields: Fields) -> Model:
-    """The model with its parameters counted from the shapes: matrices and routers, without norms and biases.
+    """Return the model with its parameters counted from the shapes: matrices and routers, without norms and biases.
 
     Latent attention, states and layers that are not alike have shapes of their own, and are left uncounted.
     """

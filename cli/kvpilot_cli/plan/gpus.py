@@ -1,4 +1,4 @@
-"""GPUs as `kvpilot plan` needs them: the operator's table by name, and what multiplies prompts."""
+"""GPUs for `kvpilot plan`: the operator's table by name, and their arithmetic for prompts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BF16_TFLOPS: dict[str, int] = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of this name, or of this value of the node label nvidia.com/gpu.product.
+    """Return the GPU by its name, or by a value of the node label nvidia.com/gpu.product.
 
     Raises:
         PlanError: the table has no such GPU; the message names the closest ones.
@@ -56,5 +56,5 @@ def find_gpu(name: str) -> Gpu:
 
 
 def gpu_of_labels(labels: Any, allocatable: Any = None) -> str:
-    """The GPU of a node by its labels and resources, as the operator names it; `cpu` where they show none."""
+    """Return the operator's name of a node's GPU by labels and resources, or `cpu`."""
     return node_facts({"metadata": {"labels": labels}, "status": {"allocatable": allocatable}}).gpu

@@ -1,4 +1,4 @@
-"""What a bound (`kvCache.retention`) and host memory (`kvCache.offload`) add to a plan."""
+"""Additions to a plan by a bound (`kvCache.retention`) and host memory (`kvCache.offload`)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from kvpilot_cli.plan.facts import Model, PlanError
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """So many of the first and of the last tokens of a sequence are kept, in whole pages (`SinksAndWindow`), or
-    `budget` tokens in all (`HeavyHitters`, whose other numbers do not change what it takes)."""
+    """A bound: the first and last tokens of a sequence in whole pages (`SinksAndWindow`), or `budget` tokens in all
+    (`HeavyHitters`, whose other numbers do not change its size)."""
 
     sinks: int | None = None
     window: int | None = None
     budget: int | None = None
 
     def __str__(self) -> str:
-        """The policy, and what it keeps."""
+        """Return the policy and the tokens that it keeps."""
         if self.budget is not None:
             return f"HeavyHitters, of which {self.budget:,} tokens are kept: first, last, and the heaviest between"
         return f"SinksAndWindow, of which the first {self.sinks:,} and the last {self.window:,} tokens are kept"
 
     def of(self, layout: Cache) -> Cache:
-        """The layout with this bound, beside which engines keep no recent window."""
+        """Return the layout with this bound. Engines then keep no recent window."""
         if self.budget is not None:
             pages = self.budget // layout.block + 1
         else:
@@ -48,9 +48,9 @@ def check_bound(model: Model) -> None:
 
 
 def host_tokens(model: Model, layout: Cache, gpus: int, host_bytes: int) -> int | None:
-    """Tokens whose whole blocks so many bytes of host memory hold, those of all GPUs of an engine together.
+    """Return the tokens whose whole blocks fit `host_bytes`, for all GPUs of an engine together.
 
-    None for layers with a window and for latents, which vLLM stores in ways of their own.
+    Return None for layers with a window and for latents, which vLLM stores differently.
     """
     if model.sliding_layers or model.latent_dim:
         return None

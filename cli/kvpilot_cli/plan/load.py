@@ -1,4 +1,4 @@
-"""What a load costs in GPUs: Little's law over the model of a step.
+"""Cost of a load in GPUs: Little's law over the model of a step.
 
 Requests arrive at a rate r on each replica, with P prompt and G generated tokens. Prompts take the share
 rho = r * prompt_seconds(P) of the time, so a token of every sequence takes step / (1 - rho) on average. By Little's
@@ -17,14 +17,14 @@ from kvpilot_cli.plan.speed import Speed
 from kvpilot_operator.gpus import Gpu
 
 FILL = 0.85
-"""How full the KV cache may be on average: `kvCache.pressure.highPercent`, above which the pilot acts."""
+"""Largest mean use of the KV cache: `kvCache.pressure.highPercent`, above which the pilot acts."""
 
 MOST_REPLICAS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What all replicas together are to serve; `token_seconds` is the longest time for a token, on average."""
+    """The load of all replicas. `token_seconds` is the longest mean time of a token."""
 
     requests_per_second: float
     prompt_tokens: int
@@ -34,14 +34,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Operating:
-    """How one replica runs under its share of a load.
+    """State of one replica under its share of a load.
 
     Attributes:
         sequences: running at once, on average.
         token_seconds: between two tokens of a sequence.
         fill: share of the KV cache in use.
         prompt_share: share of the time that prompts take.
-        binds: what is exceeded, or None: "prompts" (they alone take all the time), "time per token", "sequences",
+        binds: the exceeded limit, or None: "prompts" (they alone take all the time), "time per token", "sequences",
             "KV memory".
     """
 
@@ -54,8 +54,8 @@ class Operating:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """`replicas` that carry a load, how each of them runs, and what one replica fewer would exceed (None: nothing is
-    fewer than one). `replicas` is None where no number is enough; `limit` then says why."""
+    """Replicas for a load, the state of each, and the limit that one replica fewer would exceed (None for one replica).
+    `replicas` is None if no number is enough; `limit` then has the reason."""
 
     replicas: int | None
     operating: Operating
@@ -63,12 +63,12 @@ class Cost:
 
 
 def most_sequences(gpu: Gpu) -> int:
-    """What `vllm serve` allows at once by default (0.32, engine/arg_utils.py): by the GPU's memory."""
+    """Return vLLM's default limit of sequences by the GPU's memory (0.32, engine/arg_utils.py)."""
     return 1024 if gpu.memory_mib >= 70 * 1024 and "A100" not in gpu.name else 256
 
 
 def operate(speed: Speed, kv_bytes: int, load: Load, rate: float) -> Operating:
-    """One replica that gets `rate` requests a second."""
+    """Return the state of a replica that gets `rate` requests a second."""
     blocks = max(1, speed.cache.blocks(kv_bytes))
     context = load.prompt_tokens + load.generated_tokens / 2
     share = rate * speed.prompt_seconds(load.prompt_tokens)
@@ -96,7 +96,7 @@ def operate(speed: Speed, kv_bytes: int, load: Load, rate: float) -> Operating:
 
 
 def cost(speed: Speed, kv_bytes: int, load: Load) -> Cost:
-    """The fewest replicas that carry the load."""
+    """Return the smallest number of replicas that carry the load."""
     longest = load.prompt_tokens + load.generated_tokens
     alone = operate(speed, kv_bytes, load, load.requests_per_second / MOST_REPLICAS)
     if alone.binds is not None or speed.cache.sequences(kv_bytes, longest) < 1:

@@ -1,24 +1,20 @@
-"""A plan: what fits for every KV dtype and context, and what a load costs."""
+"""Make a plan: what fits for every KV dtype and context, and the cost of a load."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpilot_cli.plan import feasibility as plan_feasibility
 from kvpilot_cli.plan.capacity import Cache, Memory, cache, kv_heads_per_gpu, memory, weight_bytes
 from kvpilot_cli.plan.facts import Model, PlanError
 from kvpilot_cli.plan.kept import Bound, check_bound, host_tokens
 from kvpilot_cli.plan.load import Cost, Load, cost
 from kvpilot_cli.plan.speed import Speed, attention_efficiency
-from kvpilot_formats import dtypes
+from kvpilot_formats import dtypes, hardware, models
 from kvpilot_operator.gpus import Gpu
 
 
 def usual_dtypes(latent: bool) -> tuple[str, ...]:
-    """What is shown unless asked otherwise: 16 bits, vLLM's own half of it, and ours for such a model.
-
-    `latent`: it has multi-head latent attention.
-    """
+    """Return the default dtypes: 16 bits, vLLM's fp8, and ours for a model with or without latent attention."""
     return ("auto", "fp8", *dtypes.own_names(latent))
 
 
@@ -27,7 +23,7 @@ CONTEXTS = (2_048, 8_192, 32_768, 131_072)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to plan. `weights` and `kv` are bytes of all GPUs together that replace the estimates.
+    """A planning request. `weights` and `kv` are bytes of all GPUs together that replace the estimates.
 
     `dtypes` are the usual ones for the model where none is named.
     `recent_tokens` are those of the recent window, None for each dtype's default. `bound` is planned beside the whole
@@ -48,16 +44,16 @@ class Request:
     bound: Bound | None = None
     host: int = 0
     gpu_hour: float | None = None
-    """What a GPU costs an hour, in a currency of the user's."""
+    """Price of a GPU's hour in the user's currency."""
 
     def hourly(self, cost: Cost) -> float | None:
-        """What the replicas of a load cost an hour."""
+        """Return the price of an hour of the replicas."""
         if self.gpu_hour is None or cost.replicas is None:
             return None
         return self.gpu_hour * cost.replicas * self.gpus
 
     def per_million(self, cost: Cost) -> float | None:
-        """What a million generated tokens of it cost."""
+        """Return the price of a million generated tokens."""
         hourly, load = self.hourly(cost), self.load
         if hourly is None or load is None:
             return None
@@ -66,7 +62,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What fits when every sequence has `context` tokens."""
+    """Capacity if every sequence has `context` tokens."""
 
     context: int
     tokens: int
@@ -75,7 +71,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One dtype. Where `infeasible` says why it cannot be used, the rest is empty.
+    """One dtype. If `infeasible` has a reason against it, the rest is empty.
 
     Attributes:
         bits: of a cache element with its metadata.
@@ -106,7 +102,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The request, where one GPU's memory goes (None: the cache's size was given), and a row for each dtype."""
+    """The request, the split of one GPU's memory (None if the cache's size was given), and a row for each dtype."""
 
     request: Request
     weights_dtype: str
@@ -118,10 +114,10 @@ class Plan:
 
 
 def make(request: Request) -> Plan:
-    """Plan it.
+    """Make the plan.
 
     Raises:
-        PlanError: the heads cannot be cut, or the weights do not fit; with what would.
+        PlanError: the heads cannot be cut, or the weights do not fit; the message names what would fit.
         UnknownFormatError: no dtype has this name.
     """
     model = request.model
@@ -147,13 +143,13 @@ def make(request: Request) -> Plan:
 
 
 def _usual(model: Model) -> tuple[str, ...]:
-    """The usual dtypes, and 16 bits by name where `auto` is something else."""
+    """Return the usual dtypes, and 16 bits by name if `auto` means something else."""
     auto, *others = usual_dtypes(bool(model.latent_dim))
     return (auto, *(() if model.auto == "auto" else ("bfloat16",)), *others)
 
 
 def _contexts(model: Model) -> tuple[int, ...]:
-    """The usual ones that the model can take, and its longest."""
+    """Return the usual contexts up to the model's longest, and the longest."""
     longest = model.max_positions or CONTEXTS[-1]
     return (*(c for c in CONTEXTS[:-1] if c < longest), min(longest, CONTEXTS[-1]))
 
@@ -172,7 +168,7 @@ def _too_large(request: Request, weights: int, split: Memory) -> str:
 
 def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[int, ...]) -> Row:
     model, gpus, served = request.model, request.gpus, request.model.served(dtype)
-    refusal = plan_feasibility.infeasible(model, served, request.gpu)
+    refusal = infeasible(model, served, request.gpu)
     if refusal is not None:
         return Row(dtype, infeasible=refusal)
     layout = cache(model, dtype, gpus, request.recent_tokens)
@@ -189,7 +185,7 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
         bounded=() if bounded is None else _fits(bounded, kv, contexts),
         bounded_bytes=0 if bounded is None else bounded.most_pages * bounded.page_bytes * bounded.group_layers * gpus,
         host_tokens=host_tokens(model, layout, gpus, request.host) if request.host else None,
-        notes=plan_feasibility.notes(model, served),
+        notes=dtype_notes(model, served),
         cost=_cost(request, dtype, layout, kv, weights),
     )
 
@@ -231,12 +227,39 @@ def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:
         if request.bound.budget is not None:
             found.append("kvCache.retention: HeavyHitters is served on a GPU with our dtypes alone (docs/retention.md)")  # fmt: skip  # noqa: E501
         if request.load is not None:
-            found.append("the cost of the load is that of the whole cache, without kvCache.retention")
+            found.append("the cost of the load is for the whole cache, without kvCache.retention")
     if request.host and (model.sliding_layers or model.latent_dim):
         kind = "layers with a window, beside which our dtypes are not offloaded" if model.sliding_layers else "latents"
-        found.append(f"what host memory holds is not planned for {kind} (docs/offloading.md)")
+        found.append(f"host memory is not planned for {kind} (docs/offloading.md)")
     if request.bound is not None and request.host:
         found.append("kvCache.retention and kvCache.offload do not go together: a service has one or the other")
     if model.source == "config.json" and model.weight_bytes is None and request.weights is None and request.kv is None:
         found.append("no weights beside config.json: their size is counted from the shapes of the text model")
+    return tuple(found)
+
+
+def infeasible(model: Model, dtype: str, gpu: Gpu) -> str | None:
+    """Return the reason why this dtype cannot serve the model there, or None.
+
+    Raises:
+        UnknownFormatError: no dtype has this name.
+    """
+    stored, latent = dtypes.parse(dtype), bool(model.latent_dim)
+    fault = hardware.gpu_fault(dtype, gpu.compute_capability, model.head_dim, latent)
+    if fault is not None:
+        return f"{dtype} {fault}; {gpu.name} has {hardware.shown(gpu.compute_capability)}"
+    if not stored.ours:
+        unserved = hardware.latent_fault(dtype) if latent else None
+        return None if unserved is None else f"{dtype} {unserved}"
+    refusal = (models.unsupported_latent if stored.latent else models.unsupported)(model.architecture)
+    return None if refusal is None else f"{dtype} does not support {refusal}"
+
+
+def dtype_notes(model: Model, dtype: str) -> tuple[str, ...]:
+    """Return notes about a dtype that is not ruled out."""
+    found = []
+    if dtype.startswith("fp8") and model.head_dim >= 256:
+        found.append(
+            f"{dtype} at head_dim {model.head_dim} decodes slower than 16 bits (docs/benchmarks/h200-decode.md)"
+        )
     return tuple(found)

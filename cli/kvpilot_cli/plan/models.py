@@ -13,13 +13,13 @@ from kvpilot_cli.plan.facts import Model, PlanError
 
 @functools.cache
 def table() -> tuple[Model, ...]:
-    """Every model of models.yaml, in its order."""
+    """Return every model of models.yaml, in its order."""
     text = (resources.files("kvpilot_cli.plan") / "models.yaml").read_text()
     return tuple(Model(**{**entry, "also": tuple(entry.get("also", ()))}) for entry in yaml.safe_load(text))
 
 
 def find(name: str) -> Model:
-    """The model called `name`: its full name or the part after the slash, in any case.
+    """Return the model called `name`: its full name or the part after the slash, in any case.
 
     Raises:
         PlanError: no model is called so; the message names the closest ones.

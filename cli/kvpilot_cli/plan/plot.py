@@ -1,4 +1,4 @@
-"""The plot of a plan: sequences that fit at once against their context, a line for each dtype."""
+"""Plot of a plan: sequences that fit at once by their context, a line for each dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from kvpilot_formats import dtypes
 
 
 def draw(plan: Plan, file: Path) -> None:
-    """Write the plot; `plots.check` must have passed. Raises `plots.PlotError` where the file cannot be written."""
+    """Write the plot; `plots.check` must have passed.
+
+    Raises:
+        PlotError: the file cannot be written.
+    """
     request = plan.request
     with plots.drawing(file, 7.5, 4.5) as axes:
         ends = []
@@ -38,7 +42,7 @@ def draw(plan: Plan, file: Path) -> None:
 
 
 def _label(axes: Any, ends: list[tuple[int, int, str, str]]) -> None:
-    """Name each line at its right end, far enough from one another to be read."""
+    """Label each line at its right end, with enough distance between labels."""
     low, high = axes.get_ylim()
     gap = (high / low) ** 0.05
     lowest = 0.0

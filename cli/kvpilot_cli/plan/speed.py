@@ -1,4 +1,4 @@
-"""How long a decode step and a prompt take: a model of memory traffic and arithmetic, with efficiencies from an H200.
+"""Time of a decode step and of a prompt: a model of memory traffic and arithmetic, with efficiencies of an H200.
 
     step = max(weights read / (bandwidth * WEIGHTS), flops of the new tokens / (peak * FLOPS)) + attention
     attention = cache read / (bandwidth * the dtype's efficiency)
@@ -19,20 +19,20 @@ from kvpilot_operator.decide.steps.latency import EFFICIENCY
 from kvpilot_operator.gpus import Gpu
 
 WEIGHTS = 0.587
-"""Of peak bandwidth, for a step with a nearly empty cache, all its fixed costs in it: the 5.33 ms of 32 x 16 tokens in
+"""Share of peak bandwidth in a step with a nearly empty cache, with all fixed costs: the 5.33 ms of 32 x 16 tokens in
 Llama-3-8B (docs/benchmarks/h200-engine.md)."""
 
 FLOPS = 0.66
-"""Of peak bfloat16: the 33,908 tokens/s of 16K prompts in Llama-3-8B (docs/benchmarks/h200-engine.md, `auto`)."""
+"""Share of peak bfloat16: the 33,908 tokens/s of 16K prompts in Llama-3-8B (docs/benchmarks/h200-engine.md, `auto`)."""
 
 HEAD_DIM_256 = {"auto": 0.859, "fp8": 0.352, "int8": 0.750, "k8v4": 0.683, "k4v4": 0.617, "k4v2": 0.494, "k2v2": 0.370}
-"""Of peak bandwidth, for attention at head_dim 256, where the operator's table (of head_dim 128) does not hold: one
-layer at 32 x 16,384 tokens, storing the new token included (docs/benchmarks/h200-decode.md, `layer`; for the 16-bit and
+"""Share of peak bandwidth for attention at head_dim 256 (the operator's table has head_dim 128): one layer at
+32 x 16,384 tokens, with the store of the new token (docs/benchmarks/h200-decode.md, `layer`; for the 16-bit and
 fp8 caches FlashAttention 3's `merged`)."""
 
 
 def attention_efficiency(model: Model, dtype: str) -> float | None:
-    """The share of peak bandwidth at which this dtype's cache is read, or None where none was measured.
+    """Return the share of peak bandwidth at which this dtype's cache is read, or None without a measurement.
 
     Smaller batches reach less, and other GPUs than the H200 were not measured.
     """
@@ -60,7 +60,7 @@ class Speed:
     wide_efficiency: float
 
     def step_seconds(self, sequences: float, context: float) -> float:
-        """One token for each of `sequences`, which hold `context` tokens each on average."""
+        """Return the seconds of a step for `sequences` that hold `context` tokens each on average."""
         bandwidth = self.gpu.bandwidth_gb_s * 1e9
         read = self._weights_read(sequences) / (bandwidth * WEIGHTS)
         compute = sequences * self._flops(context) / (self._peak() * FLOPS)
@@ -69,11 +69,11 @@ class Speed:
         return max(read, compute) + sequences * (full + window) / bandwidth
 
     def prompt_seconds(self, tokens: float) -> float:
-        """A prompt of so many tokens, none of them cached."""
+        """Return the seconds of a prompt of `tokens` without a cached one."""
         return tokens * self._flops(tokens / 2) / (self._peak() * FLOPS)
 
     def _weights_read(self, sequences: float) -> float:
-        """Bytes of weights that one GPU reads in a step: of experts, those that some token is sent to."""
+        """Return the bytes of weights that one GPU reads in a step. Of experts it reads those with a token."""
         model = self.model
         total = model.parameters or 0
         looked_up = 0 if model.tied_embeddings else model.vocabulary * model.hidden
@@ -84,7 +84,7 @@ class Speed:
         return self.weights / self.gpus * used / max(1, total)
 
     def _flops(self, context: float) -> float:
-        """Operations for one token that attends to `context` tokens."""
+        """Return the operations for one token that attends to `context` tokens."""
         model = self.model
         idle = model.expert_parameters * (1 - model.experts_per_token / model.experts) if model.experts else 0
         looked_up = 0 if model.tied_embeddings else model.vocabulary * model.hidden

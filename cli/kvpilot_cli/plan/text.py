@@ -1,4 +1,4 @@
-"""A plan for people: tables of at most 120 columns, and why a dtype is not in them."""
+"""A plan for people: tables of at most 120 columns, and the reason for a missing dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH = 120
 
 
 def text(plan: Plan) -> str:
-    """The whole answer."""
+    """Return the whole plan as text."""
     parts = [_head(plan), _capacities(plan)]
     if plan.request.bound is not None:
         parts.append(_bounded(plan))

@@ -1,4 +1,4 @@
-"""A plan for programs: stable keys, units in their names, integers where a thing is counted."""
+"""A plan for programs: stable keys with units in their names, and integers for counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpilot_cli.plan.make import Fit, Plan, Request, Row
 
 
 def document(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON values."""
+    """Return the plan as JSON values."""
     request, load = plan.request, plan.request.load
     return {
         "model": request.model.name,

@@ -1,4 +1,4 @@
-"""`kvpilot probe --baseline URL --candidate URL`: is one engine as accurate as another?
+"""Compare the accuracy of two engines: `kvpilot probe --baseline URL --candidate URL`.
 
 Both serve the same model through vLLM's OpenAI-compatible API. The candidate is judged as the operator judges a canary:
 its answers are compared with the baseline's token by token, and what the baseline differs from itself is not held
@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvpilot_cli import plots
-from kvpilot_cli.probe import plot, report
+from kvpilot_cli.probe import report
 from kvpilot_cli.probe.compare import Endpoint, compare
 from kvpilot_operator.api.spec import Accuracy, parse
 from kvpilot_operator.errors import KvpilotError
@@ -38,26 +38,26 @@ _SHOW_EVERY = 16
 
 
 class GateError(KvpilotError):
-    """A wrong argument: option, value and remedy."""
+    """A wrong argument. The message names option, value and remedy."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """A parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise GateError(message.removeprefix("argument "))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare the two endpoints, print what was found, and return the exit code."""
+    """Compare the two endpoints, print the result, and return the exit code."""
     try:
         return _judged(_parser().parse_args(argv))
     except (GateError, ProbeError, plots.PlotError) as error:
         print(f"kvpilot probe: {_in_options(str(error))}", file=sys.stderr)
     except BrokenPipeError:
-        raise  # The reader has left: `kvpilot` ends as every command of its does.
+        raise  # The reader has closed the pipe: `kvpilot` handles it for every command.
     except Exception:
-        # Python's own exit code for it is 1, which says that the candidate regressed.
+        # Python's own exit code would be 1, which means that the candidate regressed.
         traceback.print_exc()
     return NO_MEASUREMENT
 
@@ -84,9 +84,9 @@ def _judged(options: argparse.Namespace) -> int:
     print(json.dumps(report.document(found, limits, urls), indent=2) if options.json else report.text(found, urls))
     if options.plot is not None:
         try:
-            plot.draw(found, options.plot)
+            report.plot(found, options.plot)
         except plots.PlotError as error:
-            # The verdict has cost minutes, and stands.
+            # The verdict took minutes and remains valid.
             print(f"kvpilot probe: {error}", file=sys.stderr)
     return _CODES[found.judgement.verdict]
 
@@ -102,12 +102,19 @@ def _parser() -> _Parser:
     add = parser.add_argument
     for side, what in (("baseline", "the 16-bit engine"), ("candidate", "the engine that is judged")):
         add(f"--{side}", required=True, metavar="URL", help=f"{what}, such as http://host:8000")
-        add(f"--{side}-model", metavar="NAME", help="its served name (default: the only one that it lists)")
-        key = "environment variable that holds the key to send as a bearer token"
+        add(f"--{side}-model", metavar="NAME", help="served model name (default: the only one that the endpoint lists)")
+        key = "environment variable with the bearer token to send"
         add(f"--{side}-key-variable", metavar="NAME", help=key)
-    sets = f"builtin/NAME, may be repeated (default {' '.join(accuracy.probe_sets)})"
+    sets = f"builtin/NAME; may be repeated (default {' '.join(accuracy.probe_sets)})"
     add("--probe-set", action="append", metavar="SET", help=sets)
-    add("--prompts", action="append", default=[], type=Path, metavar="FILE", help="a probe pack of your own, in YAML")
+    add(
+        "--prompts",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="YAML file with your own probe pack; may be repeated",
+    )
     answer = _between(session.MIN_TOKENS, session.MAX_TOKENS)
     for option, kind, default, what in (
         ("context-tokens", _WHOLE, packs.DEFAULT_CONTEXT_TOKENS, "context that long prompts are filled for"),
@@ -122,9 +129,9 @@ def _parser() -> _Parser:
         ("concurrency", _between(1, 64), 2, "requests in flight"),
     ):
         add(f"--{option}", type=kind, default=default, metavar="N", help=f"{what} (default {default})")
-    passes = "of each of the three passes (default: by the number of their tokens)"
+    passes = "time limit of each of the three passes (default: by the number of tokens)"
     add("--deadline-seconds", type=_WHOLE, metavar="N", help=passes)
-    add("--plot", type=Path, metavar="FILE", help="draw KL by position, too: .svg or .png")
+    add("--plot", type=Path, metavar="FILE", help="also plot KL by position into this .svg or .png file")
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
@@ -139,7 +146,7 @@ def _endpoint(options: argparse.Namespace, side: str) -> Endpoint:
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise GateError(f"{option} {url!r} is not the address of an engine; give one such as http://host:8000")
     if parts.username or parts.password or parts.query or parts.fragment:
-        # Not shown: it may hold a key.
+        # Do not show the address: it may hold a key.
         raise GateError(f"{option}: credentials or a query in the address; give the key by {option}-key-variable")
     variable = getattr(options, f"{side}_key_variable")
     key = os.environ.get(variable) if variable is not None else None
@@ -170,7 +177,7 @@ def _default_limits() -> Accuracy:
 
 
 def _told(stage: str) -> Progress:
-    """Progress on a terminal; nothing anywhere else."""
+    """Show progress on a terminal, and nothing elsewhere."""
     if not sys.stderr.isatty():
         return lambda: None
     count = 0

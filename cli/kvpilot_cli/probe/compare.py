@@ -1,4 +1,4 @@
-"""One comparison: capture the baseline, measure its noise, measure the candidate, judge. The operator's own parts."""
+"""Comparison with the operator's own parts: capture the baseline, measure its noise and the candidate, judge."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from kvpilot_operator.probes.session import Settings
 from kvpilot_operator.probes.stats import Measurement
 
 Tell = Callable[[str], Progress]
-"""Given what begins now, in words; what it returns is called at each answer of an engine."""
+"""Callback that gets the name of a stage and returns a function for each answer of an engine."""
 
 
 class UnknownModel(ProbeError):
-    """An endpoint serves no model, or several, and none was named."""
+    """An endpoint that serves no model, or several without a named one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One side: its option on the command line, its address without /v1, the model's served name (None: its only one),
-    and the key that it wants, if any."""
+    """One side: its option, its address without /v1, the served model name (None: the only one) and an optional key."""
 
     option: str
     url: str
@@ -55,7 +54,11 @@ async def compare(
     settings: Settings,
     tell: Tell,
 ) -> Comparison:
-    """Judge `candidate` as the operator judges a canary; raises a `ProbeError` where it cannot."""
+    """Judge `candidate` as the operator judges a canary.
+
+    Raises:
+        ProbeError: the endpoints cannot be compared.
+    """
     models = await _model(baseline), await _model(candidate)
 
     def of(side: Endpoint, stage: str) -> Settings:

@@ -1,21 +1,24 @@
-"""A comparison for people, as a table, and for programs, as JSON with units in the names of its keys."""
+"""Report of a comparison: a table for people, JSON with units in its keys for programs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from kvpilot_cli import plots
 from kvpilot_cli.probe.compare import Comparison
 from kvpilot_cli.text_tables import render
 from kvpilot_operator.api.spec import Accuracy
 from kvpilot_operator.probes.stats import Measurement
 
 _BAR = 24
+_NOISE, _DAMAGE, _WIDTH = "#9a9a9a", "#d1491f", 0.4
 
 
 def document(found: Comparison, limits: Accuracy, urls: tuple[str, str]) -> dict[str, Any]:
-    """Return the comparison as JSON values; KL in micronats, agreement in permille."""
+    """Return the comparison as JSON values: KL in micronats, agreement in permille."""
     return {
         "verdict": found.judgement.verdict,
         "reason": found.judgement.reason,
@@ -39,7 +42,7 @@ def document(found: Comparison, limits: Accuracy, urls: tuple[str, str]) -> dict
 
 
 def text(found: Comparison, urls: tuple[str, str]) -> str:
-    """Both sides' figures, damage by position, and the verdict in the last line."""
+    """Return both sides' figures, damage by position, and the verdict in the last line."""
     control, measured = found.control, found.measured
     rows = [
         ("", "baseline", "candidate"),
@@ -63,7 +66,7 @@ def text(found: Comparison, urls: tuple[str, str]) -> str:
 
 
 def _by_position(measured: Measurement) -> str:
-    """Damage by place in the context: what only long contexts suffer is hidden in the mean."""
+    """Return the damage by context position: a mean hides damage of long contexts."""
     most = max((b.mean_kl_micronats for b in measured.buckets), default=0)
     rows = [("tokens before", "positions", "mean KL", "same choice", "")]
     for b in measured.buckets:
@@ -95,3 +98,26 @@ def _milli(micronats: int) -> str:
 
 def _percent(found: Measurement) -> str:
     return f"{found.top1_agreement_permille / 10:.1f}%"
+
+
+def plot(found: Comparison, file: Path) -> None:
+    """Plot the damage by context position beside the baseline's noise; `plots.check` must have passed.
+
+    Raises:
+        PlotError: the file cannot be written.
+    """
+    sides = (("baseline", found.control, _NOISE), ("candidate", found.measured, _DAMAGE))
+    places = sorted({(b.from_position, b.to_position) for _, side, _ in sides for b in side.buckets})
+    with plots.drawing(file, 7.5, 4) as axes:
+        for i, (name, side, colour) in enumerate(sides):
+            at = [places.index((b.from_position, b.to_position)) + (i - 0.5) * _WIDTH for b in side.buckets]
+            heights = [b.mean_kl_micronats / 1000 for b in side.buckets]
+            axes.bar(at, heights, _WIDTH, color=colour, label=f"{name} ({found.models[i]})")
+        axes.set_xticks(range(len(places)), [f"{low:,}-{high:,}" for low, high in places])
+        axes.set(
+            xlabel="tokens before",
+            ylabel="mean KL, millinats",
+            title=f"{found.judgement.verdict}: {found.judgement.reason}",
+        )
+        axes.grid(axis="y", alpha=0.25)
+        axes.legend(frameon=False)

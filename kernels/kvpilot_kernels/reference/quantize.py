@@ -15,7 +15,7 @@ over tokens does not average it out, unlike the rest of the error. There the cod
 
     scale * min(<x, x> / <x, x'>, GAIN_LIMIT)
 
-which makes <x, x'> = <x, x> for a little more squared error of a single token (`docs/decisions/0044`).
+which makes <x, x'> = <x, x> for a little more squared error of a single token (`docs/decisions/0002`).
 """
 
 from __future__ import annotations

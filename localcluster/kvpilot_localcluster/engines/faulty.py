@@ -34,18 +34,18 @@ Json = dict[str, Any]
 
 @dataclass
 class Faults:
-    """What is wrong with this engine."""
+    """Faults of this engine."""
 
     metrics: str = ""
-    """Of /metrics: garbage, huge (10 MB), endless, hang, drip (a byte a second), bomb (compressed), error."""
+    """Fault of /metrics: garbage, huge (10 MB), endless, hang, drip (a byte a second), bomb (compressed), error."""
     completions: str = ""
     """A fault of /v1: hang (until it is lifted), or random (tokens that nobody can foresee)."""
     reports: str = ""
     """The KV-cache dtype that the page tells instead of the one that was asked for."""
     only_dtype: str = ""
-    """Where set, `completions` and `reports` are of engines with this dtype only."""
+    """Dtype to which `completions` and `reports` are limited, if set."""
     usage: float = -1.0
-    """Where not negative: what the page says instead of the truth, with so many requests running and waiting."""
+    """Reported number of running and waiting requests in place of the true one, if not negative."""
     running: int = 0
     waiting: int = 0
     stalled: bool = False

@@ -33,29 +33,29 @@ class Engine:
         self._client = httpx.Client(base_url=url, timeout=HANGS)
 
     def tokens(self, prompt: list[int], tokens: int) -> list[int]:
-        """The greedy continuation of a prompt, exactly this many tokens."""
+        """Return the greedy continuation of a prompt with exactly this many tokens."""
         body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         answer = self._client.post("/v1/completions", json={**body, "return_token_ids": True}).raise_for_status()
         ids: list[int] = answer.json()["choices"][0]["token_ids"]
         return ids
 
     def healthy(self) -> bool:
-        """Whether it answers."""
+        """Return True if it answers."""
         try:
             return self._client.get("/health", timeout=2).status_code == 200
         except httpx.HTTPError:
             return False
 
     def page(self) -> str:
-        """The metrics page."""
+        """Return the metrics page."""
         return self._client.get("/metrics").text
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's series."""
+        """Return the sum of a metric's series."""
         return float(sum(s.value for s in self._samples(name)))
 
     def cache_config(self) -> Mapping[str, str]:
-        """The labels of vllm:cache_config_info."""
+        """Return the labels of vllm:cache_config_info."""
         labels: Mapping[str, str] = next(iter(self._samples("vllm:cache_config_info"))).labels
         return labels
 
@@ -80,7 +80,7 @@ def engine(
 
 @contextmanager
 def process_group(command: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that leads a group of its own; whatever happens, nothing of the group outlives the block."""
+    """Run a process in its own group. Nothing of the group outlives the block."""
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,

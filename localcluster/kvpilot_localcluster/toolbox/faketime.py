@@ -13,7 +13,7 @@ _LIBRARY = "lib/*/faketime/libfaketime.so.1"
 
 
 def libfaketime() -> Path:
-    """The library of the installed `faketime`, or one fetched from Debian into the cache on first use."""
+    """Return the library of the installed `faketime`, or fetch it from Debian into the cache."""
     if shutil.which("faketime") and (installed := _library(Path("/usr"))):
         return installed
 

@@ -17,12 +17,12 @@ from kvpilot_localcluster.recipes import installer
 
 
 def tools_folder() -> Path:
-    """Where fetched tools lie, one folder NAME-VERSION each."""
+    """Return the folder of fetched tools, with a folder NAME-VERSION for each."""
     return cache_folder() / "tools"
 
 
 def tool(program: str, version: str, fetch: Callable[[Path], None]) -> Path:
-    """The user's own program on PATH, or the one of our cache, fetched on first use.
+    """Return the user's program on PATH, or the one of our cache, fetched on first use.
 
     Args:
         program: the name of the executable.
@@ -38,7 +38,7 @@ def tool(program: str, version: str, fetch: Callable[[Path], None]) -> Path:
 
 
 def cached(program: str, version: str, fetch: Callable[[Path], None]) -> Path:
-    """The program of our cache, whatever is on PATH; see `tool`."""
+    """Return the program of our cache, whatever is on PATH."""
     home = tools_folder() / f"{program}-{version}"
     binary, done = home / "bin" / program, home / "done"
     home.parent.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ def run_helm(*arguments: str | Path, values: Mapping[str, Any] | None = None, ti
 def render(
     chart: Path, values: Mapping[str, Any], *flags: str, release: str = "kvpilot", namespace: str = "kvpilot-system"
 ) -> list[dict[str, Any]]:
-    """The objects that Helm makes of a chart with these values.
+    """Return the objects that Helm makes of a chart with these values.
 
     Raises:
         HelmRefused: the values or a template are wrong.

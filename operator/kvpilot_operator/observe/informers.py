@@ -1,7 +1,7 @@
 """The informer cache: all services and their objects. A reconcile reads from here.
 
 kopf's watch brings the services, watches of our own their workloads, pods and Services
-(docs/decisions/0012-kopf-and-the-official-client.md). The API server's answer to a write is put here at once: no
+(docs/decisions/0012). The API server's answer to a write is put here at once: no
 reconcile sees a state from before an earlier reconcile's writes.
 
 After HTTP 410 kopf lists the services again, and never says what is missing from that list. Its session hands each

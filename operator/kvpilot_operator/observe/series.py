@@ -2,7 +2,7 @@
 
 Linear in the bytes of the page, whatever they are: lines are found by one search, and told apart by the name that they
 begin with. A line is at most `METRICS_LINE_BYTES` long, and the expressions that read it cannot go back (possessive
-quantifiers). Only the line that a chunk ends in is held. docs/decisions/0013-our-own-reader-of-pages.md
+quantifiers). Only the line that a chunk ends in is held. docs/decisions/0013
 compares it with prometheus_client's parser.
 """
 

@@ -11,7 +11,7 @@ Before a prompt is followed, its first half is asked alone: the rest is then pre
 next turn of a chat. There a cache can be wrong while every fresh prompt is right.
 
 A candidate that answers garbage parts at every step, so resumes are bounded: the rest of such a prompt stays
-unmeasured, long after the verdict is clear. docs/decisions/0003-decode-probes.md has the alternatives.
+unmeasured, long after the verdict is clear. docs/decisions/0003 has the alternatives.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which InferencePools must exist, and with which endpoint pickers? See docs/decisions/0031-inference-pools.md."""
+"""Which InferencePools must exist, and with which endpoint pickers? See docs/decisions/0031."""
 
 from __future__ import annotations
 

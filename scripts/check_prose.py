@@ -1,0 +1,114 @@
+"""Check the subjects of commits and the length of Markdown lines and pages.
+
+    .venv/bin/python scripts/check_prose.py
+
+Print one line for each fault and exit with 1 if there is one. Commits up to BASE are history and stay as they are. A
+clone that does not hold BASE, such as a shallow one, and a folder without git have no commits to check.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BASE = "4f5b16e02a49cabbf00a485bc6c5c1f047ec0690"
+SUBJECT_LIMIT = 72
+LINE_LIMIT = 120
+PAGE_LIMIT = 200
+GENERATED = ("docs/reference/", "docs/models")
+"""Pages, or folders of pages, that a script writes: tables without a limit."""
+LONG_LINES: tuple[str, ...] = (
+    "docs/accuracy-gate.md", "docs/accuracy.md", "docs/api-stability.md", "docs/autoscaling.md", "docs/backtest.md",
+    "docs/calibration.md", "docs/canary.md", "docs/clouds/README.md", "docs/clouds/aks.md", "docs/clouds/eks.md",
+    "docs/clouds/gke.md", "docs/clouds/kind.md", "docs/clouds/openshift.md", "docs/conditions.md",
+    "docs/disaggregation.md", "docs/faq.md", "docs/formats.md", "docs/gateways.md", "docs/high-availability.md",
+    "docs/install.md", "docs/kubectl.md", "docs/lmcache.md", "docs/meshes.md", "docs/multi-node.md",
+    "docs/observability.md", "docs/offloading.md", "docs/pilot.md", "docs/planning.md", "docs/pods.md",
+    "docs/quickstart.md", "docs/reliability.md", "docs/retention.md", "docs/security.md", "docs/serving.md",
+    "docs/storage.md",
+)  # fmt: skip
+"""Pages that still hold lines beyond the limit. Remove yours once it passes."""
+LONG_PAGES: tuple[str, ...] = (
+    "docs/accuracy.md", "docs/install.md", "docs/observability.md", "docs/retention.md", "docs/security.md",
+    "docs/serving.md",
+)  # fmt: skip
+"""Pages of docs/ that are still longer than the limit. Remove yours once it passes."""
+VERBS_FILE = "scripts/commit_verbs.txt"
+"""The verbs that a commit subject may begin with."""
+
+
+def subject_faults(subject: str) -> Iterator[str]:
+    """Yield what is wrong with the subject of a commit."""
+    if len(subject) > SUBJECT_LIMIT:
+        yield f"the subject has {len(subject)} characters: shorten it to {SUBJECT_LIMIT}"
+    first = subject.partition(" ")[0]
+    if first not in (ROOT / VERBS_FILE).read_text(encoding="utf-8").split():
+        yield f"the subject begins with '{first}': begin it with a verb of {VERBS_FILE}"
+
+
+def commits(root: Path, base: str) -> list[tuple[str, str]]:
+    """Return hash and subject of each commit since `base` that is no merge, or nothing if git cannot tell."""
+    log = ["git", "-C", str(root), "log", "--no-merges", "--format=%h %s", f"{base}..HEAD", "--"]
+    try:
+        done = subprocess.run(log, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [(name, subject) for name, _, subject in (line.partition(" ") for line in done.stdout.splitlines())]
+
+
+def long_lines(text: str) -> Iterator[tuple[int, int]]:
+    """Yield number and length of each line beyond the limit.
+
+    Tables and code blocks may be as wide as they are. The target of a link does not count: a reader does not see it. A
+    command in backticks does not count either: a reader copies it whole.
+    """
+    fence = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        bare = line.lstrip()
+        if not fence and bare.startswith(("```", "~~~")):
+            fence = bare[:3]
+        elif fence and bare.startswith(fence):
+            fence = ""
+        elif not fence and not bare.startswith(("|", "<")):
+            length = len(re.sub(r"\]\([^)\s]*\)|`[^`]{50,}`", "", line))
+            if length > LINE_LIMIT:
+                yield number, length
+
+
+def page_faults(root: Path, pages: Iterable[Path]) -> Iterator[str]:
+    """Yield each line and each page of docs/ that is too long."""
+    for page in pages:
+        name = page.relative_to(root).as_posix()
+        text = page.read_text(encoding="utf-8")
+        if name.startswith(GENERATED):
+            continue
+        if not name.startswith(LONG_LINES):
+            for number, length in long_lines(text):
+                yield f"{name}:{number}: {length} characters: wrap the line at {LINE_LIMIT}"
+        lines = len(text.splitlines())
+        if name.startswith("docs/") and not name.startswith(LONG_PAGES) and lines > PAGE_LIMIT:
+            yield f"{name}: {lines} lines: shorten or split the page, which may have {PAGE_LIMIT}"
+
+
+def pages(root: Path) -> list[Path]:
+    """Return the Markdown files below `root`, but for those in hidden folders."""
+    found = (page.relative_to(root) for page in root.rglob("*.md"))
+    return sorted(root / page for page in found if not any(part.startswith(".") for part in page.parts))
+
+
+def main() -> int:
+    """Print all faults and return the exit status."""
+    faults = [
+        f"{name} {subject!r}: {fault}" for name, subject in commits(ROOT, BASE) for fault in subject_faults(subject)
+    ]
+    faults += page_faults(ROOT, pages(ROOT))
+    print(*faults, sep="\n", end="\n" if faults else "")
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
