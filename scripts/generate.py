@@ -4,7 +4,7 @@
     .venv/bin/python scripts/generate.py --check     # write nothing; exit 1 and name the files that would change
 
 Made are the chart's copies and config/ of crds/ and charts/, the API's reference, the table of metrics, the defaults of
-transformers' config classes, the costs that `kvpilot backtest` starts from, docs/models.md of models.json, and pages
+transformers' config classes, the costs that `kvpilot backtest` starts from, pages of models.json, and pages
 and plots of docs/benchmarks of the figures that lie beside them. What is measured or resolved is not: figures,
 `tests/faults/table.py`, the dashboards' pictures and locks.
 """
