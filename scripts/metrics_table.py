@@ -1,4 +1,4 @@
-"""Write the table of metrics in docs/observability.md (`make generate`)."""
+"""Write the table of metrics in docs/metrics.md (`make generate`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from prometheus_client.metrics import MetricWrapperBase
 from kvpilot_operator.control.service_metrics import FAMILIES
 from kvpilot_operator.control.telemetry import Telemetry
 
-PAGE = Path(__file__).parents[1] / "docs" / "observability.md"
+PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 BEGIN, END = "<!-- metrics: begin -->\n", "<!-- metrics: end -->\n"
 
 
 def table() -> str:
     """Return the metrics of a registry, without those of the process."""
     labels = {f.name: ("namespace", "name", *f.labels) for f in FAMILIES}
-    return "\n".join(["| metric | type | labels | what it is |", "|---|---|---|---|", *sorted(_rows(labels)), ""])
+    return "\n".join(["| metric | type | labels | meaning |", "|---|---|---|---|", *sorted(_rows(labels)), ""])
 
 
 def _rows(labels: dict[str, tuple[str, ...]]) -> Iterator[str]:

@@ -1,11 +1,10 @@
-"""Write docs/models.md from docs/models.json: the facts of published models, and their size in our dtypes.
+"""Write docs/models.md and its two tables from docs/models.json: published models and the dtypes that they take.
 
 .venv/bin/python scripts/models_page.py docs/models.json docs/models.md
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -15,65 +14,102 @@ from kvpilot_formats import formats, latent
 from kvpilot_formats.models import Architecture, Kind, read, unsupported, unsupported_latent
 
 DTYPES = ("auto", "fp8", *formats.own_names())
-HEAD = """# Models
+COMMON = ("Llama 2", "Llama 3", "Llama 4", "Qwen2", "Qwen2.5", "Qwen3", "Qwen3-Next", "Qwen3.5", "gpt-oss", "Gemma 1",
+          "Gemma 2", "Gemma 3", "Gemma 3n", "Gemma 4", "Mistral")  # fmt: skip
+"""Families on the first page of tables; the second one has all others."""
+HEAD = """# Find your model
 
-Made by `make generate` of [models.json](models.json), which holds the fields that matter of {count} published
-configurations, each with its source. Figures are what `kvpilot-serve` and `kvpilot plan` read of them
-([decision 21](decisions/0021-read-configs-over-a-table-of-class-defaults.md)). Tests hold layers, heads and head_dim
-against transformers' own config classes, and those of {built} against the KV-cache specs that vLLM {vllm} builds
-without weights. It builds the text part of models with images or sound. A config class that only the model's
-repository has is replaced by one of transformers with the same fields. `kvpilot plan` takes those by name that
-`kvpilot plan --list` shows, and every other one by the folder with its config.json.
+After this page you know whether a published model takes our dtypes, and the bytes of a token in each dtype.
 
-- **layers**: *full* attend to everything; *window* and *chunked* hold at most so many tokens; *state* keep one of fixed
-  size (Mamba, linear attention, convolutions) and may attend beside it; *shared* read another layer's cache.
-- **bytes a token**, by dtype: in the full layers, of all KV heads; a latent (MLA) cache is the same on every GPU.
-  Windows come on top, in 16 bits, and chunks, in the dtype; they do not grow with a sequence, nor do states.
-- **our dtypes**: what keeps them from the model on a GPU; it is served in `auto` and in vLLM's own dtypes all the same.
-  Models with latents have dtypes of their own, `mla8` and `mla4`, with the bytes of a token.
-  *yes* is that `kvpilot-serve` starts the engine; what was run is below.
-- **vLLM**: *same* where its specs are these, or why they were not built.
+| tables | families |
+|---|---|
+| [common families](models-common.md) | {common} |
+| [other families](models-others.md) | {others} |
+
+For a model that is not listed:
+
+```sh
+kvpilot plan /models/my-model --gpu H100-80GB      # the folder with its config.json
+kvpilot plan --list                                # the models that it knows by name
+```
+
+## How do you read the tables?
+
+* **layers**: *full* attend to everything; *window* and *chunked* hold at most that many tokens. *State* layers keep a
+  state of fixed size (Mamba, linear attention, convolutions) and may also attend. *Shared* layers read another layer's
+  cache.
+* **heads**: query heads / KV heads x head_dim.
+* **a dtype**: bytes of a token in the full layers, of all KV heads. A latent (MLA) cache is the same on every GPU.
+  Windows add 16 bits a value, and chunks the dtype's bytes. These do not grow with a sequence, nor do states.
+* **our dtypes**: *yes* means that `kvpilot-serve` starts the engine on a GPU. Otherwise the reason stands here; `auto`
+  and vLLM's own dtypes are served all the same. Models with latents have `mla8` and `mla4`, with the bytes of a token.
+* **vLLM**: *same* means that vLLM's own KV-cache specs agree. Otherwise the cell says why they were not built.
+
+## What was run?
+
+| models | where | what |
+|---|---|---|
+{runs}
+
+## Where do the figures come from?
+
+[models.json](models.json) holds the relevant fields of {count} published configurations, each with its source.
+`kvpilot-serve` and `kvpilot plan` read these figures of them
+([decision 21](decisions/0021-read-configs-over-a-table-of-class-defaults.md)). `make generate` writes these pages.
+
+* Tests compare layers, heads and head_dim with transformers' own config classes.
+* They compare {built} models with the KV-cache specs that vLLM {vllm} builds without weights. For models with images or
+  sound, vLLM builds the text part.
+* If only the model's repository has the config class, a class of transformers with the same fields replaces it.
+"""
+TABLE = """# {title} models
+
+This page shows the layers, heads and bytes of a token of {which} models. [Models](models.md) explains the columns.
+
 """
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the page and its two tables."""
     corpus = json.loads(Path(sys.argv[1]).read_text())
+    page = Path(sys.argv[2])
     models = corpus["models"]
-    built = sum("vllm" not in entry for entry in models)
-    parts = [HEAD.format(count=len(models), built=built, vllm=corpus["vllm"]), *runs(corpus["runs"])]
-    for family, entries in itertools.groupby(models, key=lambda entry: entry["family"]):
-        parts += section(family, list(entries))
-    Path(sys.argv[2]).write_text("\n".join(parts).rstrip() + "\n")
+    families = dict.fromkeys(entry["family"] for entry in models)
+    text = HEAD.format(
+        count=len(models),
+        built=sum("vllm" not in entry for entry in models),
+        vllm=corpus["vllm"],
+        runs="\n".join(f"| {run['models']} | {run['where']} | {run['what']} |" for run in corpus["runs"]),
+        common=", ".join(family for family in families if family in COMMON),
+        others=", ".join(family for family in families if family not in COMMON),
+    )
+    page.write_text(text)
+    common = [entry for entry in models if entry["family"] in COMMON]
+    others = [entry for entry in models if entry["family"] not in COMMON]
+    page.with_name("models-common.md").write_text(TABLE.format(title="Common", which="common") + table(common))
+    page.with_name("models-others.md").write_text(TABLE.format(title="Other", which="other") + table(others))
 
 
-def runs(found: list[dict[str, str]]) -> list[str]:
-    """Return the models that ran, and where."""
-    rows = [f"| {run['models']} | {run['where']} | {run['what']} |" for run in found]
-    return ["## What was run", "", "| models | where | what |", "|---|---|---|", *rows, ""]
-
-
-def section(family: str, entries: list[dict[str, Any]]) -> list[str]:
-    """Return the section of a family."""
-    head = ["model", "layers", "heads", *(f"`{dtype}`" for dtype in DTYPES), "our dtypes", "vLLM"]
-    rows = [row(entry) for entry in entries]
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
-    return [f"## {family}", "", *lines, ""]
+def table(entries: list[dict[str, Any]]) -> str:
+    """Return the table of some models."""
+    head = ["family", "model", "layers", "heads", *(f"`{dtype}`" for dtype in DTYPES), "our dtypes", "vLLM"]
+    rows = (head, ["---"] * len(head), *(row(entry) for entry in entries))
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
 def row(entry: dict[str, Any]) -> list[str]:
-    """Return the line of a model."""
+    """Return the row of one model."""
     facts = read(entry["config"])
     refusal = unsupported(facts)
     sizes = [size(facts, dtype, refusal) for dtype in DTYPES]
     verdict = f"no: {refusal}" if refusal else "yes"
     if facts.latent:
         verdict += of_latents(facts)
-    return [entry["model"], layers(facts), heads(facts), *sizes, verdict, entry.get("vllm", "same")]
+    return [entry["family"], entry["model"], layers(facts), heads(facts), *sizes, verdict, entry.get("vllm", "same")]
 
 
 def of_latents(facts: Architecture) -> str:
-    """Return the result of the latent dtypes for a model, as the end of a sentence."""
+    """Return the verdict about the dtypes of latents, as the end of a sentence."""
     if (what := unsupported_latent(facts)) is not None:
         return f", and {what}"
     return "; of their own " + " and ".join(
@@ -91,7 +127,7 @@ def size(facts: Architecture, dtype: str, refusal: str | None) -> str:
 
 
 def layers(facts: Architecture) -> str:
-    """Return the layers by kind, for example: 5 full, 29 window (1,024)."""
+    """Return the kinds of layers, such as: 5 full, 29 window (1,024)."""
     found = [
         f"{group.layers} {group.kind}" + (f" ({group.window:,})" if group.window else "") for group in facts.groups
     ]
@@ -100,7 +136,7 @@ def layers(facts: Architecture) -> str:
 
 
 def heads(facts: Architecture) -> str:
-    """Return query heads, KV heads and head_dim of each group, for example: 8 / 4 x 256."""
+    """Return query heads, KV heads and head_dim of each group, such as: 8 / 4 x 256."""
     if facts.latent:
         return f"{facts.heads} / latent {facts.latent}" + (f" + {facts.index_bytes} B" if facts.index_bytes else "")
     shapes = dict.fromkeys(

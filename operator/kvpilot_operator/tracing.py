@@ -1,6 +1,6 @@
 """OpenTelemetry's spans. The API package makes spans that do nothing; the SDK sends them where an endpoint is named.
 
-Attributes have the names of docs/observability.md. They never hold text of users or engines: no prompt, no answer, no
+Attributes have the names of docs/tracing.md. They never hold text of users or engines: no prompt, no answer, no
 message of an error.
 """
 

@@ -113,7 +113,7 @@ def test_without_monitoring_there_is_nothing_for_prometheus(rendered):
 
 
 def test_the_engines_monitor_drops_what_the_documented_scrape_configuration_drops(root, rendered):
-    guide = re.search(r"```yaml\n(scrape_configs:.*?)```", (root / "docs/observability.md").read_text(), re.DOTALL)
+    guide = re.search(r"```yaml\n(scrape_configs:.*?)```", (root / "docs/metrics.md").read_text(), re.DOTALL)
     (engines,) = (one for one in yaml.safe_load(guide[1])["scrape_configs"] if one["job_name"] == "kvpilot-engines")
     camel = {"source_labels": "sourceLabels", "target_label": "targetLabel"}
     documented = [{camel.get(k, k): v for k, v in rule.items()} for rule in engines["metric_relabel_configs"]]

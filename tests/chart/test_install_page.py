@@ -1,4 +1,4 @@
-"""docs/install.md: its commands, taken from the page, run on a real API server, section by section, in one cluster.
+"""The commands of docs/install.md and docs/upgrade.md run on a real API server, section by section, in one cluster.
 
 The chart is a copy without its minimum version, for the core of the local cluster is Kubernetes 1.20. Sections that are
 alternatives to the first one (plain manifests, some namespaces only) run after what the page removes.
@@ -25,7 +25,7 @@ from support.page_commands import Command, commands_of, options_of, subcommand
 pytestmark = pytest.mark.timeout(1800)
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "install.md").read_text()
+PAGE = "\n".join((ROOT / "docs" / page).read_text() for page in ("install.md", "upgrade.md"))
 TOKEN = {"HF_TOKEN": "hf_example"}
 HOME = "kvpilot-system"
 # Why a command of the page is not run here.
@@ -43,7 +43,7 @@ ABSENT = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
 
 def section(title: str) -> list[Command]:
     """The commands of a section that are run here."""
-    (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    (text,) = re.findall(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
     return [one for one in commands_of(text, TOKEN) if not left_out(one)]
 
 

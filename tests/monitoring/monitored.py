@@ -72,8 +72,8 @@ def _service() -> dict[str, Any]:
 
 
 def documented() -> dict[str, Any]:
-    """The scrape configuration that docs/observability.md tells users to write."""
-    found = re.search(r"```yaml\n(scrape_configs:.*?)```", (ROOT / "docs" / "observability.md").read_text(), re.DOTALL)
+    """The scrape configuration that docs/metrics.md tells users to write."""
+    found = re.search(r"```yaml\n(scrape_configs:.*?)```", (ROOT / "docs" / "metrics.md").read_text(), re.DOTALL)
     assert found is not None
     config: dict[str, Any] = yaml.safe_load(found[1])
     return config

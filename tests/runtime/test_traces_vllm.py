@@ -1,4 +1,4 @@
-"""A real vLLM's spans join the trace of the probe that asks it, with the options of docs/observability.md."""
+"""A real vLLM's spans join the trace of the probe that asks it, with the options of docs/tracing.md."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NoMaps:
 
 def documented() -> tuple[list[str], dict[str, str]]:
     """Return the arguments and the environment that the page gives engines."""
-    page = (ROOT / "docs/observability.md").read_text()
+    page = (ROOT / "docs/tracing.md").read_text()
     (block,) = re.findall(r"```yaml\n(spec:\n  engine:.*?)```", page, re.DOTALL)
     given = yaml.safe_load(block)["spec"]["engine"]
     return given["extraArgs"], {one["name"]: one["value"] for one in given["env"]}

@@ -11,7 +11,7 @@ from kvpilot_cli.plan import models
 from kvpilot_cli.plan.command import main
 from support.weight_folders import write_safetensors
 
-DOCS = Path(__file__).parents[2] / "docs" / "planning.md"
+DOCS = [Path(__file__).parents[2] / "docs" / page for page in ("planning.md", "planning-load.md")]
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -50,8 +50,9 @@ def test_the_worked_example_holds_67_sequences_of_llama_3_70b(capsys):
 
 
 def test_what_the_documentation_shows_is_what_is_printed(capsys):
-    shown = [block for block in DOCS.read_text().split("```\n") if block.startswith("$ kvpilot plan ")]
-    assert len(shown) >= 2
+    blocks = [block for page in DOCS for block in page.read_text().split("```\n")]
+    shown = [block for block in blocks if block.startswith("$ kvpilot plan ")]
+    assert len(shown) == 3
     for block in shown:
         asked, _, answer = block.replace("\\\n", "").partition("\n")
         assert main(shlex.split(asked)[3:]) == 0

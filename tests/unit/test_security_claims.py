@@ -1,4 +1,4 @@
-"""docs/security.md says who is trusted with what, and each line names the tests that hold it."""
+"""docs/security-claims.md says who is trusted with what, and each line names the tests that hold it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-PAGE = (TESTS.parent / "docs" / "security.md").read_text()
+PAGE = (TESTS.parent / "docs" / "security-claims.md").read_text()
 SECTION = PAGE.partition("## Who is trusted with what\n")[2].partition("\n## ")[0]
 CLAIMS = [
     tuple(cell.strip() for cell in line.strip("|").split("|")) for line in SECTION.splitlines() if line[:1] == "|"
@@ -42,6 +42,6 @@ def test_there_are_claims_about_everybody_who_is_trusted_with_something() -> Non
     assert re.findall(r"^\*\*(.+?)\*\*", SECTION, re.MULTILINE) == [
         "A tenant",
         "A user of a service",
-        "Whoever only reaches the operator's port",
+        "A client of the operator's port",
         "A cluster administrator",
     ]

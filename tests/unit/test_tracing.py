@@ -243,7 +243,7 @@ async def test_no_span_quotes_a_prompt_or_what_an_engine_says() -> None:
 
 
 def test_the_operator_takes_the_options_that_the_documentation_gives_engines() -> None:
-    page = (ROOT / "docs/observability.md").read_text()
+    page = (ROOT / "docs/tracing.md").read_text()
     (block,) = re.findall(r"```yaml\n(spec:\n  engine:.*?)```", page, re.DOTALL)
     given = yaml.safe_load(block)["spec"]["engine"]
     assert given["extraArgs"] == ["--otlp-traces-endpoint=http://otel-collector.monitoring:4318/v1/traces"]
@@ -253,7 +253,7 @@ def test_the_operator_takes_the_options_that_the_documentation_gives_engines() -
 
 
 def test_every_attribute_is_in_the_documentation() -> None:
-    page = (ROOT / "docs/observability.md").read_text()
+    page = (ROOT / "docs/tracing.md").read_text()
     package = ROOT / "operator/kvpilot_operator"
     names = {
         name

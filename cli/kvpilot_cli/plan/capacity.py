@@ -160,7 +160,7 @@ def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None)
     window_block = block
     if full and windows:
         # A page of a full layer covers the smallest block of a layer with a window, which takes as many tokens as fit
-        # in steps of BLOCK and wastes the rest (docs/serving.md).
+        # in steps of BLOCK and wastes the rest (docs/model-kinds.md).
         block *= -(-wide // row)
         window_block = row * block // (wide * BLOCK) * BLOCK
         few, many = sorted((full, windows))

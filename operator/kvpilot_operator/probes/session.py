@@ -77,8 +77,8 @@ TOP_K = 20
 # A 4-bit cache parts from bf16 about every tenth token: three or four resumes in 32 tokens. Twelve leave room for a bad
 # day and bound what garbage costs.
 MAX_RESUMES = 12
-# What an engine must manage to be probed at all, about a third of what two CPU cores do with a small model beside other
-# work (docs/accuracy.md): a run's deadline is what its prompts and answers take at this pace, and this long to begin.
+# The pace that a probe needs: about a third of what two CPU cores with other work give a small model
+# (docs/accuracy-watch.md). A run's deadline is the time for its prompts and answers at this pace, and a start.
 START_SECONDS = 60.0
 PREFILL_TOKENS_PER_SECOND = 100
 DECODE_TOKENS_PER_SECOND = 2

@@ -196,7 +196,7 @@ def _ring_tokens(
     """Return the tokens whose pages a request's ring takes, in blocks of the platform's default size."""
     unlike = config.state_layers or config.chunked_layers
     if isinstance(fmt, LatentFormat) or not fmt.ours or unlike or request.retention is not None:
-        # There are no rings beside states and chunks (docs/serving.md), nor in bounded caches (docs/retention.md).
+        # There are no rings beside states and chunks (docs/model-kinds.md), nor in bounded caches (docs/retention.md).
         return 0
     block = BLOCK_TOKENS[platform]
     recent = fmt.recent_tokens(request.recent, context)

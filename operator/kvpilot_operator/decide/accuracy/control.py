@@ -14,8 +14,8 @@ from kvpilot_operator.state.decision import Cause
 # How often a dtype whose agreement is just at the limit fails by chance: of 250 positions three in a hundred more or
 # fewer agree from one draw to the next.
 ALPHA = 0.01
-# Sound engines show this much noise (docs/accuracy.md has a mean of 0.8 millinats and 98.9%): limits that are stricter
-# are about a dtype's damage beyond it.
+# Sound engines show this much noise (docs/accuracy-watch.md: a mean of 0.8 millinats and 98.9%): stricter limits
+# judge only the damage beyond it.
 SOUND_MICRONATS = 2_000
 SOUND_AGREEMENT_PERCENT = 98
 

@@ -25,7 +25,7 @@ _MOST_GROWTH = 2
 # Or so many more where the load runs away, as an autoscaler may: what comes too late in a burst helps nobody.
 _QUICK = 4
 # Prompts that a replica may have in hand on average after one has left. They grow faster than the load, and one at all
-# moments is the most that an engine can serve (Little's law; docs/pilot.md).
+# moments is the most that an engine can serve (Little's law; docs/pilot-rules.md).
 _MOST_PROMPTS = 0.6
 
 
