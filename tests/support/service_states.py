@@ -210,13 +210,6 @@ def _() -> dict[str, Any]:
     return after(cluster)
 
 
-@state("another operator's canary cannot be read")
-def _() -> dict[str, Any]:
-    cluster = trial("Shifting")
-    cluster.status["canary"] |= {"stage": "Soaking"}
-    return after(cluster)
-
-
 @state("no canary can be started")
 def _() -> dict[str, Any]:
     cluster = ModelCluster(service(OLD, 2, routeRef={"name": "web"}))

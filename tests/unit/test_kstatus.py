@@ -4,7 +4,6 @@ of docs/conditions.md. The rows of its table are the expectations here.
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 from functools import cache
@@ -158,7 +157,7 @@ def test_a_service_that_has_settled_serves_the_revision_that_its_spec_asks_for(n
         "a canary is probed", "a canary has a share of the traffic", "a canary is promoted", "a canary is rolled back",
         "a canary is paused", "a change of the spec waits for a pause to end", "a change of the spec was rolled back",
         "a Fixed dtype is denied, the last good one serves", "no canary can be started",
-        "another operator's canary cannot be read", "a change of the spec waits for a probe set that is missing",
+        "a change of the spec waits for a probe set that is missing",
     }  # fmt: skip
     assert (status["observedRevision"] != status["stable"]["revision"]) == (name in elsewhere)
 
@@ -264,11 +263,3 @@ def test_argos_key_is_the_kind_of_ours() -> None:
     obj = manifest()
     assert key == f"resource.customizations.health.{obj['apiVersion'].partition('/')[0]}_{obj['kind']}"
     assert KEY.name == obj["metadata"]["name"]
-
-
-def test_a_status_of_an_older_operator_without_the_two_conditions_is_judged_by_ready() -> None:
-    obj = copy.deepcopy(STATES["it serves, and nothing is under way"]())
-    obj["status"]["conditions"] = [
-        one for one in obj["status"]["conditions"] if one["type"] not in ("Reconciling", "Stalled")
-    ]
-    assert (compute(obj), argo(obj)[0], flux(obj)) == ("Current", "Healthy", "Current")

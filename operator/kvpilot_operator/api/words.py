@@ -190,7 +190,6 @@ class Reason(StrEnum):
     REVISION_FAILED = "RevisionFailed"
     NOT_OBSERVED = "NotObserved"
     NO_REPLICA_TO_REPLACE = "NoReplicaToReplace"
-    CANARY_UNREADABLE = "CanaryUnreadable"
 
     # What the policy found.
     NOT_WEIGHED = "NotWeighed"

@@ -10,7 +10,7 @@ from kvpilot_operator.decide import pressure, summary, target
 from kvpilot_operator.decide.conditions import conditions
 from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.objects import admission, do_not_evict, placement, storage
-from kvpilot_operator.decide.rollout import probing, rollout, unreadable
+from kvpilot_operator.decide.rollout import probing, rollout
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.questions import Question, unanswered
 from kvpilot_operator.state.snapshot import Snapshot
@@ -65,15 +65,6 @@ RULES: tuple[Rule[Context], ...] = (
 )
 """A rule sees what the ones above it decided, in the Context that they return."""
 
-UNREADABLE: tuple[Rule[Context], ...] = (
-    Rule(Question.WORKLOAD, pressure.judge_workload),
-    Rule(Question.ADMISSION, admission.admit_serving),
-    Rule(Question.DO_NOT_EVICT, do_not_evict.as_now),
-    Rule(Question.JOURNAL, unreadable.explain),
-    Rule(Question.CONDITIONS, conditions.tell),
-)
-"""For a service with a canary that cannot be read: no object is touched."""
-
 REFUSED: tuple[Rule[Draft], ...] = (
     Rule(Question.ADMISSION, admission.admit_serving),
     Rule(Question.DO_NOT_EVICT, do_not_evict.while_refused),
@@ -95,11 +86,10 @@ def decide(s: Snapshot) -> Decision:
             do_not_evict=refused.do_not_evict,
             unanswered=refused.unanswered,
         )
-    rules = RULES if s.unreadable is None else UNREADABLE
-    c = conditions.report(fold(_seen(Context.of(s, s.spec)), rules))
+    c = conditions.report(fold(_seen(Context.of(s, s.spec)), RULES))
     return Decision(
         status=c.status,
-        objects=placement.objects(c) if s.unreadable is None else None,
+        objects=placement.objects(c),
         baseline=c.captured,
         probe=c.request,
         events=c.events,

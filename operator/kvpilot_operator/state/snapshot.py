@@ -14,7 +14,7 @@ from kvpilot_operator.state.objects import DeploymentView, ObjectView, PodView, 
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.server import ServerFacts
-from kvpilot_operator.state.status import Status, Unreadable
+from kvpilot_operator.state.status import Status
 
 
 class ServiceKey(NamedTuple):
@@ -74,8 +74,6 @@ class Snapshot:
     spec: Spec | None
     """None while there are faults."""
     status: Status
-    unreadable: Unreadable | None = None
-    """The status' canary, where it cannot be read: it is kept as it is, and `status.canary` is None."""
     deployments: Mapping[str, DeploymentView] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
     traffic: str | None = None

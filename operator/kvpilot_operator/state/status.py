@@ -6,7 +6,7 @@ Field names are the CRD's in snake case; KL divergences are integers in micronat
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -438,10 +438,7 @@ def without_figures(status: Status) -> Status:
 
 
 def parse_status(raw: Any) -> Status:
-    """Read `.status`; what an older or newer operator wrote and we cannot read counts as unset, never as an error.
-
-    But for a canary: see `unreadable_canary`.
-    """
+    """Read `.status`; a part that cannot be read counts as unset."""
     if not isinstance(raw, dict):
         return Status()
     try:
@@ -455,25 +452,6 @@ def parse_status(raw: Any) -> Status:
                 continue
             readable[key] = value
         return msgspec.convert(readable, Status)
-
-
-class Unreadable(NamedTuple):
-    """A canary that an operator of another version wrote: what stands there, and why it cannot be read."""
-
-    value: Any
-    why: str
-
-
-def unreadable_canary(raw: Any) -> Unreadable | None:
-    """The canary of `.status` where it cannot be read: it may have traffic, so it counts as anything but unset."""
-    value = raw.get("canary") if isinstance(raw, dict) else None
-    if value is None:
-        return None
-    try:
-        msgspec.convert({"canary": value}, Status)
-    except msgspec.ValidationError as error:
-        return Unreadable(value, str(error))
-    return None
 
 
 def dump_status(status: Status) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from kvpilot_operator.decide.objects import storage
 from kvpilot_operator.decide.rejections import finding, rejected
 from kvpilot_operator.decide.rollout.ending import NOT_OF_THE_DTYPE
 from kvpilot_operator.decide.rollout.starting import start_fault
-from kvpilot_operator.decide.rollout.unreadable import unreadable
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.questions import Question, keeps_probe
 from kvpilot_operator.state.snapshot import Snapshot
@@ -176,9 +175,6 @@ def _ready(c: Context, standing: Mapping[str, Line], answers: Line, calibration:
 
 def _progressing(c: Context, objects: Line) -> Line:
     canary, stable, target, paused = c.canary, c.stable, c.target, c.spec.rollout.paused
-    held = unreadable(c.snapshot)
-    if held is not None:
-        return Line("False", *held)
     if canary is not None:
         stopped = paused and canary.stage != Stage.ROLLING_BACK
         news = spec_changes(c, stable) if stable is not None else ""
@@ -219,8 +215,6 @@ def _spec_accepted(c: Context, objects: Line) -> Line:
     note = _window_note(c)
     if objects.status == "False":
         note = "the spec is valid, and not all that it asks for could be written: see ObjectsAccepted"
-    if c.snapshot.unreadable is not None:
-        note = "the spec is valid, and is not acted on while status.canary cannot be read: see Stalled"
     if note is not None:
         return Line("True", Reason.PARTLY_ACTED_ON, note)
     return Line("True", Reason.ACCEPTED, "every field that is set is acted on")

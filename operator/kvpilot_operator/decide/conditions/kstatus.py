@@ -36,7 +36,7 @@ def standing(c: Context, *, progressing: Line, serving: Line, objects: Line, rou
 
 def _stalled(c: Context, progressing: Line, objects: Line, route: Line | None) -> Cause | None:
     """What a person has to change. A trial goes on to its end by itself (it has a deadline), unless it is paused."""
-    if c.canary is not None or c.snapshot.unreadable is not None:
+    if c.canary is not None:
         return _cause(progressing) if progressing.status == "False" else None
     if objects.status == "False":
         return _cause(objects)

@@ -13,7 +13,6 @@ from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.diagnosis import engine_failure, mixed_factors
 from kvpilot_operator.decide.load.workload import USAGE_STEP_PERCENT
 from kvpilot_operator.decide.objects import storage
-from kvpilot_operator.decide.rollout.unreadable import unreadable
 from kvpilot_operator.decide.rollout.waiting import held_up_by, why_waiting
 from kvpilot_operator.state.samples import names
 
@@ -110,9 +109,7 @@ def waiting(c: Context) -> str:
 
 def canary_healthy(c: Context) -> Line:
     """What was found of the canary in flight, or of the last one."""
-    canary, last, held = c.canary, c.status.last_canary, unreadable(c.snapshot)
-    if held is not None:
-        return Line("Unknown", *held)
+    canary, last = c.canary, c.status.last_canary
     if canary is not None:
         passed: Word = "True" if canary.verdict == Verdict.PASSED else "Unknown"
         word: Word = "False" if canary.stage == Stage.ROLLING_BACK else passed
