@@ -13,35 +13,27 @@ from kvpilot_operator.api.words import ConditionType, Reason, WorkloadKind
 DENY_SECONDS = 604_800
 """The default of spec.rollout.denySeconds, for an object that has none."""
 
-# What a calm service has; of any other condition nothing is known here.
+# What a calm service has; a type that is not known here is calm.
 _CALM: dict[str, tuple[str, ...]] = {
     ConditionType.READY: ("True",),
     ConditionType.SERVING: ("True",),
-    ConditionType.AVAILABLE: ("True",),
     ConditionType.STALLED: ("False",),
-    ConditionType.MODEL_CACHED: ("True",),
     ConditionType.METRICS_AVAILABLE: ("True",),
     ConditionType.MEMORY_PRESSURED: ("False", "Unknown"),
+    ConditionType.OBJECTIVES_HELD: ("True", "Unknown"),
     ConditionType.CANARY_HEALTHY: ("True", "Unknown"),
     ConditionType.ACCURACY_VERIFIED: ("True", "Unknown"),
-    ConditionType.CALIBRATION_CONSISTENT: ("True", "Unknown"),
-    ConditionType.OBJECTIVES_HELD: ("True", "Unknown"),
-    ConditionType.ROUTE_ACCEPTED: ("True", "Unknown"),
-    ConditionType.SPEC_ACCEPTED: ("True",),
-    ConditionType.OBJECTS_ACCEPTED: ("True", "Unknown"),
-    ConditionType.RECONCILE_SUCCEEDED: ("True",),
 }
-
-
-# Somebody has to look, whatever the status of the condition.
+# Reasons for which somebody has to look, whatever the status of the condition.
 _TOLD_BY_REASON = (
+    (ConditionType.RECONCILING, Reason.RECONCILE_INCOMPLETE),
     (ConditionType.METRICS_AVAILABLE, WorkloadKind.ENGINES_STALLED),
     (ConditionType.MEMORY_PRESSURED, WorkloadKind.IMBALANCED),
 )
 # What keeps the pods of a canary from coming; it may last until the deadline.
 _HELD_UP = (
-    Reason.UNSCHEDULABLE, Reason.CLAIM_NOT_BOUND, Reason.IMAGE_UNAVAILABLE, Reason.SECRET_MISSING,
-    Reason.CONFIG_MAP_MISSING, "CreateContainerConfigError", "CreateContainerError", "CrashLoopBackOff",
+    Reason.UNSCHEDULABLE, Reason.CLAIM_NOT_BOUND, Reason.IMAGE_UNAVAILABLE, Reason.CONFIG_MISSING,
+    "CreateContainerConfigError", "CreateContainerError", "CrashLoopBackOff",
 )  # fmt: skip
 
 
@@ -58,9 +50,7 @@ class Condition:
 
     @property
     def calm(self) -> bool:
-        """Whether nobody needs to look; a type that is not known here is calm."""
-        if self.type == ConditionType.PROGRESSING:  # an operator before Serving said that it is False when all is done
-            return self.status == "True" or self.reason == Reason.SETTLED
+        """Return True if nobody needs to look."""
         if self.type == ConditionType.SERVING and self.reason == Reason.SCALED_TO_ZERO:
             return True
         if self.type == ConditionType.CANARY_HEALTHY and self.reason in _HELD_UP:

@@ -191,11 +191,11 @@ async def test_a_slower_canary_is_caught_under_live_load_and_a_good_one_goes_thr
     async with users(world, "stepped", 4, prompt_tokens=50, output_tokens=8) as load:
         ended = await until(world, "stepped", lambda s: at(s, "lastCanary", "stage") == "RolledBack")
     assert load.stats.failed == 0, list(load.stats.failures)
-    assert (ended["lastCanary"]["verdict"], ended["lastCanary"]["reason"]) == ("Failed", "LatencyRegressed")
+    assert (ended["lastCanary"]["verdict"], ended["lastCanary"]["reason"]) == ("Failed", "PerformanceRegressed")
     assert ended["lastCanary"]["itlP95ChangePercent"] > 1
     assert ended["kvCache"]["activeDtype"] == "auto"
     assert [d["dtype"] for d in ended["kvCache"]["denied"]] == ["k4v4"]
-    assert ended["history"][0]["reason"] == "LatencyRegressed"
+    assert ended["history"][0]["reason"] == "PerformanceRegressed"
     await patch(world, "stepped", canary={"maxITLP95RegressionPercent": 1000}, rollout={"denySeconds": 0})
     await until(world, "stepped", lambda s: at(s, "canary", "stage") in ("Probing", "Shifting"))
     async with users(world, "stepped", 4, prompt_tokens=50, output_tokens=8) as load:

@@ -139,7 +139,7 @@ async def test_a_canary_that_cannot_be_judged_gets_no_traffic_and_no_denial(worl
     async def told() -> bool:
         status = await world.status("odd")
         last = status.get("lastCanary") or {}
-        held = (await world.condition("odd", "Progressing"))[1] == reason
+        held = (await world.condition("odd", "Stalled"))[1] == reason
         return "canary" not in status and (held or (last.get("stage"), last.get("reason")) == ("RolledBack", reason))
 
     await until(told, f"the change ends with {reason}")

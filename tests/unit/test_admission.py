@@ -177,8 +177,8 @@ def test_an_operator_that_may_not_write_a_pods_status_says_so():
     _, refused = performed({"bad": True, "good": True}, Rejected("PATCH", "bad", 403, words, "Forbidden"))
     assert [(one.kind, one.name) for one in refused] == [("Pod", "bad")]
     s = running(manifest(), "auto", pods=(closed(OLD, name="bad"),), rejections=refused)
-    told = decide(s).status.condition("ObjectsAccepted")
-    assert (told.status, told.reason) == ("False", "Forbidden")
+    told = decide(s).status.condition("Stalled")
+    assert (told.status, told.reason) == ("True", "Forbidden")
     assert "give the operator this right" in told.message
 
 

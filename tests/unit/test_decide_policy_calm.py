@@ -123,7 +123,7 @@ def test_where_memory_is_what_keeps_a_replica_a_smaller_dtype_takes_its_place():
     kept = policy_input(calm(load=0.2, rate=0.5), saturations=(memory,))
     decision = choose_step(kept)
     assert step(decision) == ("DtypeDown", "fp8", 2)
-    assert decision.reason == "MemoryKeepsReplicas"
+    assert decision.reason == "LoadLeft"
     assert step(choose_step(replace(kept, saturations=(KNOWN,))))[0] == "Stay"
     prompts = replace(kept, workload=calm(load=0.2, rate=0.5, prompts_in_hand=0.4))
     assert step(choose_step(prompts))[0] == "Stay"

@@ -122,7 +122,7 @@ def test_no_canary_starts_beside_a_reference_that_reports_8_bits_and_none_is_cap
     assert decision.status.canary is None
     assert not isinstance(decision.probe, Capture)
     if mode["mode"] == "Fixed":
-        assert told(decision, "Progressing").reason == "BaselineUnfit"
+        assert told(decision, "Stalled").reason == "BaselineUnfit"
 
 
 def test_a_capture_waits_for_the_page_of_its_pod():

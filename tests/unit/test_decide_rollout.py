@@ -78,10 +78,10 @@ def test_a_dtype_that_garbles_answers_is_rolled_back_and_denied_while_the_last_g
     assert [(d.dtype, d.reason) for d in status.kv_cache.denied] == [(BAD, "AccuracyRegressed")]
     assert status.last_canary is not None
     assert (status.last_canary.stage, status.last_canary.verdict) == ("RolledBack", "Failed")
-    progressing = status.condition("Progressing")
-    assert progressing is not None
-    assert progressing.reason == "DtypeDenied"
-    assert "denySeconds" in progressing.message
+    stalled = status.condition("Stalled")
+    assert stalled is not None
+    assert stalled.reason == "DtypeDenied"
+    assert "denySeconds" in stalled.message
 
 
 def test_a_denied_dtype_is_tried_again_once_denials_are_switched_off():
@@ -152,10 +152,10 @@ def test_a_paused_rollout_says_what_waits_for_it():
     cluster.edit(manifest(kvCache={"mode": "Fixed", "dtype": "k4v4"}, rollout={"paused": True}))
     status = cluster.settle()
     assert status.last_canary is None
-    progressing = status.condition("Progressing")
-    assert progressing is not None
-    assert progressing.reason == "RolloutPaused"
-    assert "k4v4" in progressing.message
+    stalled = status.condition("Stalled")
+    assert stalled is not None
+    assert stalled.reason == "RolloutPaused"
+    assert "k4v4" in stalled.message
 
 
 def test_no_canary_starts_while_the_probe_sets_cannot_be_used():
@@ -196,10 +196,10 @@ def test_an_invalid_spec_changes_no_object_and_says_what_is_wrong():
     bad = manifest(**AUTO, scaling={"minReplicas": 5, "maxReplicas": 2})
     decision = decide(snapshot(bad, status=good.status, pods=good.pods, traffic=good.traffic))
     assert decision.objects is None
-    accepted = decision.status.condition("SpecAccepted")
-    assert accepted is not None
-    assert accepted.status == "False"
-    assert "minReplicas" in accepted.message
+    stalled = decision.status.condition("Stalled")
+    assert stalled is not None
+    assert (stalled.status, stalled.reason) == ("True", "SpecInvalid")
+    assert "minReplicas" in stalled.message
 
 
 def _end(cluster: ModelCluster) -> tuple[object, ...]:

@@ -69,11 +69,11 @@ def test_why_a_canary_has_no_pod_is_told_while_it_waits_and_no_longer():
     cluster.until(stage("Starting"))
     for _ in range(5):
         cluster.tick()
-    for kind in ("Progressing", "CanaryHealthy"):
+    for kind in ("Reconciling", "CanaryHealthy"):
         assert parse_status(cluster.status).condition(kind).message.endswith("; it waits: 0/1 nodes have a free GPU")
     cluster.places = 4
     status = cluster.until(stage("Probing"))
-    assert not any("it waits" in status.condition(kind).message for kind in ("Progressing", "CanaryHealthy"))
+    assert not any("it waits" in status.condition(kind).message for kind in ("Reconciling", "CanaryHealthy"))
 
 
 def test_replace_one_never_asks_for_a_pod_more():
@@ -90,10 +90,10 @@ def test_replace_one_that_min_available_forbids_is_a_condition_and_starts_nothin
     cluster = on_trial(1, capacityPolicy="ReplaceOne", min_available=1)
     status = cluster.settle()
     assert status.last_canary is None
-    progressing = status.condition("Progressing")
-    assert progressing is not None
-    assert progressing.reason == "NoReplicaToReplace"
-    assert "minAvailable" in progressing.message
+    stalled = status.condition("Stalled")
+    assert stalled is not None
+    assert stalled.reason == "Unschedulable"
+    assert "minAvailable" in stalled.message
 
 
 def test_a_single_replica_may_be_replaced_where_the_user_needs_none_to_be_available():
@@ -158,7 +158,7 @@ def test_a_step_that_fewer_replicas_cannot_show_any_more_is_no_way_into_a_promot
     cluster = on_trial(2, cluster={"requests": 1.0}, steps=[{"weightPercent": 33}])
     cluster.until(lambda s: stage("Shifting")(s) and s.canary.step_time is not None)
     cluster.edit(service(NEW, 1, steps=[{"weightPercent": 33}]))
-    status = cluster.until(lambda s: s.canary is not None and s.canary.reason == "NoStepLeft")
+    status = cluster.until(lambda s: s.canary is not None and s.canary.reason == "WithinLimits")
     assert "50%" in status.canary.message
     assert cluster.until(ended, 600).last_canary.stage == "RolledBack"
 
@@ -182,7 +182,7 @@ def test_a_canary_whose_volume_is_of_a_missing_secret_says_what_it_needs_while_i
     cluster.until(stage("Starting"))
     cluster.tick()
     status = cluster.parsed()
-    for kind in ("Progressing", "CanaryHealthy"):
+    for kind in ("Reconciling", "CanaryHealthy"):
         assert "It needs Secret certificates." in status.condition(kind).message
     ended_with = cluster.until(ended)
     assert ended_with.last_canary.reason == "ProgressDeadlineExceeded"

@@ -23,7 +23,7 @@ def test_a_good_canary_goes_through_every_step_and_is_promoted():
     assert sorted(set(seen)) == [(0, 0.2), (1, 0.4)]
     status = parse_status(cluster.status)
     assert status.last_canary.stage == "Promoted"
-    assert [d.reason for d in status.decisions].count("StepPassed") == 2
+    assert [d.reason for d in status.decisions].count("WithinLimits") == 2
     assert cluster.services[KEY.name][REVISION_LABEL] == revision_of(cluster.obj, NEW)
     assert list(cluster.deployments) == [revision_of(cluster.obj, NEW)]
 
@@ -34,8 +34,8 @@ def test_a_slow_canary_is_rolled_back_early_and_its_dtype_is_denied():
     began = cluster.now
     status = cluster.until(stage("RollingBack"))
     assert cluster.now - began < timedelta(seconds=90)
-    assert (status.canary.verdict, status.canary.reason) == ("Failed", "LatencyRegressed")
-    assert [(d.dtype, d.reason) for d in status.kv_cache.denied] == [(NEW, "LatencyRegressed")]
+    assert (status.canary.verdict, status.canary.reason) == ("Failed", "PerformanceRegressed")
+    assert [(d.dtype, d.reason) for d in status.kv_cache.denied] == [(NEW, "PerformanceRegressed")]
     assert status.canary.itl_p95_change_percent > 10
     status = cluster.until(ended)
     assert status.history[0].verdict == "Failed"
@@ -63,7 +63,7 @@ def test_failed_requests_fail_a_canary():
 def test_too_few_requests_pause_at_the_step_and_end_without_promotion():
     cluster = on_trial(cluster={"requests": 1.0})
     status = cluster.until(lambda s: stage("Shifting")(s) and s.canary.verdict == "Inconclusive")
-    assert status.canary.reason == "TooFewRequests"
+    assert status.canary.reason == "TooFewSamples"
     held = status.condition("CanaryHealthy")
     assert held is not None
     assert held.status == "Unknown"
@@ -171,10 +171,10 @@ def test_a_route_that_does_not_exist_holds_the_canary_before_anything_is_started
     cluster = on_trial(routeRef={"name": "web"})
     status = cluster.settle()
     assert status.last_canary is None
-    progressing = status.condition("Progressing")
-    assert progressing is not None
-    assert (progressing.status, progressing.reason) == ("False", "RouteUnusable")
-    assert "HTTPRoute web" in progressing.message
+    stalled = status.condition("Stalled")
+    assert stalled is not None
+    assert (stalled.status, stalled.reason) == ("True", "RouteUnusable")
+    assert "HTTPRoute web" in stalled.message
     assert [d.reason for d in status.decisions].count("RouteUnusable") == 1
     cluster.edit_route(ROUTE)
     assert cluster.settle().kv_cache.active_dtype == NEW
@@ -191,9 +191,8 @@ def test_a_change_of_the_spec_that_cannot_start_is_told_once_beside_memory_press
     cluster.edit(manifest(**asked, engine={"image": "kvpilot/runtime:2"}))
     status = cluster.settle(60)
     assert status.condition("MemoryPressured").status == "True"
-    for kind in ("Progressing", "Stalled"):
-        assert status.condition(kind).reason == "RouteUnusable"
-        assert "HTTPRoute web" in status.condition(kind).message
+    assert status.condition("Stalled").reason == "RouteUnusable"
+    assert "HTTPRoute web" in status.condition("Stalled").message
     assert [d.reason for d in status.decisions].count("RouteUnusable") == 1
     before = cluster.writes
     cluster.tick()

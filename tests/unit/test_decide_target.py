@@ -197,7 +197,7 @@ def test_a_denied_dtype_is_not_tried_while_no_pod_has_a_node_that_would_tell_the
     waits = replace(s.pods[0], node=None, ip=None, ready=False, unschedulable="0/1 nodes are available")
     drained = decide(replace(s, pods=(waits,), node=NodeFacts()))
     assert drained.status.canary is None
-    assert drained.status.condition("Progressing").reason == "DtypeDenied"
+    assert drained.status.condition("Stalled").reason == "DtypeDenied"
     another = decide(replace(s, node=NodeFacts("NVIDIA-H100")))
     assert another.status.canary is not None
 
@@ -215,10 +215,10 @@ def test_a_sound_revision_of_a_fixed_dtype_stays_where_the_dtype_is_denied_with_
     views = {name: replace(view, image="kvpilot/runtime:1") for name, view in s.deployments.items()}
     decision = decide(replace(s, deployments=views))
     assert decision.status.canary is None
-    progressing = decision.status.condition("Progressing")
-    assert progressing is not None
-    assert (progressing.status, progressing.reason) == ("False", "DtypeDenied")
-    assert "kvpilot/runtime:2" in progressing.message
+    stalled = decision.status.condition("Stalled")
+    assert stalled is not None
+    assert (stalled.status, stalled.reason) == ("True", "DtypeDenied")
+    assert "kvpilot/runtime:2" in stalled.message
     other = replace(s, deployments=views, spec=serving(manifest(**k8v4), "k4v4").spec)
     tried = decide(other).status.canary
     assert tried is not None
@@ -239,10 +239,10 @@ def test_a_sound_revision_of_a_fixed_dtype_stays_where_the_dtype_is_denied_with_
     views = {name: replace(view, model="Qwen/Qwen3-8B") for name, view in s.deployments.items()}
     decision = decide(replace(s, deployments=views))
     assert decision.status.canary is None
-    progressing = decision.status.condition("Progressing")
-    assert progressing is not None
-    assert (progressing.status, progressing.reason) == ("False", "DtypeDenied")
-    assert "Qwen3-4B" in progressing.message
+    stalled = decision.status.condition("Stalled")
+    assert stalled is not None
+    assert (stalled.status, stalled.reason) == ("True", "DtypeDenied")
+    assert "Qwen3-4B" in stalled.message
     fallen = {name: replace(view, model="Qwen/Qwen3-4B") for name, view in s.deployments.items()}
     left = decide(replace(s, deployments=fallen)).status.canary
     assert left is not None

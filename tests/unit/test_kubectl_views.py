@@ -55,15 +55,14 @@ def test_every_condition_that_the_operator_writes_is_in_the_api_and_can_ask_for_
     objectives = [{"metric": "TTFT", "percentile": 95, "milliseconds": 500}]
     obj = manifest(scaling={"objectives": objectives}, route={"parentRefs": [{"name": "web"}]})
     status = dump_status(decide(running(obj, "auto")).status)
-    assert {"RouteAccepted", "ObjectivesHeld"} < {one["type"] for one in status["conditions"]}
+    assert "ObjectivesHeld" in {one["type"] for one in status["conditions"]}
     described = load_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]
     named = described["conditions"]["items"]["properties"]["type"]["description"]
     assert {one["type"] for one in status["conditions"]} == set(re.findall(r"[A-Z]\w+", named))
     for told in status["conditions"]:
-        bad = [{**told, "status": word, "reason": "Why"} for word in ("True", "False")]
+        bad = [{**told, "status": word, "reason": "ReconcileIncomplete"} for word in ("True", "False")]
         shown = [listed({**obj, "status": {"conditions": [one]}})[0]["ATTENTION"] for one in bad]
-        # Ready has a column of its own, and to be under way is no fault.
-        asks = told["type"] not in ("Ready", "Reconciling")
+        asks = told["type"] != "Ready"  # It has a column of its own.
         assert any(told["type"] in one for one in shown) == asks, told["type"]
 
 

@@ -77,7 +77,7 @@ def test_zero_takes_every_engine_away_and_a_number_brings_them_back_on_the_same_
     cluster.settle()
     status = parse_status(cluster.status)
     assert (cluster.engines.pods, status.replicas, cluster.budget) == ((), 0, None)
-    assert status.condition("Available").reason == "ScaledToZero"
+    assert status.condition("Serving").reason == "ScaledToZero"
     assert status.canary is None
     assert cluster.services[KEY.name][REVISION_LABEL] == before.revision
     cluster.edit(service(OLD, 2))
@@ -110,7 +110,7 @@ def test_a_change_at_zero_waits_for_replicas_and_then_comes_as_a_canary():
     cluster.edit(service(NEW, 0))
     status = cluster.settle()
     assert (status.canary, cluster.engines.pods) == (None, ())
-    assert status.condition("Progressing").reason == "ScaledToZero"
+    assert status.condition("Stalled").reason == "ScaledToZero"
     cluster.edit(service(NEW, 2))
     cluster.until(stage("Probing"))
     assert set(cluster.shares()) == {revision_of(cluster.obj, OLD)}

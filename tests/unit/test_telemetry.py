@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from prometheus_client import generate_latest
 
-from kvpilot_operator.api.words import Action, CachePhase, Outcome
+from kvpilot_operator.api.words import Action, CachePhase, ConditionType, Outcome
 from kvpilot_operator.control.known_reasons import KNOWN
 from kvpilot_operator.control.service_metrics import MAX_REASONS, ServiceSeries
 from kvpilot_operator.control.telemetry import Telemetry
@@ -311,9 +311,7 @@ def test_the_counter_of_decisions_is_bounded_for_known_reasons_too() -> None:
 
 def test_a_busy_service_has_at_most_seventy_series() -> None:
     telemetry = Shown()
-    kinds = ("Ready", "Available", "Progressing", "ModelCached", "MetricsAvailable", "MemoryPressured")
-    kinds += ("CanaryHealthy", "AccuracyVerified", "SpecAccepted", "ReconcileSucceeded", "Reconciling", "Stalled")
-    kinds += ("CalibrationConsistent", "ObjectsAccepted")
+    kinds = tuple(ConditionType)
     options = tuple(
         Option(
             action=Action.DTYPE_DOWN,

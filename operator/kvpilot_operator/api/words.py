@@ -91,32 +91,24 @@ class ObjectiveState(StrEnum):
 
 
 class ConditionType(StrEnum):
-    """What a condition is about; each has its rows in docs/conditions.md."""
+    """Types of conditions; each has its rows in docs/conditions.md."""
 
     READY = "Ready"
     SERVING = "Serving"
-    AVAILABLE = "Available"
-    PROGRESSING = "Progressing"
     RECONCILING = "Reconciling"
     STALLED = "Stalled"
-    MODEL_CACHED = "ModelCached"
     METRICS_AVAILABLE = "MetricsAvailable"
     MEMORY_PRESSURED = "MemoryPressured"
     OBJECTIVES_HELD = "ObjectivesHeld"
     CANARY_HEALTHY = "CanaryHealthy"
     ACCURACY_VERIFIED = "AccuracyVerified"
-    CALIBRATION_CONSISTENT = "CalibrationConsistent"
-    SPEC_ACCEPTED = "SpecAccepted"
-    OBJECTS_ACCEPTED = "ObjectsAccepted"
-    ROUTE_ACCEPTED = "RouteAccepted"
-    RECONCILE_SUCCEEDED = "ReconcileSucceeded"
 
 
 class Reason(StrEnum):
-    """Why a condition, a canary, a denial or a decision is as it is; on the first nine other rules act.
+    """Reasons of conditions, canaries, denials and decisions. Rules act on the first nine.
 
-    It may also be a `WorkloadKind`, an `ObjectiveState`, an `Outcome`, a stage, or a word of an engine, the kubelet or
-    the API server: docs/conditions.md has them by condition.
+    A reason may also be a `WorkloadKind`, an `ObjectiveState`, an `Outcome`, a stage, or a word of an engine, the
+    kubelet or the API server: docs/conditions.md lists them by condition.
     """
 
     ACCURACY_REGRESSED = "AccuracyRegressed"
@@ -131,102 +123,49 @@ class Reason(StrEnum):
 
     # The service as a whole.
     SERVING = "Serving"
-    ENGINES_READY = "EnginesReady"
-    TOO_FEW_REPLICAS = "TooFewReplicas"
     ENGINES_STARTING = "EnginesStarting"
     SCALING = "Scaling"
-    LEAVING = "Leaving"
+    SCALED_TO_ZERO = "ScaledToZero"
     TRAFFIC_MOVING = "TrafficMoving"
     SETTLED = "Settled"
-    SCALED_TO_ZERO = "ScaledToZero"
-    NO_REVISION = "NoRevision"
-    NO_SERVICE = "NoService"
     ROLLOUT_PAUSED = "RolloutPaused"
-    SPEC_NOT_REACHED = "SpecNotReached"
+    SPEC_CHANGED = "SpecChanged"
     SPEC_INVALID = "SpecInvalid"
-    INVALID = "Invalid"
-    ACCEPTED = "Accepted"
-    PARTLY_ACTED_ON = "PartlyActedOn"
-    ALL_ANSWERED = "AllAnswered"
-
-    # Its objects.
-    WRITTEN = "Written"
-    NOT_WRITTEN_YET = "NotWrittenYet"
-    ROUTE_ACCEPTED = "RouteAccepted"
-    ROUTE_NOT_ACCEPTED = "RouteNotAccepted"
+    RECONCILE_INCOMPLETE = "ReconcileIncomplete"
     ROUTE_WAITING = "RouteWaiting"
-    POOL_REFUSED = "PoolRefused"
-    NO_ROUTE = "NoRoute"
 
     # Its engines, and the weights that they load.
     UNSCHEDULABLE = "Unschedulable"
     CLAIM_NOT_BOUND = "ClaimNotBound"
     IMAGE_UNAVAILABLE = "ImageUnavailable"
-    SECRET_MISSING = "SecretMissing"  # noqa: S105 - a word, no password
-    CONFIG_MAP_MISSING = "ConfigMapMissing"
-    WAITING = "Waiting"
-    ENGINE_REFUSED = "EngineRefused"
+    CONFIG_MISSING = "ConfigMissing"
     ENGINE_CRASHED = "EngineCrashed"
-    ENGINE_LOADED_IT = "EngineLoadedIt"
-    NOT_LOADED_YET = "NotLoadedYet"
-    PREFETCHED = "Prefetched"
-    PREFETCH_PENDING = "PrefetchPending"
-    PREFETCHING_WEIGHTS = "PrefetchingWeights"
+    PREFETCHING = "Prefetching"
     PREFETCH_FAILED = "PrefetchFailed"
 
-    # What was measured.
+    # Its metrics, and what the policy concludes from them.
     SCRAPED = "Scraped"
-    PARTLY_BELIEVED = "PartlyBelieved"
-    SAME_FACTORS = "SameFactors"
-    NOT_CALIBRATED = "NotCalibrated"
-    NOT_REPORTED = "NotReported"
-
-    # Which dtype, and what keeps another one from serving.
-    BASELINE = "Baseline"
-    FIXED_DTYPE = "FixedDtype"
-    SPEC_CHANGED = "SpecChanged"
-    NOT_CHOSEN = "NotChosen"
-    DTYPE_DENIED = "DtypeDenied"
-    REVISION_FAILED = "RevisionFailed"
-    NOT_OBSERVED = "NotObserved"
-    NO_REPLICA_TO_REPLACE = "NoReplicaToReplace"
-
-    # What the policy found.
-    NOT_WEIGHED = "NotWeighed"
     BUSY = "Busy"
-    REPLICAS_LOADING = "ReplicasLoading"
     MEMORY_PRESSURED = "MemoryPressured"
     SURGE = "Surge"
     OBJECTIVE_MISSED = "ObjectiveMissed"
     END_OF_LADDER = "EndOfLadder"
     LOAD_LEFT = "LoadLeft"
-    MEMORY_KEEPS_REPLICAS = "MemoryKeepsReplicas"
-    PRESSURE_LEFT = "PressureLeft"
 
-    # How a canary does beside what serves.
-    NO_CANARY = "NoCanary"
+    # Its canary: why it cannot start, and how it compares with the serving revision.
+    DTYPE_DENIED = "DtypeDenied"
+    REVISION_FAILED = "RevisionFailed"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
-    NO_STEP_LEFT = "NoStepLeft"
-    STEP_PASSED = "StepPassed"
     WITHIN_LIMITS = "WithinLimits"
-    NOT_SIGNIFICANT = "NotSignificant"
-    TOO_FEW_REQUESTS = "TooFewRequests"
-    TOO_FEW_SCRAPES = "TooFewScrapes"
-    BUCKETS_DIFFER = "BucketsDiffer"
-    LATENCY_REGRESSED = "LatencyRegressed"
-    THROUGHPUT_REGRESSED = "ThroughputRegressed"
+    TOO_FEW_SAMPLES = "TooFewSamples"
+    PERFORMANCE_REGRESSED = "PerformanceRegressed"
     ERRORS_INCREASED = "ErrorsIncreased"
 
-    # How it answers.
+    # Its answers.
     REFERENCE = "Reference"
     NOT_PROBED = "NotProbed"
-    NOT_WATCHED = "NotWatched"
-    PROBE_FAILED = "ProbeFailed"
     PROBE_ERRORS = "ProbeErrors"
-    PROBE_CRASHED = "ProbeCrashed"
     PROBE_SET_INVALID = "ProbeSetInvalid"
-    BASELINE_NOT_KEPT = "BaselineNotKept"
-    TOO_FEW_POSITIONS = "TooFewPositions"
 
 
 class CachePhase(StrEnum):

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from kvpilot_operator.api.words import CachePhase
 from kvpilot_operator.control.known_reasons import OTHER, known
-from kvpilot_operator.decide import canary_deadline
+from kvpilot_operator.decide import canary_deadline, refused
 from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
@@ -58,6 +58,10 @@ CONDITION = _family(
 )
 LAST_RECONCILE = _family(
     "kvpilot_last_reconcile_timestamp_seconds", "Time of the last successful reconcile of the service."
+)
+
+REFUSED = _family(
+    "kvpilot_refused_objects", "Objects and pods of the service that the API server refuses.", ("reason",)
 )
 
 USAGE = _family("kvpilot_kv_usage_ratio", "Share of the KV cache in use, 0 to 1.")
@@ -257,6 +261,8 @@ def _words(s: Snapshot, status: Status) -> _Rows:
     if s.spec is not None:
         yield INFO, (s.spec.kv_cache.mode, s.spec.scaling.mode, s.spec.model.served_name), 1
         yield MAX_REPLICAS, (), s.spec.scaling.max_replicas
+    for reason, count in Counter(known(one) for one in refused(s)).items():
+        yield REFUSED, (reason,), count
     for one in status.conditions:
         yield CONDITION, (one.type, one.status, known(one.reason)), 1
     kv = status.kv_cache

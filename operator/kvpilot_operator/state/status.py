@@ -335,19 +335,18 @@ class Condition(Record, frozen=True, kw_only=True):
     """metav1.Condition."""
 
     type: Annotated[str, Meta(min_length=1, max_length=316)]
-    """Ready, Serving, Available, Progressing, Reconciling, Stalled, ModelCached, MetricsAvailable, MemoryPressured,
-    ObjectivesHeld, CanaryHealthy, AccuracyVerified, CalibrationConsistent, SpecAccepted, ObjectsAccepted, RouteAccepted
-    or ReconcileSucceeded."""
+    """Ready, Serving, Reconciling, Stalled, MetricsAvailable, MemoryPressured, ObjectivesHeld, CanaryHealthy or
+    AccuracyVerified."""
     status: Literal["True", "False", "Unknown"]
-    """Whether it holds."""
+    """True, False or Unknown."""
     reason: Annotated[str, Meta(min_length=1, max_length=1024, pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
-    """Why, as one CamelCase word."""
+    """The cause in one CamelCase word."""
     last_transition_time: datetime
-    """When status last changed."""
+    """Time of the last change of status."""
     observed_generation: Count
-    """The metadata.generation that it was found for."""
+    """The metadata.generation that the condition describes."""
     message: Annotated[str, Meta(max_length=32768)] = ""
-    """Why, in words and numbers."""
+    """The cause with its figures, and the remedy."""
 
 
 class Status(Record, frozen=True, kw_only=True):
@@ -392,16 +391,11 @@ class Status(Record, frozen=True, kw_only=True):
     decisions: Annotated[tuple[JournalEntry, ...], Meta(max_length=10)] = ()
     """The last decisions, newest first."""
     conditions: Annotated[tuple[Condition, ...], Meta(max_length=32, extra=keyed_by("type"))] = ()
-    """Ready sums the others up: it is True where the service does what its newest spec asks for, and nothing is under
-    way. Serving says that requests are answered meanwhile. Reconciling and Stalled are what kstatus defines:
-    Reconciling True while the service is on its way to what the newest spec asks for, Stalled True where it gets no
-    further without a change by a person, never both. Available and Progressing are those of a Deployment. SpecAccepted
-    False lists what is wrong with the spec; True with reason PartlyActedOn says that not all of it is acted on.
-    ObjectsAccepted False tells what the API server refuses of the service's objects and pods (a quota, a missing class,
-    a name that is somebody else's), with the field of the spec and the remedy. CalibrationConsistent False names
-    engines of one revision that quantize with other calibration factors than the rest; a canary of such engines is
-    rolled back unjudged. ReconcileSucceeded False names the questions of the last reconcile that had no answer, by an
-    unexpected error or an object that could not be read; all others were answered."""
+    """Ready is True while the service does what its newest spec asks for and nothing is under way. Serving is True
+    while requests are answered. Reconciling and Stalled are those of kstatus: Reconciling is True while the service is
+    on its way to its newest spec, Stalled where only a person can help; they are never both True. Their messages list
+    every cause, with field, value and remedy: an invalid spec, objects or pods that the API server refuses, a route
+    that a Gateway refuses, a paused rollout. The other conditions report measurements."""
 
     def condition(self, kind: str) -> Condition | None:
         """The condition of that type, if it was ever set."""
@@ -414,7 +408,6 @@ _FIGURES = (
 )  # fmt: skip
 _QUOTING = (
     ConditionType.METRICS_AVAILABLE, ConditionType.MEMORY_PRESSURED, ConditionType.OBJECTIVES_HELD,
-    ConditionType.CALIBRATION_CONSISTENT,
 )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
     if few:
         return Judgement(
             Verdict.INCONCLUSIVE,
-            Reason.TOO_FEW_POSITIONS,
+            Reason.TOO_FEW_SAMPLES,
             f"{numbers}; at least {MIN_POSITIONS} are needed, and as many of the control ({control.positions})",
             excess,
         )

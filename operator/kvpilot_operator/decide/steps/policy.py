@@ -54,7 +54,7 @@ def choose_step(s: PolicyInput) -> PolicyDecision:
     if more:
         return _relieve(s)
     if s.loading and (surge or s.workload.missed or kind not in (WorkloadKind.NO_METRICS, WorkloadKind.WARMING)):
-        return _stay(s, Reason.REPLICAS_LOADING, _answering(s))
+        return _stay(s, Reason.BUSY, _answering(s))
     if s.workload.bound or s.workload.missed or surge:
         return _relieve(s)
     if kind in (WorkloadKind.RELAXED, WorkloadKind.IDLE) and s.workload.calm:
@@ -66,7 +66,7 @@ def nothing_weighed(dtype: str, replicas: int, saturations: tuple[Saturation, ..
     """Stay, where no step could be weighed."""
     message = "no step could be weighed"
     option = Option(action=Action.STAY, dtype=dtype, replicas=replicas, gpus=0, outcome=Outcome.CHOSEN, message=message)
-    return PolicyDecision((option,), Reason.NOT_WEIGHED, message, saturations=saturations)
+    return PolicyDecision((option,), Reason.RECONCILE_INCOMPLETE, message, saturations=saturations)
 
 
 def _stay(s: PolicyInput, reason: str, message: str, wanted: Option | None = None) -> PolicyDecision:
@@ -149,12 +149,12 @@ def _release(s: PolicyInput) -> PolicyDecision:
         downs = options.instead_of_replicas(s)
         smaller = next((step for step in downs if step.open and step.fits), None)
         if smaller is not None:
-            return _take(s, smaller, [*downs, fewer], Reason.MEMORY_KEEPS_REPLICAS, text)
+            return _take(s, smaller, [*downs, fewer], Reason.LOAD_LEFT, text)
     if s.canary_closed(climb=True) is None:
         ups = options.up(s)
         higher = next((step for step in ups if step.open), None)
         if higher is not None:
-            return _take(s, higher, [*ups, fewer], Reason.PRESSURE_LEFT, text)
+            return _take(s, higher, [*ups, fewer], Reason.LOAD_LEFT, text)
     would = fewer.option if fewer.option.outcome == Outcome.NOT_OWNER else None
     return _stay(s, s.workload.kind, s.workload.message, would)
 
