@@ -100,7 +100,7 @@ def _ending(record: Record) -> list[tuple[str, str]]:
 def _figures(probe: dict[str, int]) -> str:
     return (
         f"excess KL {probe['excessKLMicronats'] / 1000:.1f} millinats, top-1 agreement "
-        f"{probe['top1AgreementPermille'] / 10:.1f}%, {probe['positions']} positions"
+        f"{probe['top1AgreementPermille'] / 10:.1f}%"
     )
 
 

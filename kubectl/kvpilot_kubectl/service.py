@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole, words
-from kvpilot_operator.api.words import ConditionType, Reason, WorkloadKind
+from kvpilot_operator.api.words import ConditionType, Reason, Stage, Verdict, WorkloadKind
 
 DENY_SECONDS = 604_800
 """The default of spec.rollout.denySeconds, for an object that has none."""
@@ -126,12 +126,12 @@ class Service:
     capacity: int | None
     retention: str
     canary: Trial | None
-    last_canary: Trial | None
+    last_trial: Trial | None
     denied: tuple[Denied, ...]
     conditions: tuple[Condition, ...]
 
     def condition(self, kind: str) -> Condition | None:
-        """The condition of that type."""
+        """Return the condition of that type."""
         return next((one for one in self.conditions if one.type == kind), None)
 
     @property
@@ -147,7 +147,7 @@ class Service:
         return self.generation is not None and bool(seen) and max(seen) < self.generation
 
     def standing(self, now: datetime) -> tuple[Denied, ...]:
-        """The denials that have not run out; what has no readable end has not."""
+        """Return the denials that still hold; one without a readable end does."""
         return tuple(one for one in self.denied if one.until is None or one.until > now)
 
 
@@ -176,7 +176,7 @@ def read(obj: Json) -> Service:
         capacity=whole(status, "kvCache", "capacityTokens"),
         retention=text(status, "kvCache", "retention"),
         canary=_trial(at(status, "canary")),
-        last_canary=_trial(at(status, "lastCanary")),
+        last_trial=next(map(_ended, items(status, "history")), None),
         denied=tuple(
             Denied(
                 text(one, "dtype"), text(one, "reason"), text(one, "message"), moment(one, "until"), text(one, "gpu")
@@ -226,8 +226,30 @@ def _trial(value: Json) -> Trial | None:
     )
 
 
+def _ended(one: Json) -> Trial:
+    """Read a row of the history: how a trial ended."""
+    verdict, percent = text(one, "verdict"), whole(one, "capacityPercent")
+    return Trial(
+        dtype=text(one, "dtype"),
+        from_dtype=text(one, "fromDtype"),
+        revision=text(one, "revision"),
+        stage=Stage.PROMOTED if verdict == Verdict.PASSED else Stage.ROLLED_BACK,
+        verdict=verdict,
+        reason=text(one, "reason"),
+        message=text(one, "message"),
+        weight=None,
+        since=moment(one, "time"),
+        started=None,
+        stable_capacity=None if percent is None else 100,
+        capacity=percent,
+        ttft_change=whole(one, "ttftP95ChangePercent"),
+        itl_change=whole(one, "itlP95ChangePercent"),
+        throughput_change=whole(one, "throughputChangePercent"),
+    )
+
+
 def document(service: Service) -> dict[str, Any]:
-    """The same for programs: stable keys, units in their names, null for what is not known."""
+    """Return the service for programs: stable keys, units in their names, null for unknown values."""
     return {
         "namespace": service.namespace,
         "name": service.name,
@@ -274,7 +296,7 @@ def _weights_document(weights: Weights) -> dict[str, Any]:
 
 
 def trial_document(trial: Trial) -> dict[str, Any]:
-    """A trial for programs."""
+    """Return a trial for programs."""
     return {
         "dtype": trial.dtype,
         "fromDtype": trial.from_dtype,

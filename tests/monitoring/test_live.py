@@ -137,7 +137,7 @@ async def test_a_trial_shows_in_every_panel_that_is_about_trials(monitored, tmp_
     seen: set[str] = set()
 
     def promoted(status):
-        return (status.get("lastCanary") or {}).get("stage") == "Promoted"
+        return "canary" not in status and bool(status.get("history")) and status["history"][0]["verdict"] == "Passed"
 
     async def watch():
         while True:

@@ -136,9 +136,9 @@ def test_a_canary_that_grows_by_engines_that_differ_gives_its_traffic_back_where
         cluster.tick(cut_after=cuts.get(tick))
         if ended(cluster.parsed()):
             break
-    last = cluster.parsed().last_canary
+    last = cluster.parsed().last_trial
     assert last is not None
-    assert (last.stage, last.reason) == ("RolledBack", "MixedFactors")
+    assert last.reason == "MixedFactors"
     settled = cluster.settle()
     assert settled.kv_cache.active_dtype == OLD
     # It is not tried again at once: the engines would be no more alike.

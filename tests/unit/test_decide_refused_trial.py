@@ -61,7 +61,7 @@ def test_a_service_is_scaled_while_its_trial_is_refused() -> None:
 def test_a_refused_trial_ends_at_its_deadline_and_says_for_what_it_waited() -> None:
     cluster = on_trial(3)
     refusing(cluster)
-    last = cluster.until(ended).last_canary
+    last = cluster.until(ended).last_trial
     assert last is not None
     assert last.reason == "ProgressDeadlineExceeded"
     assert QUOTA in last.message
@@ -92,9 +92,9 @@ def test_a_baseline_that_cannot_be_kept_ends_the_trial_and_keeps_nothing_else_wa
     assert cluster.traffic == revision_of(service(OLD), OLD)
     status = cluster.until(ended)
     assert status.accuracy.baseline is None
-    assert status.last_canary is not None
-    assert status.last_canary.reason == "BaselineLost"
-    assert QUOTA in status.last_canary.message
+    assert status.last_trial is not None
+    assert status.last_trial.reason == "BaselineLost"
+    assert QUOTA in status.last_trial.message
     assert list(cluster.deployments.values()) == [(OLD, 3)]
 
 

@@ -83,7 +83,7 @@ def test_a_scale_out_changes_the_replicas_and_is_journalled_with_its_options():
     assert decision.status.scaling.desired_replicas == 2
     entry = decision.status.decisions[0]
     assert (entry.action, entry.reason) == ("ScaleOut", "MemoryBound")
-    assert {o.outcome for o in entry.options if o.action == "DtypeDown"} == {"Dwelling"}
+    assert {o.outcome for o in entry.options if o.action == "DtypeDown"} == {"CoolingDown"}
     assert decision.objects is not None
     assert [m["spec"]["replicas"] for m in decision.objects.apply if m["kind"] == "Deployment"] == [2]
 
@@ -123,7 +123,7 @@ def test_an_autoscalers_replicas_are_recommended_and_not_written():
 def test_a_hold_is_told_once_with_what_was_weighed():
     s = serving(auto(scaling={"maxReplicas": 1}), status=Status(kv_cache=KVCache(changed_time=NOW)))
     decision = decide(s)
-    assert [(e.action, e.reason) for e in decision.status.decisions] == [("Hold", "Dwelling")]
+    assert [(e.action, e.reason) for e in decision.status.decisions] == [("Hold", "CoolingDown")]
     assert decision.status.decisions[0].options
     assert decision.status.kv_cache.recommended_dtype == "fp8"
     assert len(decide(again(s, decision)).status.decisions) == 1

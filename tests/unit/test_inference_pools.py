@@ -124,7 +124,7 @@ def test_without_a_route_there_is_one_pool_and_it_shares_by_replicas():
     cluster.tick()
     assert revisions(cluster) == {"chat": ""}
     cluster.until(ended)
-    assert cluster.status["lastCanary"]["stage"] == "Promoted"
+    assert cluster.status["history"][0]["verdict"] == "Passed"
     assert revisions(cluster) == {"chat": cluster.status["stable"]["revision"]}
 
 
@@ -209,7 +209,7 @@ def test_a_pool_that_is_refused_for_want_of_a_picker_is_said_and_its_service_goe
     assert "name a picker in spec.inferencePool.endpointPickerRef" in found
     assert told(cluster, "Serving").status == "True"
     cluster.until(ended)
-    assert cluster.status["lastCanary"]["stage"] == "Promoted"
+    assert cluster.status["history"][0]["verdict"] == "Passed"
     assert cluster.pools == {}
     edit(cluster, inferencePool=PICKERS)
     cluster.settle()
@@ -232,7 +232,7 @@ def test_no_trial_by_a_route_begins_while_a_pool_of_it_is_refused_and_the_route_
     assert "InferencePool chat, which it is to send to, is refused" in told(cluster, "Stalled").message
     edit(cluster, inferencePool=PICKERS)
     cluster.until(ended)
-    assert cluster.status["lastCanary"]["stage"] == "Promoted"
+    assert cluster.status["history"][0]["verdict"] == "Passed"
 
 
 def test_a_pool_that_may_not_lose_its_picker_keeps_it_and_no_trial_begins_until_it_has_one():
@@ -245,7 +245,7 @@ def test_a_pool_that_may_not_lose_its_picker_keeps_it_and_no_trial_begins_until_
         assert (revisions(cluster), cluster.traffic) == ({"chat": old}, old)
     edit(cluster, inferencePool=PICKERS)
     cluster.until(ended)
-    assert cluster.status["lastCanary"]["stage"] == "Promoted"
+    assert cluster.status["history"][0]["verdict"] == "Passed"
 
 
 @pytest.mark.parametrize(("asked", "keeps"), [({"endpointPickerRef": PICKERS["endpointPickerRef"]}, True), ({}, False)])

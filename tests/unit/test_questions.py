@@ -20,7 +20,7 @@ from support.failing_questions import SECRET, failing
 from support.failing_questions import decide as rules
 from support.model_cluster import ModelCluster
 from support.services import manifest, running, samples
-from support.trials import NEW, OLD, ROUTE, copied, ended, on_trial, service, stage
+from support.trials import NEW, OLD, ROUTE, copied, end_of, ended, on_trial, service, stage
 
 NEEDED = (Question.ROUTE, Question.POOLS, Question.PROBE_SETS, Question.NODE)
 OBSERVED = (*NEEDED, Question.GROUPS)
@@ -99,7 +99,7 @@ def test_a_trial_goes_on_to_its_end_after_a_question_could_not_be_answered_for_a
             assert cluster.answering() >= 2
     assert set(cluster.deployments) <= before
     status = cluster.until(ended)
-    assert status.last_canary.stage == ("RolledBack" if where == "RollingBack" else "Promoted")
+    assert end_of(status) == ("RolledBack" if where == "RollingBack" else "Promoted")
 
 
 def test_a_new_service_whose_first_questions_fail_starts_when_they_do_not():
@@ -130,7 +130,7 @@ _BEFORE_OBJECTS = _FIRST | {Question.ACCURACY}
 SUMMING_UP = ("Ready", "Reconciling", "Stalled")
 PARTS = {
     "scaling": (lambda d: d.status.scaling, {Question.WORKLOAD, Question.REPLICAS, Question.STEP, Question.TRIAL}),
-    "trial": (lambda d: (d.status.stable, d.status.canary, d.status.last_canary), _BEFORE_OBJECTS),
+    "trial": (lambda d: (d.status.stable, d.status.canary, d.status.last_trial), _BEFORE_OBJECTS),
     "accuracy": (lambda d: (d.status.accuracy, d.probe, d.baseline), _BEFORE_OBJECTS),
     "replicas": (lambda d: replicas_of(d), _BEFORE_OBJECTS | {Question.ENGINES}),
     "templates": (lambda d: applied(d, "Deployment"), _BEFORE_OBJECTS | {Question.ENGINES, Question.TEMPLATES}),
@@ -230,7 +230,7 @@ def test_a_trial_under_way_is_neither_ended_nor_spoilt_by_what_cannot_be_read_fo
         assert not cluster.parsed().kv_cache.denied or where == "RollingBack"
     cluster.unread = ()
     status = cluster.until(ended)
-    assert status.last_canary.stage == ("RolledBack" if where == "RollingBack" else "Promoted")
+    assert end_of(status) == ("RolledBack" if where == "RollingBack" else "Promoted")
 
 
 def at_no_moment_without_engines(cluster: ModelCluster) -> None:
@@ -251,7 +251,7 @@ def test_an_unread_route_in_a_rollback_keeps_the_pods_that_it_may_still_send_to(
         assert cluster.deployments[canary][1] >= 1
         assert cluster.parsed().canary.stage == "RollingBack"
     cluster.unread = ()
-    assert cluster.until(ended).last_canary.reason == "Superseded"
+    assert cluster.until(ended).last_trial.reason == "Superseded"
     assert not any(ref["name"].endswith("-canary") for ref in cluster.rules[0]["backendRefs"])
 
 

@@ -1,4 +1,4 @@
-"""The words that the status is written in. Each value is part of the API: a new one is added here and in crds/."""
+"""The words of the status. Each value is part of the API: a new one is added here and in crds/."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Stage(StrEnum):
-    """How far a canary is."""
+    """Stages of a canary."""
 
     STARTING = "Starting"
     PROBING = "Probing"
@@ -18,7 +18,7 @@ class Stage(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What was found of a canary, or in one measurement."""
+    """Results of a canary, or of one measurement."""
 
     PENDING = "Pending"
     PASSED = "Passed"
@@ -28,7 +28,7 @@ class Verdict(StrEnum):
 
 
 class TrafficMode(StrEnum):
-    """How a canary gets its share of the requests."""
+    """Ways in which a canary gets its share of the requests."""
 
     PROBE_ONLY = "ProbeOnly"
     REPLICA_RATIO = "ReplicaRatio"
@@ -36,7 +36,7 @@ class TrafficMode(StrEnum):
 
 
 class Action(StrEnum):
-    """What was decided, or (the last six) which step was weighed."""
+    """Decisions; the last six are steps that are weighed."""
 
     SERVE = "Serve"
     START_CANARY = "StartCanary"
@@ -57,32 +57,27 @@ class Action(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What became of a step that was weighed."""
+    """Outcomes of a step that was weighed."""
 
     CHOSEN = "Chosen"
-    PASSED = "Passed"
     POSSIBLE = "Possible"
     INSUFFICIENT = "Insufficient"
     VETOED = "Vetoed"
     DENIED = "Denied"
-    SLOWER = "Slower"
     NOT_MEMORY = "NotMemory"
     NO_CANARY = "NoCanary"
     COOLING_DOWN = "CoolingDown"
-    DWELLING = "Dwelling"
     REPLICAS_FIRST = "ReplicasFirst"
     REPLICAS_MISSING = "ReplicasMissing"
     NOT_OWNER = "NotOwner"
     AT_LIMIT = "AtLimit"
-    SETTLING = "Settling"
     TOO_TIGHT = "TooTight"
-    REGRETTED = "Regretted"
+    BACKING_OFF = "BackingOff"
     OBJECTIVES_HELD = "ObjectivesHeld"
-    NOT_ASKED = "NotAsked"
 
 
 class ObjectiveState(StrEnum):
-    """Whether a latency objective is held."""
+    """States of a latency objective."""
 
     HELD = "Held"
     MISSED = "Missed"
@@ -169,7 +164,7 @@ class Reason(StrEnum):
 
 
 class CachePhase(StrEnum):
-    """How far the claim for weights is filled."""
+    """Phases of the claim for weights."""
 
     PENDING = "Pending"
     PREFETCHING = "Prefetching"
@@ -177,7 +172,7 @@ class CachePhase(StrEnum):
 
 
 class WorkloadKind(StrEnum):
-    """What the window of metrics says; the reason of the condition MemoryPressured."""
+    """Findings from a window of metrics; reasons of the condition MemoryPressured."""
 
     NO_METRICS = "NoMetrics"
     ENGINES_STALLED = "EnginesStalled"

@@ -153,14 +153,16 @@ def _guarded(
 
 
 def _failed_before(c: Context, name: str) -> str | None:
-    last, deny = c.status.last_canary, c.spec.rollout.deny_seconds
-    if last is None or last.revision != name or last.stage != Stage.ROLLED_BACK or last.reason == Reason.SUPERSEDED:
+    last, deny = c.status.last_trial, c.spec.rollout.deny_seconds
+    if last is None or last.revision != name or last.verdict == Verdict.PASSED or last.reason == Reason.SUPERSEDED:
         return None
+    if c.canary is not None and c.canary.revision == name:
+        return None  # It is still being rolled back.
     wait = deny if last.verdict == Verdict.FAILED else min(RETRY_SECONDS, deny)
     if wait == 0 and last.generation == c.snapshot.generation:
         # Nothing is denied, yet nothing has changed either: a canary that fails in a loop helps nobody.
         wait = RETRY_SECONDS
-    until = last.stage_time + timedelta(seconds=wait)
+    until = last.time + timedelta(seconds=wait)
     if c.now >= until:
         return None
     return (

@@ -159,7 +159,7 @@ class Scaling(Record, frozen=True, kw_only=True):
     """When desiredReplicas last changed."""
     scaled_in_time: datetime | None = None
     """When a replica was last given back."""
-    scale_in_backoff: ScaleInBackoff | None = msgspec.field(name="regret", default=None)
+    scale_in_backoff: ScaleInBackoff | None = None
     saturations: Annotated[tuple[Saturation, ...], Meta(max_length=20, extra=keyed_by("dtype"))] = ()
     """What one replica of a dtype finished when requests last queued for it. A step back to that dtype, or to fewer
     replicas, waits until the load is well below that."""
@@ -192,7 +192,7 @@ class Cost(Record, frozen=True, kw_only=True):
 
 
 class Canary(Record, frozen=True, kw_only=True):
-    """A revision on trial, or (as `lastCanary`) how the last trial ended. Changes are in percent of the stable side."""
+    """A revision on trial. Changes are in percent of the stable side."""
 
     revision: Word
     """The revision that is tried."""
@@ -242,18 +242,20 @@ class Canary(Record, frozen=True, kw_only=True):
 
     @property
     def capacity_ratio(self) -> float | None:
-        """What a replica holds, over what one of the stable side does; None where either is not known."""
+        """The capacity of its replica over that of a stable one; None where either is not known."""
         ours, theirs = self.capacity_tokens, self.stable_capacity_tokens
         return ours / theirs if ours and theirs else None
 
 
 CHANGES = ("ttft_p95_change_percent", "itl_p95_change_percent", "throughput_change_percent")
-"""Of a trial's fields those that say how the canary did beside the stable side."""
+"""Fields of a trial that compare the canary with the stable side."""
 
 
 class Experience(Record, frozen=True, kw_only=True):
-    """How a canary turned out: what the policy expects of the same dtype next time."""
+    """The end of a trial: what the policy expects of the same dtype next time. The newest one has the message."""
 
+    revision: Word
+    """The revision that was tried."""
     dtype: Word
     """The dtype that was tried."""
     from_dtype: Word
@@ -267,11 +269,17 @@ class Experience(Record, frozen=True, kw_only=True):
     recent_tokens: Count | None = None
     """The spec.kvCache.recentTokens; absent where none was set."""
     time: datetime
-    """When the canary ended."""
+    """End of the trial; while it is rolled back, the time of its verdict."""
     verdict: Verdict
     """How it ended."""
     reason: ReasonText
     """Why, as one CamelCase word."""
+    message: Annotated[str, Meta(max_length=1024)] = ""
+    """The cause with its figures; empty in all rows but the newest."""
+    generation: Count | None = None
+    """The metadata.generation that started the trial."""
+    traffic_mode: TrafficMode | None = None
+    """How live traffic reached it."""
     capacity_percent: Count | None = None
     """Tokens that a replica held, in percent of a stable one's."""
     ttft_p95_change_percent: int | None = None
@@ -285,7 +293,7 @@ class Experience(Record, frozen=True, kw_only=True):
 
 
 class Option(Record, frozen=True, kw_only=True):
-    """A step that was weighed. `gpus` and `itl_change_percent` are relative to now, the rest is what it leads to."""
+    """A step that was weighed, and the dtype, replicas and capacity that it leads to. The message has the figures."""
 
     action: Action
     """Stay, DtypeDown, DtypeUp, ScaleOut, ScaleIn or Offload."""
@@ -293,22 +301,13 @@ class Option(Record, frozen=True, kw_only=True):
     """The dtype that it leads to."""
     replicas: Count
     """The number of replicas that it leads to."""
-    gpus: int
-    """GPUs more (or, negative, fewer) than now."""
     outcome: Outcome
-    """Chosen, Possible, Insufficient, Passed (where something better was taken), or why it is ruled out: Vetoed,
-    Denied, Slower, NotMemory, NoCanary, CoolingDown, Dwelling, ReplicasFirst, ReplicasMissing, NotOwner, AtLimit,
-    Settling, TooTight, Regretted, ObjectivesHeld or NotAsked."""
+    """Chosen, Possible, Insufficient, or the cause that rules it out: Vetoed, Denied, NotMemory, NoCanary, CoolingDown,
+    ReplicasFirst, ReplicasMissing, NotOwner, AtLimit, TooTight, BackingOff or ObjectivesHeld."""
     message: Annotated[str, Meta(max_length=1024)]
-    """Why, in words and numbers."""
+    """The expected effect with its figures, and the cause that rules it out."""
     capacity_tokens: Count | None = None
     """Tokens that all replicas would hold."""
-    usage_percent: Count | None = None
-    """Share of them that the demand would fill, in percent; above 100 it does not fit."""
-    itl_change_percent: int | None = None
-    """Expected change of the time between two tokens, in percent; absent where nothing is known."""
-    cost_per_hour_micros: Count | None = None
-    """What it would cost an hour, in millionths of the currency of the operator's prices."""
 
 
 class JournalEntry(Record, frozen=True, kw_only=True):
@@ -383,8 +382,6 @@ class Status(Record, frozen=True, kw_only=True):
     cost: Cost | None = None
     canary: Canary | None = None
     """The canary that is under way; absent when there is none."""
-    last_canary: Canary | None = None
-    """The canary before, with its outcome."""
     history: Annotated[tuple[Experience, ...], Meta(max_length=16)] = ()
     """How canaries turned out, newest first; the same step is expected to do the same again."""
     accuracy: Accuracy = Accuracy()
@@ -397,8 +394,13 @@ class Status(Record, frozen=True, kw_only=True):
     every cause, with field, value and remedy: an invalid spec, objects or pods that the API server refuses, a route
     that a Gateway refuses, a paused rollout. The other conditions report measurements."""
 
+    @property
+    def last_trial(self) -> Experience | None:
+        """The newest trial that ended, or is being rolled back."""
+        return self.history[0] if self.history else None
+
     def condition(self, kind: str) -> Condition | None:
-        """The condition of that type, if it was ever set."""
+        """Return the condition of that type; None where it was never set."""
         return next((c for c in self.conditions if c.type == kind), None)
 
 
@@ -448,7 +450,7 @@ def parse_status(raw: Any) -> Status:
 
 
 def dump_status(status: Status) -> dict[str, Any]:
-    """The JSON object for the API server."""
+    """Return the JSON object for the API server."""
     dumped: dict[str, Any] = msgspec.to_builtins(status)
     return dumped
 

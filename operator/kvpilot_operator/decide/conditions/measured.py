@@ -90,7 +90,7 @@ def waiting(c: Context) -> str:
 
 def canary_healthy(c: Context) -> Line:
     """Say how the canary in flight does, or how the last one ended."""
-    canary, last = c.canary, c.status.last_canary
+    canary, last = c.canary, c.status.last_trial
     if canary is not None:
         passed: Word = "True" if canary.verdict == Verdict.PASSED else "Unknown"
         word: Word = "False" if canary.stage == Stage.ROLLING_BACK else passed
@@ -99,8 +99,9 @@ def canary_healthy(c: Context) -> Line:
         return Line(word, reason, f"{canary.dtype}: {canary.message}{waiting(c)}")
     if last is None:
         return Line("Unknown", Outcome.NO_CANARY, "no canary has run")
-    ended: Word = "True" if last.stage == Stage.PROMOTED else "False"
-    return Line(ended, last.reason or last.stage, f"{last.stage} {last.dtype}: {last.message}")
+    if last.verdict == Verdict.PASSED:
+        return Line("True", last.reason, f"{Stage.PROMOTED} {last.dtype}: {last.message}")
+    return Line("False", last.reason, f"{Stage.ROLLED_BACK} {last.dtype}: {last.message}")
 
 
 def accuracy(c: Context) -> Line:

@@ -1,4 +1,4 @@
-"""What tools wait for: the conditions `Reconciling` and `Stalled`, as kstatus (sigs.k8s.io/cli-utils) defines them.
+"""The conditions that tools wait for, `Reconciling` and `Stalled`, as kstatus (sigs.k8s.io/cli-utils) defines them.
 
 `Reconciling` is True while the service is on its way to its newest spec, `Stalled` where only a person can help. They
 are never both True; if both are False, the newest spec is reached. docs/conditions.md lists the states.

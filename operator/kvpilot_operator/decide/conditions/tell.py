@@ -25,7 +25,7 @@ def tell(c: Context) -> Context:
     if keeps_probe(c.unanswered):
         verified = _line(c.before.condition(ConditionType.ACCURACY_VERIFIED)) or verified
     held = measured.objectives(c)
-    lines = {
+    lines: dict[str, Line] = {
         ConditionType.READY: _ready(c, both, answers, verified),
         ConditionType.SERVING: answers,
         **both,
@@ -49,7 +49,7 @@ def refuse(draft: Draft) -> Draft:
     message = clip("; ".join(f"{fault.field}: {fault.message}" for fault in s.faults))
     serves, kept = any(pod.ready for pod in s.pods), "the last accepted spec keeps serving"
     refused = Line("False", Reason.SPEC_INVALID, message)
-    lines = {
+    lines: dict[str, Line] = {
         ConditionType.READY: refused._replace(message=f"{message} ({kept})") if serves else refused,
         ConditionType.SERVING: Line("True", Reason.SERVING, kept) if serves else refused,
         **standing.both(ConditionType.STALLED, Cause(Reason.SPEC_INVALID, message)),
