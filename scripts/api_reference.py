@@ -25,7 +25,7 @@ API `{group}/{version}`, short name `{short}`, category `{category}`, scope {sco
 `kubectl explain {plural}.spec --recursive` shows the same fields.
 
 The API server judges an object by types, limits and rules when it is written. The operator judges what takes more than
-the object itself, and reports it in the condition `SpecAccepted`: arguments of the engine, and access to nodes.
+the object itself, and reports it in the condition `Stalled`: arguments of the engine, and access to nodes.
 """
 _POD_TEMPLATE = """\
 # spec.engine.podTemplate

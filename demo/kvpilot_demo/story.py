@@ -123,7 +123,7 @@ class Story:
             lambda s: (
                 _at(s, "kvCache", "activeDtype") == GOOD
                 and _at(s, "kvCache", "observedDtype") == GOOD
-                and _at(s, "lastCanary", "stage") == "Promoted"
+                and _ended(s).get("verdict") == "Passed"
             ),
             f"{GOOD} promoted",
         )
@@ -141,11 +141,11 @@ class Story:
         self._screen.note(f"preflight: {self.record.preflight_warning}")
         self.record.canary_had_traffic = await self._world.canary_has_traffic()
         status = await self._until(
-            lambda s: _at(s, "lastCanary", "stage") == "RolledBack" and _at(s, "lastCanary", "dtype") == BAD,
+            lambda s: not _at(s, "canary") and (_ended(s).get("verdict"), _ended(s).get("dtype")) == ("Failed", BAD),
             f"{BAD} rolled back",
         )
         self.record.bad_probe = status["accuracy"]["last"]
-        self.record.bad_canary = status["lastCanary"]
+        self.record.bad_canary = _ended(status)
         self.record.denied = status["kvCache"].get("denied", [])
         self.record.final_dtype = status["kvCache"]["activeDtype"]
         await self._chat("Say hello.")
@@ -197,6 +197,11 @@ class Story:
                     self.record.events.append(line)
                     self._screen.note(line)
             await asyncio.sleep(1.0)
+
+
+def _ended(status: dict[str, Any]) -> dict[str, Any]:
+    """Return the newest trial that ended; empty where none has."""
+    return next(iter(status.get("history", ())), {})
 
 
 def _at(status: dict[str, Any], *path: str) -> Any:

@@ -16,15 +16,12 @@ _BEGINNING = datetime.min.replace(tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that was weighed. `gpus` and `itl_change` (percent) are changes, the other fields results of the step."""
+    """A step that was weighed, and the dtype, replicas and capacity that it leads to."""
 
     action: str
     dtype: str
     replicas: int | None
-    gpus: int | None
     capacity: int | None
-    usage: int | None
-    itl_change: int | None
     outcome: str
     message: str
 
@@ -77,10 +74,7 @@ def _step(one: Json) -> Step:
         action=text(one, "action"),
         dtype=text(one, "dtype"),
         replicas=whole(one, "replicas"),
-        gpus=whole(one, "gpus"),
         capacity=whole(one, "capacityTokens"),
-        usage=whole(one, "usagePercent"),
-        itl_change=whole(one, "itlChangePercent"),
         outcome=text(one, "outcome"),
         message=text(one, "message"),
     )
@@ -119,10 +113,7 @@ def document(obj: Json, found: Iterable[Entry]) -> dict[str, Any]:
                         "action": step.action,
                         "dtype": step.dtype,
                         "replicas": step.replicas,
-                        "gpus": step.gpus,
                         "capacityTokens": step.capacity,
-                        "usagePercent": step.usage,
-                        "itlChangePercent": step.itl_change,
                         "outcome": step.outcome,
                         "message": step.message,
                     }

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole, words
-from kvpilot_operator.api.words import ConditionType, Reason, WorkloadKind
+from kvpilot_operator.api.words import ConditionType, Reason, Stage, Verdict, WorkloadKind
 
 DENY_SECONDS = 604_800
 """The default of spec.rollout.denySeconds, for an object that has none."""
@@ -17,31 +17,25 @@ DENY_SECONDS = 604_800
 _CALM: dict[str, tuple[str, ...]] = {
     ConditionType.READY: ("True",),
     ConditionType.SERVING: ("True",),
-    ConditionType.AVAILABLE: ("True",),
     ConditionType.STALLED: ("False",),
-    ConditionType.MODEL_CACHED: ("True",),
     ConditionType.METRICS_AVAILABLE: ("True",),
     ConditionType.MEMORY_PRESSURED: ("False", "Unknown"),
+    ConditionType.OBJECTIVES_HELD: ("True", "Unknown"),
     ConditionType.CANARY_HEALTHY: ("True", "Unknown"),
     ConditionType.ACCURACY_VERIFIED: ("True", "Unknown"),
-    ConditionType.CALIBRATION_CONSISTENT: ("True", "Unknown"),
-    ConditionType.OBJECTIVES_HELD: ("True", "Unknown"),
-    ConditionType.ROUTE_ACCEPTED: ("True", "Unknown"),
-    ConditionType.SPEC_ACCEPTED: ("True",),
-    ConditionType.OBJECTS_ACCEPTED: ("True", "Unknown"),
-    ConditionType.RECONCILE_SUCCEEDED: ("True",),
 }
 
 
 # Reasons that need attention, whatever the status of the condition.
 _TOLD_BY_REASON = (
+    (ConditionType.RECONCILING, Reason.RECONCILE_INCOMPLETE),
     (ConditionType.METRICS_AVAILABLE, WorkloadKind.ENGINES_STALLED),
     (ConditionType.MEMORY_PRESSURED, WorkloadKind.IMBALANCED),
 )
 # Reasons that keep the pods of a canary from starting. They may last until the deadline.
 _HELD_UP = (
-    Reason.UNSCHEDULABLE, Reason.CLAIM_NOT_BOUND, Reason.IMAGE_UNAVAILABLE, Reason.SECRET_MISSING,
-    Reason.CONFIG_MAP_MISSING, "CreateContainerConfigError", "CreateContainerError", "CrashLoopBackOff",
+    Reason.UNSCHEDULABLE, Reason.CLAIM_NOT_BOUND, Reason.IMAGE_UNAVAILABLE, Reason.CONFIG_MISSING,
+    "CreateContainerConfigError", "CreateContainerError", "CrashLoopBackOff",
 )  # fmt: skip
 
 
@@ -59,8 +53,6 @@ class Condition:
     @property
     def calm(self) -> bool:
         """Return True if the condition needs no attention. Unknown types do not."""
-        if self.type == ConditionType.PROGRESSING:  # an operator before Serving said that it is False when all is done
-            return self.status == "True" or self.reason == Reason.SETTLED
         if self.type == ConditionType.SERVING and self.reason == Reason.SCALED_TO_ZERO:
             return True
         if self.type == ConditionType.CANARY_HEALTHY and self.reason in _HELD_UP:
@@ -134,7 +126,7 @@ class Service:
     capacity: int | None
     retention: str
     canary: Trial | None
-    last_canary: Trial | None
+    last_trial: Trial | None
     denied: tuple[Denied, ...]
     conditions: tuple[Condition, ...]
 
@@ -183,7 +175,7 @@ def read(obj: Json) -> Service:
         capacity=whole(status, "kvCache", "capacityTokens"),
         retention=text(status, "kvCache", "retention"),
         canary=_trial(at(status, "canary")),
-        last_canary=_trial(at(status, "lastCanary")),
+        last_trial=next(map(_ended, items(status, "history")), None),
         denied=tuple(
             Denied(text(one, "dtype"), text(one, "reason"), text(one, "message"), moment(one, "until"))
             for one in items(status, "kvCache", "denied")
@@ -228,6 +220,28 @@ def _trial(value: Json) -> Trial | None:
         ttft_change=whole(value, "ttftP95ChangePercent"),
         itl_change=whole(value, "itlP95ChangePercent"),
         throughput_change=whole(value, "throughputChangePercent"),
+    )
+
+
+def _ended(one: Json) -> Trial:
+    """Read a row of the history: how a trial ended."""
+    verdict, percent = text(one, "verdict"), whole(one, "capacityPercent")
+    return Trial(
+        dtype=text(one, "dtype"),
+        from_dtype=text(one, "fromDtype"),
+        revision=text(one, "revision"),
+        stage=Stage.PROMOTED if verdict == Verdict.PASSED else Stage.ROLLED_BACK,
+        verdict=verdict,
+        reason=text(one, "reason"),
+        message=text(one, "message"),
+        weight=None,
+        since=moment(one, "time"),
+        started=None,
+        stable_capacity=None if percent is None else 100,
+        capacity=percent,
+        ttft_change=whole(one, "ttftP95ChangePercent"),
+        itl_change=whole(one, "itlP95ChangePercent"),
+        throughput_change=whole(one, "throughputChangePercent"),
     )
 
 
@@ -279,7 +293,7 @@ def _weights_document(weights: Weights) -> dict[str, Any]:
 
 
 def _trial_document(trial: Trial) -> dict[str, Any]:
-    """Return a trial as a JSON document."""
+    """Return a trial for programs."""
     return {
         "dtype": trial.dtype,
         "fromDtype": trial.from_dtype,

@@ -141,7 +141,7 @@ def timeline(service: Service, entries: Sequence[Entry], now: datetime, notes: S
         shown += ["", "no decision has been recorded yet"]
     closing = [
         f"{'trial' if one is service.canary else 'last trial'}: {_figures(one)}"
-        for one in (service.canary, service.last_canary)
+        for one in (service.canary, service.last_trial)
         if one is not None
     ]
     closing += [
@@ -179,18 +179,15 @@ def unread(service: Service) -> str:
 
 def _weighed(entry: Entry) -> Table:
     table = _table(
-        ("STEP", "DTYPE", "REPLICAS", "GPUS", "TOKENS", "FULL", "ITL", "OUTCOME", "WHY"),
-        right=("REPLICAS", "GPUS", "TOKENS", "FULL", "ITL"),
+        ("STEP", "DTYPE", "REPLICAS", "TOKENS", "OUTCOME", "WHY"),
+        right=("REPLICAS", "TOKENS"),
     )
     for one in entry.steps:
         table.add_row(
             one.action,
             one.dtype,
             _number(one.replicas),
-            _signed(one.gpus),
             _number(one.capacity),
-            _percent(one.usage),
-            _change(one.itl_change),
             Text(one.outcome, _GOOD if one.outcome == Outcome.CHOSEN else ""),
             "as above" if one.message and one.message in entry.message else one.message,
         )
@@ -202,8 +199,7 @@ def _figures(one: Trial) -> str:
     # With one dtype, another part of the spec changes, and the message names it.
     parts = [_joined(f"{' -> '.join(dict.fromkeys(dtypes))} {one.stage}".strip(), one.verdict)]
     if one.stable_capacity and one.capacity:
-        ratio = one.capacity / one.stable_capacity
-        parts.append(f"a replica holds {one.stable_capacity:,} -> {one.capacity:,} tokens ({ratio:.2f}x)")
+        parts.append(f"a replica holds {one.capacity / one.stable_capacity:.2f}x the tokens")
     named = (("TTFT p95", one.ttft_change), ("ITL p95", one.itl_change), ("throughput", one.throughput_change))
     parts += [f"{name} {_change(number)}" for name, number in named if number is not None]
     return f"{'; '.join(parts)}; {one.message}" if one.message else "; ".join(parts)
@@ -256,10 +252,6 @@ def _percent(value: int | None) -> str:
 
 def _change(value: int | None) -> str:
     return _NONE if value is None else f"{value:+}%"
-
-
-def _signed(value: int | None) -> str:
-    return _NONE if value is None else f"{value:+}"
 
 
 def _table(head: Sequence[str], right: Sequence[str] = ()) -> Table:

@@ -49,8 +49,8 @@ def test_a_quota_that_keeps_the_leaders_of_groups_away_is_told_with_what_to_do(r
     until(lambda: rest.get(sets)["items"], "the operator has found the kind and makes its groups", seconds=900)
     [made] = rest.get(sets)["items"]
     rest.create(f"/apis/apps/v1/namespaces/{namespace}/statefulsets", stateful_set(made))
-    found = told(rest, namespace, "ObjectsAccepted", "FailedCreate")
-    assert found["status"] == "False"
+    found = told(rest, namespace, "Stalled", "FailedCreate")
+    assert found["status"] == "True"
     assert "exceeded quota: team" in found["message"]
     assert f"(LeaderWorkerSet {made['metadata']['name']})" in found["message"]
     assert told(rest, namespace, "Serving", "FailedCreate")["status"] == "False"
@@ -73,6 +73,6 @@ def test_a_group_is_made_once_the_name_by_which_its_workers_find_it_is_ours(rest
     ports = [{"port": 29501}]
     theirs = rest.create(found, {"metadata": {"name": name}, "spec": {"selector": {"app": "shop"}, "ports": ports}})
     create(rest, namespace, **engine(nodes=2))
-    assert f"Service {namespace}/{name}" in told(rest, namespace, "ObjectsAccepted", "NameTaken")["message"]
+    assert f"Service {namespace}/{name}" in told(rest, namespace, "Stalled", "NameTaken")["message"]
     assert rest.get(sets)["items"] == []
     assert rest.get(f"{found}/{name}")["spec"] == theirs["spec"]

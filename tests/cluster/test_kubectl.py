@@ -101,7 +101,7 @@ def test_status_is_a_line_a_service_and_all_of_one(world: World) -> None:
     assert head.split()[:7] == ["NAME", "READY", "SERVING", "REASON", "DTYPE", "REVISION", "REPLICAS"]
     revision = world.status["stable"]["revision"]
     assert row.split()[:7] == ["chat", "False", "True", "DtypeDenied", "auto", revision, "1/1"]
-    assert "Progressing=False (DtypeDenied)" in row
+    assert "Stalled=True (DtypeDenied)" in row
     whole = world.run("status", "chat")
     assert all(f"\n{one['type']} " in whole for one in world.status["conditions"])
     everywhere = kvpilot(world.plane.kubeconfig, "status", "-A").stdout.splitlines()

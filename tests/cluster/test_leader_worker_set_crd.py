@@ -37,7 +37,7 @@ def test_a_set_of_ours_and_the_claim_of_its_name_are_taken_as_they_are(server: R
         stored = server.create(f"{SETS}?dryRun=All", made)
         assert stored["spec"] == {**whole["spec"], "startupPolicy": "LeaderCreated"}
         view = deployment_view(stored, "LeaderWorkerSet")
-        assert (view.replicas, view.nodes, view.dtype, view.gated) == (3, 4, "k4v4", True)
+        assert (view.replicas, view.nodes, view.dtype, view.has_gate) == (3, 4, "k4v4", True)
 
 
 def test_a_restart_policy_that_the_kind_does_not_know_is_refused(server: Rest) -> None:

@@ -99,12 +99,12 @@ def test_whatever_is_asked_for_is_in_the_pods_and_kvpilots_own_beside_it(rest: R
     assert {"name": "shm", "mountPath": "/dev/shm"} in one["volumeMounts"]  # noqa: S108
     assert one["securityContext"]["capabilities"] == {"add": ["CHOWN"], "drop": ["ALL"]}
     assert template["spec"]["securityContext"]["runAsUser"] == 65532
-    assert told(rest, namespace, "ObjectsAccepted", "Written")["status"] == "True"
+    assert condition(rest, namespace, "Stalled")["status"] == "False"
 
 
 def test_access_to_the_node_makes_no_pod_and_is_told(rest: Rest, namespace: str) -> None:
     create(rest, namespace, **engine(podTemplate={"spec": {"hostNetwork": True}}))
-    found = told(rest, namespace, "SpecAccepted", "Invalid")
+    found = told(rest, namespace, "Stalled", "SpecInvalid")
     assert found["message"].startswith("spec.engine.podTemplate.spec.hostNetwork: is true")
     assert "engines.hostAccess" in found["message"]
     assert rest.get(f"/apis/apps/v1/namespaces/{namespace}/deployments")["items"] == []
@@ -115,7 +115,7 @@ def test_access_to_the_node_makes_no_pod_and_is_told(rest: Rest, namespace: str)
 def test_an_init_container_that_fails_is_named_where_the_engine_cannot_start(rest: Rest, namespace: str) -> None:
     failing = {"name": "fetch", "image": "python:3.11", "command": ["python3", "-c", "raise SystemExit(3)"]}
     create(rest, namespace, **engine(podTemplate={"spec": {"initContainers": [failing]}}))
-    found = told(rest, namespace, "Available", "CrashLoopBackOff")
+    found = told(rest, namespace, "Serving", "CrashLoopBackOff")
     assert found["message"] == "container fetch: Error with code 3"
 
 
@@ -124,7 +124,7 @@ def test_a_missing_secret_of_a_volume_is_named_in_the_status_and_its_kubelets_wo
 ) -> None:
     volume = {"name": "certificates", "secret": {"secretName": "certificates"}}
     create(rest, namespace, **engine(podTemplate={"spec": {"volumes": [volume]}}))
-    found = told(rest, namespace, "Available", "ContainerCreating")
+    found = told(rest, namespace, "Serving", "ContainerCreating")
     assert "It needs Secret certificates." in found["message"]
     said = 'MountVolume.SetUp failed: secret "certificates" not found'
 
@@ -139,7 +139,7 @@ def test_a_missing_secret_of_a_volume_is_named_in_the_status_and_its_kubelets_wo
     assert "FailedMount" in line.split()
     secret = {"metadata": {"name": "certificates"}, "stringData": {"tls.crt": "x"}}
     rest.create(f"/api/v1/namespaces/{namespace}/secrets", secret)
-    until(lambda: condition(rest, namespace, "Available")["reason"] != "ContainerCreating", "the pod starts with it")
+    until(lambda: condition(rest, namespace, "Serving")["reason"] != "ContainerCreating", "the pod starts with it")
 
 
 def user(cluster: LocalCluster, namespace: str, role: str) -> Rest:
@@ -195,7 +195,7 @@ def test_a_quota_of_the_namespace_on_a_priority_keeps_engines_from_it(
     rest.create(quotas, {"metadata": {"name": "team"}, "spec": {"hard": {"pods": "0"}, "scopeSelector": scope}})
     until(lambda: rest.get(f"{quotas}/team")["status"].get("hard"), "the quota counts")
     create(rest, namespace, **placed(priorityClassName=high))
-    found = told(rest, namespace, "ObjectsAccepted", "FailedCreate")
+    found = told(rest, namespace, "Stalled", "FailedCreate")
     assert "exceeded quota: team" in found["message"]
     assert rest.get(f"/api/v1/namespaces/{namespace}/pods")["items"] == []
     template = deployment(rest, namespace)["spec"]["template"]
@@ -203,4 +203,4 @@ def test_a_quota_of_the_namespace_on_a_priority_keeps_engines_from_it(
         by_hand(user(cluster, namespace, "edit"), namespace, template)
     assert "exceeded quota: team" in json.loads(caught.value.body)["message"]
     rest.merge(f"{services(namespace)}/chat", {"spec": {"engine": {"podTemplate": None}}})
-    until(lambda: condition(rest, namespace, "ObjectsAccepted").get("status") == "True", "without it there are engines")
+    until(lambda: condition(rest, namespace, "Stalled").get("status") == "False", "without it there are engines")

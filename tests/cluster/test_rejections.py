@@ -73,8 +73,8 @@ def test_what_is_refused_is_told_with_field_and_words(rest: Rest, namespace: str
             path = f"/api/v1/namespaces/{namespace}/{collection}/team"
             until(lambda path=path: rest.get(path)["status"].get("hard"), "the quota counts")
     create(rest, namespace, **case.spec)
-    found = told(rest, namespace, "ObjectsAccepted", case.reason)
-    assert found["status"] == "False"
+    found = told(rest, namespace, "Stalled", case.reason)
+    assert found["status"] == "True"
     for words in case.words:
         assert words in found["message"]
     if "(Deployment " in found["message"]:
@@ -104,9 +104,9 @@ def test_what_appears_later_clears_the_condition(rest: Rest, namespace: str, lat
         path = f"/api/v1/namespaces/{namespace}/resourcequotas/team"
         until(lambda: rest.get(path)["status"].get("hard"), "the quota counts")
     create(rest, namespace, **placed(priorityClassName=f"late-{namespace}") if late is missing_class else {})
-    until(lambda: condition(rest, namespace, "ObjectsAccepted").get("status") == "False", "refused")
+    until(lambda: condition(rest, namespace, "Stalled").get("status") == "True", "refused")
     late(rest, namespace)
-    until(lambda: condition(rest, namespace, "ObjectsAccepted").get("status") == "True", "accepted", seconds=600)
+    until(lambda: condition(rest, namespace, "Stalled").get("status") == "False", "accepted", seconds=600)
 
 
 def users_service(rest: Rest, namespace: str) -> Json:
@@ -119,13 +119,13 @@ def test_a_users_service_of_the_name_stays_as_it_is_whoever_came_first(rest: Res
     path = f"/api/v1/namespaces/{namespace}/services/chat"
     theirs = users_service(rest, namespace)
     create(rest, namespace)
-    assert "rename the QuantizedLLMService" in told(rest, namespace, "ObjectsAccepted", "NameTaken")["message"]
+    assert "rename the QuantizedLLMService" in told(rest, namespace, "Stalled", "NameTaken")["message"]
     assert rest.get(path)["spec"] == theirs["spec"]
     rest.delete(path)
     until(lambda: exists(rest, path), "our Service takes the name", seconds=600)
     until(lambda: rest.get(path)["spec"].get("selector"), "it selects our engines")
     theirs = replaced(rest, namespace, path)
-    told(rest, namespace, "ObjectsAccepted", "NameTaken")
+    told(rest, namespace, "Stalled", "NameTaken")
     rest.delete(f"{services(namespace)}/chat")
     until(lambda: not exists(rest, f"{services(namespace)}/chat"), "the service is gone")
     found = rest.get(path)

@@ -55,14 +55,14 @@ def test_a_claim_is_bound_and_grows_where_its_class_allows(rest: Rest, namespace
     name = bound(rest, namespace, grows=True)
     ask(rest, namespace, "5Gi")
     until(lambda: rest.get(claim(namespace))["spec"]["resources"]["requests"]["storage"] == "5Gi", "it is to grow")
-    assert condition(rest, namespace, "ObjectsAccepted")["status"] == "True"
+    assert condition(rest, namespace, "Stalled")["status"] == "False"
     ask(rest, namespace, "3Gi")
-    found = told(rest, namespace, "ObjectsAccepted", "Invalid")
+    found = told(rest, namespace, "Stalled", "Invalid")
     assert "spec.cache.weights: a claim keeps its class" in found["message"]
     assert rest.get(claim(namespace))["spec"]["resources"]["requests"]["storage"] == "5Gi"
     # What was asked for before is what there is: nothing is refused any more.
     ask(rest, namespace, "5Gi")
-    told(rest, namespace, "ObjectsAccepted", "Written")
+    until(lambda: condition(rest, namespace, "Stalled")["status"] == "False", "nothing is refused")
     assert rest.get(claim(namespace))["spec"]["storageClassName"] == name
 
 
@@ -80,8 +80,8 @@ def test_what_a_claim_cannot_become_is_told_with_the_remedy(
     bound(rest, namespace, grows=False)
     before = rest.get(claim(namespace))["spec"]
     ask(rest, namespace, size, **more)
-    found = told(rest, namespace, "ObjectsAccepted", reason)
-    assert found["status"] == "False"
+    found = told(rest, namespace, "Stalled", reason)
+    assert found["status"] == "True"
     assert ("a claim keeps its class" if reason == "Invalid" else "can be resized") in found["message"]
     assert rest.get(claim(namespace))["spec"] == before
 
@@ -124,7 +124,7 @@ def test_a_quota_on_storage_is_told(rest: Rest, namespace: str) -> None:
     rest.create(quotas, {"metadata": {"name": "team"}, "spec": {"hard": {"requests.storage": "1Gi"}}})
     until(lambda: rest.get(f"{quotas}/team")["status"].get("hard"), "the quota counts")
     create(rest, namespace, **weights("2Gi"))
-    found = told(rest, namespace, "ObjectsAccepted", "Forbidden")
+    found = told(rest, namespace, "Stalled", "Forbidden")
     assert "exceeded quota: team" in found["message"]
 
 
@@ -176,7 +176,7 @@ def test_a_job_fills_the_claim_before_any_engine_and_tells_how_far_it_is(
         until(lambda: cache().get("downloadedBytes", 0) > 2_900_000, "it is told")
         assert cache()["phase"] == "Prefetching"
         assert cache()["totalBytes"] == sum(map(len, FILES.values()))
-        assert "of 0.0 GB (75%)" in told(rest, namespace, "Ready", "PrefetchingWeights")["message"]
+        assert "of 0.0 GB (75%)" in told(rest, namespace, "Ready", "Prefetching")["message"]
         assert condition(rest, namespace, "Reconciling")["status"] == "True"
         assert deployments(rest, namespace) == []
         goes_on.set()
@@ -205,7 +205,7 @@ def test_nothing_starts_with_somebody_elses_claim_until_it_has_gone(rest: Rest, 
     theirs = rest.create(claims, {"metadata": {"name": "chat-weights"}, "spec": asked})
     cache = {"weights": {"size": "2Gi"}, "prefetch": True}
     create(rest, namespace, cache=cache)
-    for kind in ("ObjectsAccepted", "Ready"):
+    for kind in ("Stalled", "Ready"):
         assert "spec.cache.weightsClaimName" in told(rest, namespace, kind, "NameTaken")["message"]
     started = (f"/apis/apps/v1/namespaces/{namespace}/deployments", f"/apis/batch/v1/namespaces/{namespace}/jobs")
     assert [rest.get(path)["items"] for path in started] == [[], []]

@@ -103,18 +103,17 @@ async def test_a_name_of_5000_characters_is_refused_by_the_api(world):
 
 async def test_min_above_max_that_slips_past_an_old_server_is_a_condition(world):
     await world.cluster.create(service(world, "minmax", scaling={"minReplicas": 5, "maxReplicas": 2}))
-    status = await until(world, "team-a", "minmax", lambda s: condition(s, "SpecAccepted")[0] == "False")
-    _, reason, message = condition(status, "SpecAccepted")
-    assert reason == "Invalid"
+    status = await until(world, "team-a", "minmax", lambda s: condition(s, "Stalled")[0] == "True")
+    _, reason, message = condition(status, "Stalled")
+    assert reason == "SpecInvalid"
     assert "spec.scaling.minReplicas" in message
     assert condition(status, "Ready")[1] == "SpecInvalid"
 
 
 async def test_a_model_path_that_does_not_exist_is_named_in_a_condition(world):
     await world.cluster.create(service(world, "nowhere", model={"source": "file:///models/nowhere"}))
-    status = await until(world, "team-a", "nowhere", lambda s: condition(s, "Available")[1] == "ModelNotFound")
-    assert "nowhere" in condition(status, "Available")[2]
-    assert condition(status, "ModelCached")[0] == "False"
+    status = await until(world, "team-a", "nowhere", lambda s: condition(s, "Serving")[1] == "ModelNotFound")
+    assert "nowhere" in condition(status, "Serving")[2]
     # Its pod keeps its share of the node until it goes.
     await world.cluster.delete(Ref(API_VERSION, KIND, "team-a", "nowhere"))
 
@@ -134,8 +133,8 @@ async def test_a_model_that_vllm_does_not_know_is_named_in_a_condition(world, tm
         )
     )
     await world.cluster.create(service(world, "strange", model={"source": f"file://{tmp_path}"}))
-    status = await until(world, "team-a", "strange", lambda s: condition(s, "Available")[1] == "ModelUnsupported")
-    assert "NobodyKnowsItForCausalLM" in condition(status, "Available")[2]
+    status = await until(world, "team-a", "strange", lambda s: condition(s, "Serving")[1] == "ModelUnsupported")
+    assert "NobodyKnowsItForCausalLM" in condition(status, "Serving")[2]
     await world.cluster.delete(Ref(API_VERSION, KIND, "team-a", "strange"))
 
 

@@ -87,7 +87,7 @@ async def test_a_canary_whose_probe_hangs_is_given_up_while_everybody_is_served(
 
         async def ended() -> bool:
             status = await world.status("trial")
-            return "canary" not in status and (status.get("lastCanary") or {}).get("stage") == "RolledBack"
+            return "canary" not in status and bool(status.get("history"))
 
         await until(ended, "the canary is rolled back")
         taken = time.monotonic() - began
@@ -138,9 +138,9 @@ async def test_a_canary_that_cannot_be_judged_gets_no_traffic_and_no_denial(worl
 
     async def told() -> bool:
         status = await world.status("odd")
-        last = status.get("lastCanary") or {}
-        held = (await world.condition("odd", "Progressing"))[1] == reason
-        return "canary" not in status and (held or (last.get("stage"), last.get("reason")) == ("RolledBack", reason))
+        last = next(iter(status.get("history", ())), {})
+        held = (await world.condition("odd", "Stalled"))[1] == reason
+        return "canary" not in status and (held or last.get("reason") == reason)
 
     await until(told, f"the change ends with {reason}")
     taken = time.monotonic() - began

@@ -32,7 +32,7 @@ async def groups(whole_world):
     await world.create("early", 1, engine=ENGINE)
 
     async def refused() -> bool:
-        return await world.condition("early", "SpecAccepted") == ("False", "Invalid")
+        return await world.condition("early", "Stalled") == ("True", "SpecInvalid")
 
     await until(refused, "nodes are refused without the definition")
     assert not await world.pods("early")

@@ -76,8 +76,8 @@ async def test_a_service_that_is_deleted_and_created_again_in_mid_trial_starts_a
         taken = time.monotonic() - began
     status = await world.status(name)
     assert await uid(world, name) != before
-    assert (status["kvCache"]["activeDtype"], "canary" in status, "lastCanary" in status) == ("auto", False, False)
-    assert await world.condition(name, "ReconcileSucceeded") == ("True", "AllAnswered")
+    assert (status["kvCache"]["activeDtype"], "canary" in status, "history" in status) == ("auto", False, False)
+    assert await world.condition(name, "Ready") == ("True", "Serving")
     assert load.stats.failed == 0, load.stats.failures
     record(
         f"service deleted and created again while its canary is {where}",

@@ -148,7 +148,7 @@ async def test_a_pod_that_a_kubelet_evicted_is_replaced_and_no_longer_counted(wo
         taken = time.monotonic() - began
     lies_there = await world.cluster.get(Ref("v1", "Pod", NAMESPACE, name))
     assert lies_there["status"]["reason"] == "Evicted"
-    assert await world.condition("pair", "Available") == ("True", "EnginesReady")
+    assert await world.condition("pair", "Ready") == ("True", "Serving")
     assert load.stats.failed <= 2, load.stats.failures
     assert await decisions(world, "pair") == before
     record("engine evicted by its kubelet", taken, what=TWO, answered=load.stats.ok, failed=load.stats.failed)

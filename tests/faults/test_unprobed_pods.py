@@ -73,10 +73,10 @@ async def test_a_route_that_is_somebody_elses_stays_theirs_and_ours_goes_with_it
     await a_users_route(world, name, "InferencePool")
     before = await world.cluster.get(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name))
     await world.serving(name, 1, canary={"steps": []}, accuracy=ACCURACY, drain=DRAIN, route=fields)
-    await until(lambda: told(world, name, "ObjectsAccepted", "NameTaken"), "the name is said to be taken")
+    await until(lambda: told(world, name, "Stalled", "NameTaken"), "the name is said to be taken")
     assert await world.cluster.get(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name)) == before
     await world.cluster.delete(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name))
-    await until(lambda: told(world, name, "RouteAccepted", "RouteWaiting"), "ours is made")
+    await until(lambda: told(world, name, "Reconciling", "RouteWaiting"), "ours is made")
     found = await world.cluster.get(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name))
     assert [ref["name"] for ref in found["spec"]["rules"][0]["backendRefs"]] == [name]
     said = {"parentRef": fields["parentRefs"][0], "controllerName": "example.com/gateway"}
@@ -86,7 +86,7 @@ async def test_a_route_that_is_somebody_elses_stays_theirs_and_ours_goes_with_it
     await world.cluster.merge(
         Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name), {"status": status}, subresource="status"
     )
-    await until(lambda: told(world, name, "Stalled", "RouteNotAccepted"), "the Gateway's refusal stalls")
+    await until(lambda: told(world, name, "Stalled", "RouteUnusable"), "the Gateway's refusal stalls")
     await world.patch(name, {"route": None})
     await until(lambda: found_no_route(world, name), "the route goes with its field")
     await world.delete(name)

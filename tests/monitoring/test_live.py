@@ -99,7 +99,9 @@ def run(monitored, command):
 async def test_kubectl_get_tells_the_story_in_one_line(monitored):
     ended = await asyncio.to_thread(run, monitored, "kubectl -n $NAMESPACE get qllm")
     heads, line = (row.split() for row in ended.stdout.splitlines())
-    assert heads == ["NAME", "READY", "REASON", "DTYPE", "CANARY", "KV%", "LOAD", "ACCURACY", "REPLICAS", "AGE"]
+    assert heads == [
+        "NAME", "READY", "SERVING", "REASON", "DTYPE", "MODE", "CANARY", "KV%", "LOAD", "ACCURACY", "REPLICAS", "AGE",
+    ]  # fmt: skip
     assert line[:4] == [NAME, "True", "Serving", "auto"]
     assert "Reference" in line
     wide = await asyncio.to_thread(run, monitored, "kubectl -n $NAMESPACE get qllm -o wide")
@@ -135,7 +137,7 @@ async def test_a_trial_shows_in_every_panel_that_is_about_trials(monitored, tmp_
     seen: set[str] = set()
 
     def promoted(status):
-        return (status.get("lastCanary") or {}).get("stage") == "Promoted"
+        return "canary" not in status and bool(status.get("history")) and status["history"][0]["verdict"] == "Passed"
 
     async def watch():
         while True:

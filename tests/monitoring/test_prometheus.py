@@ -31,7 +31,16 @@ from kvpilot_operator.state.accuracy import Accuracy, Measured
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows
-from kvpilot_operator.state.status import Canary, Denied, JournalEntry, KVCache, Option, Status, WeightsCache
+from kvpilot_operator.state.status import (
+    Canary,
+    Denied,
+    Experience,
+    JournalEntry,
+    KVCache,
+    Option,
+    Status,
+    WeightsCache,
+)
 from support.services import KEY, NOW, manifest, running, samples, spec_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
@@ -61,13 +70,13 @@ def eventful(now: datetime) -> Status:
         revision="r2", dtype="k4v4", from_dtype="auto", stage="Shifting", started_time=now, stage_time=now,
         weight_percent=25,
     )  # fmt: skip
-    ended = Canary(
-        revision="r1", dtype="k8v4", from_dtype="auto", stage="RolledBack", started_time=now, stage_time=now,
-        verdict="Failed", reason="AccuracyRegressed",
+    ended = Experience(
+        revision="r1", dtype="k8v4", from_dtype="auto", model="m", image="i", gpu="g", time=now, verdict="Failed",
+        reason="AccuracyRegressed",
     )  # fmt: skip
     probe = Measured(
-        revision="r1", dtype="k8v4", verdict="Failed", probe_time=now, prompts=8, positions=256,
-        mean_kl_micronats=52000, p99_kl_micronats=900000, excess_kl_micronats=50000, top1_agreement_permille=820,
+        revision="r1", dtype="k8v4", verdict="Failed", probe_time=now, excess_kl_micronats=50000,
+        top1_agreement_permille=820,
     )  # fmt: skip
     denied = Denied(
         dtype="k8v4",
@@ -78,13 +87,11 @@ def eventful(now: datetime) -> Status:
         message="",
         until=now + timedelta(days=7),
     )
-    weighed = Option(
-        action="DtypeDown", dtype="k4v4", replicas=1, gpus=0, outcome="Chosen", message="", capacity_tokens=9000
-    )
+    weighed = Option(action="DtypeDown", dtype="k4v4", replicas=1, outcome="Chosen", message="", capacity_tokens=9000)
     entry = JournalEntry(time=now, action="StartCanary", reason="MemoryPressured", message="why", options=(weighed,))
     return Status(
         canary=trial,
-        last_canary=ended,
+        history=(ended,),
         accuracy=Accuracy(last=probe, failures=1),
         cache=WeightsCache(
             identity="i", phase="Prefetching", claim_name="models", downloaded_bytes=4 * 10**9, total_bytes=16 * 10**9
@@ -108,7 +115,7 @@ def passes(telemetry: Telemetry) -> None:
     with telemetry.timed_reconcile():
         plain = decide(observed).status
     past = eventful(now)
-    kept = {name: getattr(past, name) for name in ("canary", "last_canary", "accuracy", "cache", "decisions")}
+    kept = {name: getattr(past, name) for name in ("canary", "history", "accuracy", "cache", "decisions")}
     denied = msgspec.structs.replace(plain.kv_cache, denied=past.kv_cache.denied)
     telemetry.leads(True)
     series = ServiceSeries()

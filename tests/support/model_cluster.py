@@ -26,7 +26,7 @@ from kvpilot_operator.state.questions import Question, Unanswered, keeps_probe
 from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.state.snapshot import ProbePlan, Snapshot
-from kvpilot_operator.state.status import Status, parse_status, unreadable_canary
+from kvpilot_operator.state.status import Status, parse_status
 from support.model_api import Killed, ModelApi, run_to_end
 from support.model_engines import ModelEngines, flows
 from support.services import KEY, NOW, PROBES
@@ -142,7 +142,6 @@ class ModelCluster:
             faults=broken,
             spec=spec,
             status=parse_status(self.status),
-            unreadable=unreadable_canary(self.status),
             deployments={
                 n: DeploymentView(n, *made, kind=self.kind(n), nodes=self.nodes[n])
                 for n, made in self.deployments.items()

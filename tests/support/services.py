@@ -92,7 +92,7 @@ def running(obj: Mapping[str, Any], dtype: str, *, status: Status | None = None,
             stable=stable,
             kv_cache=base.kv_cache,
             canary=base.canary,
-            last_canary=base.last_canary,
+            history=base.history,
             accuracy=base.accuracy,
             decisions=base.decisions,
             conditions=base.conditions,
@@ -126,12 +126,8 @@ def baseline(**changes: Any) -> Baseline:
     fields: dict[str, Any] = {
         "config_map": "chat-baseline-abcdef01",
         "identity": PROBES,
-        "dtype": "auto",
-        "captured_time": NOW - timedelta(hours=1),
-        "prompts": 8,
         "positions": 256,
         "control_mean_kl_micronats": 100,
-        "control_p99_kl_micronats": 1000,
         "control_top1_agreement_permille": 1000,
     }
     return Baseline(**{**fields, **changes})

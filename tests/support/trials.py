@@ -77,9 +77,9 @@ def killed_after_each_write(
             disturbed = copied(before)
             assert disturbed.tick(cut_after=writes) is None
             disturbed.until(ended, 600)
-            assert disturbed.status["lastCanary"]["stage"] == end
+            assert end_of(disturbed.parsed()) == end
             killed += 1
-    assert cluster.status["lastCanary"]["stage"] == end
+    assert end_of(cluster.parsed()) == end
     assert killed > 10
 
 
@@ -87,8 +87,14 @@ def stage(name: str, step: int | None = None) -> Callable[[Status], bool]:
     return lambda s: s.canary is not None and s.canary.stage == name and step in (None, s.canary.step)
 
 
+def end_of(s: Status) -> str:
+    """Return the last stage of the newest trial."""
+    assert s.last_trial is not None
+    return "Promoted" if s.last_trial.verdict == "Passed" else "RolledBack"
+
+
 def ended(s: Status) -> bool:
-    return s.canary is None and s.last_canary is not None
+    return s.canary is None and s.last_trial is not None
 
 
 def at_every_moment(cluster: ModelCluster) -> None:

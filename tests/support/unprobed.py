@@ -124,8 +124,9 @@ async def ends(world: FaultyWorld, name: str, stage: str, dtype: str) -> float:
 
     async def ended() -> bool:
         status = await world.status(name)
-        last = status.get("lastCanary") or {}
-        return "canary" not in status and (last.get("stage"), last.get("dtype")) == (stage, dtype)
+        last = next(iter(status.get("history", ())), {})
+        passed = last.get("verdict") == "Passed"
+        return "canary" not in status and (passed, last.get("dtype")) == (stage == "Promoted", dtype)
 
     return await until(ended, f"the trial of {dtype} ends {stage}", seconds=1500)
 

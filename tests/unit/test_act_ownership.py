@@ -74,8 +74,8 @@ async def test_an_object_that_was_there_first_is_left_alone_and_ready_says_why(
         if kind == "Service":
             operator.api.run_engines()
     assert operator.api.objects[kind, name] == before
-    for condition in map(operator.condition, ("Ready", "Available", "ObjectsAccepted")):
-        assert (condition.status, condition.reason) == ("False", "NameTaken")
+    for condition in map(operator.condition, ("Ready", "Serving", "Stalled")):
+        assert condition.reason == "NameTaken"
         assert f"{kind} models/{name} exists" in condition.message
         assert "rename the QuantizedLLMService" in condition.message
 
@@ -94,7 +94,7 @@ async def test_a_service_that_is_deleted_and_made_again_by_somebody_else_keeps_i
     for _ in range(30):
         await operator.reconcile()
     assert operator.condition("Ready").status == "True"
-    assert operator.condition("ObjectsAccepted").status == "True"
+    assert operator.condition("Stalled").status == "False"
 
 
 async def test_a_users_canary_service_is_neither_taken_over_nor_deleted(operator: Operator) -> None:
@@ -133,7 +133,7 @@ async def test_one_who_is_quicker_between_the_look_and_the_write_keeps_the_name(
     for _ in range(3):
         await operator.reconcile()
     assert operator.api.objects[kind, name] == theirs[0]
-    assert operator.condition("ObjectsAccepted").reason == "NameTaken"
+    assert operator.condition("Stalled").reason == "NameTaken"
 
 
 DELETED = Objects((), {}, frozenset())
@@ -162,9 +162,9 @@ async def test_labels_that_somebody_adds_to_our_selector_are_taken_away(operator
     mixed = operator.api.objects["Service", "chat"]
     operator.api.put({**mixed, "spec": {**mixed["spec"], "selector": {**mixed["spec"]["selector"], "app": "shop"}}})
     decision = await operator.reconcile()
-    available = decision.status.condition("Available")
+    available = decision.status.condition("Serving")
     assert available is not None
-    assert (available.status, available.reason) == ("False", "NoService")
+    assert (available.status, available.reason) == ("False", "TrafficMoving")
     assert operator.api.objects["Service", "chat"]["spec"]["selector"] == {
         SERVICE_LABEL: "chat",
         REVISION_LABEL: REVISION,
@@ -223,8 +223,8 @@ async def test_no_group_starts_where_its_workers_would_find_somebody_elses_pods(
         await groups.reconcile()
     assert ("LeaderWorkerSet", SET) not in is_there(groups)
     assert groups.api.objects["Service", SET] == theirs
-    for condition in map(groups.condition, ("Ready", "ObjectsAccepted")):
-        assert (condition.status, condition.reason) == ("False", "NameTaken")
+    for condition in map(groups.condition, ("Ready", "Stalled")):
+        assert condition.reason == "NameTaken"
         assert f"Service models/{SET}, which it names, exists" in condition.message
     groups.api.drop("Service", SET)
     await groups.reconcile(90)

@@ -99,7 +99,7 @@ async def test_only_the_rules_of_a_users_route_are_written_and_only_as_they_were
 def figures(number: int, *, status: str = "True") -> Status:
     """A status as an engine makes it that reports something else at every scrape."""
     said = f"KV capacity {number} tokens"
-    kinds = (ConditionType.METRICS_AVAILABLE, ConditionType.MEMORY_PRESSURED, ConditionType.CALIBRATION_CONSISTENT)
+    kinds = (ConditionType.METRICS_AVAILABLE, ConditionType.MEMORY_PRESSURED, ConditionType.OBJECTIVES_HELD)
     return Status(
         kv_cache=KVCache(observed_dtype=f"d{number}", capacity_tokens=number, usage_percent=number % 100),
         adapters=(f"a{number}",),

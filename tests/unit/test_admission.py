@@ -89,16 +89,16 @@ def test_an_engine_that_answers_and_is_not_admitted_is_probed():
 
 def test_the_gate_is_in_the_pods_and_not_in_the_revision():
     template = pod_template(KEY.name, spec_of(OBJ), "auto")
-    made, bare = (workload(KEY, "u-1", template, 1, 600, gated=gated) for gated in (True, False))
+    made, bare = (workload(KEY, "u-1", template, 1, 600, has_gate=has_gate) for has_gate in (True, False))
     assert made["spec"]["template"]["spec"]["readinessGates"] == [{"conditionType": ADMITTED}]
     assert "readinessGates" not in bare["spec"]["template"]["spec"]
     assert revision(made["spec"]["template"]) == revision(bare["spec"]["template"]) == revision(template)
-    assert (deployment_view(made).gated, deployment_view(bare).gated) == (True, False)
+    assert (deployment_view(made).has_gate, deployment_view(bare).has_gate) == (True, False)
 
 
 def test_pods_that_are_there_without_the_gate_are_not_restarted_for_it():
-    def template(gated):
-        there = {OLD: DeploymentView(OLD, "auto", 1, gated=gated)}
+    def template(has_gate):
+        there = {OLD: DeploymentView(OLD, "auto", 1, has_gate=has_gate)}
         objects = decide(running(manifest(), "auto", deployments=there)).objects
         return next(one for one in objects.apply if one["kind"] == "Deployment")["spec"]["template"]
 
@@ -177,8 +177,8 @@ def test_an_operator_that_may_not_write_a_pods_status_says_so():
     _, refused = performed({"bad": True, "good": True}, Rejected("PATCH", "bad", 403, words, "Forbidden"))
     assert [(one.kind, one.name) for one in refused] == [("Pod", "bad")]
     s = running(manifest(), "auto", pods=(closed(OLD, name="bad"),), rejections=refused)
-    told = decide(s).status.condition("ObjectsAccepted")
-    assert (told.status, told.reason) == ("False", "Forbidden")
+    told = decide(s).status.condition("Stalled")
+    assert (told.status, told.reason) == ("True", "Forbidden")
     assert "give the operator this right" in told.message
 
 

@@ -95,7 +95,7 @@ def test_the_docs_have_every_condition_and_every_reason_and_no_other() -> None:
     assert [row[1].strip(" `") for row in rows] == list(ConditionType)
     named = {word for line in text.splitlines() for word in re.findall(r"`(\w+)`", line.split("|", 2)[-1])}
     assert set(Reason) - named == set()
-    made = {"Canary", "Unanswered", "ProbePassed"}
+    made = {"Canary", Outcome.NO_CANARY}
     assert named - {*Reason, *WorkloadKind, *ObjectiveState, ConditionType.RECONCILING, ConditionType.STALLED} == made
 
 

@@ -72,7 +72,7 @@ def test_an_image_change_is_told_as_one_where_its_canary_starts() -> None:
     newest = first.status.decisions[0]
     assert (newest.action, newest.reason, newest.message) == ("StartCanary", "SpecChanged", SAYS_IMAGE)
     assert told(first.status, "CanaryHealthy") == ("SpecChanged", f"auto: {SAYS_IMAGE}")
-    assert told(first.status, "Progressing")[1] == f"auto: {SAYS_IMAGE}"
+    assert told(first.status, "Reconciling")[1] == f"auto: {SAYS_IMAGE}"
 
 
 def test_an_image_that_cannot_be_pulled_is_told_while_its_canary_hangs() -> None:
@@ -97,7 +97,7 @@ def test_a_rollout_goes_on_saying_what_it_changes_while_it_is_probed() -> None:
     later = decide(
         serving_old(IMAGE, status=canary, pods=pods, deployments={OLD_REVISION: view(OLD), name: view(IMAGE)})
     )
-    assert SAYS_IMAGE in told(later.status, "Progressing")[1]
+    assert SAYS_IMAGE in told(later.status, "Reconciling")[1]
 
 
 def replace_message(status: Status, message: str) -> Status:

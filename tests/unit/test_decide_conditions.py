@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import pytest
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import NameTaken
 from kvpilot_operator.state.objects import DeploymentView, Rejection
-from kvpilot_operator.state.snapshot import Snapshot
-from kvpilot_operator.state.status import Condition, Status
+from kvpilot_operator.state.snapshot import ProbePlan, Snapshot
+from kvpilot_operator.state.status import MAX_MESSAGE, Condition, Status
 from support.services import NOW, manifest, pod, revision_of, running, snapshot
 
 OBJ = manifest(kvCache={"mode": "Fixed", "dtype": "auto"}, scaling={"mode": "External"})
@@ -25,10 +26,10 @@ def told(s: Snapshot, kind: str) -> Condition:
     return found
 
 
-@pytest.mark.parametrize("kind", ["Ready", "Serving", "Available"])
+@pytest.mark.parametrize("kind", ["Ready", "Serving"])
 def test_engines_that_no_service_of_ours_selects_are_not_ready(kind: str) -> None:
     found = told(running(OBJ, "auto", traffic=None, rejections=()), kind)
-    assert (found.status, found.reason) == ("False", "NoService")
+    assert (found.status, found.reason) == ("False", "TrafficMoving")
     found = told(running(OBJ, "auto", traffic=None, rejections=(TAKEN,)), kind)
     assert (found.status, found.reason) == ("False", "NameTaken")
     assert "rename the QuantizedLLMService" in found.message
@@ -49,8 +50,8 @@ def test_pods_that_cannot_be_created_are_told_while_the_others_serve() -> None:
     views = {NAME: DeploymentView(NAME, "auto", 2, QUOTA)}
     s = running(two, "auto", deployments=views, rejections=())
     assert told(s, "Serving").status == "True"
-    for kind in ("Ready", "ObjectsAccepted", "Progressing"):
-        assert (told(s, kind).status, told(s, kind).reason) == ("False", "FailedCreate")
+    for kind in ("Ready", "Stalled"):
+        assert told(s, kind).reason == "FailedCreate"
         assert told(s, kind).message.startswith(QUOTA)
 
 
@@ -64,18 +65,39 @@ def test_what_keeps_no_engine_from_answering_is_no_reason_for_not_serving() -> N
     budget = Rejection("PodDisruptionBudget", "chat", "Forbidden", "exceeded quota: team")
     s = running(OBJ, "auto", pods=(pod(NAME, ready=False),), rejections=(budget,))
     assert told(s, "Serving").reason == "EnginesStarting"
-    assert told(s, "ObjectsAccepted").reason == "Forbidden"
+    assert told(s, "Stalled").reason == "Forbidden"
 
 
 def test_before_anything_is_written_the_last_word_on_refusals_stands() -> None:
     before = Condition(
-        type="ObjectsAccepted", status="False", reason="Forbidden", message="m", last_transition_time=NOW,
+        type="Stalled", status="True", reason="Forbidden", message="m", last_transition_time=NOW,
         observed_generation=1,
     )  # fmt: skip
-    assert told(snapshot(OBJ), "ObjectsAccepted").status == "Unknown"
-    assert told(snapshot(OBJ, status=Status(conditions=(before,))), "ObjectsAccepted") == before
+    assert told(snapshot(OBJ), "Stalled").status == "False"
+    assert told(snapshot(OBJ, status=Status(conditions=(before,))), "Stalled") == before
     again = snapshot(OBJ, status=Status(conditions=(before,)), rejections=())
-    assert told(again, "ObjectsAccepted").status == "True"
+    assert told(again, "Stalled").status == "False"
+
+
+def test_causes_that_hold_at_once_are_all_told_with_the_reason_of_the_first() -> None:
+    probes = ProbePlan(fault="configmap/prompts does not exist")
+    crashed = pod(NAME, name="b", ready=False, containers_ready=False, restarts=3, exit_message="CUDA error")
+    s = running(OBJ, "auto", pods=(pod(NAME), crashed), rejections=(TAKEN,), probes=probes)
+    stalled = told(s, "Stalled")
+    assert stalled.reason == "NameTaken"
+    for words in ("is not kvpilot's", "configmap/prompts does not exist", "CUDA error"):
+        assert words in stalled.message
+
+
+def test_a_long_list_of_causes_leaves_room_for_each() -> None:
+    taken = replace(TAKEN, message=f"{TAKEN.message}{' and so on' * 200}")
+    probes = ProbePlan(fault="configmap/prompts does not exist")
+    stalled = told(running(OBJ, "auto", rejections=(taken,), probes=probes), "Stalled")
+    assert len(stalled.message) <= MAX_MESSAGE
+    assert "configmap/prompts does not exist" in stalled.message
+    s = running(OBJ, "auto", rejections=(taken,), probes=probes)
+    again = replace(s, status=decide(s).status)
+    assert [one.reason for one in decide(again).events] == []
 
 
 def test_a_refusal_is_one_event_and_not_one_each_reconcile() -> None:

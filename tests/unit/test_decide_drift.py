@@ -43,7 +43,7 @@ def test_a_drift_counts_beside_an_older_denial_for_latency():
     spec = cluster.snapshot().spec
     assert spec is not None
     older = Denied(
-        dtype="k8v4", model=spec.model.source, image=spec.engine.image, gpu="cpu", reason="LatencyRegressed",
+        dtype="k8v4", model=spec.model.source, image=spec.engine.image, gpu="cpu", reason="PerformanceRegressed",
         message="slow", until=cluster.now + timedelta(days=7),
     )  # fmt: skip
     status = parse_status(cluster.status)
@@ -87,11 +87,11 @@ def test_a_drift_counts_only_when_it_repeats_as_often_as_the_limit_says():
         assert verified is not None
         seen.append((status.accuracy.failures, verified.reason, len(status.kv_cache.denied)))
     assert seen == [
-        (1, "ProbeFailed", 0),
-        (2, "ProbeFailed", 0),
-        (0, "ProbePassed", 0),
-        (1, "ProbeFailed", 0),
-        (2, "ProbeFailed", 0),
+        (1, "AccuracyRegressed", 0),
+        (2, "AccuracyRegressed", 0),
+        (0, "WithinLimits", 0),
+        (1, "AccuracyRegressed", 0),
+        (2, "AccuracyRegressed", 0),
         (3, "AccuracyDrifted", 1),
     ]
 
@@ -115,7 +115,7 @@ def test_runs_without_a_verdict_never_turn_against_the_dtype(without):
     cluster.run_on(1)
     verified = parse_status(cluster.status).condition("AccuracyVerified")
     assert verified is not None
-    assert verified.reason == "ProbePassed"
+    assert verified.reason == "WithinLimits"
     decision = cluster.run_on(1)
     assert [(e.type, e.reason) for e in decision.events] == [("Warning", "AccuracyUnknown")]
     decision = cluster.run_on(3)
@@ -176,7 +176,7 @@ def test_a_baseline_that_was_deleted_is_no_failure_and_is_looked_for_again():
     assert len(cluster.runs) == 1
     verified = parse_status(cluster.status).condition("AccuracyVerified")
     assert verified is not None
-    assert (verified.status, verified.reason) == ("Unknown", "NotWatched")
+    assert (verified.status, verified.reason) == ("Unknown", "NotProbed")
 
 
 @pytest.mark.slow

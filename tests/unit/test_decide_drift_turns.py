@@ -27,7 +27,7 @@ def test_a_promoted_dtype_is_probed_once_a_period_for_as_long_as_it_serves():
     assert cluster.accuracy.last.pod == cluster.runs[-1]
     verified = parse_status(cluster.status).condition("AccuracyVerified")
     assert verified is not None
-    assert (verified.status, verified.reason) == ("True", "ProbePassed")
+    assert (verified.status, verified.reason) == ("True", "WithinLimits")
     assert cluster.runs[-1] in verified.message
 
 
@@ -155,10 +155,6 @@ def _last(name: str) -> Measured:
         pod=name,
         verdict="Passed",
         probe_time=NOW,
-        prompts=8,
-        positions=256,
-        mean_kl_micronats=0,
-        p99_kl_micronats=0,
         excess_kl_micronats=0,
         top1_agreement_permille=1000,
     )

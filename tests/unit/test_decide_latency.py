@@ -38,6 +38,7 @@ def test_vllms_own_integer_caches_are_expected_to_be_slower(dtype):
 
 def test_a_canary_that_was_measured_counts_more_than_the_model():
     seen = Experience(
+        revision="r",
         dtype="k4v4", from_dtype="auto", model="hf://Qwen/Qwen3-8B", image="kvpilot/runtime:1", gpu="NVIDIA-H200",
         time=NOW, verdict="Passed", reason="CanaryPassed", itl_p95_change_percent=-12,
     )  # fmt: skip
@@ -49,7 +50,7 @@ def test_a_canary_that_was_measured_counts_more_than_the_model():
 def replace_time(seen, days):
     return Experience(
         **{name: getattr(seen, name) for name in seen.__struct_fields__}
-        | {"time": NOW + timedelta(days=days), "itl_p95_change_percent": 40}
+        | {"time": NOW + timedelta(days=days), "itl_p95_change_percent": 40},
     )
 
 
@@ -70,6 +71,7 @@ def test_a_canary_that_failed_counts_for_as_long_as_its_dtype_is_denied():
 
 def trial(verdict, days, percent):
     return Experience(
+        revision="r",
         dtype="k4v4", from_dtype="auto", model="hf://Qwen/Qwen3-8B", image="kvpilot/runtime:1", gpu="NVIDIA-H200",
         time=NOW + timedelta(days=days), verdict=verdict, reason="why", itl_p95_change_percent=percent,
     )  # fmt: skip
@@ -77,6 +79,7 @@ def trial(verdict, days, percent):
 
 def test_what_another_model_or_gpu_did_says_nothing():
     seen = Experience(
+        revision="r",
         dtype="k4v4", from_dtype="auto", model="hf://another/model", image="kvpilot/runtime:1", gpu="NVIDIA-H200",
         time=NOW, verdict="Passed", reason="CanaryPassed", itl_p95_change_percent=-12,
     )  # fmt: skip

@@ -20,13 +20,13 @@ def outcomes(decision: PolicyDecision) -> dict[str, str]:
 def test_the_safest_dtype_that_holds_the_demand_is_taken_before_a_gpu():
     decision = choose_step(policy_input(workload(demand=1500)))
     assert step(decision) == ("DtypeDown", "fp8", 1)
-    assert decision.chosen.usage_percent == 75
+    assert "75% full" in decision.chosen.message
     assert outcomes(decision) == {
         "fp8": "Chosen",
         "k8v4": "Possible",
         "k4v4": "Possible",
         "ScaleOut": "Possible",
-        "Stay": "Passed",
+        "Stay": "Possible",
     }
 
 
@@ -38,13 +38,7 @@ def test_more_demand_takes_a_smaller_dtype():
 def test_demand_that_no_dtype_holds_alone_takes_as_many_replicas_as_it_needs_at_most_twice_as_many():
     decision = choose_step(policy_input(workload(demand=8000, pods=2, capacity=1000)))
     assert step(decision) == ("ScaleOut", "auto", 4)
-    assert decision.chosen.gpus == 2
     assert outcomes(decision)["k4v4"] == "Insufficient"
-
-
-def test_a_replica_costs_all_the_gpus_that_its_tensor_parallelism_takes():
-    s = policy_input(workload(demand=9000), spec=spec(engine={"image": "i", "tensorParallelSize": 4}))
-    assert choose_step(s).chosen.gpus == 4
 
 
 def test_a_dtype_that_is_not_enough_alone_is_taken_where_replicas_cannot_grow():
@@ -56,7 +50,7 @@ def test_a_replica_is_added_while_the_dwell_holds_the_dtype():
     s = policy_input(workload(demand=1500), dtype_changed=NOW - timedelta(seconds=DWELL - 1))
     decision = choose_step(s)
     assert step(decision) == ("ScaleOut", "auto", 2)
-    assert outcomes(decision)["fp8"] == "Dwelling"
+    assert outcomes(decision)["fp8"] == "CoolingDown"
     assert step(choose_step(replace(s, now=NOW + timedelta(seconds=2))))[0] == "DtypeDown"
 
 
@@ -70,7 +64,7 @@ def test_a_held_step_says_what_it_would_be_and_when():
     s = policy_input(workload(demand=1500), dtype_changed=NOW, spec=spec(scaling={"maxReplicas": 1}))
     decision = choose_step(s)
     assert step(decision) == ("Stay", "auto", 1)
-    assert decision.reason == "Dwelling"
+    assert decision.reason == "CoolingDown"
     assert "the next may come at 2026-11-21T18:00:00Z" in (decision.hold or "")
     assert decision.wanted is not None
     assert decision.wanted.dtype == "fp8"
@@ -141,6 +135,7 @@ def test_nothing_begins_while_a_canary_is_in_flight():
 
 def experience(**found):
     return Experience(
+        revision="r",
         dtype="fp8", from_dtype="auto", model="hf://Qwen/Qwen3-8B", image="kvpilot/runtime:1", gpu="NVIDIA-H200",
         time=NOW, verdict="Passed", reason="CanaryPassed", **found,
     )  # fmt: skip
@@ -148,7 +143,7 @@ def experience(**found):
 
 def test_a_step_that_a_canary_found_too_slow_is_not_tried_again():
     decision = choose_step(policy_input(workload(demand=1500), history=(experience(itl_p95_change_percent=25),)))
-    assert outcomes(decision)["fp8"] == "Slower"
+    assert outcomes(decision)["fp8"] == "Vetoed"
     assert step(decision)[1] == "k8v4"
 
 

@@ -205,12 +205,12 @@ def test_objectives_without_samples_decide_nothing(s):
 
 @given(situations(), st.tuples(SEEN, SEEN), st.integers(1, 9999), st.integers(1, 9999), st.floats(0.01, 1))
 @settings(max_examples=400)
-def test_a_tighter_objective_never_chooses_fewer_gpus(s, seen, first, between, tighter):
-    def gpus(times):
+def test_a_tighter_objective_never_chooses_fewer_replicas(s, seen, first, between, tighter):
+    def replicas(times):
         limits = max(1, int(first * times)), max(1, int(between * times))
-        return choose_step(replace(s, workload=replace(s.workload, objectives=measured(limits, seen)))).chosen.gpus
+        return choose_step(replace(s, workload=replace(s.workload, objectives=measured(limits, seen)))).chosen.replicas
 
-    assert gpus(tighter) >= gpus(1.0)
+    assert replicas(tighter) >= replicas(1.0)
 
 
 @given(situations(), st.tuples(SEEN, SEEN), st.integers(1, 10**9), st.integers(1, 1000))

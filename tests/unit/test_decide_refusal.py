@@ -45,7 +45,7 @@ def test_an_engine_that_ends_again_and_again_without_a_word_has_crashed() -> Non
 @pytest.mark.parametrize("reason", ["", "does not fit", "9Lives", "A" * 65, None, {"a": 1}, "Bad\nLine"])
 def test_a_reason_that_no_condition_may_have_becomes_one_that_it_may(reason: object) -> None:
     failure = engine_failure([pod(refused(reason=reason, message="why"))])
-    assert failure == Cause("EngineRefused", "why")
+    assert failure == Cause("EngineCrashed", "why")
 
 
 def test_half_a_surrogate_pair_is_told_as_a_status_can_hold_it() -> None:
@@ -83,16 +83,16 @@ def test_a_container_that_holds_the_engine_up_is_named_with_its_own_reason() -> 
 @pytest.mark.parametrize(
     ("said", "reason", "told"),
     [
-        ('secret "hf-token" not found', "SecretMissing", "Secret hf-token is not there: create it"),
-        ('configmap "flags" not found', "ConfigMapMissing", "ConfigMap flags is not there: create it"),
+        ('secret "hf-token" not found', "ConfigMissing", "Secret hf-token is not there: create it"),
+        ('configmap "flags" not found', "ConfigMissing", "ConfigMap flags is not there: create it"),
         (
             "couldn't find key token in Secret models/hf-token",
-            "SecretMissing",
+            "ConfigMissing",
             "Secret hf-token has no key token: add it",
         ),
         (
             "couldn't find key x.y in ConfigMap models/flags",
-            "ConfigMapMissing",
+            "ConfigMissing",
             "ConfigMap flags has no key x.y: add it",
         ),
         ("container has runAsNonRoot and image will run as root", "CreateContainerConfigError", "container has run"),

@@ -38,9 +38,9 @@ def test_no_replica_gives_way_to_a_canary_that_is_refused(policy: str) -> None:
         assert cluster.answering() == 3
     status = parse_status(cluster.status)
     assert status.canary is not None
-    told = status.condition("ObjectsAccepted")
+    told = status.condition("Reconciling")
     assert told is not None
-    assert told.status == "False"
+    assert told.status == "True"
     assert QUOTA in told.message
     cluster.refuses = lambda _: None
     assert cluster.until(ended).kv_cache.active_dtype == NEW
@@ -61,7 +61,7 @@ def test_a_service_is_scaled_while_its_trial_is_refused() -> None:
 def test_a_refused_trial_ends_at_its_deadline_and_says_for_what_it_waited() -> None:
     cluster = on_trial(3)
     refusing(cluster)
-    last = cluster.until(ended).last_canary
+    last = cluster.until(ended).last_trial
     assert last is not None
     assert last.reason == "ProgressDeadlineExceeded"
     assert QUOTA in last.message
@@ -76,7 +76,7 @@ def test_no_request_goes_to_a_canarys_service_that_is_not_ours() -> None:
     for _ in range(10):
         cluster.tick()
         assert cluster.rules == ROUTE
-    told = parse_status(cluster.status).condition("ObjectsAccepted")
+    told = parse_status(cluster.status).condition("Reconciling")
     assert told is not None
     assert TAKEN in told.message
     cluster.refuses = lambda _: None
@@ -92,9 +92,9 @@ def test_a_baseline_that_cannot_be_kept_ends_the_trial_and_keeps_nothing_else_wa
     assert cluster.traffic == revision_of(service(OLD), OLD)
     status = cluster.until(ended)
     assert status.accuracy.baseline is None
-    assert status.last_canary is not None
-    assert status.last_canary.reason == "BaselineNotKept"
-    assert QUOTA in status.last_canary.message
+    assert status.last_trial is not None
+    assert status.last_trial.reason == "BaselineLost"
+    assert QUOTA in status.last_trial.message
     assert list(cluster.deployments.values()) == [(OLD, 3)]
 
 
@@ -117,5 +117,5 @@ def test_killed_and_refused_at_any_moment_a_trial_ends_as_ever(
         cluster.tick(cut_after=cuts.get(tick))
     cluster.refuses = lambda _: None
     status = cluster.until(lambda s: s.canary is None and s.kv_cache.active_dtype == NEW)
-    assert status.condition("ObjectsAccepted") is not None
+    assert status.condition("Stalled") is not None
     assert list(cluster.deployments.values()) == [(NEW, 3)]

@@ -13,6 +13,7 @@ from kvpilot_operator.state.decision import Capture, Decision, Measure, ProbeRes
 from kvpilot_operator.state.status import Status
 from support.model_cluster import ModelCluster, measurement
 from support.services import manifest, revision_of, running
+from support.trials import end_of
 
 
 def service(window: int | None, dtype: str = "auto", **spec: Any) -> dict[str, Any]:
@@ -42,8 +43,8 @@ class Forgetful(ModelCluster):
 
 def ended(cluster: ModelCluster) -> tuple[Status, str, str]:
     status = cluster.settle()
-    assert status.last_canary is not None
-    return status, status.last_canary.stage, status.last_canary.reason or ""
+    assert status.last_trial is not None
+    return status, end_of(status), status.last_trial.reason
 
 
 def test_a_bound_that_forgets_what_probes_ask_for_is_rolled_back_and_a_longer_one_is_promoted() -> None:
@@ -90,7 +91,7 @@ def test_the_policy_all_is_no_change_and_starts_nothing() -> None:
     before = cluster.settle()
     cluster.edit(manifest(kvCache={"mode": "Fixed", "dtype": "auto", "retention": {"policy": "All"}}))
     assert cluster.settle().stable == before.stable
-    assert cluster.settle().last_canary is None
+    assert cluster.settle().last_trial is None
 
 
 def test_bounded_16_bits_are_not_called_what_accuracy_is_measured_against() -> None:

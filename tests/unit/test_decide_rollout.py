@@ -42,8 +42,8 @@ def test_a_memory_bound_service_is_promoted_to_the_first_rung_that_holds_its_dem
     cluster = ModelCluster(manifest(**AUTO), demand=9000)
     status = cluster.settle()
     assert status.kv_cache.active_dtype == "k4v4"
-    assert status.last_canary is not None
-    assert status.last_canary.stage == "Promoted"
+    assert status.last_trial is not None
+    assert status.last_trial.verdict == "Passed"
     assert list(cluster.deployments) == [revision_of(cluster.obj, "k4v4")]
 
 
@@ -56,7 +56,7 @@ def test_a_relaxed_service_keeps_its_dtype():
     cluster = ModelCluster(manifest(**AUTO), demand=1500)
     status = cluster.settle()
     assert status.kv_cache.active_dtype == "auto"
-    assert status.last_canary is None
+    assert status.last_trial is None
 
 
 def test_a_canary_gets_no_traffic_before_its_verdict():
@@ -76,12 +76,12 @@ def test_a_dtype_that_garbles_answers_is_rolled_back_and_denied_while_the_last_g
     status = cluster.settle()
     assert status.kv_cache.active_dtype == "k4v4"
     assert [(d.dtype, d.reason) for d in status.kv_cache.denied] == [(BAD, "AccuracyRegressed")]
-    assert status.last_canary is not None
-    assert (status.last_canary.stage, status.last_canary.verdict) == ("RolledBack", "Failed")
-    progressing = status.condition("Progressing")
-    assert progressing is not None
-    assert progressing.reason == "DtypeDenied"
-    assert "denySeconds" in progressing.message
+    assert status.last_trial is not None
+    assert status.last_trial.verdict == "Failed"
+    stalled = status.condition("Stalled")
+    assert stalled is not None
+    assert stalled.reason == "DtypeDenied"
+    assert "denySeconds" in stalled.message
 
 
 def test_a_denied_dtype_is_tried_again_once_denials_are_switched_off():
@@ -126,7 +126,7 @@ def test_recommend_mode_names_the_dtype_and_changes_nothing():
     status = cluster.settle()
     assert status.kv_cache.recommended_dtype == "k4v4"
     assert status.kv_cache.active_dtype == "auto"
-    assert status.last_canary is None
+    assert status.last_trial is None
 
 
 def test_no_second_change_comes_inside_the_dwell():
@@ -143,7 +143,7 @@ def test_no_second_change_comes_inside_the_dwell():
 
 def test_a_paused_rollout_starts_no_canary():
     cluster = ModelCluster(manifest(**AUTO, rollout={"paused": True}), demand=9000)
-    assert cluster.settle().last_canary is None
+    assert cluster.settle().last_trial is None
 
 
 def test_a_paused_rollout_says_what_waits_for_it():
@@ -151,17 +151,17 @@ def test_a_paused_rollout_says_what_waits_for_it():
     cluster.settle()
     cluster.edit(manifest(kvCache={"mode": "Fixed", "dtype": "k4v4"}, rollout={"paused": True}))
     status = cluster.settle()
-    assert status.last_canary is None
-    progressing = status.condition("Progressing")
-    assert progressing is not None
-    assert progressing.reason == "RolloutPaused"
-    assert "k4v4" in progressing.message
+    assert status.last_trial is None
+    stalled = status.condition("Stalled")
+    assert stalled is not None
+    assert stalled.reason == "RolloutPaused"
+    assert "k4v4" in stalled.message
 
 
 def test_no_canary_starts_while_the_probe_sets_cannot_be_used():
     cluster = ModelCluster(manifest(**AUTO), demand=9000, probe_fault="configmap/empty: prompts is empty")
     status = cluster.settle()
-    assert status.last_canary is None
+    assert status.last_trial is None
     verified = status.condition("AccuracyVerified")
     assert verified is not None
     assert verified.reason == "ProbeSetInvalid"
@@ -188,7 +188,7 @@ def test_a_first_revision_that_answers_while_it_is_being_replaced_stays_and_its_
     assert cluster.status["stable"]["revision"] == first
     assert cluster.shares() == {first: 1.0}
     cluster.watch = at_every_moment
-    assert cluster.until(ended).last_canary.stage == "Promoted"
+    assert cluster.until(ended).last_trial.verdict == "Passed"
 
 
 def test_an_invalid_spec_changes_no_object_and_says_what_is_wrong():
@@ -196,10 +196,10 @@ def test_an_invalid_spec_changes_no_object_and_says_what_is_wrong():
     bad = manifest(**AUTO, scaling={"minReplicas": 5, "maxReplicas": 2})
     decision = decide(snapshot(bad, status=good.status, pods=good.pods, traffic=good.traffic))
     assert decision.objects is None
-    accepted = decision.status.condition("SpecAccepted")
-    assert accepted is not None
-    assert accepted.status == "False"
-    assert "minReplicas" in accepted.message
+    stalled = decision.status.condition("Stalled")
+    assert stalled is not None
+    assert (stalled.status, stalled.reason) == ("True", "SpecInvalid")
+    assert "minReplicas" in stalled.message
 
 
 def _end(cluster: ModelCluster) -> tuple[object, ...]:
@@ -236,8 +236,9 @@ def test_a_kill_between_any_two_writes_ends_in_the_same_state(cuts):
 def test_a_promotion_always_has_a_passed_verdict(kl, agreement, positions):
     cluster = ModelCluster(manifest(**AUTO), demand=9000, measured=measurement(kl, agreement, positions))
     cluster.settle()
-    last = parse_status(cluster.status).last_canary
-    assert last is None or last.stage != "Promoted" or last.verdict == "Passed"
+    status = parse_status(cluster.status)
+    last = status.last_trial
+    assert status.kv_cache.active_dtype == "auto" or (last is not None and last.verdict == "Passed")
 
 
 def test_what_answers_serves_on_with_its_replicas_where_the_status_is_lost():
@@ -271,7 +272,7 @@ def test_a_status_that_is_lost_while_two_revisions_share_the_traffic_ends_no_ser
 def test_what_replicas_could_do_is_forgotten_with_another_engine_and_not_with_another_dtype():
     learnt = {
         "saturations": [{"dtype": "auto", "requestsPerHour": 900, "meanPrompt": 100, "meanGeneration": 50}],
-        "regret": {"dtype": "auto", "replicas": 1, "time": "2026-11-21T12:00:00Z"},
+        "scaleInBackoff": {"dtype": "auto", "replicas": 1, "time": "2026-11-21T12:00:00Z"},
     }
     cluster = ModelCluster(manifest(**AUTO))
     cluster.settle()
@@ -282,6 +283,6 @@ def test_what_replicas_could_do_is_forgotten_with_another_engine_and_not_with_an
     assert cluster.parsed().scaling.scale_in_backoff is not None
     cluster.edit(manifest(**AUTO, engine={"image": "kvpilot/runtime:2"}))
     status = cluster.until(ended)
-    assert status.last_canary.stage == "Promoted"
+    assert status.last_trial.verdict == "Passed"
     assert status.scaling.saturations == ()
     assert status.scaling.scale_in_backoff is None

@@ -10,7 +10,7 @@ import pytest
 from kvpilot_operator.state.status import parse_status
 from support.model_cluster import ModelCluster
 from support.services import KEY, revision_of
-from support.trials import BUSY, NEW, OLD, at_every_moment, ended, on_trial, service, stage
+from support.trials import BUSY, NEW, OLD, at_every_moment, end_of, ended, on_trial, service, stage
 
 
 def test_without_a_spare_gpu_the_canary_replaces_one_after_a_minute():
@@ -20,7 +20,7 @@ def test_without_a_spare_gpu_the_canary_replaces_one_after_a_minute():
     status = cluster.until(lambda s: s.canary is not None and s.canary.replaces_one)
     assert cluster.now - began >= timedelta(seconds=60)
     assert any(d.reason == "NoSpareCapacity" for d in status.decisions)
-    assert cluster.until(ended, 600).last_canary.stage == "Promoted"
+    assert cluster.until(ended, 600).last_trial.verdict == "Passed"
 
 
 def test_where_none_can_leave_the_canary_waits_and_says_why_until_the_deadline():
@@ -28,7 +28,7 @@ def test_where_none_can_leave_the_canary_waits_and_says_why_until_the_deadline()
     status = cluster.until(lambda s: s.canary is not None and "minAvailable" in s.canary.message)
     assert not status.canary.replaces_one
     status = cluster.until(ended)
-    assert (status.last_canary.reason, status.last_canary.verdict) == ("ProgressDeadlineExceeded", "Error")
+    assert (status.last_trial.reason, status.last_trial.verdict) == ("ProgressDeadlineExceeded", "Error")
 
 
 class WithoutVolume(ModelCluster):
@@ -49,8 +49,8 @@ def test_no_replica_gives_way_to_a_canary_whose_claim_has_no_volume():
         assert status.canary is None or not status.canary.replaces_one
         cluster.tick()
     assert cluster.now - began >= timedelta(seconds=120)
-    assert status.last_canary.reason == "ProgressDeadlineExceeded"
-    assert "unbound immediate" in status.last_canary.message
+    assert status.last_trial.reason == "ProgressDeadlineExceeded"
+    assert "unbound immediate" in status.last_trial.message
 
 
 def test_surge_waits_for_spare_capacity():
@@ -61,7 +61,7 @@ def test_surge_waits_for_spare_capacity():
     assert status.canary.stage == "Starting"
     assert not status.canary.replaces_one
     cluster.places = 4
-    assert cluster.until(ended).last_canary.stage == "Promoted"
+    assert cluster.until(ended).last_trial.verdict == "Passed"
 
 
 def test_why_a_canary_has_no_pod_is_told_while_it_waits_and_no_longer():
@@ -69,11 +69,11 @@ def test_why_a_canary_has_no_pod_is_told_while_it_waits_and_no_longer():
     cluster.until(stage("Starting"))
     for _ in range(5):
         cluster.tick()
-    for kind in ("Progressing", "CanaryHealthy"):
+    for kind in ("Reconciling", "CanaryHealthy"):
         assert parse_status(cluster.status).condition(kind).message.endswith("; it waits: 0/1 nodes have a free GPU")
     cluster.places = 4
     status = cluster.until(stage("Probing"))
-    assert not any("it waits" in status.condition(kind).message for kind in ("Progressing", "CanaryHealthy"))
+    assert not any("it waits" in status.condition(kind).message for kind in ("Reconciling", "CanaryHealthy"))
 
 
 def test_replace_one_never_asks_for_a_pod_more():
@@ -83,22 +83,22 @@ def test_replace_one_never_asks_for_a_pod_more():
         cluster.tick()
         most = max(most, sum(count for _, count in cluster.deployments.values()))
     assert most == 3
-    assert parse_status(cluster.status).last_canary.stage == "Promoted"
+    assert parse_status(cluster.status).last_trial.verdict == "Passed"
 
 
 def test_replace_one_that_min_available_forbids_is_a_condition_and_starts_nothing():
     cluster = on_trial(1, capacityPolicy="ReplaceOne", min_available=1)
     status = cluster.settle()
-    assert status.last_canary is None
-    progressing = status.condition("Progressing")
-    assert progressing is not None
-    assert progressing.reason == "NoReplicaToReplace"
-    assert "minAvailable" in progressing.message
+    assert status.last_trial is None
+    stalled = status.condition("Stalled")
+    assert stalled is not None
+    assert stalled.reason == "Unschedulable"
+    assert "minAvailable" in stalled.message
 
 
 def test_a_single_replica_may_be_replaced_where_the_user_needs_none_to_be_available():
     cluster = on_trial(1, cluster={"places": 1}, capacityPolicy="ReplaceOne", min_available=0)
-    assert cluster.until(ended).last_canary.stage == "Promoted"
+    assert cluster.until(ended).last_trial.verdict == "Passed"
 
 
 def test_one_place_is_used_in_turns_by_the_borrowed_baseline_and_the_canary():
@@ -107,7 +107,7 @@ def test_one_place_is_used_in_turns_by_the_borrowed_baseline_and_the_canary():
     cluster.edit(service("k8v4", 2, capacityPolicy="ReplaceOne"))
     cluster.watch = at_every_moment
     status = cluster.until(ended, 600)
-    assert status.last_canary.stage == "Promoted"
+    assert status.last_trial.verdict == "Passed"
     assert status.accuracy.baseline is not None
 
 
@@ -121,7 +121,7 @@ def test_a_trial_whose_replicas_may_no_longer_give_way_ends_by_one_pod_more(wher
         cluster.tick()
         assert cluster.answering() >= answered
         answered = cluster.answering()
-    assert cluster.status["lastCanary"]["stage"] == "Promoted"
+    assert cluster.status["history"][0]["verdict"] == "Passed"
 
 
 def test_a_service_that_is_scaled_during_a_trial_keeps_its_limits():
@@ -131,7 +131,7 @@ def test_a_service_that_is_scaled_during_a_trial_keeps_its_limits():
     for _ in range(3):
         cluster.tick()
     cluster.watch = at_every_moment
-    assert cluster.until(ended).last_canary.stage == "Promoted"
+    assert cluster.until(ended).last_trial.verdict == "Passed"
     assert list(cluster.deployments.values()) == [(NEW, 2)]
 
 
@@ -148,7 +148,7 @@ def test_a_new_image_goes_through_the_same_steps_beside_a_revision_that_the_spec
     cluster.slow_revisions = frozenset({revision_of(wanted, OLD)}) if slow else frozenset()
     status = cluster.until(ended)
     cluster.settle()
-    assert status.last_canary.stage == ("RolledBack" if slow else "Promoted")
+    assert end_of(status) == ("RolledBack" if slow else "Promoted")
     assert status.kv_cache.denied == ()
     assert (cluster.deployments == before) is slow
     assert [count for _, count in cluster.deployments.values()] == [3]
@@ -158,9 +158,9 @@ def test_a_step_that_fewer_replicas_cannot_show_any_more_is_no_way_into_a_promot
     cluster = on_trial(2, cluster={"requests": 1.0}, steps=[{"weightPercent": 33}])
     cluster.until(lambda s: stage("Shifting")(s) and s.canary.step_time is not None)
     cluster.edit(service(NEW, 1, steps=[{"weightPercent": 33}]))
-    status = cluster.until(lambda s: s.canary is not None and s.canary.reason == "NoStepLeft")
+    status = cluster.until(lambda s: s.canary is not None and s.canary.reason == "WithinLimits")
     assert "50%" in status.canary.message
-    assert cluster.until(ended, 600).last_canary.stage == "RolledBack"
+    assert cluster.until(ended, 600).last_trial.verdict != "Passed"
 
 
 def test_the_disruption_budget_covers_what_the_service_selects_and_goes_where_it_would_block_for_ever():
@@ -182,8 +182,8 @@ def test_a_canary_whose_volume_is_of_a_missing_secret_says_what_it_needs_while_i
     cluster.until(stage("Starting"))
     cluster.tick()
     status = cluster.parsed()
-    for kind in ("Progressing", "CanaryHealthy"):
+    for kind in ("Reconciling", "CanaryHealthy"):
         assert "It needs Secret certificates." in status.condition(kind).message
     ended_with = cluster.until(ended)
-    assert ended_with.last_canary.reason == "ProgressDeadlineExceeded"
-    assert "It needs Secret certificates." in ended_with.last_canary.message
+    assert ended_with.last_trial.reason == "ProgressDeadlineExceeded"
+    assert "It needs Secret certificates." in ended_with.last_trial.message

@@ -21,7 +21,7 @@ def spec(count=1, mode="Operator", **changes):
 
 
 def decided(action, count):
-    option = Option(action=action, dtype="auto", replicas=count, gpus=0, outcome="Chosen", message="m")
+    option = Option(action=action, dtype="auto", replicas=count, outcome="Chosen", message="m")
     return PolicyDecision((option,), "MemoryBound", "m")
 
 
@@ -56,7 +56,7 @@ def test_an_autoscalers_number_is_taken_as_it_is_within_the_limits():
 
 def test_what_would_be_chosen_is_always_recommended():
     external = spec(3, mode="External")
-    wanted = Option(action="ScaleOut", dtype="auto", replicas=5, gpus=2, outcome="NotOwner", message="m")
+    wanted = Option(action="ScaleOut", dtype="auto", replicas=5, outcome="NotOwner", message="m")
     held = PolicyDecision(decided("Stay", 3).options, "NotOwner", "m", hold="h", wanted=wanted)
     assert after_decision(external, kept(external, Scaling(), NOW), held, "auto", NOW).recommended_replicas == 5
     assert (

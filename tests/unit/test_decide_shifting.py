@@ -22,8 +22,8 @@ def test_a_good_canary_goes_through_every_step_and_is_promoted():
             seen.append((canary.step, round(share, 2)))
     assert sorted(set(seen)) == [(0, 0.2), (1, 0.4)]
     status = parse_status(cluster.status)
-    assert status.last_canary.stage == "Promoted"
-    assert [d.reason for d in status.decisions].count("StepPassed") == 2
+    assert status.last_trial.verdict == "Passed"
+    assert [d.reason for d in status.decisions].count("WithinLimits") == 2
     assert cluster.services[KEY.name][REVISION_LABEL] == revision_of(cluster.obj, NEW)
     assert list(cluster.deployments) == [revision_of(cluster.obj, NEW)]
 
@@ -34,8 +34,8 @@ def test_a_slow_canary_is_rolled_back_early_and_its_dtype_is_denied():
     began = cluster.now
     status = cluster.until(stage("RollingBack"))
     assert cluster.now - began < timedelta(seconds=90)
-    assert (status.canary.verdict, status.canary.reason) == ("Failed", "LatencyRegressed")
-    assert [(d.dtype, d.reason) for d in status.kv_cache.denied] == [(NEW, "LatencyRegressed")]
+    assert (status.canary.verdict, status.canary.reason) == ("Failed", "PerformanceRegressed")
+    assert [(d.dtype, d.reason) for d in status.kv_cache.denied] == [(NEW, "PerformanceRegressed")]
     assert status.canary.itl_p95_change_percent > 10
     status = cluster.until(ended)
     assert status.history[0].verdict == "Failed"
@@ -63,12 +63,12 @@ def test_failed_requests_fail_a_canary():
 def test_too_few_requests_pause_at_the_step_and_end_without_promotion():
     cluster = on_trial(cluster={"requests": 1.0})
     status = cluster.until(lambda s: stage("Shifting")(s) and s.canary.verdict == "Inconclusive")
-    assert status.canary.reason == "TooFewRequests"
+    assert status.canary.reason == "TooFewSamples"
     held = status.condition("CanaryHealthy")
     assert held is not None
     assert held.status == "Unknown"
     status = cluster.until(ended)
-    assert (status.last_canary.stage, status.last_canary.verdict) == ("RolledBack", "Inconclusive")
+    assert status.last_trial.verdict == "Inconclusive"
     until = status.kv_cache.denied[0].until
     assert until - cluster.now <= timedelta(hours=1)
 
@@ -76,7 +76,7 @@ def test_too_few_requests_pause_at_the_step_and_end_without_promotion():
 def test_the_hold_does_not_eat_the_progress_deadline():
     steps = [{"weightPercent": 50, "holdSeconds": 1000}]
     cluster = on_trial(steps=steps, progressDeadlineSeconds=60)
-    assert cluster.until(ended, 600).last_canary.stage == "Promoted"
+    assert cluster.until(ended, 600).last_trial.verdict == "Passed"
 
 
 def test_a_step_is_held_at_least_for_its_seconds():
@@ -95,13 +95,14 @@ def test_several_failures_are_asked_for_before_a_rollback_where_the_limit_says_s
     cluster.edit(wanted)
     status = cluster.until(lambda s: stage("Shifting")(s) and s.canary.failures == 1)
     assert status.canary.step_time == cluster.now
-    assert cluster.until(ended).last_canary.failures == 2
+    cluster.until(stage("RollingBack"))
+    assert cluster.parsed().canary.failures == 2
 
 
 def test_without_steps_that_pods_can_show_the_probes_alone_decide():
     cluster = on_trial(1, steps=[{"weightPercent": 5}])
     status = cluster.until(ended)
-    assert (status.last_canary.stage, status.last_canary.traffic_mode) == ("Promoted", "ProbeOnly")
+    assert (status.last_trial.verdict, status.last_trial.traffic_mode) == ("Passed", "ProbeOnly")
 
 
 def test_a_canary_that_relieves_a_drifted_dtype_is_probed_and_goes_through_no_steps():
@@ -124,9 +125,9 @@ def test_a_canary_that_relieves_a_drifted_dtype_is_probed_and_goes_through_no_st
         stages |= {c.stage for c in [parse_status(cluster.status).canary] if c is not None}
         assert len(stages) < 6
     assert stages == {"Starting", "Probing", "Promoting"}
-    last = parse_status(cluster.status).last_canary
+    last = parse_status(cluster.status).last_trial
     assert last is not None
-    assert (last.traffic_mode, last.stage) == ("ProbeOnly", "Promoted")
+    assert (last.traffic_mode, last.verdict) == ("ProbeOnly", "Passed")
 
 
 def test_a_stable_side_that_is_down_is_nothing_to_compare_with():
@@ -161,7 +162,7 @@ def test_a_route_carries_each_steps_weight_and_is_the_users_again_afterwards():
     assert {r["name"]: r["weight"] for r in cluster.rules[0]["backendRefs"]} == {"chat": 75, "chat-canary": 25}
     cluster.until(lambda s: stage("Shifting", 1)(s) and s.canary.step_time is not None)
     assert {r["name"]: r["weight"] for r in cluster.rules[0]["backendRefs"]} == {"chat": 50, "chat-canary": 50}
-    assert cluster.until(ended).last_canary.traffic_mode == "HTTPRoute"
+    assert cluster.until(ended).last_trial.traffic_mode == "HTTPRoute"
     cluster.settle()
     assert cluster.rules == ROUTE
     assert "chat-canary" not in cluster.services
@@ -170,11 +171,11 @@ def test_a_route_carries_each_steps_weight_and_is_the_users_again_afterwards():
 def test_a_route_that_does_not_exist_holds_the_canary_before_anything_is_started():
     cluster = on_trial(routeRef={"name": "web"})
     status = cluster.settle()
-    assert status.last_canary is None
-    progressing = status.condition("Progressing")
-    assert progressing is not None
-    assert (progressing.status, progressing.reason) == ("False", "RouteUnusable")
-    assert "HTTPRoute web" in progressing.message
+    assert status.last_trial is None
+    stalled = status.condition("Stalled")
+    assert stalled is not None
+    assert (stalled.status, stalled.reason) == ("True", "RouteUnusable")
+    assert "HTTPRoute web" in stalled.message
     assert [d.reason for d in status.decisions].count("RouteUnusable") == 1
     cluster.edit_route(ROUTE)
     assert cluster.settle().kv_cache.active_dtype == NEW
@@ -191,9 +192,8 @@ def test_a_change_of_the_spec_that_cannot_start_is_told_once_beside_memory_press
     cluster.edit(manifest(**asked, engine={"image": "kvpilot/runtime:2"}))
     status = cluster.settle(60)
     assert status.condition("MemoryPressured").status == "True"
-    for kind in ("Progressing", "Stalled"):
-        assert status.condition(kind).reason == "RouteUnusable"
-        assert "HTTPRoute web" in status.condition(kind).message
+    assert status.condition("Stalled").reason == "RouteUnusable"
+    assert "HTTPRoute web" in status.condition("Stalled").message
     assert [d.reason for d in status.decisions].count("RouteUnusable") == 1
     before = cluster.writes
     cluster.tick()
@@ -205,7 +205,7 @@ def test_a_route_that_vanishes_during_a_step_stops_the_canary_there():
     cluster.until(lambda s: stage("Shifting")(s) and s.canary.step_time is not None)
     cluster.edit_route(None)
     status = cluster.until(ended)
-    assert status.last_canary.stage == "RolledBack"
+    assert status.last_trial.verdict != "Passed"
     assert status.kv_cache.active_dtype == OLD
 
 

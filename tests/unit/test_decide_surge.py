@@ -143,7 +143,7 @@ def test_where_prefixes_are_thrown_out_replicas_are_doubled():
 def test_more_replicas_are_asked_for_while_some_load_only_where_those_would_not_do():
     s = replace(surging(1), replicas_changed=NOW - timedelta(seconds=15), ready=1)
     assert step(choose_step(replace(s, replicas=2))) == ("ScaleOut", "auto", 4)
-    assert choose_step(replace(s, replicas=4)).reason == "ReplicasLoading"
+    assert choose_step(replace(s, replicas=4)).reason == "Busy"
 
 
 def test_a_surge_beside_a_canary_waits_for_it():

@@ -50,7 +50,7 @@ def test_replicas_are_asked_for_at_once_and_the_trial_ends_without_a_denial(at):
     assert (status.canary.stage, status.canary.reason) == ("RollingBack", "Superseded")
     assert "runs away" in status.canary.message
     assert status.kv_cache.denied == ()
-    assert status.history == ()
+    assert [one.reason for one in status.history] == ["Superseded"]
 
 
 def test_a_trial_without_a_surge_goes_on():

@@ -83,7 +83,7 @@ def test_a_scale_out_changes_the_replicas_and_is_journalled_with_its_options():
     assert decision.status.scaling.desired_replicas == 2
     entry = decision.status.decisions[0]
     assert (entry.action, entry.reason) == ("ScaleOut", "MemoryBound")
-    assert {o.outcome for o in entry.options if o.action == "DtypeDown"} == {"Dwelling"}
+    assert {o.outcome for o in entry.options if o.action == "DtypeDown"} == {"CoolingDown"}
     assert decision.objects is not None
     assert [m["spec"]["replicas"] for m in decision.objects.apply if m["kind"] == "Deployment"] == [2]
 
@@ -123,7 +123,7 @@ def test_an_autoscalers_replicas_are_recommended_and_not_written():
 def test_a_hold_is_told_once_with_what_was_weighed():
     s = serving(auto(scaling={"maxReplicas": 1}), status=Status(kv_cache=KVCache(changed_time=NOW)))
     decision = decide(s)
-    assert [(e.action, e.reason) for e in decision.status.decisions] == [("Hold", "Dwelling")]
+    assert [(e.action, e.reason) for e in decision.status.decisions] == [("Hold", "CoolingDown")]
     assert decision.status.decisions[0].options
     assert decision.status.kv_cache.recommended_dtype == "fp8"
     assert len(decide(again(s, decision)).status.decisions) == 1
@@ -197,7 +197,7 @@ def test_a_denied_dtype_is_not_tried_while_no_pod_has_a_node_that_would_tell_the
     waits = replace(s.pods[0], node=None, ip=None, ready=False, unschedulable="0/1 nodes are available")
     drained = decide(replace(s, pods=(waits,), node=NodeFacts()))
     assert drained.status.canary is None
-    assert drained.status.condition("Progressing").reason == "DtypeDenied"
+    assert drained.status.condition("Stalled").reason == "DtypeDenied"
     another = decide(replace(s, node=NodeFacts("NVIDIA-H100")))
     assert another.status.canary is not None
 
@@ -215,10 +215,10 @@ def test_a_sound_revision_of_a_fixed_dtype_stays_where_the_dtype_is_denied_with_
     views = {name: replace(view, image="kvpilot/runtime:1") for name, view in s.deployments.items()}
     decision = decide(replace(s, deployments=views))
     assert decision.status.canary is None
-    progressing = decision.status.condition("Progressing")
-    assert progressing is not None
-    assert (progressing.status, progressing.reason) == ("False", "DtypeDenied")
-    assert "kvpilot/runtime:2" in progressing.message
+    stalled = decision.status.condition("Stalled")
+    assert stalled is not None
+    assert (stalled.status, stalled.reason) == ("True", "DtypeDenied")
+    assert "kvpilot/runtime:2" in stalled.message
     other = replace(s, deployments=views, spec=serving(manifest(**k8v4), "k4v4").spec)
     tried = decide(other).status.canary
     assert tried is not None
@@ -239,10 +239,10 @@ def test_a_sound_revision_of_a_fixed_dtype_stays_where_the_dtype_is_denied_with_
     views = {name: replace(view, model="Qwen/Qwen3-8B") for name, view in s.deployments.items()}
     decision = decide(replace(s, deployments=views))
     assert decision.status.canary is None
-    progressing = decision.status.condition("Progressing")
-    assert progressing is not None
-    assert (progressing.status, progressing.reason) == ("False", "DtypeDenied")
-    assert "Qwen3-4B" in progressing.message
+    stalled = decision.status.condition("Stalled")
+    assert stalled is not None
+    assert (stalled.status, stalled.reason) == ("True", "DtypeDenied")
+    assert "Qwen3-4B" in stalled.message
     fallen = {name: replace(view, model="Qwen/Qwen3-4B") for name, view in s.deployments.items()}
     left = decide(replace(s, deployments=fallen)).status.canary
     assert left is not None

@@ -147,7 +147,7 @@ async def test_workers_are_seen_with_their_leader_and_by_themselves_never(monkey
     }  # fmt: skip
     assert next(one for one in found.pods if one.workers).workers[0].unschedulable == "no node"
     view = found.deployments["r2"]
-    assert (view.kind, view.nodes, view.replicas, view.gated) == ("LeaderWorkerSet", 2, 3, True)
+    assert (view.kind, view.nodes, view.replicas, view.has_gate) == ("LeaderWorkerSet", 2, 3, True)
     assert found.objects["LeaderWorkerSet", "chat-r2"].version == "4"
 
 
@@ -184,7 +184,7 @@ def test_a_route_of_ours_over_pools_gives_a_canary_of_groups_its_share():
     assert cluster.pools[f"{KEY.name}-canary"] == {SERVICE_LABEL: KEY.name, REVISION_LABEL: revision}
     assert {ref["name"]: ref["weight"] for ref in cluster.rules[0]["backendRefs"]} == {"chat": 75, "chat-canary": 25}
     cluster.until(ended)
-    assert cluster.status["lastCanary"]["stage"] == "Promoted"
+    assert cluster.status["history"][0]["verdict"] == "Passed"
 
 
 def test_leaders_and_workers_load_the_adapters_that_the_status_names():

@@ -30,7 +30,7 @@ def test_a_narrow_terminal_folds_messages_and_nothing_else() -> None:
     narrow = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=60)
     lines = show.rendered(show.detailed(service.read(story()["denied"]), now()), narrow).splitlines()
     assert max(map(len, lines)) <= 100
-    assert any(line.startswith("CalibrationConsistent  True ") for line in lines)
+    assert any(line.startswith("AccuracyVerified ") for line in lines)
     table = [show.listed([service.read(one) for one in story().values()], everywhere=False)]
     assert show.rendered(table, narrow, fold=False) == show.rendered(table, PLAIN)
 

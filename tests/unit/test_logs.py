@@ -20,7 +20,7 @@ def line(message: object, *arguments: object, **extra: object) -> dict[str, obje
 
 
 def test_a_line_says_when_how_grave_where_what_and_about_which_service():
-    found = line("reconcile failed: %s", "HTTP 500", service="models/chat", action="Hold", reason="Dwelling")
+    found = line("reconcile failed: %s", "HTTP 500", service="models/chat", action="Hold", reason="CoolingDown")
     assert found.pop("time").endswith("+00:00")
     assert found == {
         "level": "warning",
@@ -28,7 +28,7 @@ def test_a_line_says_when_how_grave_where_what_and_about_which_service():
         "message": "reconcile failed: HTTP 500",
         "service": "models/chat",
         "action": "Hold",
-        "reason": "Dwelling",
+        "reason": "CoolingDown",
     }
 
 

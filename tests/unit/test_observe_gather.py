@@ -309,19 +309,6 @@ async def test_a_route_of_ours_is_looked_for_until_the_status_names_none(world: 
     assert (await world.snapshot()).objects["HTTPRoute", KEY.name].owned
 
 
-async def test_a_canary_that_cannot_be_read_is_in_the_snapshot_as_it_stands_there(world: World) -> None:
-    canary = {"stage": "Soaking", "soakedSeconds": 7}
-    world.put({**edited(), "status": {"route": "web", "canary": canary}})
-    found = await world.snapshot()
-    assert found.unreadable is not None
-    assert found.unreadable.value == canary
-    assert (found.status.canary, found.status.route) == (None, "web")
-    later = edited()
-    later["metadata"] |= {"resourceVersion": "3"}
-    world.put(later)
-    assert (await world.snapshot()).unreadable is None
-
-
 async def test_a_service_that_is_deleted_has_no_snapshot(world: World) -> None:
     world.drop(KIND, KEY.name)
     assert await world.observer.snapshot(world.known, None) is None

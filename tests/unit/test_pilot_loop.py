@@ -140,7 +140,7 @@ async def test_a_question_that_fails_is_counted_and_logged_with_its_service_once
     assert count is not None
     assert count >= 3
     lines = [record for record in caplog.records if "not answered" in record.message]
-    assert {(line.service, line.reason) for line in lines} == {("models/s0", "AccuracyUnanswered")}
+    assert {(line.service, line.reason) for line in lines} == {("models/s0", "ReconcileIncomplete")}
     assert all(SECRET not in line.getMessage() and not line.exc_info for line in lines)
     assert len(lines) == 1
     assert "decide.py:" in lines[0].getMessage()
@@ -153,6 +153,6 @@ async def test_what_is_refused_is_decided_upon_at_once_and_then_no_more() -> Non
     world = World(1, scrape_seconds=60)
     world.refused = (Rejection("Deployment", "s0-1", "Forbidden", "exceeded quota: team"),)
     await world.run(lambda: world.performed >= 2 and bool(world.scraped))
-    told = [decision.status.condition("ObjectsAccepted").status for decision in world.decided]
-    assert told[:2] == ["Unknown", "False"]
+    told = [decision.status.condition("Stalled").status for decision in world.decided]
+    assert told[:2] == ["False", "True"]
     assert world.performed <= 3  # the third is the look after the one scrape

@@ -26,10 +26,10 @@ def test_its_progress_is_told_in_status_and_conditions() -> None:
     assert cache is not None
     assert (cache.phase, cache.downloaded_bytes, cache.total_bytes) == (CachePhase.PREFETCHING, 4 * GB, 16 * GB)
     assert cache.claim_name == "chat-weights"
-    for kind in ("Ready", "Available", "Progressing", "ModelCached"):
-        assert said(decision, kind).reason == "PrefetchingWeights"
+    for kind in ("Ready", "Serving", "Reconciling"):
+        assert said(decision, kind).reason == "Prefetching"
         assert "4.0 of 16.0 GB (25%)" in said(decision, kind).message
-    assert (said(decision, "Progressing").status, said(decision, "Stalled").status) == ("True", "False")
+    assert (said(decision, "Reconciling").status, said(decision, "Stalled").status) == ("True", "False")
     assert decision.again_seconds
 
 
@@ -50,9 +50,8 @@ def test_a_filled_claim_is_told_once_with_how_much_is_on_it() -> None:
     assert cache is not None
     assert (cache.phase, cache.downloaded_bytes) == (CachePhase.READY, 16 * GB)
     assert [one.reason for one in decision.events].count("WeightsPrefetched") == 1
-    assert (
-        said(decision, "ModelCached").message == "PersistentVolumeClaim chat-weights is filled: 16.0 of 16.0 GB (100%)"
-    )
+    (told,) = [one.message for one in decision.events if one.reason == "WeightsPrefetched"]
+    assert told == "PersistentVolumeClaim chat-weights is filled: 16.0 of 16.0 GB (100%)"
     assert decision.status.stable is not None
     again = decide(replace(s, status=decision.status, prefetch=None))
     assert not [one for one in again.events if one.reason == "WeightsPrefetched"]
@@ -74,7 +73,7 @@ REFUSED = json.dumps(
          "ClaimNotBound", "put spec.cache.weights back", False),
         ({"pods": (worker(ready=False, waiting_reason="ErrImagePull", exit_message="no such image"),)},
          "ImageUnavailable", "no such image", False),
-        ({"pods": ()}, "PrefetchPending", "kubectl describe job chat-prefetch", False),
+        ({"pods": ()}, "Prefetching", "kubectl describe job chat-prefetch", False),
     ],
 )  # fmt: skip
 def test_why_it_does_not_come_on_is_told_with_the_remedy(
@@ -94,7 +93,7 @@ def test_why_it_does_not_come_on_is_told_with_the_remedy(
 
 def test_one_that_gets_on_again_after_a_refusal_is_told_to_get_on() -> None:
     s = snapshot(obj(), prefetch=view(pods=(worker(exit_message=REFUSED),), downloaded_bytes=0, total_bytes=GB))
-    assert said(decide(s), "Progressing").reason == "PrefetchingWeights"
+    assert said(decide(s), "Reconciling").reason == "Prefetching"
 
 
 def test_what_serves_is_mended_and_scaled_while_another_model_is_fetched() -> None:

@@ -98,7 +98,6 @@ def test_a_decision_says_what_each_step_would_have_cost() -> None:
         "an hour costs: fp8 at 1 3.50, k8v4 at 1 3.50, k4v4 at 1 3.50, auto at 2 7.00, auto at 1 3.50"
         in decision.message
     )
-    assert [one.cost_per_hour_micros for one in decision.options] == [3_500_000] * 3 + [7_000_000, 3_500_000]
     assert "costs" not in choose_step(policy_input()).message
     held = choose_step(policy_input(workload("ComputeBound"), gpu_hour_micros=3_500_000, ready=0))
     assert held.hold is not None

@@ -10,7 +10,7 @@ from kvpilot_operator.api.names import REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.state.status import parse_status
 from support.model_cluster import ModelCluster
 from support.services import KEY, revision_of
-from support.trials import BUSY, NEW, OLD, ended, on_trial, service, stage
+from support.trials import BUSY, NEW, OLD, end_of, ended, on_trial, service, stage
 
 
 def scale(cluster: ModelCluster) -> tuple[int, str]:
@@ -39,7 +39,7 @@ def test_a_trial_is_no_reason_for_an_autoscaler_to_change_the_number(replicas, p
         seen[scale(cluster)[0]] += 1
         if ended(parse_status(cluster.status)):
             break
-    assert cluster.status["lastCanary"]["stage"] == end
+    assert end_of(cluster.parsed()) == end
     for _ in range(5):
         cluster.tick()
         seen[scale(cluster)[0]] += 1
@@ -77,13 +77,13 @@ def test_zero_takes_every_engine_away_and_a_number_brings_them_back_on_the_same_
     cluster.settle()
     status = parse_status(cluster.status)
     assert (cluster.engines.pods, status.replicas, cluster.budget) == ((), 0, None)
-    assert status.condition("Available").reason == "ScaledToZero"
+    assert status.condition("Serving").reason == "ScaledToZero"
     assert status.canary is None
     assert cluster.services[KEY.name][REVISION_LABEL] == before.revision
     cluster.edit(service(OLD, 2))
     status = cluster.settle()
     assert (cluster.answering(), status.stable, status.replicas) == (2, before, 2)
-    assert status.last_canary is None
+    assert status.last_trial is None
 
 
 @pytest.mark.parametrize("where", ["Starting", "Probing", "Shifting", "Promoting"])
@@ -110,7 +110,7 @@ def test_a_change_at_zero_waits_for_replicas_and_then_comes_as_a_canary():
     cluster.edit(service(NEW, 0))
     status = cluster.settle()
     assert (status.canary, cluster.engines.pods) == (None, ())
-    assert status.condition("Progressing").reason == "ScaledToZero"
+    assert status.condition("Stalled").reason == "ScaledToZero"
     cluster.edit(service(NEW, 2))
     cluster.until(stage("Probing"))
     assert set(cluster.shares()) == {revision_of(cluster.obj, OLD)}

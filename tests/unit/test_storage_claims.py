@@ -69,7 +69,7 @@ def test_a_claim_without_a_volume_is_told_with_what_was_asked_for_and_the_remedy
     obj = manifest(cache=cache, kvCache=FIXED)
     waits = services.pod(revision_of(obj, "auto"), ready=False, node=None, ip=None, unschedulable=scheduler)
     status = decide(running(obj, "auto", pods=(waits,), rejections=())).status
-    for kind in ("Ready", "Serving", "Available"):
+    for kind in ("Ready", "Serving"):
         found = status.condition(kind)
         assert found is not None
         assert (found.status, found.reason) == ("False", "ClaimNotBound")
@@ -262,8 +262,8 @@ async def test_a_claim_of_somebody_elses_is_left_alone_and_told(operator: Operat
         await operator.reconcile()
     assert operator.api.objects[CLAIM] == before
     assert not [what for what in operator.api.objects if what[0] == "Deployment"]
-    for condition in map(operator.condition, ("ObjectsAccepted", "Ready")):
-        assert (condition.status, condition.reason) == ("False", "NameTaken")
+    for condition in map(operator.condition, ("Stalled", "Ready")):
+        assert condition.reason == "NameTaken"
         assert "PersistentVolumeClaim chat-weights" in condition.message
         assert "spec.cache.weightsClaimName" in condition.message
 
@@ -275,7 +275,7 @@ async def test_engines_start_once_somebody_elses_claim_has_given_way(operator: O
     operator.api.drop(*CLAIM)
     await operator.reconcile(90)
     await served(operator)
-    assert operator.condition("ObjectsAccepted").status == "True"
+    assert operator.condition("Stalled").status == "False"
 
 
 async def test_no_engine_is_added_once_the_claim_has_become_somebody_elses(operator: Operator) -> None:
@@ -288,7 +288,7 @@ async def test_no_engine_is_added_once_the_claim_has_become_somebody_elses(opera
         await operator.reconcile()
     (deployment,) = (obj for what, obj in operator.api.objects.items() if what[0] == "Deployment")
     assert deployment["spec"]["replicas"] == 1
-    assert operator.condition("ObjectsAccepted").reason == "NameTaken"
+    assert operator.condition("Stalled").reason == "NameTaken"
     none = {"replicas": 0, "disruption": {"minAvailable": 0}, "scaling": {"minReplicas": 0}}
     operator.edit(manifest(kvCache=FIXED, cache={"weights": {"size": "100Gi"}}, **none))
     for _ in range(3):
@@ -307,8 +307,8 @@ async def test_no_engine_starts_while_its_claim_is_refused(operator: Operator) -
     for _ in range(3):
         await operator.reconcile()
     assert not [what for what in operator.api.objects if what[0] == "Deployment"]
-    told = operator.condition("ObjectsAccepted")
-    assert (told.status, told.reason) == ("False", "Forbidden")
+    told = operator.condition("Stalled")
+    assert (told.status, told.reason) == ("True", "Forbidden")
     assert "exceeded quota: disks" in told.message
 
 
@@ -331,8 +331,8 @@ async def test_a_claim_that_is_refused_keeps_no_engine_from_being_mended(operato
     await operator.reconcile()
     (deployment,) = (obj for what, obj in operator.api.objects.items() if what[0] == "Deployment")
     assert deployment["spec"]["replicas"] == 2
-    told = operator.condition("ObjectsAccepted")
-    assert (told.reason, told.status) == ("Invalid", "False")
+    told = operator.condition("Stalled")
+    assert (told.reason, told.status) == ("Invalid", "True")
     assert "spec.cache.weights: a claim keeps its class" in told.message
     assert operator.condition("Stalled").status == "True"
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from prometheus_client import generate_latest
 
-from kvpilot_operator.api.words import Action, CachePhase, Outcome
+from kvpilot_operator.api.words import Action, CachePhase, ConditionType, Outcome
 from kvpilot_operator.control.known_reasons import KNOWN
 from kvpilot_operator.control.service_metrics import MAX_REASONS, ServiceSeries
 from kvpilot_operator.control.telemetry import Telemetry
@@ -30,6 +30,7 @@ from kvpilot_operator.state.status import (
     Canary,
     Condition,
     Denied,
+    Experience,
     JournalEntry,
     KVCache,
     Option,
@@ -45,12 +46,11 @@ OPTIONS = (
         action=Action.DTYPE_DOWN,
         dtype="k4v4",
         replicas=2,
-        gpus=0,
         outcome=Outcome.CHOSEN,
         message="",
         capacity_tokens=30_000,
     ),
-    Option(action=Action.SCALE_OUT, dtype="auto", replicas=3, gpus=1, outcome=Outcome.INSUFFICIENT, message=""),
+    Option(action=Action.SCALE_OUT, dtype="auto", replicas=3, outcome=Outcome.INSUFFICIENT, message=""),
 )
 
 
@@ -69,13 +69,14 @@ def denied(dtype: str, hours: int) -> Denied:
     return Denied(dtype=dtype, model="m", image="i", gpu="g", reason="AccuracyRegressed", message="", until=until)
 
 
-ENDED = Canary(
+ENDED = Experience(
     revision="r1",
     dtype="k8v4",
     from_dtype="auto",
-    stage="RolledBack",
-    started_time=NOW - timedelta(hours=2),
-    stage_time=NOW - timedelta(hours=1),
+    model="m",
+    image="i",
+    gpu="g",
+    time=NOW - timedelta(hours=1),
     verdict="Failed",
     reason="AccuracyRegressed",
 )
@@ -84,10 +85,6 @@ PROBE = Measured(
     dtype="k4v4",
     verdict="Passed",
     probe_time=NOW,
-    prompts=8,
-    positions=256,
-    mean_kl_micronats=2600,
-    p99_kl_micronats=9000,
     excess_kl_micronats=2500,
     top1_agreement_permille=985,
 )
@@ -116,7 +113,7 @@ STATUS = Status(
         stage_time=NOW,
         weight_percent=25,
     ),
-    last_canary=ENDED,
+    history=(ENDED,),
     accuracy=Accuracy(failures=2, errors=1, last=PROBE),
     decisions=(
         JournalEntry(time=NOW, action="Hold", reason="Dwell", message=""),
@@ -147,7 +144,7 @@ def read(telemetry: Telemetry, name: str, key: ServiceKey = KEY, **labels: str) 
     return telemetry.registry.get_sample_value(name, {"namespace": key.namespace, "name": key.name, **labels})
 
 
-LAST_CANARY = {"stage": "RolledBack", "dtype": "k8v4", "verdict": "Failed", "reason": "AccuracyRegressed"}
+LAST_CANARY = {"dtype": "k8v4", "verdict": "Failed", "reason": "AccuracyRegressed"}
 
 
 @pytest.mark.parametrize(
@@ -172,8 +169,8 @@ LAST_CANARY = {"stage": "RolledBack", "dtype": "k8v4", "verdict": "Failed", "rea
         ("kvpilot_recommended_replicas", {}, 3),
         ("kvpilot_desired_replicas", {}, 2),
         ("kvpilot_max_replicas", {}, manifest()["spec"]["scaling"]["maxReplicas"]),
-        ("kvpilot_option_gpus", {"action": "ScaleOut", "dtype": "auto", "outcome": "Insufficient"}, 1),
-        ("kvpilot_option_gpus", {"action": "DtypeDown", "dtype": "k4v4", "outcome": "Chosen"}, 0),
+        ("kvpilot_option_replicas", {"action": "ScaleOut", "dtype": "auto", "outcome": "Insufficient"}, 3),
+        ("kvpilot_option_replicas", {"action": "DtypeDown", "dtype": "k4v4", "outcome": "Chosen"}, 2),
         ("kvpilot_option_capacity_tokens", {"action": "DtypeDown", "dtype": "k4v4", "outcome": "Chosen"}, 30_000),
         (
             "kvpilot_option_capacity_tokens",
@@ -246,7 +243,7 @@ def test_what_is_no_longer_so_is_no_longer_shown() -> None:
     for name in ("kvpilot_kv_usage_ratio", "kvpilot_canary_weight_ratio", "kvpilot_engine_metrics_timestamp_seconds"):
         assert read(telemetry, name) is None
     assert (
-        read(telemetry, "kvpilot_option_gpus", action=Action.SCALE_OUT, dtype="auto", outcome=Outcome.INSUFFICIENT)
+        read(telemetry, "kvpilot_option_replicas", action=Action.SCALE_OUT, dtype="auto", outcome=Outcome.INSUFFICIENT)
         is None
     )
     assert read(telemetry, "kvpilot_canary_stage", stage="Shifting", dtype="k4v4") is None
@@ -287,8 +284,8 @@ def test_an_engine_that_makes_up_reasons_makes_no_series() -> None:
         reason = f"Excuse{number}"
         entry = JournalEntry(time=NOW, action="RollBack", reason=reason, message="")
         line = Condition(type="Ready", status="False", reason=reason, last_transition_time=NOW, observed_generation=1)
-        ended = msgspec.structs.replace(STATUS.last_canary, reason=reason)
-        decided(telemetry, Status(decisions=(entry,), conditions=(line,), last_canary=ended))
+        ended = msgspec.structs.replace(ENDED, reason=reason)
+        decided(telemetry, Status(decisions=(entry,), conditions=(line,), history=(ended,)))
         known |= {str(sorted(one.labels.items())) for one in shown_of(telemetry, "Other")}
     assert read(telemetry, "kvpilot_decisions_total", action="RollBack", reason="Other") == 30
     assert read(telemetry, "kvpilot_condition", type="Ready", status="False", reason="Other") == 1
@@ -311,15 +308,12 @@ def test_the_counter_of_decisions_is_bounded_for_known_reasons_too() -> None:
 
 def test_a_busy_service_has_at_most_seventy_series() -> None:
     telemetry = Shown()
-    kinds = ("Ready", "Available", "Progressing", "ModelCached", "MetricsAvailable", "MemoryPressured")
-    kinds += ("CanaryHealthy", "AccuracyVerified", "SpecAccepted", "ReconcileSucceeded", "Reconciling", "Stalled")
-    kinds += ("CalibrationConsistent", "ObjectsAccepted")
+    kinds = tuple(ConditionType)
     options = tuple(
         Option(
             action=Action.DTYPE_DOWN,
             dtype=f"d{n}",
             replicas=1,
-            gpus=0,
             outcome=Outcome.POSSIBLE,
             message="",
             capacity_tokens=1,

@@ -121,13 +121,7 @@ class Actor:
         metadata = {**s.key._asdict(), "resourceVersion": s.resource_version}
         status = dump_status(decision.status)
         service = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "status": status}
-        write = partial(self._cluster.apply, service, subresource="status")
-        if s.unreadable is None:
-            await write()
-            return
-        # A definition that was put back, too, may refuse what it does not know: pods and events do not wait for it.
-        status["canary"] = s.unreadable.value
-        await self._attempt(s, (KIND, s.key.name), _hash(status), write)
+        await self._cluster.apply(service, subresource="status")
 
     async def _set_gates(self, s: Snapshot, names: Collection[str], *, admitted: bool) -> None:
         """Open or close the readiness gates of these pods; skip one that has just gone."""

@@ -207,7 +207,7 @@ class Engine(Record, frozen=True):
     that kvpilot sets itself, that hide the engine from it (--api-key, --ssl-*, --root-path, --middleware, --grpc,
     --headless, --disable-log-stats, --api-server-count=0), that spread one engine over several pods, that change what a
     probe measures (--logprobs-mode), that hold a secret (--hf-token), --config, and those that do not go with another
-    field. The API server knows the full names; the operator reports the other spellings in the condition SpecAccepted.
+    field. The API server knows the full names; the operator reports the other spellings in the condition Stalled.
     """
     env: Annotated[tuple[EnvVar, ...], Meta(max_length=64, extra=keyed_by("name"))] = ()
     """Environment variables of the engine container."""

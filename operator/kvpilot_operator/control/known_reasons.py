@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kvpilot_operator.api.words import ConditionType, ObjectiveState, Outcome, Reason, Stage, Verdict, WorkloadKind
+from kvpilot_operator.api.words import ConditionType, ObjectiveState, Outcome, Reason, Stage, WorkloadKind
 from kvpilot_operator.errors import KvpilotError
 from kvpilot_operator.probes.errors import ProbeError
-from kvpilot_operator.state.questions import Question
 
 OTHER = "Other"
 # Refusals of kvpilot-serve and kvpilot-prefetch (kvpilot_runtime.errors).
@@ -38,8 +37,7 @@ def _errors(kind: type[Exception]) -> set[str]:
 KNOWN = frozenset({
     *Reason, *WorkloadKind, *ObjectiveState, *Outcome, *Stage, *ConditionType, *ENGINE, *_KUBELET,
     *_API_SERVER, *_errors(KvpilotError), *_errors(ProbeError),
-    *(f"Canary{stage}" for stage in Stage), *(f"Probe{verdict}" for verdict in Verdict),
-    *(f"{question}Unanswered" for question in Question),
+    *(f"Canary{stage}" for stage in Stage),
 })  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvpilot_operator.act.perform import Actor
-from kvpilot_operator.api.words import ConditionType
+from kvpilot_operator.api.words import ConditionType, Reason
 from kvpilot_operator.control.prober import Probe, Prober
 from kvpilot_operator.control.service_metrics import ServiceSeries
 from kvpilot_operator.control.telemetry import Telemetry
@@ -190,13 +190,12 @@ class Pilot:
 
 
 def _tell(s: Snapshot, decision: Decision) -> None:
-    kind = ConditionType.RECONCILE_SUCCEEDED
-    before, after = s.status.condition(kind), decision.status.condition(kind)
-    if decision.unanswered and (before is None or after is None or before.message != after.message):
-        for one in decision.unanswered:
+    before = s.status.condition(ConditionType.READY)
+    for one in decision.unanswered:
+        if before is None or str(one) not in before.message:
             log.error(
                 "%s: not answered: %s in %s", one.question, one.error, " > ".join(one.where) or "another's code",
-                extra={"service": str(s.key), "reason": f"{one.question}Unanswered"},
+                extra={"service": str(s.key), "reason": Reason.RECONCILE_INCOMPLETE},
             )  # fmt: skip
     for entry in _news(s, decision):
         words = {name: getattr(entry, name) for name in ("action", "reason", "from_dtype", "to_dtype")}

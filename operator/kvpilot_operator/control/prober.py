@@ -114,7 +114,7 @@ class Probe:
             outcome = ProbeFailed(type(error).__name__, str(error))
             log.warning("probe failed: %s", error, extra=extra)
         except Exception as error:
-            outcome = ProbeFailed(Reason.PROBE_CRASHED, f"{type(error).__name__}: {error}")
+            outcome = ProbeFailed(Reason.PROBE_ERRORS, f"{type(error).__name__}: {error}")
             log.exception("probe crashed", extra=extra)
         else:
             log.info("probe is done", extra=extra)

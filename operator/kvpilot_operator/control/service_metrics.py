@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from kvpilot_operator.api.words import CachePhase
 from kvpilot_operator.control.known_reasons import OTHER, known
-from kvpilot_operator.decide import canary_deadline
+from kvpilot_operator.decide import canary_deadline, refused
 from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
@@ -58,6 +58,10 @@ CONDITION = _family(
 )
 LAST_RECONCILE = _family(
     "kvpilot_last_reconcile_timestamp_seconds", "Time of the last successful reconcile of the service."
+)
+
+REFUSED = _family(
+    "kvpilot_refused_objects", "Objects and pods of the service that the API server refuses.", ("reason",)
 )
 
 USAGE = _family("kvpilot_kv_usage_ratio", "Share of the KV cache in use, 0 to 1.")
@@ -109,9 +113,7 @@ PREFETCHED = _family("kvpilot_prefetch_downloaded_bytes", "Bytes of the weights 
 PREFETCH_SIZE = _family("kvpilot_prefetch_size_bytes", "Bytes of all weights, until the claim is filled.")
 
 _OPTION = ("action", "dtype", "outcome")
-OPTION_GPUS = _family(
-    "kvpilot_option_gpus", "GPUs that a step of the last decision would take; negative where it frees some.", _OPTION
-)
+OPTION_REPLICAS = _family("kvpilot_option_replicas", "Replicas after a step of the last decision.", _OPTION)
 OPTION_CAPACITY = _family(
     "kvpilot_option_capacity_tokens", "KV cache capacity in tokens after a step of the last decision.", _OPTION
 )
@@ -124,7 +126,7 @@ CANARY_WEIGHT = _family("kvpilot_canary_weight_ratio", "Share of the requests th
 LAST_CANARY = _family(
     "kvpilot_last_canary_timestamp_seconds",
     "Time at which the last canary ended, with its result.",
-    ("stage", "dtype", "verdict", "reason"),
+    ("dtype", "verdict", "reason"),
 )
 
 PROBE_KL = _family(
@@ -257,6 +259,8 @@ def _words(s: Snapshot, status: Status) -> _Rows:
     if s.spec is not None:
         yield INFO, (s.spec.kv_cache.mode, s.spec.scaling.mode, s.spec.model.served_name), 1
         yield MAX_REPLICAS, (), s.spec.scaling.max_replicas
+    for reason, count in Counter(known(one) for one in refused(s)).items():
+        yield REFUSED, (reason,), count
     for one in status.conditions:
         yield CONDITION, (one.type, one.status, known(one.reason)), 1
     kv = status.kv_cache
@@ -276,18 +280,18 @@ def _options(status: Status) -> _Rows:
     options = next((entry.options for entry in status.decisions if entry.options), ())
     by_labels = {(option.action, option.dtype, option.outcome): option for option in options}
     for labels, option in by_labels.items():
-        yield OPTION_GPUS, labels, option.gpus
+        yield OPTION_REPLICAS, labels, option.replicas
         yield OPTION_CAPACITY, labels, option.capacity_tokens
 
 
 def _canary(s: Snapshot, status: Status) -> _Rows:
-    canary, last = status.canary, status.last_canary
+    canary, last = status.canary, status.last_trial
     if canary is not None:
         yield CANARY_STAGE, (canary.stage, canary.dtype), 1
         yield CANARY_WEIGHT, (), (canary.weight_percent or 0) / 100
         yield CANARY_DEADLINE, (), canary_deadline(s.spec, canary).timestamp() if s.spec is not None else None
     if last is not None:
-        yield LAST_CANARY, (last.stage, last.dtype, last.verdict, known(last.reason)), last.stage_time.timestamp()
+        yield LAST_CANARY, (last.dtype, last.verdict, known(last.reason)), last.time.timestamp()
 
 
 def _probes(accuracy: Accuracy) -> _Rows:

@@ -4,6 +4,7 @@ from kvpilot_operator.decide.accuracy.baseline import described
 from kvpilot_operator.decide.accuracy.control import control_fault
 from kvpilot_operator.decide.accuracy.verdict import Judgement, judge
 from kvpilot_operator.decide.decide import decide
+from kvpilot_operator.decide.rejections import refused
 from kvpilot_operator.decide.rollout.shifting import deadline as canary_deadline
 
-__all__ = ["Judgement", "canary_deadline", "control_fault", "decide", "described", "judge"]
+__all__ = ["Judgement", "canary_deadline", "control_fault", "decide", "described", "judge", "refused"]

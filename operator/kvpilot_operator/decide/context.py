@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cache, partial
+from itertools import takewhile
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -25,6 +26,9 @@ from kvpilot_operator.state.decision import Event, Manifest, Request
 from kvpilot_operator.state.questions import Unanswered
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import MAX_DECISIONS, Canary, Denied, JournalEntry, Option, Stable, Status, clip
+
+# Decisions that neither begin nor end a hold.
+_BESIDE = (Action.SCALE_OUT, Action.SCALE_IN, Action.KEEP_BASELINE, Action.RECOMMEND)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +123,11 @@ class Draft:
         before, dtype = in_flight(self).from_dtype, in_flight(self).dtype
         return self.record(action, reason, message, from_dtype=before, to_dtype=dtype, event=event, options=options)
 
+    def holds(self, reason: str) -> bool:
+        """Return True if the journal says already that the next dtype or revision is held back for this reason."""
+        steps = (one for one in self.status.decisions if one.action not in _BESIDE)
+        return any(one.reason == reason for one in takewhile(lambda one: one.action == Action.HOLD, steps))
+
     def event(self, reason: str, message: str, *, warning: bool = False) -> Self:
         """Post an event without a journal entry."""
         return replace(self, events=(*self.events, Event("Warning" if warning else "Normal", reason, clip(message))))
@@ -163,7 +172,7 @@ class Placed(NamedTuple):
 
 _NOT_JUDGED = Workload(WorkloadKind.NO_METRICS, "the metrics were not judged")
 _NOT_WEIGHED = nothing_weighed("", 0, ())
-_NOT_CHOSEN = Target("", "", Reason.NOT_CHOSEN, "", startable=False)
+_NOT_CHOSEN = Target("", "", Reason.RECONCILE_INCOMPLETE, "", startable=False)
 _NOTHING = Placed()
 
 

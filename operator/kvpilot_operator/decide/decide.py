@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from kvpilot_operator.decide import pressure, summary, target
-from kvpilot_operator.decide.conditions import conditions
+from kvpilot_operator.decide import conditions, pressure, summary, target
 from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.objects import admission, do_not_evict, placement, storage
-from kvpilot_operator.decide.rollout import probing, rollout, unreadable
+from kvpilot_operator.decide.rollout import probing, rollout
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.questions import Question, unanswered
 from kvpilot_operator.state.snapshot import Snapshot
@@ -38,8 +37,7 @@ def fold(draft: D, rules: Sequence[Rule[D]]) -> D:
         try:
             draft = rule.answer(draft)
         except Exception as error:
-            kept = rule.otherwise(draft)
-            draft = replace(kept, unanswered=(*kept.unanswered, unanswered(rule.question, error)))
+            draft = rule.otherwise(replace(draft, unanswered=(*draft.unanswered, unanswered(rule.question, error))))
     return draft
 
 
@@ -61,23 +59,14 @@ RULES: tuple[Rule[Context], ...] = (
     Rule(Question.ADMISSION, admission.admit),
     Rule(Question.DO_NOT_EVICT, do_not_evict.mark, otherwise=do_not_evict.as_now),
     Rule(Question.JOURNAL, summary.explain),
-    Rule(Question.CONDITIONS, conditions.tell),
+    Rule(Question.CONDITIONS, conditions.tell, otherwise=conditions.leave),
 )
 """A rule sees what the ones above it decided, in the Context that they return."""
-
-UNREADABLE: tuple[Rule[Context], ...] = (
-    Rule(Question.WORKLOAD, pressure.judge_workload),
-    Rule(Question.ADMISSION, admission.admit_serving),
-    Rule(Question.DO_NOT_EVICT, do_not_evict.as_now),
-    Rule(Question.JOURNAL, unreadable.explain),
-    Rule(Question.CONDITIONS, conditions.tell),
-)
-"""For a service with a canary that cannot be read: no object is touched."""
 
 REFUSED: tuple[Rule[Draft], ...] = (
     Rule(Question.ADMISSION, admission.admit_serving),
     Rule(Question.DO_NOT_EVICT, do_not_evict.while_refused),
-    Rule(Question.CONDITIONS, conditions.refuse),
+    Rule(Question.CONDITIONS, conditions.refuse, otherwise=conditions.leave),
 )
 """For a service whose spec breaks the API's rules: what runs is left as it is."""
 
@@ -87,7 +76,7 @@ _AGAIN_SECONDS = 10.0
 def decide(s: Snapshot) -> Decision:
     """Snapshot in, Decision out; total: every snapshot has a decision, and each question that fails is named in it."""
     if s.spec is None:
-        refused = conditions.report(fold(_seen(Draft(snapshot=s, status=s.status)), REFUSED))
+        refused = fold(_seen(Draft(snapshot=s, status=s.status)), REFUSED)
         return Decision(
             refused.status,
             events=refused.events,
@@ -95,11 +84,10 @@ def decide(s: Snapshot) -> Decision:
             do_not_evict=refused.do_not_evict,
             unanswered=refused.unanswered,
         )
-    rules = RULES if s.unreadable is None else UNREADABLE
-    c = conditions.report(fold(_seen(Context.of(s, s.spec)), rules))
+    c = fold(_seen(Context.of(s, s.spec)), RULES)
     return Decision(
         status=c.status,
-        objects=placement.objects(c) if s.unreadable is None else None,
+        objects=placement.objects(c),
         baseline=c.captured,
         probe=c.request,
         events=c.events,

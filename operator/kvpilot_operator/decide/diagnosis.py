@@ -31,7 +31,7 @@ _NOT_THERE = re.compile(
     r"|couldn't find key (?P<key>\S+) in (?P<kind_of_key>Secret|ConfigMap) [^/\s]*/(?P<holder>\S+)",
     re.IGNORECASE,
 )
-_MISSING = {"secret": ("Secret", Reason.SECRET_MISSING), "configmap": ("ConfigMap", Reason.CONFIG_MAP_MISSING)}
+_MISSING = {"secret": "Secret", "configmap": "ConfigMap"}
 
 
 def refusal(exit_message: str | None) -> Cause | None:
@@ -44,7 +44,7 @@ def refusal(exit_message: str | None) -> Cause | None:
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and record.get("kvpilot") == "refused":
-            return Cause(_reason(record.get("reason"), Reason.ENGINE_REFUSED), clip(_text(record.get("message"))))
+            return Cause(_reason(record.get("reason"), Reason.ENGINE_CRASHED), clip(_text(record.get("message"))))
     return None
 
 
@@ -92,7 +92,7 @@ def pending_reason(pods: Sequence[PodView]) -> Cause | None:
         if reason in ON_ITS_WAY and pod.needs is not None:
             return Cause(reason, clip(not_started(pod)))
         if reason:
-            return Cause(_reason(reason, Reason.WAITING), clip((message or "").strip()[-600:]))
+            return Cause(_reason(reason, Reason.ENGINES_STARTING), clip((message or "").strip()[-600:]))
     return None
 
 
@@ -101,14 +101,14 @@ def _missing(message: str) -> Cause | None:
     found = _NOT_THERE.search(message)
     if found is None:
         return None
-    kind, reason = _MISSING[(found["kind"] or found["kind_of_key"]).lower()]
+    kind = _MISSING[(found["kind"] or found["kind_of_key"]).lower()]
     name, key = found["name"] or found["holder"], found["key"]
     text = (
         f"{kind} {name} has no key {key}: add it, or name another one in spec.engine.env"
         if key
         else f"{kind} {name} is not there: create it in the namespace of the service, or name another one in the spec"
     )
-    return Cause(reason, clip(f"{text} ({message.strip()})"))
+    return Cause(Reason.CONFIG_MISSING, clip(f"{text} ({message.strip()})"))
 
 
 def waits_for_volume(pod: PodView) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvpilot_operator.api.words import ConditionType, Reason, Stage
+from kvpilot_operator.api.words import ConditionType, Reason, Stage, Verdict
 from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.load.engine_args import step_tokens
 from kvpilot_operator.decide.load.workload import classify
@@ -50,9 +50,9 @@ def take_replica_step(c: Context) -> Context:
 
 def policy_input(c: Context) -> PolicyInput:
     """The service as the policy sees it."""
-    s, last, known = c.snapshot, c.status.last_canary, c.status.scaling
+    s, last, known = c.snapshot, c.status.last_trial, c.status.scaling
     sample = s.last_sample(_serving(c))
-    undone = last is not None and last.stage == Stage.ROLLED_BACK and last.reason != Reason.SUPERSEDED
+    undone = last is not None and last.verdict != Verdict.PASSED and last.reason != Reason.SUPERSEDED
     return PolicyInput(
         now=c.now,
         spec=c.spec,
@@ -70,7 +70,7 @@ def policy_input(c: Context) -> PolicyInput:
         dtype_changed=c.status.kv_cache.changed_time,
         replicas_changed=known.changed_time,
         scale_in_backoff=known.scale_in_backoff,
-        rolled_back=last.stage_time if last is not None and undone else None,
+        rolled_back=last.time if last is not None and undone else None,
         busy=_busy(c),
         yields=_yields(c),
         no_canary=_no_canary(c),

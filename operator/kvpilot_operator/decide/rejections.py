@@ -48,6 +48,11 @@ def rejected(s: Snapshot) -> tuple[Rejection, ...]:
     return (*(s.rejections or ()), *pods, *_not_served(s))
 
 
+def refused(s: Snapshot) -> tuple[str, ...]:
+    """Return the reason of each refusal, for metrics."""
+    return tuple(finding([one]).reason for one in rejected(s))
+
+
 def of_workload(s: Snapshot, revision: str, rejections: Sequence[Rejection]) -> list[Rejection]:
     """Return the rejections of the workload that runs a revision, of whatever kind it is."""
     name = deployment_name(s.key.name, revision)

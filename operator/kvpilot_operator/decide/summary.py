@@ -7,7 +7,7 @@ from __future__ import annotations
 import msgspec
 
 from kvpilot_operator.api.names import REVISION_LABEL, SERVICE_LABEL, service_url
-from kvpilot_operator.api.words import Action, ConditionType, WorkloadKind
+from kvpilot_operator.api.words import Action, WorkloadKind
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.load.objectives import Measured
 from kvpilot_operator.decide.load.workload import USAGE_STEP_PERCENT
@@ -194,10 +194,7 @@ def _hold(c: Context) -> Context:
     target, policy = c.target, c.policy
     if target.held is None or c.canary is not None:
         return c
-    before = c.before.condition(ConditionType.PROGRESSING)
-    newest = c.status.decisions[0] if c.status.decisions else None
-    told = newest is not None and (newest.action, newest.reason) == (Action.HOLD, target.reason)
-    if told or (before is not None and before.reason == target.reason):
+    if c.holds(target.reason):
         return c
     if policy.hold is not None and target.held == policy.hold:
         return c.record(Action.HOLD, target.reason, policy.message, warning=True, options=policy.options)

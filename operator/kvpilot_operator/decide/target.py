@@ -46,7 +46,7 @@ def unchanged(c: Context) -> Context:
     part = c.canary or c.stable
     dtype, name = (part.dtype, part.revision) if part is not None else (c.spec.kv_cache.baseline, "")
     held, recommended = "no target could be chosen: what serves stays as it is", c.status.kv_cache.recommended_dtype
-    return replace(c, target=Target(dtype, name, Reason.NOT_CHOSEN, held, held, recommended, startable=False))
+    return replace(c, target=Target(dtype, name, Reason.RECONCILE_INCOMPLETE, held, held, recommended, startable=False))
 
 
 def _left_behind(c: Context) -> Target | None:
@@ -111,14 +111,14 @@ def _fixed(c: Context) -> Target:
             "Choose another dtype, or set spec.rollout.denySeconds to 0 to try again"
         )
         return _guarded(c, stable.dtype, Reason.DTYPE_DENIED, held, held=held, warning=warning)
-    return _guarded(c, wanted, Reason.FIXED_DTYPE, f"spec.kvCache.dtype is {wanted}", warning=warning)
+    return _guarded(c, wanted, Reason.SPEC_CHANGED, f"spec.kvCache.dtype is {wanted}", warning=warning)
 
 
 def _laddered(c: Context) -> Target:
     stable, canary, policy = c.stable, c.canary, c.policy
     if stable is None:
         baseline = c.spec.kv_cache.baseline
-        return _guarded(c, baseline, Reason.BASELINE, f"starts with the baseline dtype {baseline}")
+        return _guarded(c, baseline, Reason.SETTLED, f"starts with the baseline dtype {baseline}")
     if canary is not None and canary.stage != Stage.ROLLING_BACK:
         return _guarded(c, canary.dtype, canary.reason, canary.message, recommended=canary.dtype)
     step, best = policy.chosen, (policy.wanted or policy.chosen).dtype
@@ -153,14 +153,16 @@ def _guarded(
 
 
 def _failed_before(c: Context, name: str) -> str | None:
-    last, deny = c.status.last_canary, c.spec.rollout.deny_seconds
-    if last is None or last.revision != name or last.stage != Stage.ROLLED_BACK or last.reason == Reason.SUPERSEDED:
+    last, deny = c.status.last_trial, c.spec.rollout.deny_seconds
+    if last is None or last.revision != name or last.verdict == Verdict.PASSED or last.reason == Reason.SUPERSEDED:
         return None
+    if c.canary is not None and c.canary.revision == name:
+        return None  # It is still being rolled back.
     wait = deny if last.verdict == Verdict.FAILED else min(RETRY_SECONDS, deny)
     if wait == 0 and last.generation == c.snapshot.generation:
         # Nothing is denied, yet nothing has changed either: a canary that fails in a loop helps nobody.
         wait = RETRY_SECONDS
-    until = last.stage_time + timedelta(seconds=wait)
+    until = last.time + timedelta(seconds=wait)
     if c.now >= until:
         return None
     return (

@@ -127,7 +127,6 @@ class Observer:
             faults=faults,
             spec=None if faults else spec,
             status=service.status,
-            unreadable=service.unreadable,
             deployments=revisions,
             pods=self.cache.replicas(key),
             traffic=_traffic(traffic, pools.get(("InferencePool", key.name)), failed),

@@ -28,7 +28,7 @@ from kvpilot_operator.observe.views import deployment_view, is_ours, leader_name
 from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET
 from kvpilot_operator.state.objects import DeploymentView, ObjectView, PodView
 from kvpilot_operator.state.snapshot import ServiceKey
-from kvpilot_operator.state.status import Status, Unreadable, parse_status, unreadable_canary
+from kvpilot_operator.state.status import Status, parse_status
 
 
 class ServiceFeed:
@@ -78,8 +78,6 @@ class ServiceView:
     spec: Spec | None
     """None while there are faults."""
     status: Status
-    unreadable: Unreadable | None = None
-    """The status' canary, where it cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +191,8 @@ class InformerCache:
             broken, spec = known.faults, known.spec
         else:
             broken, spec = _judged(obj, self._host_access)
-        status, unreadable = parse_status(obj.get("status")), unreadable_canary(obj.get("status"))
-        return ServiceView(uid, generation, metadata["resourceVersion"], broken, spec, status, unreadable)
+        status = parse_status(obj.get("status"))
+        return ServiceView(uid, generation, metadata["resourceVersion"], broken, spec, status)
 
 
 def _judged(obj: Object, host_access: Collection[str]) -> tuple[tuple[Fault, ...], Spec | None]:

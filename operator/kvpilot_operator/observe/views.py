@@ -28,7 +28,7 @@ from kvpilot_operator.state.snapshot import ServiceKey
 
 Object = Mapping[str, Any]
 
-# A pod is gated while a queue (Kueue's, say) has no room for it: for us it is the same as no room on a node.
+# A queue (Kueue's, say) holds a pod by a scheduling gate while it has no room: the same as no room on a node.
 _NO_NODE = ("Unschedulable", "SchedulingGated")
 _SOURCES = (
     ("Secret", "secret", "secretName"),
@@ -145,7 +145,7 @@ def deployment_view(deployment: Object, kind: str = "Deployment") -> DeploymentV
         model=told.value("--model"),
         arguments=tuple(map(str, engine.get("args") or ())),
         adapters=tuple(one.partition("=")[0] for one in adapters.values) if adapters is not None else (),
-        gated=any(gate.get("conditionType") == ADMITTED for gate in template.get("readinessGates") or ()),
+        has_gate=any(gate.get("conditionType") == ADMITTED for gate in template.get("readinessGates") or ()),
         kind=kind,
         nodes=int((spec.get("leaderWorkerTemplate") or {}).get("size", 1)),
     )

@@ -66,13 +66,13 @@ def workload(
     startup_seconds: int,
     *,
     nodes: int = 1,
-    gated: bool = True,
+    has_gate: bool = True,
 ) -> dict[str, Any]:
-    """Return the workload of one revision, of so many `nodes` a replica; `gated` pods become ready once admitted.
+    """Return the workload of one revision, of so many `nodes` a replica; pods with `has_gate` wait for admission.
 
     The gate is no part of the revision: a Deployment from before there was one keeps its pods as they are.
     """
-    gates = {"readinessGates": [{"conditionType": ADMITTED}]} if gated else {}
+    gates = {"readinessGates": [{"conditionType": ADMITTED}]} if has_gate else {}
     labels = {k: v for k, v in template["metadata"]["labels"].items() if k in (REVISION_LABEL, DTYPE_LABEL)}
     revision, kind = labels[REVISION_LABEL], kind_for(nodes)
     spec = {

@@ -102,9 +102,9 @@ def fault(s: Snapshot, spec: Spec) -> str | None:
         return f": {missing}; install the Gateway API Inference Extension, or remove spec.inferencePool"
     refused = next((pool for pool in (service, lent) if s.rejection("InferencePool", pool) is not None), None)
     if spec.inference_pool is not None and refused is not None:
-        return f": InferencePool {refused}, which it is to send to, is refused; ObjectsAccepted says why and what to do"
+        return f": InferencePool {refused}, which it is to send to, is refused; Stalled says why and what to do"
     if s.route is None and spec.route is not None:
-        return f": HTTPRoute {name} of kvpilot's is not there; ObjectsAccepted says why where it stays so"
+        return f": HTTPRoute {name} of kvpilot's is not there; Stalled says why where it stays so"
     if s.route is None:
         return f": namespace {s.key.namespace} has no HTTPRoute {name}; create it, or {remove}"
     # Of a user's route a Gateway may dislike what is none of our business.

@@ -1,4 +1,4 @@
-"""`.status.accuracy`: the reference, the last measurement, and what became of the periodic ones.
+"""`.status.accuracy`: the reference, the last measurement, and the count of periodic ones.
 
 KL divergences are integers in micronats, shares in permille, times in UTC.
 """
@@ -21,33 +21,12 @@ class Baseline(Record, frozen=True, kw_only=True):
     """The ConfigMap that holds it."""
     identity: Annotated[str, Meta(max_length=128)]
     """Hash of model, revision, baseline dtype and the probe sets' content; a change captures anew."""
-    dtype: Word
-    """The dtype it was captured with."""
-    captured_time: datetime
-    """When it was captured."""
-    prompts: Count
-    """Prompts that were asked."""
     positions: Count
     """Token positions that were compared."""
     control_mean_kl_micronats: Count
     """Mean KL divergence of the control run."""
-    control_p99_kl_micronats: Count
-    """99th percentile of the control run's KL divergence."""
     control_top1_agreement_permille: Permille
     """Positions, in thousandths, at which the control run finds the same token most likely."""
-
-
-class Bucket(Record, frozen=True, kw_only=True):
-    """Damage at context positions [from, to)."""
-
-    from_position: Count
-    """First position of the bucket."""
-    to_position: Count
-    """First position after the bucket."""
-    mean_kl_micronats: Count
-    """Mean KL divergence from the baseline."""
-    top1_agreement_permille: Permille
-    """Positions, in thousandths, at which the baseline's most likely token is this one's too."""
 
 
 class Sample(Record, frozen=True, kw_only=True):
@@ -72,22 +51,12 @@ class Measured(Record, frozen=True, kw_only=True):
     """Its outcome."""
     probe_time: datetime
     """When it ended."""
-    prompts: Count
-    """Prompts that were asked."""
-    positions: Count
-    """Token positions that were compared."""
-    mean_kl_micronats: Count
-    """Mean KL divergence from the baseline."""
-    p99_kl_micronats: Count
-    """99th percentile of the KL divergence from the baseline."""
     excess_kl_micronats: int
     """Mean KL divergence above that of the control run; negative when below it."""
     top1_agreement_permille: Permille
     """Positions, in thousandths, at which the baseline's most likely token is this one's too."""
     pod: Annotated[str, Meta(max_length=253)] | None = None
     """The replica that was asked."""
-    buckets: Annotated[tuple[Bucket, ...], Meta(max_length=8)] = ()
-    """The same by position in the context."""
     sample: Sample | None = None
 
 

@@ -1,6 +1,6 @@
-"""What one reconcile decided: data for `act`, with the reason of every step in the status' journal.
+"""The decision of one reconcile: data for `act`, with the reason of every step in the status' journal.
 
-A probe that it asks for answers to a later one: requests and what they found stand here side by side.
+A later reconcile gets the result of a probe that it asks for: requests and results stand here side by side.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Manifest = Mapping[str, Any]
 
 
 class Cause(NamedTuple):
-    """Why something cannot be: a CamelCase reason, and words that name what is at fault and the remedy."""
+    """The cause of a failure: a CamelCase reason, and a message that names the fault and the remedy."""
 
     reason: str
     message: str
@@ -47,7 +47,7 @@ class Capture:
     """Identity of the baseline to capture."""
     config_map: str
     serving: bool = False
-    """Whether users' requests go to that pod: the probe gives way to them for a while."""
+    """True if users' requests go to that pod: the probe gives way to them for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Measure:
     """Its KV-cache dtype."""
     config_map: str
     serving: bool = False
-    """Whether users' requests go to that pod: the probe gives way to them, or ends without a verdict."""
+    """True if users' requests go to that pod: the probe gives way to them, or ends without a verdict."""
 
 
 Request = Find | Capture | Measure
@@ -94,7 +94,7 @@ Found = Captured | NothingKept | Measurement | ProbeFailed
 
 
 class ProbeResult(NamedTuple):
-    """What was asked, and what was found."""
+    """A request and its result."""
 
     request: Request
     outcome: Found | None

@@ -1,4 +1,4 @@
-"""A Prometheus histogram as counts per bucket: what a window of latencies or lengths is kept as."""
+"""A Prometheus histogram as counts per bucket: a window of latencies or lengths."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Histogram:
 
     @property
     def count(self) -> float:
-        """How many were observed."""
+        """The number of observations."""
         return sum(self.counts)
 
     def quantile(self, q: float) -> float:
-        """The value below which a share `q` lies, interpolated within its bucket as PromQL's histogram_quantile does.
+        """Return the value below which a share `q` lies, interpolated as PromQL's histogram_quantile does.
 
         The lowest bucket is taken to start at 0 and the open one to hold its lower bound. NaN for no observation.
         """
@@ -44,7 +44,7 @@ class Histogram:
         return self.bounds[-1] if self.bounds else float("nan")
 
     def __add__(self, other: Histogram) -> Histogram:
-        """Both together; an empty one takes the other's buckets. ValueError where two full ones differ in buckets."""
+        """Add both; an empty one takes the other's buckets. ValueError if the buckets of full ones differ."""
         if self.bounds == other.bounds:
             counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
             return Histogram(self.bounds, counts, self.total + other.total)
@@ -56,7 +56,7 @@ class Histogram:
 
     @classmethod
     def together(cls, histograms: Sequence[Histogram]) -> Histogram:
-        """Their sum; those of other buckets than the last full one (an engine of another version) are left out."""
+        """Return their sum, without those of other buckets than the last full one (an engine of another version)."""
         full = [h for h in histograms if h.count]
         same = [h for h in full if h.bounds == full[-1].bounds]
         if len(same) < 2:

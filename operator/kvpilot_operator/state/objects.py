@@ -1,4 +1,4 @@
-"""What the API server says of a service's objects: its pods, workloads, Services and route. Frozen, no I/O."""
+"""A service's objects in the API server: its pods, workloads, Services and route. Frozen, no I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 ON_ITS_WAY = ("PodInitializing", "ContainerCreating")
-"""What a container waits with while nothing is wrong with it."""
+"""Waiting reasons of a container that has no fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,13 @@ class PodView:
     ip: str | None
     node: str | None
     ready: bool
-    """Whether requests are sent to it: the kubelet's condition Ready, for which its readiness gates must be open."""
+    """True if requests are sent to it: the kubelet's condition Ready, which needs open readiness gates."""
     terminating: bool
     restarts: int
     waiting_reason: str | None
     """Why the container waits (ErrImagePull, CrashLoopBackOff, ...)."""
     exit_message: str | None
-    """What the engine's last exit left behind (kvpilot-serve's refusal, or the end of its log)."""
+    """The words of the engine's last exit (kvpilot-serve's refusal, or the end of its log)."""
     unschedulable: str | None
     """The scheduler's message while no node fits, or a queue holds the pod back."""
     unheard_since: datetime | None = None
@@ -35,15 +35,15 @@ class PodView:
     held_up: tuple[str, str] | None = None
     """Why an init container or a sidecar keeps the pod from being ready: reason and message."""
     needs: tuple[str, ...] | None = None
-    """What its volumes are made from, such as "Secret certificates"; None once a container of it has started."""
+    """The objects that its volumes are made from, such as "Secret certificates"; None once a container has started."""
     uid: str = ""
     do_not_evict: bool = False
-    """Whether we have asked cluster autoscalers to leave it where it is."""
+    """True if kvpilot has asked cluster autoscalers to leave it where it is."""
     mesh: bool = False
-    """Whether it is reached by the mesh's mutual TLS."""
+    """True if it is reached by the mesh's mutual TLS."""
     containers_ready: bool = False
     admitted: bool | None = None
-    """Whether our readiness gate is open; None where the pod has none."""
+    """True if kvpilot's readiness gate is open; None where the pod has none."""
     workers: tuple[PodView, ...] = ()
     """The other pods of the group that it leads, none of which takes requests."""
 
@@ -54,7 +54,7 @@ class PodView:
 
     @property
     def answers(self) -> bool:
-        """Whether its engine answers whoever has its address, be it admitted or not."""
+        """Return True if its engine answers, admitted or not."""
         return (self.ready or self.containers_ready) and bool(self.ip) and not self.terminating
 
 
@@ -63,13 +63,13 @@ class PrefetchView:
     """The Job that fills the claim for weights."""
 
     content: str
-    """As its annotation says it: what has to be on the claim, and the Job's own content."""
+    """Its annotation: hashes of the claim's content and of the Job's own."""
     done: bool
     failure: str | None
     """Why it ended without being done."""
     pods: tuple[PodView, ...]
     downloaded_bytes: int | None
-    """As its pod says now; None where none answers."""
+    """The number that its pod reports now; None where none answers."""
     total_bytes: int | None
 
 
@@ -89,8 +89,8 @@ class DeploymentView:
     """All that the engine is told."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters that its engines load at start."""
-    gated: bool = True
-    """Whether its pods have our readiness gate: those of an earlier operator may have none."""
+    has_gate: bool = True
+    """True if its pods have kvpilot's readiness gate."""
     kind: str = "Deployment"
     nodes: int = 1
     """Pods of a replica."""
@@ -125,10 +125,10 @@ class Rejection:
 
 
 class Parent(NamedTuple):
-    """What a Gateway says of a route that asks to be attached to it."""
+    """A Gateway's answer to a route that asks to be attached to it."""
 
     name: str
-    """As NAMESPACE/NAME, with the listener where one is named."""
+    """NAMESPACE/NAME, with the listener where one is named."""
     accepted: bool | None
     """None where nothing has been said of the route as it is now."""
     message: str = ""

@@ -1,4 +1,4 @@
-"""The questions of one reconcile, and those that had no answer. What goes wrong in one spoils none of the others."""
+"""The questions of one reconcile, and those without an answer. An error in one leaves the others alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpilot_operator.errors import ClusterError, places
 
 
 class Question(StrEnum):
-    """What a reconcile of one service asks, in the order in which it does."""
+    """The questions of a reconcile of one service, in their order."""
 
     ROUTE = "Route"  # Observed: what the HTTPRoute says.
     POOLS = "Pools"  # Observed: what the service's InferencePools select.
@@ -51,11 +51,11 @@ class Unanswered:
 
 
 def keeps_probe(unanswered: Sequence[Unanswered]) -> bool:
-    """Whether a probe that runs goes on: what is to be asked of the engines had no answer."""
+    """Return True if a running probe goes on: it is not known what to ask of the engines."""
     return any(one.question in (Question.PROBE_SETS, Question.ACCURACY) for one in unanswered)
 
 
 def unanswered(question: Question, error: Exception) -> Unanswered:
-    """What is kept of an error: its type, of one of the API server's the HTTP status, and the places in our code."""
+    """Keep of an error its type, the HTTP status if the API server gave one, and the places in our code."""
     status = f" HTTP {error.status}" if isinstance(error, ClusterError) and error.status else ""
     return Unanswered(question, f"{type(error).__name__}{status}", places(error))

@@ -1,4 +1,4 @@
-"""What the engines of one revision said of their load, scrape by scrape. Frozen, no I/O."""
+"""The load that the engines of one revision report, scrape by scrape. Frozen, no I/O."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOMY = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Flows:
-    """What happened on one revision's pods since the scrape before: increments, never counters.
+    """Increments of one revision's pods since the scrape before, never counters.
 
     A pod adds to it only with two pages of one engine process behind it; what a restart lost counts from zero.
     """
@@ -47,11 +47,11 @@ class Flows:
     """Inter-token latency, seconds."""
     generation_lengths: Histogram = NOTHING_OBSERVED
     disk_hits: float = 0.0
-    """Of `host_hits` the ones that came from a disk below host memory."""
+    """The part of `host_hits` that came from a disk below host memory."""
 
     @classmethod
     def together(cls, flows: Sequence[Flows]) -> Flows:
-        """Their sum; histograms of other buckets than the last (an engine of another version) are left out."""
+        """Return their sum, without histograms of other buckets than the last (an engine of another version)."""
         columns: Iterator[tuple[Any, ...]] = zip(*map(_FIGURES, flows), strict=True)
         sums: list[Any] = [Histogram.together(c) if isinstance(c[0], Histogram) else sum(c) for c in columns]
         return cls(*sums)

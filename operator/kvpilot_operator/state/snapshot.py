@@ -14,7 +14,7 @@ from kvpilot_operator.state.objects import DeploymentView, ObjectView, PodView, 
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.server import ServerFacts
-from kvpilot_operator.state.status import Status, Unreadable
+from kvpilot_operator.state.status import Status
 
 
 class ServiceKey(NamedTuple):
@@ -29,7 +29,7 @@ class ServiceKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What an engine says of its model's architecture (the metric kvpilot_model_info of our runtime)."""
+    """The model's architecture by an engine's metric kvpilot_model_info."""
 
     head_dim: int
     kv_heads: int
@@ -41,7 +41,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What the nodes that run the service say of their accelerator."""
+    """The accelerator of the nodes that run the service."""
 
     gpu: str = "cpu"
     """The value of the node label nvidia.com/gpu.product; for another vendor's the resource, such as amd.com/gpu."""
@@ -74,8 +74,6 @@ class Snapshot:
     spec: Spec | None
     """None while there are faults."""
     status: Status
-    unreadable: Unreadable | None = None
-    """The status' canary, where it cannot be read: it is kept as it is, and `status.canary` is None."""
     deployments: Mapping[str, DeploymentView] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
     traffic: str | None = None
@@ -85,7 +83,7 @@ class Snapshot:
     """Workloads and Services with the service's label, and InferencePools and HTTPRoutes of its names, by kind and
     name."""
     rejections: tuple[Rejection, ...] | None = None
-    """What the API server would not have when it was last written; None before anything was."""
+    """Refusals of the last writes by the API server; None before anything was written."""
     samples: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
     """Scrapes by revision, oldest first."""
     node: NodeFacts = NodeFacts()
@@ -99,44 +97,44 @@ class Snapshot:
     probes: ProbePlan = ProbePlan()
     probe_result: ProbeResult | None = None
     unanswered: tuple[Unanswered, ...] = ()
-    """What could not be observed this time: its field holds nothing then, which says nothing."""
+    """Questions that could not be observed this time: the field of each is empty, which says nothing."""
     backed_off: Mapping[str, str] = field(default_factory=dict)
     """Pods that are asked for their metrics less often, by name, with why: they failed more than once in a row."""
     adapters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """LoRA adapters that pods say they have loaded, by name of the pod; asked are those that were told to load any."""
     gpu_hour_micros: int | None = None
-    """What one of its GPUs costs an hour, in millionths of the prices' currency; None where no price is known."""
+    """The price of one of its GPUs an hour, in millionths of the prices' currency; None where it is unknown."""
 
     def unread(self, question: Question) -> Unanswered | None:
-        """Why this could not be observed; None where it was."""
+        """Return why this could not be observed; None where it was."""
         return next((one for one in self.unanswered if one.question == question), None)
 
     def pods_of(self, revision: str) -> tuple[PodView, ...]:
-        """The revision's pods that are not on their way out."""
+        """Return the revision's pods that are not terminating."""
         return tuple(p for p in self.pods if p.revision == revision and not p.terminating)
 
     def pod_to_ask(self, pods: tuple[PodView, ...]) -> PodView:
-        """Of these the one that is being asked, so that a new pod does not end a probe; else the first by name."""
+        """Return the pod that is being asked, so that a new pod does not end a probe; else the first by name."""
         request = self.probe_result.request if self.probe_result is not None else None
         asked = None if request is None or isinstance(request, Find) else request.pod
         return next((pod for pod in pods if pod.name == asked), pods[0])
 
     def ready_pods(self, revision: str) -> tuple[PodView, ...]:
-        """The revision's pods that answer and are sent requests where a selector names them."""
+        """Return the revision's pods that answer and get requests where a selector names them."""
         return tuple(p for p in self.pods_of(revision) if p.ready and p.ip)
 
     def answering_pods(self, revision: str) -> tuple[PodView, ...]:
-        """The revision's pods whose engines answer, those that are not admitted yet included."""
+        """Return the revision's pods whose engines answer, admitted or not."""
         return tuple(p for p in self.pods_of(revision) if p.answers)
 
     def rejection(self, kind: str, name: str) -> Rejection | None:
-        """Why the API server would not have this object, if it would not."""
+        """Return the API server's refusal of this object; None where there is none."""
         return next((one for one in self.rejections or () if (one.kind, one.name) == (kind, name)), None)
 
     def last_sample(self, revision: str) -> Sample | None:
-        """The revision's newest scrape in which at least one pod was plausible."""
+        """Return the revision's newest scrape in which at least one pod was plausible."""
         return next((sample for sample in reversed(self.samples.get(revision, ())) if sample.pods), None)
 
     def reported_dtype(self, revision: str) -> Sample | None:
-        """The revision's newest scrape in which a pod told its KV-cache dtype."""
+        """Return the revision's newest scrape in which a pod told its KV-cache dtype."""
         return next((sample for sample in reversed(self.samples.get(revision, ())) if sample.observed_dtype), None)

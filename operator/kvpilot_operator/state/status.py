@@ -6,7 +6,7 @@ Field names are the CRD's in snake case; KL divergences are integers in micronat
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -159,7 +159,7 @@ class Scaling(Record, frozen=True, kw_only=True):
     """When desiredReplicas last changed."""
     scaled_in_time: datetime | None = None
     """When a replica was last given back."""
-    scale_in_backoff: ScaleInBackoff | None = msgspec.field(name="regret", default=None)
+    scale_in_backoff: ScaleInBackoff | None = None
     saturations: Annotated[tuple[Saturation, ...], Meta(max_length=20, extra=keyed_by("dtype"))] = ()
     """What one replica of a dtype finished when requests last queued for it. A step back to that dtype, or to fewer
     replicas, waits until the load is well below that."""
@@ -192,7 +192,7 @@ class Cost(Record, frozen=True, kw_only=True):
 
 
 class Canary(Record, frozen=True, kw_only=True):
-    """A revision on trial, or (as `lastCanary`) how the last trial ended. Changes are in percent of the stable side."""
+    """A revision on trial. Changes are in percent of the stable side."""
 
     revision: Word
     """The revision that is tried."""
@@ -242,18 +242,20 @@ class Canary(Record, frozen=True, kw_only=True):
 
     @property
     def capacity_ratio(self) -> float | None:
-        """What a replica holds, over what one of the stable side does; None where either is not known."""
+        """The capacity of its replica over that of a stable one; None where either is not known."""
         ours, theirs = self.capacity_tokens, self.stable_capacity_tokens
         return ours / theirs if ours and theirs else None
 
 
 CHANGES = ("ttft_p95_change_percent", "itl_p95_change_percent", "throughput_change_percent")
-"""Of a trial's fields those that say how the canary did beside the stable side."""
+"""Fields of a trial that compare the canary with the stable side."""
 
 
 class Experience(Record, frozen=True, kw_only=True):
-    """How a canary turned out: what the policy expects of the same dtype next time."""
+    """The end of a trial: what the policy expects of the same dtype next time. The newest one has the message."""
 
+    revision: Word
+    """The revision that was tried."""
     dtype: Word
     """The dtype that was tried."""
     from_dtype: Word
@@ -267,11 +269,17 @@ class Experience(Record, frozen=True, kw_only=True):
     recent_tokens: Count | None = None
     """The spec.kvCache.recentTokens; absent where none was set."""
     time: datetime
-    """When the canary ended."""
+    """End of the trial; while it is rolled back, the time of its verdict."""
     verdict: Verdict
     """How it ended."""
     reason: ReasonText
     """Why, as one CamelCase word."""
+    message: Annotated[str, Meta(max_length=1024)] = ""
+    """The cause with its figures; empty in all rows but the newest."""
+    generation: Count | None = None
+    """The metadata.generation that started the trial."""
+    traffic_mode: TrafficMode | None = None
+    """How live traffic reached it."""
     capacity_percent: Count | None = None
     """Tokens that a replica held, in percent of a stable one's."""
     ttft_p95_change_percent: int | None = None
@@ -285,7 +293,7 @@ class Experience(Record, frozen=True, kw_only=True):
 
 
 class Option(Record, frozen=True, kw_only=True):
-    """A step that was weighed. `gpus` and `itl_change_percent` are relative to now, the rest is what it leads to."""
+    """A step that was weighed, and the dtype, replicas and capacity that it leads to. The message has the figures."""
 
     action: Action
     """Stay, DtypeDown, DtypeUp, ScaleOut, ScaleIn or Offload."""
@@ -293,22 +301,13 @@ class Option(Record, frozen=True, kw_only=True):
     """The dtype that it leads to."""
     replicas: Count
     """The number of replicas that it leads to."""
-    gpus: int
-    """GPUs more (or, negative, fewer) than now."""
     outcome: Outcome
-    """Chosen, Possible, Insufficient, Passed (where something better was taken), or why it is ruled out: Vetoed,
-    Denied, Slower, NotMemory, NoCanary, CoolingDown, Dwelling, ReplicasFirst, ReplicasMissing, NotOwner, AtLimit,
-    Settling, TooTight, Regretted, ObjectivesHeld or NotAsked."""
+    """Chosen, Possible, Insufficient, or the cause that rules it out: Vetoed, Denied, NotMemory, NoCanary, CoolingDown,
+    ReplicasFirst, ReplicasMissing, NotOwner, AtLimit, TooTight, BackingOff or ObjectivesHeld."""
     message: Annotated[str, Meta(max_length=1024)]
-    """Why, in words and numbers."""
+    """The expected effect with its figures, and the cause that rules it out."""
     capacity_tokens: Count | None = None
     """Tokens that all replicas would hold."""
-    usage_percent: Count | None = None
-    """Share of them that the demand would fill, in percent; above 100 it does not fit."""
-    itl_change_percent: int | None = None
-    """Expected change of the time between two tokens, in percent; absent where nothing is known."""
-    cost_per_hour_micros: Count | None = None
-    """What it would cost an hour, in millionths of the currency of the operator's prices."""
 
 
 class JournalEntry(Record, frozen=True, kw_only=True):
@@ -335,19 +334,18 @@ class Condition(Record, frozen=True, kw_only=True):
     """metav1.Condition."""
 
     type: Annotated[str, Meta(min_length=1, max_length=316)]
-    """Ready, Serving, Available, Progressing, Reconciling, Stalled, ModelCached, MetricsAvailable, MemoryPressured,
-    ObjectivesHeld, CanaryHealthy, AccuracyVerified, CalibrationConsistent, SpecAccepted, ObjectsAccepted, RouteAccepted
-    or ReconcileSucceeded."""
+    """Ready, Serving, Reconciling, Stalled, MetricsAvailable, MemoryPressured, ObjectivesHeld, CanaryHealthy or
+    AccuracyVerified."""
     status: Literal["True", "False", "Unknown"]
-    """Whether it holds."""
+    """True, False or Unknown."""
     reason: Annotated[str, Meta(min_length=1, max_length=1024, pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
-    """Why, as one CamelCase word."""
+    """The cause in one CamelCase word."""
     last_transition_time: datetime
-    """When status last changed."""
+    """Time of the last change of status."""
     observed_generation: Count
-    """The metadata.generation that it was found for."""
+    """The metadata.generation that the condition describes."""
     message: Annotated[str, Meta(max_length=32768)] = ""
-    """Why, in words and numbers."""
+    """The cause with its figures, and the remedy."""
 
 
 class Status(Record, frozen=True, kw_only=True):
@@ -384,27 +382,25 @@ class Status(Record, frozen=True, kw_only=True):
     cost: Cost | None = None
     canary: Canary | None = None
     """The canary that is under way; absent when there is none."""
-    last_canary: Canary | None = None
-    """The canary before, with its outcome."""
     history: Annotated[tuple[Experience, ...], Meta(max_length=16)] = ()
     """How canaries turned out, newest first; the same step is expected to do the same again."""
     accuracy: Accuracy = Accuracy()
     decisions: Annotated[tuple[JournalEntry, ...], Meta(max_length=10)] = ()
     """The last decisions, newest first."""
     conditions: Annotated[tuple[Condition, ...], Meta(max_length=32, extra=keyed_by("type"))] = ()
-    """Ready sums the others up: it is True where the service does what its newest spec asks for, and nothing is under
-    way. Serving says that requests are answered meanwhile. Reconciling and Stalled are what kstatus defines:
-    Reconciling True while the service is on its way to what the newest spec asks for, Stalled True where it gets no
-    further without a change by a person, never both. Available and Progressing are those of a Deployment. SpecAccepted
-    False lists what is wrong with the spec; True with reason PartlyActedOn says that not all of it is acted on.
-    ObjectsAccepted False tells what the API server refuses of the service's objects and pods (a quota, a missing class,
-    a name that is somebody else's), with the field of the spec and the remedy. CalibrationConsistent False names
-    engines of one revision that quantize with other calibration factors than the rest; a canary of such engines is
-    rolled back unjudged. ReconcileSucceeded False names the questions of the last reconcile that had no answer, by an
-    unexpected error or an object that could not be read; all others were answered."""
+    """Ready is True while the service does what its newest spec asks for and nothing is under way. Serving is True
+    while requests are answered. Reconciling and Stalled are those of kstatus: Reconciling is True while the service is
+    on its way to its newest spec, Stalled where only a person can help; they are never both True. Their messages list
+    every cause, with field, value and remedy: an invalid spec, objects or pods that the API server refuses, a route
+    that a Gateway refuses, a paused rollout. The other conditions report measurements."""
+
+    @property
+    def last_trial(self) -> Experience | None:
+        """The newest trial that ended, or is being rolled back."""
+        return self.history[0] if self.history else None
 
     def condition(self, kind: str) -> Condition | None:
-        """The condition of that type, if it was ever set."""
+        """Return the condition of that type; None where it was never set."""
         return next((c for c in self.conditions if c.type == kind), None)
 
 
@@ -414,7 +410,6 @@ _FIGURES = (
 )  # fmt: skip
 _QUOTING = (
     ConditionType.METRICS_AVAILABLE, ConditionType.MEMORY_PRESSURED, ConditionType.OBJECTIVES_HELD,
-    ConditionType.CALIBRATION_CONSISTENT,
 )  # fmt: skip
 
 
@@ -438,10 +433,7 @@ def without_figures(status: Status) -> Status:
 
 
 def parse_status(raw: Any) -> Status:
-    """Read `.status`; what an older or newer operator wrote and we cannot read counts as unset, never as an error.
-
-    But for a canary: see `unreadable_canary`.
-    """
+    """Read `.status`; a part that cannot be read counts as unset."""
     if not isinstance(raw, dict):
         return Status()
     try:
@@ -457,27 +449,8 @@ def parse_status(raw: Any) -> Status:
         return msgspec.convert(readable, Status)
 
 
-class Unreadable(NamedTuple):
-    """A canary that an operator of another version wrote: what stands there, and why it cannot be read."""
-
-    value: Any
-    why: str
-
-
-def unreadable_canary(raw: Any) -> Unreadable | None:
-    """The canary of `.status` where it cannot be read: it may have traffic, so it counts as anything but unset."""
-    value = raw.get("canary") if isinstance(raw, dict) else None
-    if value is None:
-        return None
-    try:
-        msgspec.convert({"canary": value}, Status)
-    except msgspec.ValidationError as error:
-        return Unreadable(value, str(error))
-    return None
-
-
 def dump_status(status: Status) -> dict[str, Any]:
-    """The JSON object for the API server."""
+    """Return the JSON object for the API server."""
     dumped: dict[str, Any] = msgspec.to_builtins(status)
     return dumped
 

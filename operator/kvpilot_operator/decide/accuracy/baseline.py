@@ -131,12 +131,8 @@ def described(kept: codec.Baseline, config_map: str) -> Baseline:
     return Baseline(
         config_map=config_map,
         identity=kept.identity,
-        dtype=kept.dtype,
-        captured_time=control.captured,
-        prompts=control.prompts,
         positions=control.positions,
         control_mean_kl_micronats=control.mean_kl_micronats,
-        control_p99_kl_micronats=control.p99_kl_micronats,
         control_top1_agreement_permille=control.top1_agreement_permille,
     )
 

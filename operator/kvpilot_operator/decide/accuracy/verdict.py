@@ -10,7 +10,7 @@ from kvpilot_operator.api.spec import Accuracy
 from kvpilot_operator.api.words import Reason, Verdict
 from kvpilot_operator.decide.accuracy.control import control_fault, surely_below
 from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.state.accuracy import Baseline, Bucket, Measured, Sample
+from kvpilot_operator.state.accuracy import Baseline, Measured, Sample
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import clip
 
@@ -59,7 +59,7 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
     if few:
         return Judgement(
             Verdict.INCONCLUSIVE,
-            Reason.TOO_FEW_POSITIONS,
+            Reason.TOO_FEW_SAMPLES,
             f"{numbers}; at least {MIN_POSITIONS} are needed, and as many of the control ({control.positions})",
             excess,
         )
@@ -67,7 +67,7 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
 
 
 def measured(s: Snapshot, m: Measurement, judgement: Judgement, *, revision: str, dtype: str, pod: str) -> Measured:
-    """What `status.accuracy.last` says of a probe run of this pod."""
+    """Return `status.accuracy.last` for a probe run of this pod."""
     sample = m.sample
     if sample is not None:
         sample = replace(sample, **{side: clip(text, MAX_SAMPLE) for side, text in asdict(sample).items()})
@@ -77,12 +77,7 @@ def measured(s: Snapshot, m: Measurement, judgement: Judgement, *, revision: str
         pod=pod,
         verdict=judgement.verdict,
         probe_time=s.now,
-        prompts=m.prompts,
-        positions=m.positions,
-        mean_kl_micronats=m.mean_kl_micronats,
-        p99_kl_micronats=m.p99_kl_micronats,
         excess_kl_micronats=judgement.excess_kl_micronats,
         top1_agreement_permille=m.top1_agreement_permille,
-        buckets=msgspec.convert(m.buckets, tuple[Bucket, ...], from_attributes=True),
         sample=msgspec.convert(sample, Sample | None, from_attributes=True),
     )

@@ -1,19 +1,16 @@
-"""What was measured of a service, each as a condition: its metrics, its load, its canary, its answers."""
+"""The conditions that report measurements: metrics, load, canary and answers."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from kvpilot_formats import dtypes
-from kvpilot_operator.api.words import ConditionType, ObjectiveState, Reason, Stage, Verdict, WorkloadKind
+from kvpilot_operator.api.words import ConditionType, ObjectiveState, Outcome, Reason, Stage, Verdict, WorkloadKind
 from kvpilot_operator.decide.accuracy.baseline import fault, known
 from kvpilot_operator.decide.accuracy.drift import drifted
 from kvpilot_operator.decide.accuracy.reported import mismatch
 from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.diagnosis import engine_failure, mixed_factors
+from kvpilot_operator.decide.diagnosis import mixed_factors
 from kvpilot_operator.decide.load.workload import USAGE_STEP_PERCENT
-from kvpilot_operator.decide.objects import storage
-from kvpilot_operator.decide.rollout.unreadable import unreadable
 from kvpilot_operator.decide.rollout.waiting import held_up_by, why_waiting
 from kvpilot_operator.state.samples import names
 
@@ -23,30 +20,15 @@ Word = Literal["True", "False", "Unknown"]
 
 
 class Line(NamedTuple):
-    """What a condition says, before it has its type and times."""
+    """A condition without its type and times."""
 
     status: Word
     reason: str
     message: str
 
 
-def model_cached(c: Context) -> Line:
-    """Whether the weights are where engines look for them, or an engine has ever loaded the model."""
-    stable, waits = c.stable, storage.wait(c)
-    if waits is not None:
-        return Line("False", *waits.cause)
-    if c.spec.cache.prefetch:
-        return Line("True", Reason.PREFETCHED, storage.told(c))
-    if stable is not None and stable.ever_ready:
-        return Line("True", Reason.ENGINE_LOADED_IT, "an engine has loaded the model")
-    failure = engine_failure(c.snapshot.pods_of(stable.revision)) if stable is not None else None
-    if failure is not None and failure.reason in ("ModelNotFound", "ModelUnsupported"):
-        return Line("False", *failure)
-    return Line("Unknown", Reason.NOT_LOADED_YET, "no engine has loaded the model yet")
-
-
 def metrics(c: Context) -> Line:
-    """Whether the engines give metrics, and whose are left out."""
+    """Say whether engines give metrics, and whose are left out."""
     workload, backed_off = c.workload, c.snapshot.backed_off
     less = ""
     if backed_off:
@@ -56,19 +38,17 @@ def metrics(c: Context) -> Line:
     if workload.kind in (WorkloadKind.NO_METRICS, WorkloadKind.ENGINES_STALLED):
         return Line("False", workload.kind, f"{workload.message}{less}")
     capacity = f"KV capacity {workload.capacity_tokens} tokens"
-    # Names alone: the reasons hold figures that move, and are in the operator's log.
+    # Names alone: the figures beside them move, and are in the operator's log.
     if workload.implausible:
-        less = f"; implausible: {names(workload.implausible)}{less}"
+        less = f"; left out for implausible metrics: {names(workload.implausible)}{less}"
     if workload.stalled:
-        less = f"; stalled, so they have work and do none of it: {names(workload.stalled)}{less}"
+        less = f"; have requests but make no tokens: {names(workload.stalled)}{less}"
         return Line("True", WorkloadKind.ENGINES_STALLED, f"{capacity}{less}")
-    if workload.implausible:
-        return Line("True", Reason.PARTLY_BELIEVED, f"{capacity}{less}")
     return Line("True", Reason.SCRAPED, f"{capacity}{less}")
 
 
 def memory_pressured(c: Context) -> Line:
-    """What binds, and whether it is memory."""
+    """Say what binds the service, and whether it is memory."""
     workload, before, usage = (
         c.workload,
         c.before.condition(ConditionType.MEMORY_PRESSURED),
@@ -85,7 +65,7 @@ def memory_pressured(c: Context) -> Line:
 
 
 def objectives(c: Context) -> Line | None:
-    """Whether latencies are as spec.scaling.objectives asks; None where it asks for none."""
+    """Say whether latencies meet spec.scaling.objectives; None where there are none."""
     if not c.status.objectives:
         return None
     found = "; ".join(
@@ -101,7 +81,7 @@ def objectives(c: Context) -> Line | None:
 
 
 def waiting(c: Context) -> str:
-    """What keeps pods on trial from coming, to be said after what is found of the canary."""
+    """Return what keeps pods on trial from coming, as the end of a message; empty where nothing does."""
     canary, why = c.canary, why_waiting(c) if c.canary is not None else ""
     if canary is None or canary.stage == Stage.ROLLING_BACK or why.removeprefix(": ") in canary.message:
         return ""
@@ -109,10 +89,8 @@ def waiting(c: Context) -> str:
 
 
 def canary_healthy(c: Context) -> Line:
-    """What was found of the canary in flight, or of the last one."""
-    canary, last, held = c.canary, c.status.last_canary, unreadable(c.snapshot)
-    if held is not None:
-        return Line("Unknown", *held)
+    """Say how the canary in flight does, or how the last one ended."""
+    canary, last = c.canary, c.status.last_trial
     if canary is not None:
         passed: Word = "True" if canary.verdict == Verdict.PASSED else "Unknown"
         word: Word = "False" if canary.stage == Stage.ROLLING_BACK else passed
@@ -120,18 +98,29 @@ def canary_healthy(c: Context) -> Line:
         reason = held_up.reason if held_up is not None else canary.reason or canary.stage
         return Line(word, reason, f"{canary.dtype}: {canary.message}{waiting(c)}")
     if last is None:
-        return Line("Unknown", Reason.NO_CANARY, "no canary has run")
-    ended: Word = "True" if last.stage == Stage.PROMOTED else "False"
-    return Line(ended, last.reason or last.stage, f"{last.stage} {last.dtype}: {last.message}")
+        return Line("Unknown", Outcome.NO_CANARY, "no canary has run")
+    if last.verdict == Verdict.PASSED:
+        return Line("True", last.reason, f"{Stage.PROMOTED} {last.dtype}: {last.message}")
+    return Line("False", last.reason, f"{Stage.ROLLED_BACK} {last.dtype}: {last.message}")
 
 
 def accuracy(c: Context) -> Line:
-    """Whether the serving dtype still answers as 16 bits do."""
+    """Say whether the serving dtype still answers as 16 bits do, on all pods alike."""
+    found = [text for revision in c.sides if (text := mixed_factors(c.snapshot, revision)) is not None]
+    line = _verified(c)
+    if not found:
+        return line
+    if line.status == "False":
+        return line._replace(message="; ".join([line.message, *found]))
+    return Line("False", Reason.MIXED_FACTORS, "; ".join([*found, line.message]))
+
+
+def _verified(c: Context) -> Line:
     stable, accuracy, spec = c.stable, c.status.accuracy, c.spec
     if c.snapshot.probes.fault is not None:
         return Line("False", Reason.PROBE_SET_INVALID, c.snapshot.probes.fault)
     if stable is None:
-        return Line("Unknown", Reason.NO_REVISION, "nothing serves yet")
+        return Line("Unknown", Reason.NOT_PROBED, "nothing serves yet")
     other = mismatch(c.snapshot, stable.revision, stable.dtype)
     if other is not None:
         return Line("False", Reason.DTYPE_MISMATCH, other)
@@ -141,9 +130,9 @@ def accuracy(c: Context) -> Line:
     if stable.dtype == spec.kv_cache.baseline and not spec.kv_cache.bounded:
         return Line("True", Reason.REFERENCE, f"{stable.dtype} is what accuracy is measured against")
     last, runs = accuracy.last, f"of {spec.accuracy.failure_limit} runs in a row failed"
-    if last is None or last.revision != stable.revision:
-        found = f"{stable.dtype} has not been compared with a 16-bit engine"
-    else:
+    probed = last is not None and last.revision == stable.revision
+    found = f"{stable.dtype} has not been compared with a 16-bit engine"
+    if probed and last is not None:
         found = (
             f"{last.dtype}{f' on pod {last.pod}' if last.pod else ''}: excess KL "
             f"{last.excess_kl_micronats / 1000:.1f} millinats, top-1 agreement {last.top1_agreement_permille / 10:.1f}%"
@@ -151,31 +140,17 @@ def accuracy(c: Context) -> Line:
     if drifted(c):
         return Line("False", Reason.ACCURACY_DRIFTED, f"{found}; {accuracy.failures} runs in a row failed")
     if accuracy.errors >= spec.accuracy.consecutive_error_limit:
-        # Not the number: it grows with every run, and nobody is helped by a new message each time.
+        # Without the number: it grows with every run, and a new message each time helps nobody.
         return Line("Unknown", Reason.PROBE_ERRORS, f"the last runs brought no verdict (see events); {found}")
-    if last is None or last.revision != stable.revision:
+    if last is None or not probed:
         return Line("Unknown", Reason.NOT_PROBED, found)
     if accuracy.failures:
-        return Line("Unknown", Reason.PROBE_FAILED, f"{found}; {accuracy.failures} {runs}")
+        return Line("Unknown", Reason.ACCURACY_REGRESSED, f"{found}; {accuracy.failures} {runs}")
     if noisy is not None:
         return Line("Unknown", *noisy)
     if known(c) is None:
         unwatched = "no 16-bit reference is kept for the present model and probe sets, the next canary captures one"
-        return Line("Unknown", Reason.NOT_WATCHED, f"{found}; not watched since: {unwatched}")
-    word: Word = "True" if last.verdict == Verdict.PASSED else "False"
-    return Line(word, f"Probe{last.verdict}", found)
-
-
-def calibration(c: Context) -> Line:
-    """Whether the engines that serve, and those on trial, have the factors of their revision."""
-    s, stable = c.snapshot, c.stable
-    found = [text for revision in c.sides if (text := mixed_factors(s, revision)) is not None]
-    if found:
-        return Line("False", Reason.MIXED_FACTORS, "; ".join(found))
-    sample = s.last_sample(stable.revision) if stable is not None else None
-    stored = dtypes.parse(stable.dtype) if stable is not None else None
-    if stable is not None and stored is not None and (stored.latent or not stored.ours):
-        return Line("True", Reason.NOT_CALIBRATED, f"{stable.dtype} has no calibration factors")
-    if sample is None or not sample.factors:
-        return Line("Unknown", Reason.NOT_REPORTED, "no engine has told its calibration factors yet")
-    return Line("True", Reason.SAME_FACTORS, f"all engines have the calibration factors {sample.factors}")
+        return Line("Unknown", Reason.NOT_PROBED, f"{found}; not watched since: {unwatched}")
+    if last.verdict == Verdict.PASSED:
+        return Line("True", Reason.WITHIN_LIMITS, found)
+    return Line("False", Reason.ACCURACY_REGRESSED, found)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar
 
-from kvpilot_operator.api.words import ConditionType, Stage
+from kvpilot_operator.api.words import ConditionType, Reason, Stage
 from kvpilot_operator.decide.accuracy import baseline
 from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.state.decision import Find
@@ -44,8 +44,9 @@ def as_now(draft: D) -> D:
 
 def while_refused(draft: Draft) -> Draft:
     """As now for a trial that goes on once the spec is mended. One that nobody mends soon keeps no node."""
-    told = draft.before.condition(ConditionType.SPEC_ACCEPTED)
-    since = told.last_transition_time if told is not None and told.status == "False" else draft.now
+    told = draft.before.condition(ConditionType.STALLED)
+    refused = told is not None and (told.status, told.reason) == ("True", Reason.SPEC_INVALID)
+    since = told.last_transition_time if told is not None and refused else draft.now
     return as_now(draft) if draft.canary is not None and draft.now - since < _SOON else draft
 
 

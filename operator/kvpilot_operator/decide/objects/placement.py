@@ -88,7 +88,7 @@ def deployments(c: Context) -> Context:
     return replace(
         c,
         engines={
-            name: workload(s.key, s.uid, rendered[name], count, seconds, nodes=nodes, gated=_gated(s, name))
+            name: workload(s.key, s.uid, rendered[name], count, seconds, nodes=nodes, has_gate=_has_gate(s, name))
             for name, count in c.wanted.items()
             if name in rendered
         },
@@ -164,10 +164,10 @@ def _nodes(c: Context, selected: str) -> int:
     return found.pop() if len(found) == 1 else 1
 
 
-def _gated(s: Snapshot, revision: str) -> bool:
+def _has_gate(s: Snapshot, revision: str) -> bool:
     """Whether a revision's pods have our readiness gate: adding it to those that are there would restart them."""
     there = s.deployments.get(revision)
-    return there is None or there.gated
+    return there is None or there.has_gate
 
 
 def _lets_go(c: Context, covered: int) -> bool:
@@ -181,7 +181,7 @@ def _lets_go(c: Context, covered: int) -> bool:
 
 def _lingers(c: Context) -> bool:
     """Whether a gateway may still send to the canary's Service: for preStopSeconds after it has left the route."""
-    s, canary, last = c.snapshot, c.canary, c.status.last_canary
+    s, canary, last = c.snapshot, c.canary, c.status.last_trial
     if s.unread(Question.ROUTE) is None and traffic.routed(s):
         return True
     if canary is not None and canary.traffic_mode == TrafficMode.HTTP_ROUTE:
@@ -189,7 +189,7 @@ def _lingers(c: Context) -> bool:
     if last is None or last.traffic_mode != TrafficMode.HTTP_ROUTE:
         return False
     # A route that is not named any more cannot be read: it may name the canary's Service for ever.
-    left = last.stage_time + timedelta(seconds=c.spec.drain.pre_stop_seconds)
+    left = last.time + timedelta(seconds=c.spec.drain.pre_stop_seconds)
     return c.spec.route_of(s.key.name) is None or c.now < left
 
 

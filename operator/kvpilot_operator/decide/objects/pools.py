@@ -53,9 +53,7 @@ def fault(c: Context) -> Cause | None:
     there = s.objects.get(("InferencePool", name))
     if there is None or not there.owned or s.rejection("InferencePool", name) is None:
         return None
-    return Cause(
-        Reason.POOL_REFUSED, f"no canary is started while InferencePool {name} is refused: ObjectsAccepted says why"
-    )
+    return Cause(Reason.ROUTE_UNUSABLE, f"no canary is started while InferencePool {name} is refused: Stalled says why")
 
 
 def unwritten(c: Context) -> bool:

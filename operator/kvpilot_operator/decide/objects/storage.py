@@ -63,9 +63,7 @@ def wait(c: Context) -> Wait | None:
         return None
     view, kept, name = c.snapshot.prefetch, c.status.cache, prefetch_job(c.snapshot.key.name)
     if view is None:
-        return Wait(
-            Cause(Reason.PREFETCH_PENDING, f"Job {name} is to fill {_claim(c)} before an engine is started"), False
-        )
+        return Wait(Cause(Reason.PREFETCHING, f"Job {name} is to fill {_claim(c)} before an engine is started"), False)
     if view.failure is not None:
         text = f"Job {name} has failed: {view.failure}. Delete it, and it is made anew"
         return Wait(Cause(Reason.PREFETCH_FAILED, clip(text)), True)
@@ -75,14 +73,14 @@ def wait(c: Context) -> Wait | None:
         way = "or set spec.cache.prefetch to false, and engines download for themselves"
         return Wait(stopped._replace(message=clip(f"Job {name}: {stopped.message} ({way})")), True)
     if known and kept is not None:
-        return Wait(Cause(Reason.PREFETCHING_WEIGHTS, f"Job {name} fills {_claim(c)}: {_amount(kept)}"), False)
+        return Wait(Cause(Reason.PREFETCHING, f"Job {name} fills {_claim(c)}: {_amount(kept)}"), False)
     pending = held_up(c, view.pods)
     if pending is not None:
         return Wait(pending._replace(message=clip(f"Job {name}: {pending.message}")), False)
     if not view.pods:
         text = f"Job {name} has no pod yet; where it stays so, `kubectl describe job {name}` says why"
-        return Wait(Cause(Reason.PREFETCH_PENDING, text), False)
-    return Wait(Cause(Reason.PREFETCHING_WEIGHTS, f"Job {name} fills {_claim(c)}"), False)
+        return Wait(Cause(Reason.PREFETCHING, text), False)
+    return Wait(Cause(Reason.PREFETCHING, f"Job {name} fills {_claim(c)}"), False)
 
 
 def held_up(c: Context, pods: Sequence[PodView]) -> Cause | None:

@@ -27,6 +27,7 @@ from kvpilot_operator.state.samples import Flows, Sample
 MAX_BATCHES = 10
 MIN_BATCHES = 5
 _TTFT, _ITL, _RATE = "TTFT p95", "ITL p95", "tokens/s of a running request"
+_SLOWER = Reason.PERFORMANCE_REGRESSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +73,16 @@ def compare(
     )
     if min(ours.total.finished, theirs.total.finished) < limits.min_requests:
         return Finding(
-            Verdict.INCONCLUSIVE, Reason.TOO_FEW_REQUESTS, f"{sizes}; at least {limits.min_requests} are needed on each"
+            Verdict.INCONCLUSIVE, Reason.TOO_FEW_SAMPLES, f"{sizes}; at least {limits.min_requests} are needed on each"
         )
     if len(ours.batches) < MIN_BATCHES:
         return Finding(
-            Verdict.INCONCLUSIVE, Reason.TOO_FEW_SCRAPES, f"{sizes}; at least {MIN_BATCHES} scrapes are needed"
+            Verdict.INCONCLUSIVE, Reason.TOO_FEW_SAMPLES, f"{sizes}; at least {MIN_BATCHES} scrapes are needed"
         )
     both = ((ours.total.ttft, theirs.total.ttft), (ours.total.itl, theirs.total.itl))
     if any(a.count and b.count and not common(a, b) for a, b in both):
         return Finding(
-            Verdict.ERROR, Reason.BUCKETS_DIFFER, f"{sizes}; their latency histograms have no bucket in common"
+            Verdict.ERROR, Reason.TOO_FEW_SAMPLES, f"{sizes}; their latency histograms have no bucket in common"
         )
     figures = _figures(ours, theirs, limits)
     share = alpha / len(figures)
@@ -95,7 +96,7 @@ def compare(
     open_ = [f.name for f, found, _ in told if found is None or not found.high < f.limit]
     if open_:
         text = f"more requests are needed to tell {' and '.join(open_)}: {message}"
-        return Finding(Verdict.INCONCLUSIVE, Reason.NOT_SIGNIFICANT, text, *changes)
+        return Finding(Verdict.INCONCLUSIVE, Reason.TOO_FEW_SAMPLES, text, *changes)
     return Finding(Verdict.PASSED, Reason.WITHIN_LIMITS, message, *changes)
 
 
@@ -108,19 +109,19 @@ def _figures(ours: _Side, theirs: _Side, limits: Canary) -> tuple[_Figure, ...]:
     paced = any(f.generation_lengths.total > f.generation_lengths.count for f in (ours.total, theirs.total))
     pace = (
         (
-            _Figure(_ITL, Reason.LATENCY_REGRESSED, between, _p95(ours, theirs, lambda f: f.itl)),
-            _Figure("ITL mean", Reason.LATENCY_REGRESSED, between, lambda a: _mean(ours, theirs, lambda f: f.itl, a)),
+            _Figure(_ITL, _SLOWER, between, _p95(ours, theirs, lambda f: f.itl)),
+            _Figure("ITL mean", _SLOWER, between, lambda a: _mean(ours, theirs, lambda f: f.itl, a)),
         )
         if paced
         else ()
     )
     return (
-        _Figure(_TTFT, Reason.LATENCY_REGRESSED, first, _p95(ours, theirs, lambda f: f.ttft)),
-        _Figure("TTFT mean", Reason.LATENCY_REGRESSED, first, lambda a: _mean(ours, theirs, lambda f: f.ttft, a)),
+        _Figure(_TTFT, _SLOWER, first, _p95(ours, theirs, lambda f: f.ttft)),
+        _Figure("TTFT mean", _SLOWER, first, lambda a: _mean(ours, theirs, lambda f: f.ttft, a)),
         *pace,
         _Figure(
             _RATE,
-            Reason.THROUGHPUT_REGRESSED,
+            _SLOWER,
             rate,
             # Both sums are of requests that ended, so that tokens and time belong together.
             lambda a: _ratio(

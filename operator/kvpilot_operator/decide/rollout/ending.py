@@ -34,9 +34,9 @@ def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Contex
         to_dtype=canary.from_dtype,
         warning=reason != Reason.SUPERSEDED,
     )
+    c = _remember(c)
     if reason == Reason.SUPERSEDED:
         return c
-    c = _remember(c)
     if canary.dtype == canary.from_dtype or reason in NOT_OF_THE_DTYPE:
         return c
     longest = c.spec.rollout.deny_seconds
@@ -52,8 +52,10 @@ def finish_rollback(c: Context) -> Context:
     s, canary = c.snapshot, in_flight(c)
     if s.traffic == canary.revision or canary.revision in s.deployments or routed(s):
         return c
-    c = c.set_canary(stage=Stage.ROLLED_BACK)
-    return c.set(last_canary=c.canary, canary=None)
+    last = c.status.last_trial
+    if last is not None and last.revision == canary.revision:
+        c = c.set(history=(msgspec.structs.replace(last, time=c.now), *c.status.history[1:]))
+    return c.set(canary=None)
 
 
 def finish_promotion(c: Context) -> Context:
@@ -64,7 +66,7 @@ def finish_promotion(c: Context) -> Context:
     if c.stable is not None and c.stable.revision != c.render(canary.from_dtype).name:
         # More than the dtype has changed: what replicas could do, and how many were too few, is another engine's.
         c = c.set(scaling=msgspec.structs.replace(c.status.scaling, saturations=(), scale_in_backoff=None))
-    c = c.set(last_canary=c.canary, canary=None, stable=stable)
+    c = c.set(canary=None, stable=stable)
     if canary.dtype != canary.from_dtype:
         # It was tried although it is denied (denySeconds was 0), and has passed: the denial is out of date.
         passed = subject(canary.dtype, c.spec, c.snapshot.node.gpu)
@@ -83,6 +85,7 @@ def _remember(c: Context) -> Context:
     capacity = round(100 * canary.capacity_ratio) if canary.capacity_ratio is not None else None
     probed = last is not None and last.revision == canary.revision and last.probe_time >= canary.started_time
     experience = Experience(
+        revision=canary.revision,
         dtype=canary.dtype,
         from_dtype=canary.from_dtype,
         model=c.spec.model.source,
@@ -92,8 +95,12 @@ def _remember(c: Context) -> Context:
         time=c.now,
         verdict=canary.verdict,
         reason=canary.reason,
+        message=canary.message,
+        generation=canary.generation,
+        traffic_mode=canary.traffic_mode,
         capacity_percent=capacity,
         excess_kl_micronats=last.excess_kl_micronats if probed and last is not None else None,
         **{name: getattr(canary, name) for name in CHANGES},
     )
-    return c.set(history=(experience, *c.status.history)[:MAX_HISTORY])
+    older = (msgspec.structs.replace(one, message="") for one in c.status.history)
+    return c.set(history=(experience, *older)[:MAX_HISTORY])

@@ -64,7 +64,7 @@ def _take_result(c: Context) -> Context:
     if isinstance(outcome, Captured):
         if outcome.adopted or refused is None:
             return baseline.take(c, outcome)
-        outcome = ProbeFailed(Reason.BASELINE_NOT_KEPT, finding([refused]).message)
+        outcome = ProbeFailed(Reason.BASELINE_LOST, finding([refused]).message)
     if canary is None:
         return drift.take(c, asked, outcome) if isinstance(asked, Measure) else c
     if not _is_probed(canary) or isinstance(asked, Find):

@@ -44,7 +44,7 @@ def advance(c: Context) -> Context:
     if plan.held is not None or not plan.steps:
         # What a step has not passed is not promoted for want of a step: the deadline ends it.
         reason, text = (
-            (Reason.ROUTE_UNUSABLE, plan.held) if plan.held is not None else (Reason.NO_STEP_LEFT, plan.message)
+            (Reason.ROUTE_UNUSABLE, plan.held) if plan.held is not None else (Reason.WITHIN_LIMITS, plan.message)
         )
         return noted(c, text, verdict=Verdict.PENDING, reason=reason)
     place = max((i for i, p in enumerate(plan.steps) if p.index <= (canary.step or 0)), default=0)
@@ -166,8 +166,8 @@ def _conclude(c: Context, plan: TrafficPlan, place: int, found: Finding) -> Cont
     if found.outcome == Verdict.INCONCLUSIVE:
         return c.set_canary(verdict=Verdict.INCONCLUSIVE, reason=found.reason, message=text)
     if found.outcome == Verdict.PASSED:
-        c = c.set_canary(verdict=Verdict.PASSED, reason=Reason.STEP_PASSED, message=text)
-        c = c.record_trial(Action.JUDGE, Reason.STEP_PASSED, text)
+        c = c.set_canary(verdict=Verdict.PASSED, reason=Reason.WITHIN_LIMITS, message=text)
+        c = c.record_trial(Action.JUDGE, Reason.WITHIN_LIMITS, text)
         return c if place + 1 == len(plan.steps) else _enter(c, plan, place + 1)
     failed = found.outcome == Verdict.FAILED
     failures, errors = canary.failures + failed, canary.errors + (not failed)

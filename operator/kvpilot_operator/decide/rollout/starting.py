@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvpilot_operator.api.words import Action, ConditionType, Reason, Stage, TrafficMode
+from kvpilot_operator.api.words import Action, Reason, Stage, TrafficMode
 from kvpilot_operator.decide.accuracy import baseline
 from kvpilot_operator.decide.context import Context, Target
 from kvpilot_operator.decide.objects import pools
@@ -24,7 +24,7 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
     needed = (Question.POOLS, Question.PROBE_SETS, Question.NODE)
     unread = next((one for one in map(c.snapshot.unread, needed) if one is not None), None)
     if unread is not None:
-        return Cause(Reason.NOT_OBSERVED, f"no canary is started while it is not known what it needs: {unread}")
+        return Cause(Reason.RECONCILE_INCOMPLETE, f"no canary is started while it is not known what it needs: {unread}")
     broken = c.snapshot.probes.fault
     if broken is not None:
         return Cause(
@@ -34,7 +34,7 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
         return Cause(Reason.SCALED_TO_ZERO, f"spec.replicas is 0: {canary} starts once there are replicas again")
     if spec.canary.capacity_policy == "ReplaceOne" and not one_can_leave(spec, replicas):
         return Cause(
-            Reason.NO_REPLICA_TO_REPLACE,
+            Reason.UNSCHEDULABLE,
             f"spec.canary.capacityPolicy ReplaceOne takes the place of one of {replicas} replicas, and "
             f"spec.disruption.minAvailable {spec.disruption.min_available} needs them all; raise the replicas, lower "
             "minAvailable, or choose Surge",
@@ -48,10 +48,7 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
 
 def hold(c: Context, fault: Cause) -> Context:
     """Say once why no canary is started."""
-    before = c.before.condition(ConditionType.PROGRESSING)
-    if before is not None and before.reason == fault.reason:
-        return c
-    return c.record(Action.HOLD, fault.reason, fault.message, warning=True)
+    return c if c.holds(fault.reason) else c.record(Action.HOLD, fault.reason, fault.message, warning=True)
 
 
 def start(c: Context, stable: Stable) -> Context:

@@ -67,7 +67,7 @@ def _dtype_not_told(c: Context) -> str:
 def _held_back(pod: PodView) -> str:
     """An image and containers take their time; a volume of something that is missing takes all of it."""
     cause = pending_reason([pod])
-    if cause is not None and cause.reason in (Reason.SECRET_MISSING, Reason.CONFIG_MAP_MISSING):
+    if cause is not None and cause.reason == Reason.CONFIG_MISSING:
         return cause.message
     known = pod.unschedulable or ": ".join(pod.held_up or ()) or pod.waiting_reason or ""
     return (not_started(pod) if pod.needs else "") if known in ON_ITS_WAY else known

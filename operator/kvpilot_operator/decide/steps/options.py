@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from datetime import timedelta
 
-import msgspec
-
 from kvpilot_formats import dtypes
 from kvpilot_formats.arguments import rules
 from kvpilot_operator.api.words import Action, Outcome, WorkloadKind
@@ -36,8 +34,7 @@ _EXTERNAL = (Outcome.NOT_OWNER, "scaling.mode is External: an autoscaler or a pe
 def stay(s: PolicyInput, outcome: Outcome, message: str) -> Option:
     """Leave everything as it is."""
     tokens = int(s.workload.capacity_per_pod * s.counted)
-    use = percent(s.workload.demand_tokens, tokens)
-    return option_of(s, Action.STAY, (s.dtype, s.replicas), outcome, message, tokens, use)
+    return option_of(Action.STAY, (s.dtype, s.replicas), outcome, message, tokens)
 
 
 def down(s: PolicyInput) -> list[Weighed]:
@@ -97,9 +94,8 @@ def offload(s: PolicyInput) -> list[Weighed]:
     use, limit = percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent
     outcome, why = _offload_closed(s)
     text = f"{why}; with {_host_memory(s)} GPUs and hosts would hold {tokens} tokens of prefixes"
-    option = option_of(s, Action.OFFLOAD, (s.dtype, s.replicas), outcome, text, tokens, use)
-    # What a host's memory costs is not known.
-    return [Weighed(msgspec.structs.replace(option, cost_per_hour_micros=None), open=False, fits=use <= limit)]
+    option = option_of(Action.OFFLOAD, (s.dtype, s.replicas), outcome, text, tokens)
+    return [Weighed(option, open=False, fits=use <= limit)]
 
 
 def scale_in(s: PolicyInput) -> Weighed:
@@ -121,13 +117,13 @@ def _scale_in(s: PolicyInput, replicas: int) -> Weighed:
     return weighed(s, Action.SCALE_IN, (s.dtype, replicas), closed, tokens, use, margin, itl)
 
 
-def costs(steps: Sequence[Option]) -> str:
-    """What each would cost an hour, in words; empty where no price is known."""
-    told = [
-        f"{one.dtype} at {one.replicas} {one.cost_per_hour_micros / 1e6:.2f}"
-        for one in steps
-        if one.cost_per_hour_micros is not None
-    ]
+def costs(s: PolicyInput, steps: Sequence[Option]) -> str:
+    """Say what each step would cost an hour; empty where no price is known. The price of a host's memory is not."""
+    if s.gpu_hour_micros is None:
+        return ""
+    each = s.gpu_hour_micros * s.spec.engine.gpus / 1e6
+    priced = [one for one in steps if one.action != Action.OFFLOAD]
+    told = [f"{one.dtype} at {one.replicas} {each * one.replicas:.2f}" for one in priced]
     return f"; an hour costs: {', '.join(told)}" if told else ""
 
 
@@ -175,7 +171,7 @@ def _dtype_closed(s: PolicyInput, rung: Rung, itl: Expected, *, climb: bool) -> 
     limit = s.spec.canary.max_itl_p95_regression_percent
     if itl.percent is not None and itl.percent > limit:
         why = f"the canary would fail: {itl.percent:+d}% between two tokens, maxITLP95RegressionPercent {limit}"
-        return Outcome.SLOWER, why
+        return Outcome.VETOED, why
     return s.canary_closed(climb=climb)
 
 
@@ -209,7 +205,7 @@ def _offload_closed(s: PolicyInput) -> Closed:
         return Outcome.VETOED, "kvCache.offload is for one engine in a pod, and engine.extraArgs starts several"
     if dtypes.parse(s.dtype).ours and s.model is not None and s.model.window_layers:
         return Outcome.VETOED, f"{s.dtype} is not offloaded beside layers with a sliding window"
-    return Outcome.NOT_ASKED, "kvCache.offload is not set, and the memory of your hosts is yours to give"
+    return Outcome.NOT_OWNER, "kvCache.offload is not set, and the memory of your hosts is yours to give"
 
 
 def _host_memory(s: PolicyInput) -> str:
@@ -229,7 +225,7 @@ def _in_closed(s: PolicyInput, replicas: int, left: int, use: int, margin: int, 
     # The calm has to be seen anew with as many replicas as there are now.
     seconds = max(s.spec.kv_cache.pressure.sustained_seconds, scaling.scale_down_stabilization_seconds)
     if s.replicas_changed is not None and s.now < s.replicas_changed + timedelta(seconds=seconds):
-        return Outcome.SETTLING, "the number of replicas has just changed"
+        return Outcome.COOLING_DOWN, "the number of replicas has just changed"
     if use > margin:
         return Outcome.TOO_TIGHT, f"the peak would fill {use}%, above the {margin}% between lowPercent and highPercent"
     crowded = beyond(s.saturations, s.workload, s.dtype, s.dtype, left) or _too_many_prompts(s, left) or late
@@ -237,7 +233,7 @@ def _in_closed(s: PolicyInput, replicas: int, left: int, use: int, margin: int, 
         return Outcome.TOO_TIGHT, crowded
     early = backing_off(s.now, s.dtype, replicas, s.scale_in_backoff)
     if early is not None:
-        return Outcome.REGRETTED, early
+        return Outcome.BACKING_OFF, early
     return _EXTERNAL if scaling.mode == "External" else None
 
 

@@ -54,7 +54,7 @@ def choose_step(s: PolicyInput) -> PolicyDecision:
     if more:
         return _relieve(s)
     if s.loading and (surge or s.workload.missed or kind not in (WorkloadKind.NO_METRICS, WorkloadKind.WARMING)):
-        return _stay(s, Reason.REPLICAS_LOADING, _answering(s))
+        return _stay(s, Reason.BUSY, _answering(s))
     if s.workload.bound or s.workload.missed or surge:
         return _relieve(s)
     if kind in (WorkloadKind.RELAXED, WorkloadKind.IDLE) and s.workload.calm:
@@ -65,8 +65,8 @@ def choose_step(s: PolicyInput) -> PolicyDecision:
 def nothing_weighed(dtype: str, replicas: int, saturations: tuple[Saturation, ...]) -> PolicyDecision:
     """Stay, where no step could be weighed."""
     message = "no step could be weighed"
-    option = Option(action=Action.STAY, dtype=dtype, replicas=replicas, gpus=0, outcome=Outcome.CHOSEN, message=message)
-    return PolicyDecision((option,), Reason.NOT_WEIGHED, message, saturations=saturations)
+    option = Option(action=Action.STAY, dtype=dtype, replicas=replicas, outcome=Outcome.CHOSEN, message=message)
+    return PolicyDecision((option,), Reason.RECONCILE_INCOMPLETE, message, saturations=saturations)
 
 
 def _stay(s: PolicyInput, reason: str, message: str, wanted: Option | None = None) -> PolicyDecision:
@@ -105,9 +105,7 @@ def _if_open(step: Weighed) -> Weighed | None:
 
 def _held(s: PolicyInput, downs: list[Weighed], more: Weighed, steps: list[Weighed]) -> PolicyDecision:
     """Nothing is open: say what would be done, and what stands in its way."""
-    waiting = [
-        step for step in downs if step.option.outcome in (Outcome.DWELLING, Outcome.COOLING_DOWN, Outcome.NO_CANARY)
-    ]
+    waiting = [step for step in downs if step.option.outcome in (Outcome.COOLING_DOWN, Outcome.NO_CANARY)]
     closed = s.canary_closed()
     if s.workload.kind == WorkloadKind.MEMORY_BOUND and waiting and closed is not None:
         wanted = next((step for step in waiting if step.fits), waiting[-1])
@@ -145,16 +143,16 @@ def _release(s: PolicyInput) -> PolicyDecision:
     fewer = options.scale_in(s)
     if fewer.open:
         return _take(s, fewer, [fewer, *options.up(s)], Reason.LOAD_LEFT, text)
-    if fewer.option.outcome in (Outcome.REGRETTED, Outcome.TOO_TIGHT):
+    if fewer.option.outcome in (Outcome.BACKING_OFF, Outcome.TOO_TIGHT):
         downs = options.instead_of_replicas(s)
         smaller = next((step for step in downs if step.open and step.fits), None)
         if smaller is not None:
-            return _take(s, smaller, [*downs, fewer], Reason.MEMORY_KEEPS_REPLICAS, text)
+            return _take(s, smaller, [*downs, fewer], Reason.LOAD_LEFT, text)
     if s.canary_closed(climb=True) is None:
         ups = options.up(s)
         higher = next((step for step in ups if step.open), None)
         if higher is not None:
-            return _take(s, higher, [*ups, fewer], Reason.PRESSURE_LEFT, text)
+            return _take(s, higher, [*ups, fewer], Reason.LOAD_LEFT, text)
     would = fewer.option if fewer.option.outcome == Outcome.NOT_OWNER else None
     return _stay(s, s.workload.kind, s.workload.message, would)
 
@@ -162,17 +160,17 @@ def _release(s: PolicyInput) -> PolicyDecision:
 def _take(s: PolicyInput, step: Weighed, steps: list[Weighed], reason: str, evidence: str) -> PolicyDecision:
     chosen = msgspec.structs.replace(step.option, outcome=Outcome.CHOSEN)
     others = [other for other in steps if other is not step]
-    nothing = Weighed(options.stay(s, Outcome.PASSED, "nothing changes"), open=False, fits=False)
+    nothing = Weighed(options.stay(s, Outcome.POSSIBLE, "nothing changes"), open=False, fits=False)
     known = s.saturations
     if s.workload.bound or s.workload.missed or s.workload.surge:
         known = learned(known, s.workload, s.dtype)
     weighed = options.listed(chosen, [*others, nothing])
-    message = f"{evidence}{options.costs(weighed)}; {chosen.message}"
+    message = f"{evidence}{options.costs(s, weighed)}; {chosen.message}"
     return PolicyDecision(weighed, reason, message, saturations=known)
 
 
 def _hold(s: PolicyInput, steps: list[Weighed], wanted: Weighed, reason: str, why: str) -> PolicyDecision:
     chosen = options.stay(s, Outcome.CHOSEN, why)
     weighed = options.listed(chosen, steps)
-    message = f"{_evidence(s)}; {why}{options.costs(weighed)}"
+    message = f"{_evidence(s)}; {why}{options.costs(s, weighed)}"
     return PolicyDecision(weighed, reason, message, hold=why, wanted=wanted.option, saturations=s.saturations)

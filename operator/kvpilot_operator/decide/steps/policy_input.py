@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.api.words import Outcome
+from kvpilot_operator.api.words import Outcome, Reason
 from kvpilot_operator.decide.load.workload import Workload
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Denied, Experience, Saturation, ScaleInBackoff
@@ -73,6 +73,8 @@ class PolicyInput:
         spec = self.spec
         about = (spec.model.source, spec.engine.image, self.node.gpu, spec.kv_cache.recent_tokens)
         for e in self.history:
+            if e.reason == Reason.SUPERSEDED:
+                continue
             if (e.dtype, e.from_dtype, e.model, e.image, e.gpu, e.recent_tokens) == (dtype, self.dtype, *about):
                 yield e
 
@@ -87,7 +89,7 @@ class PolicyInput:
         dwell = self.spec.kv_cache.min_dwell_seconds * (CLIMB_DWELLS if climb else 1)
         changed, until = self.dtype_changed, _after(self.dtype_changed, dwell)
         if changed is not None and until is not None and self.now < until:
-            return Outcome.DWELLING, f"the dtype changed at {utc(changed)}; the next may come at {utc(until)}"
+            return Outcome.COOLING_DOWN, f"the dtype changed at {utc(changed)}; the next may come at {utc(until)}"
         return None
 
 

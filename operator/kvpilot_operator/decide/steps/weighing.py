@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import msgspec
-
 from kvpilot_operator.api.words import Action, Outcome
 from kvpilot_operator.decide.steps.latency import Expected
 from kvpilot_operator.decide.steps.policy_input import PolicyInput
@@ -48,8 +46,8 @@ def weighed(
     who, gained = (f"{replicas} replicas", "") if times is None else (dtype, f" ({times:.2f}x)")
     when = " at the peak" if action in (Action.SCALE_IN, Action.DTYPE_UP) else ""
     text = f"{who} would hold {tokens} tokens{gained} and be {use}% full{when}; {itl.message}"
-    option = option_of(s, action, to, outcome, f"{why}; {text}" if why else text, tokens, use)
-    return Weighed(msgspec.structs.replace(option, itl_change_percent=itl.percent), closed is None, fits)
+    option = option_of(action, to, outcome, f"{why}; {text}" if why else text, tokens)
+    return Weighed(option, closed is None, fits)
 
 
 def percent(part: float, whole: float) -> int:
@@ -59,20 +57,9 @@ def percent(part: float, whole: float) -> int:
     return min(_MOST_PERCENT, math.ceil(100 * part / whole - 1e-9))
 
 
-def option_of(
-    s: PolicyInput, action: Action, to: tuple[str, int], outcome: Outcome, message: str, tokens: int, use: int
-) -> Option:
-    """A step to a dtype and a number of replicas, with the GPUs and the money that it takes."""
+def option_of(action: Action, to: tuple[str, int], outcome: Outcome, message: str, tokens: int) -> Option:
+    """Return a step to a dtype and a number of replicas."""
     dtype, replicas = to
-    each = s.gpu_hour_micros
     return Option(
-        action=action,
-        dtype=dtype,
-        replicas=replicas,
-        gpus=(replicas - s.replicas) * s.spec.engine.gpus,
-        outcome=outcome,
-        message=clip(message),
-        capacity_tokens=tokens,
-        usage_percent=use,
-        cost_per_hour_micros=None if each is None else each * replicas * s.spec.engine.gpus,
+        action=action, dtype=dtype, replicas=replicas, outcome=outcome, message=clip(message), capacity_tokens=tokens
     )

@@ -1,0 +1,213 @@
+"""The conditions that tools wait for, `Reconciling` and `Stalled`, as kstatus (sigs.k8s.io/cli-utils) defines them.
+
+`Reconciling` is True while the service is on its way to its newest spec, `Stalled` where only a person can help. They
+are never both True; if both are False, the newest spec is reached. docs/conditions.md lists the states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvpilot_operator.api.words import ConditionType, Reason, Stage
+from kvpilot_operator.decide.changes import move, spec_changes
+from kvpilot_operator.decide.conditions.measured import Line, waiting
+from kvpilot_operator.decide.conditions.serving import share
+from kvpilot_operator.decide.context import Context
+from kvpilot_operator.decide.diagnosis import engine_failure
+from kvpilot_operator.decide.objects import storage, traffic
+from kvpilot_operator.decide.rejections import finding, rejected
+from kvpilot_operator.decide.rollout.starting import start_fault
+from kvpilot_operator.decide.steps.ladder import ACCURACY_REASONS
+from kvpilot_operator.state.decision import Cause
+from kvpilot_operator.state.questions import Question
+from kvpilot_operator.state.status import MAX_MESSAGE, clip
+
+BOTH = (ConditionType.RECONCILING, ConditionType.STALLED)
+_SETTLED = Cause(Reason.SETTLED, "the spec is acted on, and nothing is under way")
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """Everything that keeps a service from its newest spec, whichever condition tells it."""
+
+    objects: Cause | None
+    """Objects and pods that the API server refuses."""
+    probes: Cause | None
+    """Probe sets that cannot be used."""
+    route: Line | None
+    """A route that Gateways refuse (False) or have not accepted yet (Unknown)."""
+    progress: Line
+    """The rollout: True while it moves by itself, False where it is held or settled."""
+
+    @property
+    def announced(self) -> tuple[Cause, ...]:
+        """Causes that are worth an event; the journal has the others."""
+        refused = _cause(self.route) if self.route is not None and self.route.status == "False" else None
+        return tuple(one for one in (self.objects, refused) if one is not None)
+
+
+def problems(c: Context) -> Problems:
+    """Find everything that may keep the service from its newest spec."""
+    refused, fault = rejected(c.snapshot), c.snapshot.probes.fault
+    return Problems(
+        finding(refused) if refused else None,
+        Cause(Reason.PROBE_SET_INVALID, fault) if fault is not None else None,
+        _route(c),
+        _progress(c),
+    )
+
+
+def lines(c: Context, found: Problems, serving: Line) -> dict[str, Line]:
+    """Decide both conditions. The reason is the first cause's, and the message lists all causes."""
+    stalled = _stalled(c, found)
+    if stalled:
+        return both(ConditionType.STALLED, _joined(stalled))
+    before, s = c.before.condition(ConditionType.STALLED), c.snapshot
+    unwritten = s.rejections is None and before is not None and before.observed_generation == s.generation
+    if unwritten and before is not None and before.status == "True" and c.canary is None:
+        # No write since startup: earlier rejections probably still hold.
+        return both(ConditionType.STALLED, Cause(before.reason, before.message))
+    under_way = _under_way(c, found, serving)
+    if under_way is None:
+        return both()
+    route = _cause(found.route) if found.route is not None else None
+    return both(ConditionType.RECONCILING, _joined([under_way, found.objects, found.probes, route]))
+
+
+def both(kind: ConditionType | None = None, cause: Cause = _SETTLED) -> dict[str, Line]:
+    """Return both conditions: the given type is True for this cause and the other False; without a type both are."""
+    other = Cause(kind, f"see {kind}") if kind else cause
+    return {one: Line("True", *cause) if one == kind else Line("False", *other) for one in BOTH}
+
+
+def notes(c: Context) -> list[str]:
+    """List what a person should know although the service is ready: fields without full effect, a held step."""
+    found = [note for note in (_window_note(c),) if note is not None]
+    progress = _progress(c)
+    return found if progress.reason == Reason.SETTLED else [*found, progress.message]
+
+
+def _joined(causes: Iterable[Cause | None]) -> Cause:
+    """Join the causes (at least one) under the reason of the first; each keeps its share of the message's length."""
+    found = [one for one in causes if one is not None]
+    texts: list[str] = []
+    for one in found:
+        if not any(one.message in text for text in texts):
+            texts.append(one.message)
+    most = (MAX_MESSAGE - 2 * len(texts)) // len(texts)
+    short = sum(map(len, texts)) + 2 * len(texts) <= MAX_MESSAGE
+    return Cause(found[0].reason, "; ".join(text if short else clip(text, most) for text in texts))
+
+
+def _stalled(c: Context, found: Problems) -> list[Cause | None]:
+    """List what a person has to change. A trial ends by itself (it has a deadline), unless it is paused."""
+    progress = found.progress
+    held = _cause(progress) if progress.status == "False" and progress.reason != Reason.SETTLED else None
+    if c.canary is not None:
+        return [] if held is None else [held, found.objects, found.probes]
+    route = _cause(found.route) if found.route is not None and found.route.status == "False" else None
+    failure = engine_failure(c.snapshot.pods_of(c.stable.revision)) if c.stable is not None else None
+    causes = [found.objects, found.probes, None if _reached(c) else held, route, failure]
+    return causes if any(one is not None for one in causes) else []
+
+
+def _under_way(c: Context, found: Problems, serving: Line) -> Cause | None:
+    s, stable, replicas = c.snapshot, c.stable, c.replicas
+    if c.canary is not None:
+        return _cause(found.progress)
+    if stable is None:
+        return _cause(serving)
+    if not _reached(c):
+        if found.progress.status == "True":
+            return _cause(found.progress)
+        return Cause(Reason.SPEC_CHANGED, f"the newest spec is not served yet: {c.target.message or c.target.held}")
+    if replicas and serving.status != "True":
+        return _cause(serving)
+    ready = len(s.ready_pods(stable.revision))
+    if ready != replicas:
+        why = storage.held_up(c, s.pods_of(stable.revision))
+        return Cause(Reason.SCALING, f"{ready} of {replicas} replicas answer{f': {why.message}' if why else ''}")
+    if s.traffic != stable.revision:
+        text = f"the Service does not select revision {stable.revision} alone yet"
+        return Cause(Reason.TRAFFIC_MOVING, text)
+    if found.route is not None and found.route.status == "Unknown":
+        return _cause(found.route)
+    leaving = traffic.orphans(c)
+    text = f"{len(leaving)} of other revisions are still there: {leaving[0]}" if leaving else ""
+    return Cause(Reason.TRAFFIC_MOVING, text) if leaving else None
+
+
+def _reached(c: Context) -> bool:
+    """Return True if the serving revision is the one that the spec asks for, and is not denied for its answers.
+
+    A step to another dtype that mode Auto would like to take, and cannot, is no part of the spec.
+    """
+    stable = c.stable
+    if stable is None:
+        return False
+    standing = c.denial(stable.dtype)
+    harmful = standing is not None and standing.reason in ACCURACY_REASONS
+    return c.asked == stable.revision and not harmful
+
+
+def _cause(line: Line) -> Cause:
+    return Cause(line.reason, line.message)
+
+
+def _route(c: Context) -> Line | None:
+    """Say what Gateways think of kvpilot's HTTPRoute; None where they accept it, or none is asked for."""
+    s, name = c.snapshot, c.snapshot.key.name
+    if c.spec.route is None or s.unread(Question.ROUTE) is not None:
+        return None
+    if s.route is None:
+        return Line("Unknown", Reason.ROUTE_WAITING, f"HTTPRoute {name} does not exist yet")
+    refused = [f"{one.name} says {one.message}" for one in s.route.parents if one.accepted is False]
+    if refused:
+        return Line("False", Reason.ROUTE_UNUSABLE, f"HTTPRoute {name}: {'; '.join(refused)}")
+    silent = [one.name for one in s.route.parents if one.accepted is None]
+    if silent or not s.route.parents:
+        who = ", ".join(silent) or "no Gateway"
+        text = f"HTTPRoute {name}: {who} has not answered yet. If it stays so, the Gateway does not exist, or no "
+        return Line("Unknown", Reason.ROUTE_WAITING, f"{text}controller serves its class")
+    return None
+
+
+def _progress(c: Context) -> Line:
+    """Say how the rollout goes on (True), or what holds it; the reason is Settled where nothing is to be done."""
+    canary, stable, target, paused = c.canary, c.stable, c.target, c.spec.rollout.paused
+    if canary is not None:
+        stopped = paused and canary.stage != Stage.ROLLING_BACK
+        news = spec_changes(c, stable) if stable is not None else ""
+        said = canary.message if news in canary.message else f"{canary.message}; the spec has changed: {news}"
+        text = f"{move(canary)}{share(canary)}: {said}{waiting(c)}"
+        return Line("False", Reason.ROLLOUT_PAUSED, text) if stopped else Line("True", f"Canary{canary.stage}", text)
+    waits = storage.wait(c)
+    if waits is not None and (stable is None or target.revision != stable.revision):
+        return Line("False" if waits.stuck else "True", *waits.cause)
+    if stable is not None and stable.ever_ready and target.revision != stable.revision:
+        fault = start_fault(c, target)
+        if fault is not None:
+            return Line("False", *fault)
+        if paused:
+            text = f"spec.rollout.paused is true: no canary for {target.dtype} is started ({target.message})"
+            return Line("False", Reason.ROLLOUT_PAUSED, text)
+    if target.held is not None:
+        return Line("False", target.reason, target.held)
+    if stable is not None and not stable.ever_ready:
+        return Line("True", Reason.ENGINES_STARTING, f"revision {stable.revision} ({stable.dtype}) is starting")
+    return Line("False", Reason.SETTLED, target.message)
+
+
+def _window_note(c: Context) -> str | None:
+    """Return a note where engines serve another recent window than the spec asks for."""
+    sample = c.snapshot.last_sample(c.stable.revision) if c.stable is not None else None
+    if c.stable is None or sample is None or c.stable.revision != c.target.revision:
+        return None
+    asked = c.spec.kv_cache.recent_tokens_of(c.stable.dtype)
+    if asked is None or sample.recent_tokens in (None, asked):
+        return None
+    return (
+        f"spec.kvCache.recentTokens is {asked}, but the engines read the last {sample.recent_tokens} tokens at 8 bits; "
+        "an engine's metric kvpilot_recent_window_info says why: use an image whose vLLM can, or set what it serves"
+    )

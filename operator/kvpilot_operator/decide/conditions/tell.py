@@ -1,0 +1,132 @@
+"""The conditions of a service, each with its reason and figures, and the events that announce them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+from kvpilot_operator.api.words import ConditionType, Reason
+from kvpilot_operator.decide.conditions import measured, serving, standing
+from kvpilot_operator.decide.conditions.measured import Line
+from kvpilot_operator.decide.context import Context, Draft
+from kvpilot_operator.decide.rollout.ending import NOT_OF_THE_DTYPE
+from kvpilot_operator.state.decision import Cause
+from kvpilot_operator.state.questions import keeps_probe
+from kvpilot_operator.state.snapshot import Snapshot
+from kvpilot_operator.state.status import Condition, clip
+
+D = TypeVar("D", bound=Draft)
+
+
+def tell(c: Context) -> Context:
+    """Write all conditions of a service with a valid spec, and an event where one names something new."""
+    problems, answers, verified = standing.problems(c), serving.serving(c), measured.accuracy(c)
+    both = standing.lines(c, problems, answers)
+    if keeps_probe(c.unanswered):
+        verified = _line(c.before.condition(ConditionType.ACCURACY_VERIFIED)) or verified
+    held = measured.objectives(c)
+    lines: dict[str, Line] = {
+        ConditionType.READY: _ready(c, both, answers, verified),
+        ConditionType.SERVING: answers,
+        **both,
+        ConditionType.METRICS_AVAILABLE: measured.metrics(c),
+        ConditionType.MEMORY_PRESSURED: measured.memory_pressured(c),
+        **({} if held is None else {ConditionType.OBJECTIVES_HELD: held}),
+        ConditionType.CANARY_HEALTHY: measured.canary_healthy(c),
+        ConditionType.ACCURACY_VERIFIED: verified,
+    }
+    c = _written(c, lines)
+    for cause in problems.announced:
+        c = _announce(c, cause, (ConditionType.RECONCILING, ConditionType.STALLED))
+    if verified.reason in (*NOT_OF_THE_DTYPE, Reason.MIXED_FACTORS) and verified.status == "False":
+        c = _announce(c, Cause(verified.reason, verified.message), (ConditionType.ACCURACY_VERIFIED,))
+    return c
+
+
+def refuse(draft: Draft) -> Draft:
+    """Write the conditions of a service whose spec is invalid: what runs is left as it is."""
+    s = draft.snapshot
+    message = clip("; ".join(f"{fault.field}: {fault.message}" for fault in s.faults))
+    serves, kept = any(pod.ready for pod in s.pods), "the last accepted spec keeps serving"
+    refused = Line("False", Reason.SPEC_INVALID, message)
+    lines: dict[str, Line] = {
+        ConditionType.READY: refused._replace(message=f"{message} ({kept})") if serves else refused,
+        ConditionType.SERVING: Line("True", Reason.SERVING, kept) if serves else refused,
+        **standing.both(ConditionType.STALLED, Cause(Reason.SPEC_INVALID, message)),
+    }
+    before = {one.type: line for one in s.status.conditions if (line := _line(one)) is not None}
+    return _announce(_written(draft, {**lines, **before, **lines}), Cause(Reason.SPEC_INVALID, message))
+
+
+def leave(draft: D) -> D:
+    """Keep every condition where none could be decided, and say so in those that tools wait for."""
+    lines = {one.type: line for one in draft.status.conditions if (line := _line(one)) is not None}
+    none = standing.both()
+    first = {ConditionType.READY: none[ConditionType.RECONCILING], **none}
+    return _written(draft, {**first, **lines})
+
+
+def _written(draft: D, lines: Mapping[str, Line]) -> D:
+    """Set the conditions. Questions without an answer come before whatever else holds the service up."""
+    if draft.unanswered:
+        cause = _unanswered(draft)
+        of_spec = lines[ConditionType.STALLED] if draft.snapshot.spec is None else None
+        if of_spec is not None and of_spec.status == "True":
+            more = Cause(of_spec.reason, f"{of_spec.message}; {cause.message}")
+            both = standing.both(ConditionType.STALLED, more)
+        else:
+            true = (one for kind in standing.BOTH if (one := lines[kind]).status == "True")
+            more = Cause(cause.reason, "; ".join([cause.message, *(one.message for one in true)]))
+            both = standing.both(ConditionType.RECONCILING, more)
+        lines = {**lines, **both, ConditionType.READY: Line("False", *more)}
+    return draft.set(conditions=tuple(_stamped(draft.snapshot, lines)))
+
+
+def _unanswered(draft: Draft) -> Cause:
+    named = ", ".join(dict.fromkeys(map(str, draft.unanswered)))
+    return Cause(
+        Reason.RECONCILE_INCOMPLETE,
+        f"not answered: {named}. What these questions decide stays unchanged, and everything else goes on. The "
+        "operator's log has details; if the API server gave no error of its own, please report it",
+    )
+
+
+def _line(one: Condition | None) -> Line | None:
+    return None if one is None else Line(one.status, one.reason, one.message)
+
+
+def _announce(draft: D, cause: Cause, kinds: tuple[ConditionType, ...] = (ConditionType.STALLED,)) -> D:
+    """Post an event unless one of these conditions named the same cause before."""
+    before = [one.message for kind in kinds if (one := draft.before.condition(kind)) is not None]
+    # A list of causes may be too long to hold each of them whole.
+    if any(cause.message in one or ("…" in one and cause.message[:100] in one) for one in before):
+        return draft
+    return draft.event(cause.reason, cause.message, warning=True)
+
+
+def _stamped(s: Snapshot, lines: Mapping[str, Line]) -> Iterator[Condition]:
+    """Add types and times; `lastTransitionTime` moves only with the status word."""
+    for kind, one in lines.items():
+        before = s.status.condition(kind)
+        kept = before is not None and before.status == one.status
+        yield Condition(
+            type=kind,
+            status=one.status,
+            reason=one.reason,
+            message=clip(one.message),
+            last_transition_time=before.last_transition_time if before is not None and kept else s.now,
+            observed_generation=s.generation,
+        )
+
+
+def _ready(c: Context, both: Mapping[str, Line], answers: Line, verified: Line) -> Line:
+    """Say whether the service does what its newest spec asks for: nothing is under way, and nothing holds it up."""
+    for kind in (ConditionType.STALLED, ConditionType.RECONCILING):
+        if both[kind].status == "True":
+            return both[kind]._replace(status="False")
+    notes = [answers.message, *standing.notes(c)]
+    if verified.reason == Reason.MIXED_FACTORS:
+        notes.append("its engines do not all quantize alike, see AccuracyVerified")
+    if verified.reason == Reason.DTYPE_MISMATCH:
+        notes.append("its engines report another dtype, see AccuracyVerified")
+    return Line("True", answers.reason, "; ".join(notes))
