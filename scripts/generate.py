@@ -4,8 +4,8 @@
     .venv/bin/python scripts/generate.py --check     # write nothing; exit 1 and name the files that would change
 
 Generated are the chart's copies and config/, the API's reference, the tables of metrics and of decisions, defaults of
-transformers' config classes, costs of `kvpilot backtest`, pages of models.json, and pages and plots of docs/benchmarks. Files
-that are measured or resolved are not: figures, `tests/faults/table.py`, pictures of dashboards, locks.
+transformers' config classes, costs of `kvpilot backtest`, pages of models.json, and pages and plots of docs/benchmarks.
+Files that are measured or resolved are not: figures, `tests/faults/table.py`, pictures of dashboards, locks.
 """
 
 from __future__ import annotations

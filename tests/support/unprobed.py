@@ -124,7 +124,7 @@ async def ends(world: FaultyWorld, name: str, stage: str, dtype: str) -> float:
 
     async def ended() -> bool:
         status = await world.status(name)
-        last = next(iter(status.get("history", ())), {})
+        last: dict[str, Any] = next(iter(status.get("history", ())), {})
         passed = last.get("verdict") == "Passed"
         return "canary" not in status and (passed, last.get("dtype")) == (stage == "Promoted", dtype)
 
