@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import cache, partial
 from itertools import takewhile
 from typing import Any, NamedTuple, Self
@@ -17,15 +17,26 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.api.words import Action, Reason, Stage, TrafficMode, WorkloadKind
 from kvpilot_operator.decide.load.workload import Workload
 from kvpilot_operator.decide.steps import scaling
-from kvpilot_operator.decide.steps.ladder import denial
+from kvpilot_operator.decide.steps.ladder import about, denial
 from kvpilot_operator.decide.steps.policy import PolicyDecision, nothing_weighed
 from kvpilot_operator.decide.traffic_plan import TrafficPlan, traffic_plan
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.engine import pod_template, revision
-from kvpilot_operator.state.decision import Event, Manifest, Request
+from kvpilot_operator.state.decision import Event, Manifest, Objects, Request
 from kvpilot_operator.state.questions import Unanswered
 from kvpilot_operator.state.snapshot import Snapshot
-from kvpilot_operator.state.status import MAX_DECISIONS, Canary, Denied, JournalEntry, Option, Stable, Status, clip
+from kvpilot_operator.state.status import (
+    MAX_DECISIONS,
+    MAX_DENIED,
+    Canary,
+    Denied,
+    JournalEntry,
+    Option,
+    Stable,
+    Status,
+    clip,
+)
+from kvpilot_operator.times import utc
 
 # Decisions that neither begin nor end a hold.
 _BESIDE = (Action.SCALE_OUT, Action.SCALE_IN, Action.KEEP_BASELINE, Action.RECOMMEND)
@@ -207,6 +218,8 @@ class Context(Draft):
     """The Service and its disruption budget."""
     shared: Placed = _NOTHING
     """The canary's Service, and the HTTPRoute."""
+    objects: Objects | None = None
+    """All of these in the order in which they go out; None leaves every object as it is."""
 
     @classmethod
     def of(cls, s: Snapshot, spec: Spec) -> Context:
@@ -245,6 +258,25 @@ class Context(Draft):
         s = self.snapshot
         gpu = s.node.gpu if any(pod.node for pod in s.pods) else None
         return denial(dtype, self.spec, gpu, self.status.kv_cache.denied, self.now)
+
+    def deny(self, dtype: str, reason: str, message: str, seconds: int) -> Context:
+        """Keep a dtype from being tried so long with this model, image, GPU and recent window; 0 denies nothing."""
+        if seconds == 0:
+            return self
+        denied = Denied(
+            dtype=dtype,
+            model=self.spec.model.source,
+            image=self.spec.engine.image,
+            gpu=self.snapshot.node.gpu,
+            recent_tokens=self.spec.kv_cache.recent_tokens_of(dtype),
+            reason=reason,
+            message=clip(message, 512),
+            until=self.now + timedelta(seconds=seconds),
+        )
+        standing = (one for one in self.status.kv_cache.denied if one.until > self.now)
+        kept = [one for one in standing if about(one) != about(denied)]
+        text = f"{dtype} is denied for this model, image and GPU ({denied.gpu}) until {utc(denied.until)}"
+        return self.set_kv(denied=(denied, *kept)[:MAX_DENIED]).event("DtypeDenied", text, warning=True)
 
     @property
     def asked(self) -> str:

@@ -12,7 +12,7 @@ from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.load.objectives import Measured
 from kvpilot_operator.decide.load.workload import USAGE_STEP_PERCENT
 from kvpilot_operator.decide.objects import traffic
-from kvpilot_operator.decide.pressure import was_pressured
+from kvpilot_operator.decide.step_rules import was_pressured
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import Cost, Objective
 

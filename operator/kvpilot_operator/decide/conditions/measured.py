@@ -11,7 +11,7 @@ from kvpilot_operator.decide.accuracy.reported import mismatch
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.diagnosis import mixed_factors
 from kvpilot_operator.decide.load.workload import USAGE_STEP_PERCENT
-from kvpilot_operator.decide.rollout.waiting import held_up_by, why_waiting
+from kvpilot_operator.decide.rollout.starting import held_up_by, why_waiting
 from kvpilot_operator.state.samples import names
 
 _WORST_FIRST = (ObjectiveState.MISSED, ObjectiveState.UNSETTLED, ObjectiveState.NO_SAMPLES, ObjectiveState.HELD)

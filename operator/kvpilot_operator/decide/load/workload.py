@@ -16,10 +16,19 @@ from operator import attrgetter
 from kvpilot_operator.api.spec import Objective, Pressure
 from kvpilot_operator.api.words import ObjectiveState, WorkloadKind
 from kvpilot_operator.decide.load import objectives as latency_objectives
-from kvpilot_operator.decide.load.best import best_rate, computed, thrown_out
 from kvpilot_operator.decide.load.binding import SHARE, STALLED, judge
 from kvpilot_operator.decide.load.surge import DRAIN_SECONDS, Surge, find
-from kvpilot_operator.decide.load.window import GAP, SPAN, Sums, add_up, plausible, since_it_grew
+from kvpilot_operator.decide.load.window import (
+    GAP,
+    SPAN,
+    Sums,
+    add_up,
+    best_rate,
+    computed,
+    plausible,
+    since_it_grew,
+    thrown_out,
+)
 from kvpilot_operator.state.samples import Sample, names
 
 # Less than a request in a thousand scrapes: none ran, whatever a page says (5e-324 is a number, too).

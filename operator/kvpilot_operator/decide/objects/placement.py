@@ -32,8 +32,8 @@ from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Stable
 
 
-def objects(c: Context) -> Objects | None:
-    """The objects of the decided status, in the order in which they go out; None leaves every one as it is.
+def in_order(c: Context) -> Context:
+    """Put the objects of the decided status into the order in which they go out.
 
     First what serves (its claim, engines, Service, budget), then what is on trial with its share of the traffic:
     nothing that befalls a trial's writes keeps the others from being mended. Last the engines that give way. Where
@@ -43,16 +43,27 @@ def objects(c: Context) -> Objects | None:
     if c.stable is None:
         # Without a revision there is nothing to place but what it waits for, and nothing is deleted for want of one.
         there = frozenset(c.snapshot.deployments)
-        return Objects(c.storage.apply, {}, there, c.storage.absent, named) if any(c.storage) else None
+        placed = Objects(c.storage.apply, {}, there, c.storage.absent, named) if any(c.storage) else None
+        return replace(c, objects=placed)
     serving = {*traffic.serving(c), c.stable.revision}
     fewer = {name for name, count in c.wanted.items() if count < counts(c.snapshot, name).replicas}
     shrinking = [manifest for name, manifest in c.engines.items() if name in fewer]
     kept = [manifest for name, manifest in c.engines.items() if name in serving - fewer]
     tried = [manifest for name, manifest in c.engines.items() if name not in serving | fewer]
-    scale = {name: count for name, count in c.wanted.items() if name not in c.engines}
+    return replace(c, objects=_objects(c, (*kept, *c.own.apply, *tried, *c.shared.apply, *shrinking), named))
+
+
+def in_any_order(c: Context) -> Context:
+    """Keep all objects of a service that serves, where their order could not be decided."""
+    if c.stable is None:
+        return c
+    return replace(c, objects=_objects(c, (*c.engines.values(), *c.own.apply, *c.shared.apply), ()))
+
+
+def _objects(c: Context, apply: tuple[Manifest, ...], named: tuple[tuple[str, str, str], ...]) -> Objects:
     return Objects(
-        apply=(*c.storage.apply, *kept, *c.own.apply, *tried, *c.shared.apply, *shrinking),
-        scale=scale,
+        apply=(*c.storage.apply, *apply),
+        scale={name: count for name, count in c.wanted.items() if name not in c.engines},
         keep=frozenset(c.wanted),
         absent=(*c.storage.absent, *c.own.absent, *c.shared.absent),
         named=named,

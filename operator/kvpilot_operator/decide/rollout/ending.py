@@ -7,7 +7,6 @@ import msgspec
 from kvpilot_operator.api.words import Action, Reason, Stage, Verdict
 from kvpilot_operator.decide.changes import spec_changes
 from kvpilot_operator.decide.context import Context, in_flight
-from kvpilot_operator.decide.denial import deny
 from kvpilot_operator.decide.objects.traffic import routed
 from kvpilot_operator.decide.steps.ladder import RETRY_SECONDS, about, subject
 from kvpilot_operator.state.status import CHANGES, MAX_HISTORY, Canary, Experience, Stable
@@ -40,7 +39,7 @@ def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Contex
     if canary.dtype == canary.from_dtype or reason in NOT_OF_THE_DTYPE:
         return c
     longest = c.spec.rollout.deny_seconds
-    return deny(c, canary.dtype, reason, message, longest if verdict == Verdict.FAILED else min(RETRY_SECONDS, longest))
+    return c.deny(canary.dtype, reason, message, longest if verdict == Verdict.FAILED else min(RETRY_SECONDS, longest))
 
 
 def _before(canary: Canary) -> str:

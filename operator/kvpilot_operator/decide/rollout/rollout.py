@@ -24,7 +24,7 @@ from kvpilot_operator.decide.diagnosis import engine_failure, made_anew, mixed_f
 from kvpilot_operator.decide.objects import pools, storage, traffic
 from kvpilot_operator.decide.rollout import shifting, starting
 from kvpilot_operator.decide.rollout.ending import finish_promotion, finish_rollback, roll_back
-from kvpilot_operator.decide.rollout.waiting import SURGE_SECONDS, pods_on_trial, unschedulable, why_waiting
+from kvpilot_operator.decide.rollout.starting import SURGE_SECONDS, pods_on_trial, unschedulable, why_waiting
 from kvpilot_operator.decide.traffic_plan import counts, one_can_leave
 from kvpilot_operator.state.status import Stable
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 from kvpilot_formats import dtypes
@@ -15,8 +16,67 @@ from kvpilot_operator.decide.steps.capacity import bits_per_element, gain, ring_
 from kvpilot_operator.decide.steps.ladder import Rung, rungs
 from kvpilot_operator.decide.steps.latency import Expected, expected_itl_change, would_miss
 from kvpilot_operator.decide.steps.policy_input import PolicyInput
-from kvpilot_operator.decide.steps.weighing import Closed, Weighed, option_of, percent, weighed
-from kvpilot_operator.state.status import MAX_OPTIONS, Option
+from kvpilot_operator.state.status import MAX_OPTIONS, Option, clip
+
+# What the schema holds of a figure.
+_MOST_PERCENT = 1_000_000
+Closed = tuple[Outcome, str]
+"""Why a step is ruled out, in one word and in more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """An option with what only the choice needs to know: `open` where nothing rules it out."""
+
+    option: Option
+    open: bool
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """A forecast of a step: the capacity, its use against a limit, and the latency."""
+
+    tokens: int
+    use: int
+    """Percent of the capacity."""
+    limit: int
+    itl: Expected
+    times: float | None = None
+    """Growth of the capacity by a change of dtype."""
+    late: str | None = None
+    """The objective that would be missed."""
+
+    @property
+    def fits(self) -> bool:
+        """Return True if the load fits and no objective is missed."""
+        return self.use <= self.limit and self.late is None
+
+
+def weighed(action: Action, dtype: str, replicas: int, effect: Effect, closed: Closed | None) -> Weighed:
+    """Describe a step: why it is ruled out, if it is, and what it would lead to."""
+    outcome, why = closed or (Outcome.POSSIBLE if effect.fits else Outcome.INSUFFICIENT, effect.late or "")
+    who, gained = (f"{replicas} replicas", "") if effect.times is None else (dtype, f" ({effect.times:.2f}x)")
+    when = " at the peak" if action in (Action.SCALE_IN, Action.DTYPE_UP) else ""
+    text = f"{who} would hold {effect.tokens} tokens{gained} and be {effect.use}% full{when}; {effect.itl.message}"
+    option = option_of(action, (dtype, replicas), outcome, f"{why}; {text}" if why else text, effect.tokens)
+    return Weighed(option, closed is None, effect.fits)
+
+
+def percent(part: float, whole: float) -> int:
+    """A share in whole percent, rounded up, as large as the schema holds."""
+    if whole <= 0:
+        return 0 if part <= 0 else _MOST_PERCENT
+    return min(_MOST_PERCENT, math.ceil(100 * part / whole - 1e-9))
+
+
+def option_of(action: Action, to: tuple[str, int], outcome: Outcome, message: str, tokens: int) -> Option:
+    """Return a step to a dtype and a number of replicas."""
+    dtype, replicas = to
+    return Option(
+        action=action, dtype=dtype, replicas=replicas, outcome=outcome, message=clip(message), capacity_tokens=tokens
+    )
+
 
 # One step out at most doubles the replicas: the demand of a moment is an estimate.
 _MOST_GROWTH = 2
@@ -58,16 +118,20 @@ def instead_of_replicas(s: PolicyInput) -> list[Weighed]:
 
 
 def _instead(s: PolicyInput, rung: Rung, enough: float) -> Weighed:
-    """`enough` replicas of the serving dtype would do."""
-    times, itl = _gain(s, rung.dtype), expected_itl_change(s, rung.dtype)
-    replicas = max(1, s.spec.scaling.min_replicas, math.ceil(enough / times))
-    tokens, limit = int(s.workload.capacity_per_pod * s.counted * times), s.spec.kv_cache.pressure.high_percent
-    use = percent(s.workload.peak_load, s.counted * times)
-    closed = _dtype_closed(s, rung, itl, climb=False)
-    if closed is None and replicas >= s.replicas:
+    """Weigh a smaller dtype where `enough` replicas of the serving one would do."""
+    effect = _in_dtype(s, rung.dtype, Action.DTYPE_DOWN, s.spec.kv_cache.pressure.high_percent, peak=True)
+    closed = _dtype_closed(s, rung, effect.itl, climb=False)
+    if closed is None and max(1, s.spec.scaling.min_replicas, math.ceil(enough / (effect.times or 1))) >= s.replicas:
         closed = Outcome.INSUFFICIENT, "it would save no replica"
-    late = would_miss(s, Action.DTYPE_DOWN, itl)
-    return weighed(s, Action.DTYPE_DOWN, (rung.dtype, s.replicas), closed, tokens, use, limit, itl, times, late)
+    return weighed(Action.DTYPE_DOWN, rung.dtype, s.replicas, effect, closed)
+
+
+def _in_dtype(s: PolicyInput, dtype: str, action: Action, limit: int, *, peak: bool) -> Effect:
+    """Forecast another dtype under the load of now, or at the `peak` of a calm service."""
+    times, itl = _gain(s, dtype), expected_itl_change(s, dtype)
+    tokens = int(s.workload.capacity_per_pod * s.counted * times)
+    parts = (s.workload.peak_load, s.counted * times) if peak else (s.workload.demand_tokens, tokens)
+    return Effect(tokens, percent(*parts), limit, itl, times, would_miss(s, action, itl))
 
 
 def up(s: PolicyInput) -> list[Weighed]:
@@ -83,7 +147,7 @@ def out(s: PolicyInput) -> Weighed:
     tokens = int(s.workload.capacity_per_pod * replicas)
     use, limit = percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent
     itl = expected_itl_change(s, s.dtype, s.counted / replicas)
-    return weighed(s, Action.SCALE_OUT, (s.dtype, replicas), _out_closed(s), tokens, use, limit, itl)
+    return weighed(Action.SCALE_OUT, s.dtype, replicas, Effect(tokens, use, limit, itl), _out_closed(s))
 
 
 def offload(s: PolicyInput) -> list[Weighed]:
@@ -114,7 +178,7 @@ def _scale_in(s: PolicyInput, replicas: int) -> Weighed:
     margin = (pressure.low_percent + pressure.high_percent) // 2
     itl = expected_itl_change(s, s.dtype, s.counted / left)
     closed = _in_closed(s, replicas, left, use, margin, would_miss(s, Action.SCALE_IN, itl, s.counted / left))
-    return weighed(s, Action.SCALE_IN, (s.dtype, replicas), closed, tokens, use, margin, itl)
+    return weighed(Action.SCALE_IN, s.dtype, replicas, Effect(tokens, use, margin, itl), closed)
 
 
 def costs(s: PolicyInput, steps: Sequence[Option]) -> str:
@@ -140,29 +204,24 @@ def _rungs(s: PolicyInput) -> tuple[Rung, ...]:
 
 
 def _down(s: PolicyInput, rung: Rung) -> Weighed:
-    times, itl = _gain(s, rung.dtype), expected_itl_change(s, rung.dtype)
-    tokens = int(s.workload.capacity_per_pod * s.counted * times)
-    use, limit = percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent
-    closed = _dtype_closed(s, rung, itl, climb=False)
+    effect = _in_dtype(s, rung.dtype, Action.DTYPE_DOWN, s.spec.kv_cache.pressure.high_percent, peak=False)
+    closed = _dtype_closed(s, rung, effect.itl, climb=False)
     if closed is None and s.workload.kind != WorkloadKind.MEMORY_BOUND:
         closed = Outcome.NOT_MEMORY, "memory is not what binds"
-    late = would_miss(s, Action.DTYPE_DOWN, itl)
-    return weighed(s, Action.DTYPE_DOWN, (rung.dtype, s.replicas), closed, tokens, use, limit, itl, times, late)
+    return weighed(Action.DTYPE_DOWN, rung.dtype, s.replicas, effect, closed)
 
 
 def _up(s: PolicyInput, rung: Rung) -> Weighed:
-    times, itl = _gain(s, rung.dtype), expected_itl_change(s, rung.dtype)
-    tokens = int(s.workload.capacity_per_pod * s.counted * times)
-    use, limit = percent(s.workload.peak_load, s.counted * times), s.spec.kv_cache.pressure.low_percent
-    closed = _dtype_closed(s, rung, itl, climb=True)
-    crowded = beyond(s.saturations, s.workload, s.dtype, rung.dtype, s.counted) or would_miss(s, Action.DTYPE_UP, itl)
+    effect = _in_dtype(s, rung.dtype, Action.DTYPE_UP, s.spec.kv_cache.pressure.low_percent, peak=True)
+    crowded = beyond(s.saturations, s.workload, s.dtype, rung.dtype, s.counted) or effect.late
+    closed = _dtype_closed(s, rung, effect.itl, climb=True)
     if closed is None and s.spec.scaling.mode == "Operator" and s.replicas > max(1, s.spec.scaling.min_replicas):
         closed = Outcome.REPLICAS_FIRST, "a replica is given back before the dtype grows"
-    if closed is None and use > limit:
-        closed = Outcome.TOO_TIGHT, f"the peak would fill {use}%, above lowPercent {limit}%"
+    if closed is None and effect.use > effect.limit:
+        closed = Outcome.TOO_TIGHT, f"the peak would fill {effect.use}%, above lowPercent {effect.limit}%"
     if closed is None and crowded is not None:
         closed = Outcome.TOO_TIGHT, crowded
-    return weighed(s, Action.DTYPE_UP, (rung.dtype, s.replicas), closed, tokens, use, limit, itl, times)
+    return weighed(Action.DTYPE_UP, rung.dtype, s.replicas, effect, closed)
 
 
 def _dtype_closed(s: PolicyInput, rung: Rung, itl: Expected, *, climb: bool) -> Closed | None:

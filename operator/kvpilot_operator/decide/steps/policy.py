@@ -18,8 +18,8 @@ import msgspec
 from kvpilot_operator.api.words import Action, Outcome, Reason, WorkloadKind
 from kvpilot_operator.decide.load.saturation import learned
 from kvpilot_operator.decide.steps import options
+from kvpilot_operator.decide.steps.options import Weighed
 from kvpilot_operator.decide.steps.policy_input import PolicyInput
-from kvpilot_operator.decide.steps.weighing import Weighed
 from kvpilot_operator.state.status import Option, Saturation
 
 
