@@ -9,7 +9,7 @@ import msgspec
 from kvpilot_operator.api.names import REVISION_LABEL, SERVICE_LABEL, service_url
 from kvpilot_operator.api.words import Action, WorkloadKind
 from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.load.objectives import Measured
+from kvpilot_operator.decide.load.objectives import ObjectiveResult
 from kvpilot_operator.decide.load.workload import USAGE_STEP_PERCENT
 from kvpilot_operator.decide.objects import traffic
 from kvpilot_operator.decide.step_rules import was_pressured
@@ -37,7 +37,7 @@ def summarise(c: Context) -> Context:
     s, stable, kv = c.snapshot, c.stable, c.status.kv_cache
     if stable is None:
         return c
-    names, serves = traffic.serving(c), s.deployments.get(stable.revision)
+    names, serves = traffic.serving_revisions(c), s.deployments.get(stable.revision)
     sample = s.last_sample(traffic.selected(c) or stable.revision)
     usage = c.workload.usage_percent if c.workload.pods else None
     # While two revisions serve together an autoscaler has to count the pods of both.
@@ -108,7 +108,7 @@ def _kept(c: Context, kind: str, question: Question, before: str | None) -> str 
     return s.key.name if asked or any(there.values()) or kept else None
 
 
-def _shown(c: Context, one: Measured) -> Objective:
+def _shown(c: Context, one: ObjectiveResult) -> Objective:
     """What the status says of an objective: the figure that it said before, where it hardly moved."""
     asked, seen = one.objective, None if one.seconds is None else round(min(one.seconds, _MOST) * 1000)
     now = Objective(

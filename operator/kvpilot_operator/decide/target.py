@@ -41,7 +41,7 @@ def after_rollback(c: Context) -> Context:
     return choose(c) if c.before.canary is not None and c.canary is None and c.stable == c.before.stable else c
 
 
-def unchanged(c: Context) -> Context:
+def stay(c: Context) -> Context:
     """What is under way, where no target could be chosen: nothing new is started."""
     part = c.canary or c.stable
     dtype, name = (part.dtype, part.revision) if part is not None else (c.spec.kv_cache.baseline, "")

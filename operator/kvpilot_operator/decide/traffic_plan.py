@@ -108,7 +108,7 @@ def _probe_only(message: str) -> TrafficPlan:
 
 
 def _by_route(s: Snapshot, spec: Spec, pods: int, most: int) -> TrafficPlan:
-    held = route.fault(s, spec)
+    held = route.route_fault(s, spec)
     if held is not None:
         return TrafficPlan(TrafficMode.HTTP_ROUTE, held=f"{route.field_of(spec)}{held}")
     steps = tuple(

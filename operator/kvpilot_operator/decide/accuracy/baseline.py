@@ -34,7 +34,7 @@ def misreported(c: Context) -> Cause | None:
     return None if found is None else Cause(Reason.BASELINE_UNFIT, found)
 
 
-def fault(c: Context) -> Cause | None:
+def reference_fault(c: Context) -> Cause | None:
     """Say why the 16-bit engine is no reference for the present model and probe sets; None where nothing is known."""
     named, result = c.status.accuracy.baseline, c.snapshot.probe_result
     if known(c) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from kvpilot_operator.api.words import ConditionType, ObjectiveState, Outcome, Reason, Stage, Verdict, WorkloadKind
-from kvpilot_operator.decide.accuracy.baseline import fault, known
+from kvpilot_operator.decide.accuracy.baseline import known, reference_fault
 from kvpilot_operator.decide.accuracy.drift import drifted
 from kvpilot_operator.decide.accuracy.reported import mismatch
 from kvpilot_operator.decide.context import Context
@@ -124,7 +124,7 @@ def _verified(c: Context) -> Line:
     other = mismatch(c.snapshot, stable.revision, stable.dtype)
     if other is not None:
         return Line("False", Reason.DTYPE_MISMATCH, other)
-    noisy = fault(c)
+    noisy = reference_fault(c)
     if noisy is not None and stable.revision == c.reference:
         return Line("False", *noisy)
     if stable.dtype == spec.kv_cache.baseline and not spec.kv_cache.bounded:

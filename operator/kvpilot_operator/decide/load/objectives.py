@@ -22,7 +22,7 @@ LEAST = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ObjectiveResult:
     """An objective, whether it is held, and the percentile over the whole window; None of too few samples."""
 
     objective: Objective
@@ -39,21 +39,23 @@ class Measured:
         return f"{self.objective} {seen} (objective {self.objective.milliseconds} ms)"
 
 
-def judge(objectives: Sequence[Objective], window: Sequence[Sample], *, sustained: bool) -> tuple[Measured, ...]:
+def judge_objectives(
+    objectives: Sequence[Objective], window: Sequence[Sample], *, sustained: bool
+) -> tuple[ObjectiveResult, ...]:
     """What `window` (oldest first) says of each; `sustained` where it covers its whole time."""
     flows = [s.flows for s in window if plausible(s)] if objectives and sustained else []
     half = len(flows) // 2
     return tuple(_measured(one, flows[:half], flows[half:]) for one in objectives)
 
 
-def _measured(objective: Objective, first: Sequence[Flows], second: Sequence[Flows]) -> Measured:
+def _measured(objective: Objective, first: Sequence[Flows], second: Sequence[Flows]) -> ObjectiveResult:
     halves = [
         Histogram.together([f.ttft if objective.metric == "TTFT" else f.itl for f in half]) for half in (first, second)
     ]
     q, limit = objective.percentile / 100, objective.milliseconds / 1000
     seconds = Histogram.together(halves).quantile(q)
     if min(h.count for h in halves) < max(LEAST, 100 / (100 - objective.percentile)) or math.isnan(seconds):
-        return Measured(objective, ObjectiveState.NO_SAMPLES)
+        return ObjectiveResult(objective, ObjectiveState.NO_SAMPLES)
     if min(h.quantile(q) for h in halves) > limit:
-        return Measured(objective, ObjectiveState.MISSED, seconds)
-    return Measured(objective, ObjectiveState.HELD if seconds <= limit else ObjectiveState.UNSETTLED, seconds)
+        return ObjectiveResult(objective, ObjectiveState.MISSED, seconds)
+    return ObjectiveResult(objective, ObjectiveState.HELD if seconds <= limit else ObjectiveState.UNSETTLED, seconds)

@@ -15,8 +15,8 @@ from operator import attrgetter
 
 from kvpilot_operator.api.spec import Objective, Pressure
 from kvpilot_operator.api.words import ObjectiveState, WorkloadKind
-from kvpilot_operator.decide.load import objectives as latency_objectives
-from kvpilot_operator.decide.load.binding import SHARE, STALLED, judge
+from kvpilot_operator.decide.load.binding import SHARE, STALLED, what_binds
+from kvpilot_operator.decide.load.objectives import ObjectiveResult, judge_objectives
 from kvpilot_operator.decide.load.surge import DRAIN_SECONDS, Surge, find
 from kvpilot_operator.decide.load.window import (
     GAP,
@@ -102,7 +102,7 @@ class Workload:
     """Pods whose pages are implausible, and why."""
     stalled: tuple[str, ...] = ()
     """Pods whose engines have work and do none of it, and why."""
-    objectives: tuple[latency_objectives.Measured, ...] = ()
+    objectives: tuple[ObjectiveResult, ...] = ()
 
     @property
     def bound(self) -> bool:
@@ -153,19 +153,19 @@ def classify(
         end -= 1
     if not end or now - samples[end - 1].time > GAP:
         unknown = _unknown(samples[-1] if samples else None)
-        return replace(unknown, objectives=latency_objectives.judge(objectives, (), sustained=False))
+        return replace(unknown, objectives=judge_objectives(objectives, (), sustained=False))
     start = bisect_left(samples, now - timedelta(seconds=pressure.sustained_seconds), hi=end, key=_TIME)
     start = since_it_grew(samples, min(start, max(end - 2, 0)), end)
     window = samples[start:end]
     seen = add_up(window, pressure)
     lost = thrown_out(seen, samples[:end], pressure.sustained_seconds)
-    kind, message = judge(seen, pressure, was_bound, step_tokens, lost, window[-1].spread)
+    kind, message = what_binds(seen, pressure, was_bound, step_tokens, lost, window[-1].spread)
     calm = None
     if kind in (WorkloadKind.IDLE, WorkloadKind.RELAXED) and seen.usage * 100 < pressure.low_percent:
         start = bisect_left(samples, now - timedelta(seconds=calm_seconds), hi=end, key=_TIME)
         calm = _calm(samples[start:end], calm_seconds, pressure)
     sustained = seen.covered >= SPAN * pressure.sustained_seconds
-    measured = latency_objectives.judge(objectives, window, sustained=sustained)
+    measured = judge_objectives(objectives, window, sustained=sustained)
     surge = None if kind == WorkloadKind.ENGINES_STALLED else find(window, pressure, objectives)
     waits = kind in _BOUND or surge is not None or any(one.state == ObjectiveState.MISSED for one in measured)
     best = best_rate(samples[:end], pressure.sustained_seconds) if waits else (None, None)

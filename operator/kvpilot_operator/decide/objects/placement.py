@@ -25,7 +25,7 @@ from kvpilot_operator.render.objects import (
     service,
     workload,
 )
-from kvpilot_operator.render.route import kinds, own_rules, weighted
+from kvpilot_operator.render.route import backend, own_rules, weighted
 from kvpilot_operator.state.decision import Manifest, Objects
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
@@ -45,7 +45,7 @@ def in_order(c: Context) -> Context:
         there = frozenset(c.snapshot.deployments)
         placed = Objects(c.storage.apply, {}, there, c.storage.absent, named) if any(c.storage) else None
         return replace(c, objects=placed)
-    serving = {*traffic.serving(c), c.stable.revision}
+    serving = {*traffic.serving_revisions(c), c.stable.revision}
     fewer = {name for name, count in c.wanted.items() if count < counts(c.snapshot, name).replicas}
     shrinking = [manifest for name, manifest in c.engines.items() if name in fewer]
     kept = [manifest for name, manifest in c.engines.items() if name in serving - fewer]
@@ -112,7 +112,7 @@ def own_service(c: Context) -> Context:
         return c
     s, selected, kept = c.snapshot, traffic.selected(c), c.spec.disruption.min_available
     own: list[Manifest] = [service(s.key, s.uid, s.key.name, selected)]
-    pool = pools.own(c, selected)
+    pool = pools.own_pool(c, selected)
     if pool is not None:
         own.append(pool)
     covered = sum(count for name, count in c.wanted.items() if selected in (traffic.EVERY_REVISION, name))
@@ -123,12 +123,12 @@ def own_service(c: Context) -> Context:
     return replace(c, own=Placed((*own, budget)))
 
 
-def share(c: Context) -> Context:
+def share_traffic(c: Context) -> Context:
     """The canary's Service and pool, and the route with its share: ours, or the user's."""
     if c.stable is None:
         return c
     s, canary, lent = c.snapshot, c.canary, canary_service(c.snapshot.key.name)
-    selected, percent = traffic.selected(c), traffic.share(c)
+    selected, percent = traffic.selected(c), traffic.canary_percent(c)
     apply: list[Manifest] = []
     absent: tuple[tuple[str, str, str], ...] = ()
     shifting = canary is not None and canary.stage == Stage.SHIFTING
@@ -161,7 +161,7 @@ def _route(c: Context, percent: int) -> Manifest | None:
     rules = there if asked is None else own_rules(s) or there
     if rules is None or (asked is not None and not s.server.http_routes):
         return None
-    shared = weighted(rules, s.key.namespace, s.key.name, canary_service(s.key.name), percent, kinds(s))
+    shared = weighted(rules, backend(s), percent)
     if asked is not None:
         return http_route(s.key, s.uid, asked, shared)
     return route_rules(s.key, s.route, shared) if s.route is not None and shared != tuple(rules) else None

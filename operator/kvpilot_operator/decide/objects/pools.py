@@ -7,11 +7,11 @@ from kvpilot_operator.api.words import Reason
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.objects import traffic
 from kvpilot_operator.render.objects import inference_pool
-from kvpilot_operator.render.route import POOLS, carries
+from kvpilot_operator.render.route import POOLS, Backend, carries
 from kvpilot_operator.state.decision import Cause, Manifest
 
 
-def own(c: Context, selected: str) -> Manifest | None:
+def own_pool(c: Context, selected: str) -> Manifest | None:
     """The pool that selects what the Service does; None where none is asked for, or can be there."""
     s, asked = c.snapshot, c.spec.inference_pool
     if asked is None or not s.server.inference_pools:
@@ -42,12 +42,12 @@ def left_over(c: Context) -> tuple[tuple[str, str, str], ...]:
         return ()
     pools = [name for kind, name in s.objects if kind == "InferencePool" and s.objects[kind, name].owned]
     named = {canary_service(s.key.name)} if traffic.routed(s) else set()
-    if c.spec.route is not None and carries(s.route, s.key.namespace, s.key.name, POOLS):
+    if c.spec.route is not None and carries(s.route, Backend(*s.key, POOLS)):
         named.add(s.key.name)
     return tuple((INFERENCE_POOL_API, "InferencePool", name) for name in pools if name not in named)
 
 
-def fault(c: Context) -> Cause | None:
+def pool_fault(c: Context) -> Cause | None:
     """Why no trial could end: the pool that is there cannot be switched. Where none was made, none has to be."""
     s, name = c.snapshot, c.snapshot.key.name
     there = s.objects.get(("InferencePool", name))

@@ -40,7 +40,7 @@ def orphans(c: Context) -> tuple[str, ...]:
     return (*sorted(set(c.snapshot.deployments).difference(c.sides)), *pods)
 
 
-def serving(draft: Draft) -> tuple[str, ...]:
+def serving_revisions(draft: Draft) -> tuple[str, ...]:
     """The revisions that get requests now, as far as is observed."""
     s, stable, canary = draft.snapshot, draft.stable, draft.canary
     if canary is None or stable is None:
@@ -52,12 +52,11 @@ def serving(draft: Draft) -> tuple[str, ...]:
 
 
 def routed(s: Snapshot) -> bool:
-    """Whether the route has the canary's backend among its own, or may have: it could not be read."""
-    lent = canary_service(s.key.name)
-    return s.unread(Question.ROUTE) is not None or route.carries(s.route, s.key.namespace, lent, route.kinds(s))
+    """Return True if the route names the canary's backend, or could not be read."""
+    return s.unread(Question.ROUTE) is not None or route.carries(s.route, route.backend(s).canary)
 
 
-def share(c: Context) -> int:
+def canary_percent(c: Context) -> int:
     """The canary's percentage in the route now: of the furthest step that it has the ready replicas for."""
     canary = c.canary
     if canary is None or canary.stage != Stage.SHIFTING or canary.traffic_mode != TrafficMode.HTTP_ROUTE:

@@ -148,7 +148,7 @@ def _advance_stage(c: Context) -> Context:
     if canary.stage == Stage.PROBING and canary.verdict == Verdict.PASSED:
         return _share_traffic(c)
     if canary.stage == Stage.SHIFTING:
-        c = shifting.advance(c) if c.spec.canary.steps else c
+        c = shifting.advance_step(c) if c.spec.canary.steps else c
         return _promote(c) if shifting.over(c) else c
     return _note_shares(c) if canary.stage == Stage.PROMOTING else c
 
@@ -174,7 +174,7 @@ def _share_traffic(c: Context) -> Context:
         down = "no stable replica answers: the canary's probes decide"
         c = c.set_canary(traffic_mode=TrafficMode.PROBE_ONLY).event("NothingToCompare", down, warning=True)
         return _promote(c)
-    return shifting.begin(c) if c.stable is not None and c.snapshot.ready_pods(c.stable.revision) else c
+    return shifting.begin_steps(c) if c.stable is not None and c.snapshot.ready_pods(c.stable.revision) else c
 
 
 def _stable_is_down(c: Context) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from datetime import datetime, timedelta
 
-from kvpilot_operator.api.names import canary_service
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.api.words import Action, Reason, Stage, TrafficMode, Verdict
 from kvpilot_operator.decide.context import Context, in_flight
@@ -22,7 +21,7 @@ from kvpilot_operator.decide.objects import traffic
 from kvpilot_operator.decide.rollout.comparison import Finding, compare
 from kvpilot_operator.decide.rollout.ending import roll_back
 from kvpilot_operator.decide.traffic_plan import TrafficPlan, TrafficStep, counts
-from kvpilot_operator.render.route import kinds, weighted
+from kvpilot_operator.render.route import backend, weighted
 from kvpilot_operator.state.status import CHANGES, Canary
 
 ALPHA = 0.05
@@ -31,14 +30,14 @@ EARLY_ALPHA = 0.001
 MIN_SECONDS = 30
 
 
-def begin(c: Context) -> Context:
+def begin_steps(c: Context) -> Context:
     """Enter the stage at its first step."""
     plan = c.plan
     c = c.set_canary(traffic_mode=plan.mode, errors=0, failures=0, verdict=Verdict.PENDING)
     return _enter(c, plan, 0)
 
 
-def advance(c: Context) -> Context:
+def advance_step(c: Context) -> Context:
     """Go on by at most one step."""
     plan, canary = c.plan, in_flight(c)
     if plan.held is not None or not plan.steps:
@@ -147,9 +146,7 @@ def _missing(c: Context, step: TrafficStep) -> str | None:
     if canary.traffic_mode == TrafficMode.HTTP_ROUTE:
         if s.route is None:
             return "the HTTPRoute is gone"
-        name = s.key.name
-        lent, percent = canary_service(name), step.weight_percent
-        wanted = weighted(s.route.rules, s.key.namespace, name, lent, percent, kinds(s))
+        wanted = weighted(s.route.rules, backend(s), step.weight_percent)
         return None if wanted == tuple(s.route.rules) else "its weight is to appear in the HTTPRoute"
     if s.traffic:
         others = traffic.orphans(c)

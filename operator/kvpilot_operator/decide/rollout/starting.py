@@ -49,7 +49,7 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
     if unfit is not None:
         return Cause(unfit.reason, f"{canary} would have no reference: {unfit.message}")
     held = None if target is not None and target.reason == URGENT else c.plan.held
-    return pools.fault(c) if held is None else Cause(Reason.ROUTE_UNUSABLE, held)
+    return pools.pool_fault(c) if held is None else Cause(Reason.ROUTE_UNUSABLE, held)
 
 
 def hold(c: Context, fault: Cause) -> Context:
