@@ -44,11 +44,11 @@ _BESIDE = (Action.SCALE_OUT, Action.SCALE_IN, Action.KEEP_BASELINE, Action.RECOM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """What was observed of a service, and what has been decided so far. Frozen: every change returns a new one."""
+    """The observations of a service and the decisions so far. Frozen: every change returns a new one."""
 
     snapshot: Snapshot
     status: Status
-    """As decided so far; `before` is what it was."""
+    """The status as decided so far; `before` is the status as observed."""
     events: tuple[Event, ...] = ()
     gates: Mapping[str, bool] = field(default_factory=dict)
     """Readiness gates to be opened or closed, by pod."""
@@ -58,27 +58,27 @@ class Draft:
 
     @property
     def now(self) -> datetime:
-        """The time of the reconcile."""
+        """Return the time of the reconcile."""
         return self.snapshot.now
 
     @property
     def before(self) -> Status:
-        """The status as it was observed."""
+        """Return the status as it was observed."""
         return self.snapshot.status
 
     @property
     def stable(self) -> Stable | None:
-        """The revision that serves, as decided so far."""
+        """Return the serving revision, as decided so far."""
         return self.status.stable
 
     @property
     def canary(self) -> Canary | None:
-        """The canary in flight, as decided so far."""
+        """Return the canary in flight, as decided so far."""
         return self.status.canary
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """The revision that serves and the one on trial, as far as there are any."""
+        """Return the serving revision and the canary's, as far as there are any."""
         return tuple(part.revision for part in (self.stable, self.canary) if part is not None)
 
     def set(self, **changes: Any) -> Self:
@@ -145,7 +145,7 @@ class Draft:
 
 
 def in_flight(draft: Draft) -> Canary:
-    """The canary that must be there; LookupError where there is none."""
+    """Return the canary; LookupError where there is none."""
     if draft.canary is None:
         raise LookupError("no canary is in flight")
     return draft.canary
@@ -170,7 +170,7 @@ class Target:
     recommended: str | None = None
     warning: str | None = None
     options: tuple[Option, ...] = ()
-    """What was weighed before this target, where it is a step of the policy's."""
+    """The steps that the policy weighed for this target."""
     startable: bool = True
 
 
@@ -205,7 +205,7 @@ class Context(Draft):
     policy: PolicyDecision = _NOT_WEIGHED
     target: Target = _NOT_CHOSEN
     storage: Placed = _NOTHING
-    """What keeps the weights."""
+    """The claim that keeps the weights, and the Job that fills it."""
     request: Request | None = None
     """The probe to run."""
     captured: Baseline | None = None
@@ -223,7 +223,7 @@ class Context(Draft):
 
     @classmethod
     def of(cls, s: Snapshot, spec: Spec) -> Context:
-        """The context in which nothing is decided yet."""
+        """Make the context in which nothing is decided yet."""
 
         def made(dtype: str, of: Spec) -> Revision:
             template = pod_template(s.key.name, of, dtype, assigned_user=s.server.assigns_users)
@@ -250,11 +250,11 @@ class Context(Draft):
 
     @property
     def replicas(self) -> int:
-        """How many replicas are kept up, as decided so far."""
+        """Return the target number of replicas, as decided so far."""
         return scaling.replicas(self.spec, self.status.scaling)
 
     def denial(self, dtype: str) -> Denied | None:
-        """Why a dtype must not be tried now, if it must not. Which GPU it would have no pod tells that has no node."""
+        """Return the denial of a dtype, if there is one. The GPU is unknown while no pod has a node."""
         s = self.snapshot
         gpu = s.node.gpu if any(pod.node for pod in s.pods) else None
         return denial(dtype, self.spec, gpu, self.status.kv_cache.denied, self.now)
@@ -280,7 +280,7 @@ class Context(Draft):
 
     @property
     def asked(self) -> str:
-        """The revision that the spec asks for: in mode Fixed with its dtype, else with the one on trial or serving."""
+        """Return the revision that the spec asks for: in mode Fixed with its dtype, else with the one in use."""
         kv, canary, stable = self.spec.kv_cache, self.canary, self.stable
         if kv.mode == "Fixed" and kv.dtype is not None:
             return self.render(kv.dtype).name
@@ -290,12 +290,12 @@ class Context(Draft):
 
     @property
     def reference(self) -> str:
-        """The 16-bit revision that accuracy is measured against."""
+        """Return the 16-bit revision that accuracy is measured against."""
         return self.render_reference().name
 
     @property
     def plan(self) -> TrafficPlan:
-        """How the canary, or the next one where none is in flight, gets live traffic."""
+        """Return how the canary, or the next one, gets live traffic."""
         canary = self.canary
         begun, replaces = (canary.traffic_mode, canary.replaces_one) if canary is not None else (None, False)
         return self.plan_traffic(begun, replaces, self.replicas)

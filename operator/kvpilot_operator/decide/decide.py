@@ -33,7 +33,7 @@ class Rule(Generic[D]):
 
 
 def fold(draft: D, rules: Sequence[Rule[D]]) -> D:
-    """Every rule in turn, each on what the ones before it returned; an unexpected error is caught here alone."""
+    """Apply every rule in turn. Unexpected errors are caught here alone."""
     for rule in rules:
         try:
             draft = rule.answer(draft)
@@ -76,7 +76,7 @@ _AGAIN_SECONDS = 10.0
 
 
 def decide(s: Snapshot) -> Decision:
-    """Snapshot in, Decision out; total: every snapshot has a decision, and each question that fails is named in it."""
+    """Decide on a snapshot. Total: every snapshot has a decision, which names each question that failed."""
     if s.spec is None:
         refused = fold(_seen(Draft(snapshot=s, status=s.status)), REFUSED)
         return Decision(

@@ -1,4 +1,4 @@
-"""Are the latencies that spec.scaling.objectives asks for held? From vLLM's histograms, over the workload's window.
+"""Latency objectives (spec.scaling.objectives), judged by vLLM's histograms over the workload's window.
 
 A percentile is what PromQL's histogram_quantile gives. An objective is missed where each half of the window misses it,
 so that a burst, which lies in one of them, calls for nothing; held where the whole window holds it; else unsettled. A
@@ -23,7 +23,7 @@ LEAST = 20.0
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveResult:
-    """An objective, whether it is held, and the percentile over the whole window; None of too few samples."""
+    """An objective, its state, and the percentile over the whole window (None with too few samples)."""
 
     objective: Objective
     state: ObjectiveState
@@ -31,7 +31,7 @@ class ObjectiveResult:
 
     @property
     def limit(self) -> float:
-        """Seconds."""
+        """Return the limit in seconds."""
         return self.objective.milliseconds / 1000
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class ObjectiveResult:
 def judge_objectives(
     objectives: Sequence[Objective], window: Sequence[Sample], *, sustained: bool
 ) -> tuple[ObjectiveResult, ...]:
-    """What `window` (oldest first) says of each; `sustained` where it covers its whole time."""
+    """Judge each objective by `window` (oldest first), if it is `sustained`, that is, covers its whole time."""
     flows = [s.flows for s in window if plausible(s)] if objectives and sustained else []
     half = len(flows) // 2
     return tuple(_measured(one, flows[:half], flows[half:]) for one in objectives)

@@ -1,4 +1,4 @@
-"""What binds the service? Answered from a window of the engine's own metrics: memory, prompts, the batch, or nothing.
+"""The resource that binds a service, judged by its engines' metrics: memory, prompts, the batch, or nothing.
 
 A smaller dtype buys memory and nothing else, so this is about telling lack of memory from lack of anything else.
 Metrics that are old, full of gaps, or from too few of the pods say nothing at all.
@@ -42,7 +42,7 @@ _BOUND = (WorkloadKind.MEMORY_BOUND, WorkloadKind.PREFILL_BOUND, WorkloadKind.CO
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What the window says. Requests and tokens are of all replicas together, also of those that gave no page."""
+    """The findings of a window. Requests and tokens are of all replicas, with or without a metrics page."""
 
     kind: WorkloadKind
     message: str = ""
@@ -71,17 +71,17 @@ class Workload:
     gpu_hits: float | None = None
     """Share of the prompts' tokens that the prefix cache of a GPU held, 0 to 1; None where none was looked up."""
     host_hits: float | None = None
-    """The same of those that were loaded from host memory, and from a disk below it."""
+    """Share that was loaded from host memory or from a disk below it."""
     disk_hits: float | None = None
-    """Of these the ones that came from the disk."""
+    """Share that came from the disk."""
     thrown_out: bool = False
-    """Whether memory binds because prefixes are thrown out."""
+    """True if memory binds because prefixes are thrown out."""
     mean_prompt: float | None = None
     """Tokens."""
     mean_generation: float | None = None
     """Tokens."""
     requests_per_second: float | None = None
-    """That one replica finishes."""
+    """Rate of one replica."""
     best_requests_per_second: float | None = None
     """The most that one replica finished over any such window of the samples; only where requests wait."""
     best_computed_prompt: float | None = None
@@ -97,7 +97,7 @@ class Workload:
     computed_prompt: float | None = None
     """Tokens of a prompt that no cache held, on average."""
     memory: bool = False
-    """Whether memory is known to bind, even if not for a whole window: prefixes are thrown out, or blocks ran out."""
+    """True if memory is known to bind, even for less than a window: prefixes are thrown out, or blocks ran out."""
     implausible: tuple[str, ...] = ()
     """Pods whose pages are implausible, and why."""
     stalled: tuple[str, ...] = ()
@@ -106,23 +106,23 @@ class Workload:
 
     @property
     def bound(self) -> bool:
-        """Whether requests wait for something."""
+        """Return True if requests wait for something."""
         return self.kind in _BOUND
 
     @property
     def missed(self) -> str:
-        """The objectives that are missed, in words and numbers; empty where none is."""
+        """Name the objectives that are missed, in words and numbers; empty where none is."""
         return "; ".join(str(one) for one in self.objectives if one.state == ObjectiveState.MISSED)
 
     @property
     def in_time(self) -> bool:
-        """Whether every objective is held, and one of them says how long a request may wait."""
+        """Return True if every objective is held, and one of them limits the wait of a request."""
         held = all(one.state == ObjectiveState.HELD for one in self.objectives)
         return self.surge is None and held and any(one.objective.metric == "TTFT" for one in self.objectives)
 
     @property
     def capacity_per_pod(self) -> float:
-        """Tokens that one replica holds."""
+        """Return the tokens that one replica holds."""
         return self.capacity_tokens / self.pods if self.pods else 0.0
 
 
@@ -186,7 +186,7 @@ def _unknown(newest: Sample | None) -> Workload:
 
 
 def _calm(window: Sequence[Sample], calm_seconds: int, pressure: Pressure) -> float | None:
-    """The most cache in use, in replicas; None where requests waited or replicas went unseen."""
+    """Return the peak of cache in use, in replicas; None where requests waited or replicas went unseen."""
     whole = [s for s in window if s.pods and not s.implausible and not s.unanswered and not s.stalled]
     if len(whole) < SHARE * len(window) or not whole:
         return None
@@ -241,7 +241,7 @@ def _workload(
 
 
 def _demand(seen: Sums) -> int:
-    """Tokens that running requests hold, and as many again for each that must run beside them for the queue to drain.
+    """Return the tokens of running requests, and of those that must run beside them for the queue to drain.
 
     By Little's law a queue that grows by g a second and is to lose W requests in a time T needs (g + W / T) times the
     time of one request more of them at once; at most all that wait. Without that time they all count.

@@ -1,4 +1,4 @@
-"""Which objects must exist? Workloads by revision, Services, the disruption budget, the route.
+"""The objects of a service: workloads by revision, Services, the disruption budget, the route.
 
 A trial never asks for more than one pod beyond the service's replicas (none, where the canary replaces one), counted
 over all workloads at every moment: room is taken only when it is observed to be free.
@@ -71,7 +71,7 @@ def _objects(c: Context, apply: tuple[Manifest, ...], named: tuple[tuple[str, st
 
 
 def replicas(c: Context) -> Context:
-    """Replicas of each revision."""
+    """Decide the replicas of each revision."""
     if c.stable is None:
         return c
     wanted = {c.stable.revision: c.replicas} if c.canary is None else _replicas_on_trial(c, c.stable)
@@ -79,7 +79,7 @@ def replicas(c: Context) -> Context:
 
 
 def as_they_are(c: Context) -> Context:
-    """What stands there now; without a trial the stable revision still gets what it is asked for."""
+    """Keep the replicas that are there; without a trial the stable revision still gets its target."""
     there = {name: view.replicas for name, view in c.snapshot.deployments.items()}
     if c.stable is not None:
         kept = there.get(c.stable.revision, c.replicas) if c.canary is not None else c.replicas
@@ -88,7 +88,7 @@ def as_they_are(c: Context) -> Context:
 
 
 def deployments(c: Context) -> Context:
-    """Workloads of the wanted revisions that the current spec still renders; older ones can only be scaled."""
+    """Render the workloads of the wanted revisions; the spec cannot render older ones, which are only scaled."""
     if c.stable is None:
         return c
     s, seconds, nodes = c.snapshot, c.spec.engine.startup_timeout_seconds, c.spec.engine.nodes
@@ -107,7 +107,7 @@ def deployments(c: Context) -> Context:
 
 
 def own_service(c: Context) -> Context:
-    """The Service, the pool that selects as it does, and the disruption budget."""
+    """Render the Service, the pool that selects the same pods, and the disruption budget."""
     if c.stable is None:
         return c
     s, selected, kept = c.snapshot, traffic.selected(c), c.spec.disruption.min_available
@@ -124,7 +124,7 @@ def own_service(c: Context) -> Context:
 
 
 def share_traffic(c: Context) -> Context:
-    """The canary's Service and pool, and the route with its share: ours, or the user's."""
+    """Render the canary's Service and pool, and the route with its share: ours, or the user's."""
     if c.stable is None:
         return c
     s, canary, lent = c.snapshot, c.canary, canary_service(c.snapshot.key.name)
@@ -154,7 +154,7 @@ def share_traffic(c: Context) -> Context:
 
 
 def _route(c: Context, percent: int) -> Manifest | None:
-    """The route with this share in it: ours always, a user's where it has to change."""
+    """Render the route with this share: ours always, a user's where it has to change."""
     s, asked = c.snapshot, c.spec.route
     there = s.route.rules if s.route is not None else None
     # Where it is not known what ours should send to, it stays at what it does.
@@ -168,7 +168,7 @@ def _route(c: Context, percent: int) -> Manifest | None:
 
 
 def _nodes(c: Context, selected: str) -> int:
-    """Pods of each replica that is selected; 1, as if there were no workers, while it is not the same for all."""
+    """Count the pods of each selected replica; 1 while it is not the same for all."""
     spread, there = c.spec.engine.nodes, c.snapshot.deployments
     names = [name for name in c.wanted if selected in (traffic.EVERY_REVISION, name)]
     found = {spread if name in c.engines or name not in there else there[name].nodes for name in names}
@@ -176,13 +176,13 @@ def _nodes(c: Context, selected: str) -> int:
 
 
 def _has_gate(s: Snapshot, revision: str) -> bool:
-    """Whether a revision's pods have our readiness gate: adding it to those that are there would restart them."""
+    """Return True if a revision's pods have our readiness gate: adding it would restart them."""
     there = s.deployments.get(revision)
     return there is None or there.has_gate
 
 
 def _lets_go(c: Context, covered: int) -> bool:
-    """Whether a budget over so many pods lets one leave at some time: one that never does keeps a node for ever.
+    """Return True if a budget over so many pods lets one leave at some time: else it keeps a node for ever.
 
     A replica that a canary has replaced comes back when the trial ends. Only a paused trial may never end.
     """
@@ -191,7 +191,7 @@ def _lets_go(c: Context, covered: int) -> bool:
 
 
 def _lingers(c: Context) -> bool:
-    """Whether a gateway may still send to the canary's Service: for preStopSeconds after it has left the route."""
+    """Return True if a gateway may still send to the canary's Service: for preStopSeconds after it left the route."""
     s, canary, last = c.snapshot, c.canary, c.status.last_trial
     if s.unread(Question.ROUTE) is None and traffic.routed(s):
         return True
@@ -234,7 +234,7 @@ def _replicas_on_trial(c: Context, stable: Stable) -> Mapping[str, int]:
 
 
 def _is_refused(s: Snapshot, revision: str) -> bool:
-    """Whether nothing runs a revision because the API server will not have it."""
+    """Return True if nothing runs a revision because the API server refuses it."""
     return revision not in s.deployments and bool(of_workload(s, revision, s.rejections or ()))
 
 
@@ -249,7 +249,7 @@ def _goal(c: Context) -> int:
 
 
 def _back(c: Context, stable: Stable) -> Mapping[str, int]:
-    """Traffic first: the canary keeps its pods until nothing is sent to them, or gives them back one by one."""
+    """Move traffic first: the canary keeps its pods until nothing is sent to them, or gives them back one by one."""
     s, canary, replicas = c.snapshot, in_flight(c), c.replicas
     most, least = total(c.spec, canary.replaces_one, replicas), floor(c.spec, replicas)
     ours, theirs = counts(s, canary.revision), counts(s, stable.revision)

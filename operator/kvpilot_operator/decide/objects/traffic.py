@@ -1,4 +1,4 @@
-"""Who gets requests? The Service's selector, and the share in the HTTPRoute.
+"""The traffic of a service: the Service's selector, and the share in the HTTPRoute.
 
 The selector names one revision, except while two serve together (steps by replica ratio, and the rolling steps of a
 promotion): then it names none and admits both. It never does while other pods of the service stand around: a borrowed
@@ -16,11 +16,11 @@ from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 
 EVERY_REVISION = ""
-"""What a Service selects whose selector names no revision."""
+"""The selection of a Service whose selector names no revision."""
 
 
 def selected(c: Context) -> str:
-    """The revision that the Service is to select, or EVERY_REVISION."""
+    """Return the revision that the Service selects, or EVERY_REVISION."""
     stable, canary = c.stable, c.canary
     if stable is None:
         raise LookupError("a service without a stable revision has no traffic")
@@ -35,13 +35,13 @@ def selected(c: Context) -> str:
 
 
 def orphans(c: Context) -> tuple[str, ...]:
-    """Deployments and pods of the service that are of neither side: none of them may get requests."""
+    """Return Deployments and pods that belong to neither side: none of them may get requests."""
     pods = [p.name for p in c.snapshot.pods if not p.terminating and p.revision not in c.sides]
     return (*sorted(set(c.snapshot.deployments).difference(c.sides)), *pods)
 
 
 def serving_revisions(draft: Draft) -> tuple[str, ...]:
-    """The revisions that get requests now, as far as is observed."""
+    """Return the revisions that get requests now, as far as is observed."""
     s, stable, canary = draft.snapshot, draft.stable, draft.canary
     if canary is None or stable is None:
         return (s.traffic,) if s.traffic else draft.sides
@@ -57,7 +57,7 @@ def routed(s: Snapshot) -> bool:
 
 
 def canary_percent(c: Context) -> int:
-    """The canary's percentage in the route now: of the furthest step that it has the ready replicas for."""
+    """Return the canary's percentage in the route: that of the furthest step with enough ready replicas."""
     canary = c.canary
     if canary is None or canary.stage != Stage.SHIFTING or canary.traffic_mode != TrafficMode.HTTP_ROUTE:
         return 0

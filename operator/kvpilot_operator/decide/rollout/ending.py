@@ -1,4 +1,4 @@
-"""How does a trial end? Rolled back or promoted, with its denial and what is remembered of it."""
+"""The end of a trial: rollback or promotion, with its denial and its entry in the history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which step of the rollout? A canary starts, is probed, takes traffic, is promoted; `status.canary` is its state.
+"""The stages of a rollout: a canary starts, is probed, takes traffic, is promoted. `status.canary` is its state.
 
     none --target differs--> Starting --ready--> Probing --Passed--> Shifting --every step Passed--> Promoting --> none
                                 |                   |                   |                               |
@@ -67,7 +67,7 @@ def _mark_ready(c: Context) -> Context:
 
 
 def _take_back(c: Context) -> Context:
-    """A revision that was replaced before it answered, and answers after all while requests still go to it, is stable.
+    """Make a replaced revision stable again if it answers after all, while requests still go to it.
 
     Its successor then comes as a canary, as every other change does: switching to it now would leave nobody to answer.
     Where the status was lost, what answers is stable, with its replicas.
@@ -164,7 +164,7 @@ def _begin_probing(c: Context) -> Context:
 
 
 def _share_traffic(c: Context) -> Context:
-    """The probes have passed: on to the steps, if there are any that can be set, or else to the promotion."""
+    """Go on to the steps after the probes have passed; without steps to the promotion."""
     if c.plan.held is not None:
         return shifting.noted(c, c.plan.held, reason=Reason.ROUTE_UNUSABLE)
     if c.plan.mode == TrafficMode.PROBE_ONLY:
@@ -178,7 +178,7 @@ def _share_traffic(c: Context) -> Context:
 
 
 def _stable_is_down(c: Context) -> bool:
-    """Whether nothing has answered for so long that it is no hiccup."""
+    """Return True if nothing has answered for so long that it is no hiccup."""
     serving = c.before.condition(ConditionType.SERVING)
     if serving is None or serving.status != "False":
         return False
@@ -192,7 +192,7 @@ def _promote(c: Context) -> Context:
 
 
 def _note_shares(c: Context) -> Context:
-    """Every replica that changes places has the progress deadline for itself."""
+    """Note progress: every replica that changes places has a progress deadline of its own."""
     canary = in_flight(c)
     here = counts(c.snapshot, canary.revision)
     reached = min(100, 100 * here.ready // max(c.replicas, 1))

@@ -57,7 +57,7 @@ def advance_step(c: Context) -> Context:
 
 
 def over(c: Context) -> bool:
-    """Whether the last step has passed, or the user has taken all of them away."""
+    """Return True if the last step has passed, or the user has removed all steps."""
     canary = in_flight(c)
     return not c.spec.canary.steps or canary.verdict == Verdict.PASSED
 
@@ -68,7 +68,7 @@ def noted(c: Context, message: str, **changes: object) -> Context:
 
 
 def deadline(spec: Spec, canary: Canary) -> datetime:
-    """When a canary has been at this stage, or this step, for too long. Warm-up and holdSeconds do not count."""
+    """Return the deadline of this stage or step. Warm-up and holdSeconds do not count."""
     grace = timedelta(seconds=spec.canary.progress_deadline_seconds)
     if canary.stage != Stage.SHIFTING or canary.step_time is None or canary.step is None:
         return canary.stage_time + grace
@@ -77,7 +77,7 @@ def deadline(spec: Spec, canary: Canary) -> datetime:
 
 
 def look(c: Context, step: TrafficStep) -> Finding | None:
-    """What the figures say of the step now; None while there is nothing to say."""
+    """Compare the figures of the step; None while there is nothing to compare."""
     canary, limits = in_flight(c), c.spec.canary
     if canary.step_time is None or c.stable is None:
         return None
@@ -99,7 +99,7 @@ def look(c: Context, step: TrafficStep) -> Finding | None:
 
 
 def _first(spec: Spec, hold_seconds: int) -> int:
-    """Seconds of figures at the first look."""
+    """Return the seconds of figures at the first look."""
     return max(hold_seconds - spec.canary.warm_up_seconds, MIN_SECONDS)
 
 
@@ -127,7 +127,7 @@ def _first_answer(step: TrafficStep) -> str:
 
 
 def _wait(c: Context, plan: TrafficPlan, step: TrafficStep) -> Context:
-    """The step counts from when its pods answer and traffic is seen to be shared as it says."""
+    """Wait until the step's pods answer and its traffic is shared: the step counts from then."""
     missing = _missing(c, step)
     if missing is not None:
         return noted(c, f"{_named(plan, step)}: {missing}")

@@ -24,7 +24,7 @@ URGENT = Reason.ACCURACY_DRIFTED
 
 
 def start_fault(c: Context, target: Target | None = None) -> Cause | None:
-    """Why no canary can be started for this target (None: for any), with the remedy; None where one can."""
+    """Return the cause that keeps a canary for this target (None: any) from starting, with the remedy; or None."""
     spec, replicas = c.spec, c.replicas
     canary = f"a canary for {target.dtype}" if target is not None else "a canary"
     needed = (Question.POOLS, Question.PROBE_SETS, Question.NODE)
@@ -89,7 +89,7 @@ TOLD_SECONDS = 60
 
 
 def pods_on_trial(c: Context) -> Sequence[PodView]:
-    """The canary's pods and, before its verdict, those that are borrowed for its baseline."""
+    """Return the canary's pods and, before its verdict, those that are borrowed for its baseline."""
     canary = in_flight(c)
     pods = c.snapshot.pods_of(canary.revision)
     borrows = canary.stage in (Stage.STARTING, Stage.PROBING) and c.reference not in c.sides
@@ -97,7 +97,7 @@ def pods_on_trial(c: Context) -> Sequence[PodView]:
 
 
 def unschedulable(c: Context) -> str | None:
-    """Why a pod on trial has no node for so long that the policy lets it take the place of a replica."""
+    """Return the reason why a pod on trial has had no node for so long that it may take a replica's place."""
     canary = in_flight(c)
     if c.spec.canary.capacity_policy != "SurgeOrReplaceOne" or canary.replaces_one or c.replicas == 0:
         return None
@@ -114,7 +114,7 @@ def held_up_by(c: Context) -> Cause | None:
 
 
 def why_waiting(c: Context) -> str:
-    """What keeps the pods on trial from coming, after a colon; empty where nothing is known to."""
+    """Say after a colon what keeps the pods on trial from coming; empty where nothing is known."""
     refused = of_workload(c.snapshot, in_flight(c).revision, rejected(c.snapshot))
     if refused:
         return f": {finding(refused).message}"
@@ -135,7 +135,7 @@ def _dtype_not_told(c: Context) -> str:
 
 
 def _held_back(pod: PodView) -> str:
-    """An image and containers take their time; a volume of something that is missing takes all of it."""
+    """Say what holds a pod back. An image takes its time, but a missing volume never comes."""
     cause = pending_reason([pod])
     if cause is not None and cause.reason == Reason.CONFIG_MISSING:
         return cause.message

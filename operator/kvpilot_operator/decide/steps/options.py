@@ -1,4 +1,4 @@
-"""What would each step buy, and what would it cost? Capacity, use after it, GPUs, and the time between two tokens."""
+"""The steps that are possible, each with its capacity, its use, and the time between two tokens."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvpilot_operator.state.status import MAX_OPTIONS, Option, clip
 # What the schema holds of a figure.
 _MOST_PERCENT = 1_000_000
 Closed = tuple[Outcome, str]
-"""Why a step is ruled out, in one word and in more."""
+"""The outcome of a step that is ruled out, and the reason in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """An option with what only the choice needs to know: `open` where nothing rules it out."""
+    """An option with facts for the choice alone: `open` if nothing rules it out."""
 
     option: Option
     open: bool
@@ -64,7 +64,7 @@ def weighed(action: Action, dtype: str, replicas: int, effect: Effect, closed: C
 
 
 def percent(part: float, whole: float) -> int:
-    """A share in whole percent, rounded up, as large as the schema holds."""
+    """Return a share in whole percent, rounded up, within the schema's limit."""
     if whole <= 0:
         return 0 if part <= 0 else _MOST_PERCENT
     return min(_MOST_PERCENT, math.ceil(100 * part / whole - 1e-9))
@@ -98,12 +98,12 @@ def stay(s: PolicyInput, outcome: Outcome, message: str) -> Option:
 
 
 def down(s: PolicyInput) -> list[Weighed]:
-    """Every smaller dtype of the ladder; none in mode Fixed, where the dtype is the user's."""
+    """Weigh every smaller dtype of the ladder; none in mode Fixed, where the dtype is the user's."""
     return [_down(s, rung) for rung in _rungs(s) if smaller(rung.dtype, s.dtype)]
 
 
 def instead_of_replicas(s: PolicyInput) -> list[Weighed]:
-    """Smaller dtypes, the safest first, of a calm service whose replicas are there because memory ran out with fewer.
+    """Weigh smaller dtypes, the safest first, of a calm service that has replicas because memory ran out with fewer.
 
     Open are those that could do with at least one replica fewer: memory is what a replica is kept for.
     """
@@ -135,12 +135,12 @@ def _in_dtype(s: PolicyInput, dtype: str, action: Action, limit: int, *, peak: b
 
 
 def up(s: PolicyInput) -> list[Weighed]:
-    """Every larger dtype of the ladder, the largest first; none in mode Fixed."""
+    """Weigh every larger dtype of the ladder, the largest first; none in mode Fixed."""
     return [_up(s, rung) for rung in _rungs(s) if smaller(s.dtype, rung.dtype)]
 
 
 def out(s: PolicyInput) -> Weighed:
-    """As many replicas more as the demand needs, at most twice as many as now, or in a surge four more."""
+    """Weigh more replicas for the demand: at most twice as many as now, or in a surge four more."""
     most = max(s.replicas * _MOST_GROWTH, s.replicas + (_QUICK if s.workload.surge else 1))
     wanted = min(max(s.replicas + 1, needed(s)), most)
     replicas = max(s.replicas + 1, min(s.spec.scaling.max_replicas, wanted))
@@ -151,7 +151,7 @@ def out(s: PolicyInput) -> Weighed:
 
 
 def offload(s: PolicyInput) -> list[Weighed]:
-    """Host memory for as many tokens as the GPUs hold, where prefixes are thrown out. Never open: it is the user's."""
+    """Weigh host memory for as many tokens as the GPUs hold, where prefixes are thrown out. Never open."""
     if not s.workload.thrown_out:
         return []
     tokens = int(2 * s.workload.capacity_per_pod * s.counted)
@@ -163,7 +163,7 @@ def offload(s: PolicyInput) -> list[Weighed]:
 
 
 def scale_in(s: PolicyInput) -> Weighed:
-    """A replica fewer; where it is known what one can do, as few as half of them, if that is enough for the load."""
+    """Weigh a replica fewer; where the rate of one is known, as few as half of them, if these can do the load."""
     least = s.replicas - 1
     if able(s.saturations, s.workload, s.dtype) is not None:
         least = min(least, max(math.ceil(s.replicas / _MOST_GROWTH), s.spec.scaling.min_replicas))
@@ -192,7 +192,7 @@ def costs(s: PolicyInput, steps: Sequence[Option]) -> str:
 
 
 def listed(chosen: Option, steps: list[Weighed]) -> tuple[Option, ...]:
-    """The chosen option first, then the others, as many as the journal holds."""
+    """List the chosen option first, then the others, as many as the journal holds."""
     others = [step.option for step in steps if step.option is not chosen]
     return (chosen, *others)[:MAX_OPTIONS]
 
@@ -268,7 +268,7 @@ def _offload_closed(s: PolicyInput) -> Closed:
 
 
 def _host_memory(s: PolicyInput) -> str:
-    """What holds the tokens of one replica once more."""
+    """Name the host memory that holds the tokens of one replica once more."""
     model = s.model
     if model is None or model.mla or model.head_dim <= 0:
         return "as much host memory as the caches of its GPUs take"
@@ -297,7 +297,7 @@ def _in_closed(s: PolicyInput, replicas: int, left: int, use: int, margin: int, 
 
 
 def needed(s: PolicyInput) -> int:
-    """Replicas that hold the demand below `highPercent`; where memory does not bind, those that serve the queue too.
+    """Return the replicas that the demand needs: below `highPercent`, or where memory does not bind for the queue.
 
     Of a load that runs away, as many as what comes and what waits needs at the best that a replica is known to do.
     """
@@ -316,7 +316,7 @@ def needed(s: PolicyInput) -> int:
 
 
 def _too_many_prompts(s: PolicyInput, replicas: int) -> str | None:
-    """Why the prompts would be too much for so few replicas, whatever the cache holds; None where they are not."""
+    """Return the reason why the prompts would be too much for so few replicas, whatever the cache holds; or None."""
     w = s.workload
     each = (w.prompts_in_hand or 0.0) * w.pods / max(1, replicas)
     if each <= _MOST_PROMPTS:
@@ -325,7 +325,7 @@ def _too_many_prompts(s: PolicyInput, replicas: int) -> str | None:
 
 
 def _gain(s: PolicyInput, dtype: str) -> float:
-    """Times the tokens: as a canary measured it, else by bits."""
+    """Return the growth of the capacity: as a canary measured it, else by bits."""
     measured = next((e.capacity_percent for e in s.experience(dtype) if e.capacity_percent), None)
     if measured:
         return measured / 100
