@@ -17,7 +17,7 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.api.words import Action, Reason, Stage, TrafficMode, WorkloadKind
 from kvpilot_operator.decide.load.workload import Workload
 from kvpilot_operator.decide.steps import scaling
-from kvpilot_operator.decide.steps.ladder import about, denial
+from kvpilot_operator.decide.steps.ladder import about, denial, subject
 from kvpilot_operator.decide.steps.policy import PolicyDecision, nothing_weighed
 from kvpilot_operator.decide.traffic_plan import TrafficPlan, traffic_plan
 from kvpilot_operator.probes.codec import Baseline
@@ -263,18 +263,9 @@ class Context(Draft):
         """Keep a dtype from being tried so long with this model, image, GPU and recent window; 0 denies nothing."""
         if seconds == 0:
             return self
-        denied = Denied(
-            dtype=dtype,
-            model=self.spec.model.source,
-            image=self.spec.engine.image,
-            gpu=self.snapshot.node.gpu,
-            recent_tokens=self.spec.kv_cache.recent_tokens_of(dtype),
-            reason=reason,
-            message=clip(message, 512),
-            until=self.now + timedelta(seconds=seconds),
-        )
-        standing = (one for one in self.status.kv_cache.denied if one.until > self.now)
-        kept = [one for one in standing if about(one) != about(denied)]
+        of, until = subject(dtype, self.spec, self.snapshot.node.gpu), self.now + timedelta(seconds=seconds)
+        denied = Denied(**of._asdict(), reason=reason, message=clip(message, 512), until=until)
+        kept = [one for one in self.status.kv_cache.denied if one.until > self.now and about(one) != of]
         text = f"{dtype} is denied for this model, image and GPU ({denied.gpu}) until {utc(denied.until)}"
         return self.set_kv(denied=(denied, *kept)[:MAX_DENIED]).event("DtypeDenied", text, warning=True)
 

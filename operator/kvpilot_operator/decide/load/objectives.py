@@ -48,10 +48,13 @@ def judge_objectives(
     return tuple(_measured(one, flows[:half], flows[half:]) for one in objectives)
 
 
+def latencies(flows: Sequence[Flows], objective: Objective) -> Histogram:
+    """Add up the latencies that an objective is about."""
+    return Histogram.together([f.ttft if objective.metric == "TTFT" else f.itl for f in flows])
+
+
 def _measured(objective: Objective, first: Sequence[Flows], second: Sequence[Flows]) -> ObjectiveResult:
-    halves = [
-        Histogram.together([f.ttft if objective.metric == "TTFT" else f.itl for f in half]) for half in (first, second)
-    ]
+    halves = [latencies(half, objective) for half in (first, second)]
     q, limit = objective.percentile / 100, objective.milliseconds / 1000
     seconds = Histogram.together(halves).quantile(q)
     if min(h.count for h in halves) < max(LEAST, 100 / (100 - objective.percentile)) or math.isnan(seconds):

@@ -16,8 +16,7 @@ from datetime import timedelta
 from operator import attrgetter
 
 from kvpilot_operator.api.spec import Objective, Pressure
-from kvpilot_operator.decide.load.objectives import LEAST
-from kvpilot_operator.state.histogram import Histogram
+from kvpilot_operator.decide.load.objectives import LEAST, latencies
 from kvpilot_operator.state.samples import Flows, Sample
 
 DRAIN_SECONDS = 120.0
@@ -113,10 +112,7 @@ def _late(flows: Sequence[Flows], objectives: Sequence[Objective], seconds: floa
         share = _PART * (1 - one.percentile / 100)
         if share >= 1:
             continue
-        parts = [
-            Histogram.together([f.ttft if one.metric == "TTFT" else f.itl for f in part])
-            for part in (flows[:half], flows[half:])
-        ]
+        parts = [latencies(part, one) for part in (flows[:half], flows[half:])]
         enough = min(h.count for h in parts) >= max(LEAST, 100 / (100 - one.percentile))
         if enough and min(h.quantile(1 - share) for h in parts) > one.milliseconds / 1000:
             return (

@@ -14,6 +14,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
 
+import msgspec
+
 from kvpilot_operator.api.names import prefetch_job
 from kvpilot_operator.api.words import CachePhase, Reason
 from kvpilot_operator.decide.context import Context, Placed
@@ -122,7 +124,7 @@ def _fill(c: Context) -> Context:
     view, content = s.prefetch, next(iter(manifest["metadata"]["annotations"].values()))
     if view is not None and view.done and view.content.startswith(f"{wanted}-"):
         total = view.total_bytes if view.total_bytes is not None else kept.total_bytes
-        filled = _with(kept, phase=CachePhase.READY, downloaded_bytes=total, total_bytes=total)
+        filled = msgspec.structs.replace(kept, phase=CachePhase.READY, downloaded_bytes=total, total_bytes=total)
         c = c.set(cache=filled)
         return c.event("WeightsPrefetched", told(c))
     if view is not None and view.content != content:
@@ -147,19 +149,7 @@ def _moved(kept: WeightsCache, view: PrefetchView) -> WeightsCache:
     same = kept.phase == CachePhase.PREFETCHING and kept.total_bytes == total
     if same and 100 * abs(there - (kept.downloaded_bytes or 0)) < total:
         return kept
-    return _with(kept, phase=CachePhase.PREFETCHING, downloaded_bytes=there, total_bytes=total)
-
-
-def _with(
-    kept: WeightsCache, *, phase: CachePhase, downloaded_bytes: int | None, total_bytes: int | None
-) -> WeightsCache:
-    return WeightsCache(
-        identity=kept.identity,
-        phase=phase,
-        claim_name=kept.claim_name,
-        downloaded_bytes=downloaded_bytes,
-        total_bytes=total_bytes,
-    )
+    return msgspec.structs.replace(kept, phase=CachePhase.PREFETCHING, downloaded_bytes=there, total_bytes=total)
 
 
 def _stopped(view: PrefetchView) -> Cause | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import NamedTuple
 
 from kvpilot_formats import dtypes, formats, hardware
 from kvpilot_formats.arguments import read, rules
@@ -134,13 +135,33 @@ def rungs(
     spec: Spec, node: NodeFacts, model: ModelFacts | None, denied: Sequence[Denied], now: datetime
 ) -> tuple[Rung, ...]:
     """Return the baseline and the ladder, from the safest to the smallest."""
-    found = [_rung(dtype, spec, node, model, denied, now) for dtype in (spec.kv_cache.baseline, *spec.kv_cache.ladder)]
-    ours_open = any(rung.outcome is None and not rung.dtype.startswith("fp8") for rung in found[1:])
-    for i, rung in enumerate(found):
-        slow = slow_fp8(rung.dtype, model)
-        if rung.outcome is None and slow is not None and ours_open:
-            found[i] = Rung(rung.dtype, Outcome.VETOED, slow)
+
+    def rung(dtype: str) -> Rung:
+        ruled_out = infeasible(dtype, spec, node, model)
+        if ruled_out is not None:
+            return Rung(dtype, Outcome.VETOED, ruled_out.message)
+        standing = denial(dtype, spec, node.gpu, denied, now)
+        if standing is None:
+            return Rung(dtype)
+        return Rung(dtype, Outcome.DENIED, f"{dtype} is denied until {utc(standing.until)} ({standing.reason})")
+
+    found = [rung(dtype) for dtype in (spec.kv_cache.baseline, *spec.kv_cache.ladder)]
+    ours_open = any(one.outcome is None and not one.dtype.startswith("fp8") for one in found[1:])
+    for i, one in enumerate(found):
+        slow = slow_fp8(one.dtype, model)
+        if one.outcome is None and slow is not None and ours_open:
+            found[i] = Rung(one.dtype, Outcome.VETOED, slow)
     return tuple(found)
+
+
+class Subject(NamedTuple):
+    """The subject of a denial: a dtype with one model, image, GPU and recent window."""
+
+    dtype: str
+    model: str
+    image: str
+    gpu: str
+    recent_tokens: int | None
 
 
 def denial(dtype: str, spec: Spec, gpu: str | None, denied: Sequence[Denied], now: datetime) -> Denied | None:
@@ -150,23 +171,11 @@ def denial(dtype: str, spec: Spec, gpu: str | None, denied: Sequence[Denied], no
     return next((d for d in denied if about(d) == subject(dtype, spec, gpu or d.gpu) and d.until > now), None)
 
 
-def subject(dtype: str, spec: Spec, gpu: str) -> tuple[str, str, str, str, int | None]:
+def subject(dtype: str, spec: Spec, gpu: str) -> Subject:
     """Return the subject of a new denial of this dtype."""
-    return dtype, spec.model.source, spec.engine.image, gpu, spec.kv_cache.recent_tokens_of(dtype)
+    return Subject(dtype, spec.model.source, spec.engine.image, gpu, spec.kv_cache.recent_tokens_of(dtype))
 
 
-def about(d: Denied) -> tuple[str, str, str, str, int | None]:
+def about(d: Denied) -> Subject:
     """Return the subject of a denial."""
-    return d.dtype, d.model, d.image, d.gpu, d.recent_tokens
-
-
-def _rung(
-    dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None, denied: Sequence[Denied], now: datetime
-) -> Rung:
-    ruled_out = infeasible(dtype, spec, node, model)
-    if ruled_out is not None:
-        return Rung(dtype, Outcome.VETOED, ruled_out.message)
-    standing = denial(dtype, spec, node.gpu, denied, now)
-    if standing is not None:
-        return Rung(dtype, Outcome.DENIED, f"{dtype} is denied until {utc(standing.until)} ({standing.reason})")
-    return Rung(dtype)
+    return Subject(d.dtype, d.model, d.image, d.gpu, d.recent_tokens)
