@@ -13,7 +13,7 @@ from kvpilot_operator.state.status import Canary, Stable
 
 _LONGEST = 80
 _MOST = 4
-# Options whose values are nobody's business; vLLM's `--api-key` is one.
+# Options with secret values, such as vLLM's `--api-key`.
 _SECRET = re.compile("key|token|secret|password|credential", re.IGNORECASE)
 
 

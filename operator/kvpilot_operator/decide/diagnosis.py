@@ -17,7 +17,7 @@ from kvpilot_operator.state.status import clip
 
 # An engine may be killed once or twice by a busy node; the third time is no accident.
 MAX_RESTARTS = 3
-# What a condition's reason may be; the words come from a container, which may say anything.
+# The form of a condition's reason; a container may write anything.
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 # What the scheduler says of a pod whose claim has no volume, at once, or after it has waited for one to be made. Where
 # some nodes lack room and others a volume, room may help.

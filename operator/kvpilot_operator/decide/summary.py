@@ -19,10 +19,10 @@ from kvpilot_operator.state.status import Cost, Objective
 
 # A figure that moved by less than this share is not worth a write to the API server.
 _MOVED = 0.1
-# Whatever a page says, the schema holds it.
+# The schema's limit, whatever a page says.
 _MOST = 1e12
 _MOST_ADAPTERS, _MOST_LETTERS = 16, 128
-# With these it is not known that a pressure has ended.
+# These kinds do not show that a pressure has ended.
 _QUIET = (
     WorkloadKind.MEMORY_BOUND,
     WorkloadKind.WARMING,
@@ -103,7 +103,7 @@ def _kept(c: Context, kind: str, question: Question, before: str | None) -> str 
     there = {name: one.owned for (its, name), one in s.objects.items() if its == kind}
     pool, route = c.spec.inference_pool is not None, c.spec.route is not None
     wanted = pool and s.server.inference_pools if kind == "InferencePool" else route and s.server.http_routes
-    # Where the name is somebody else's, it is not said to be ours.
+    # An object of somebody else's is not ours.
     asked = wanted and there.get(s.key.name, True)
     kept = s.unread(question) is not None and before is not None
     return s.key.name if asked or any(there.values()) or kept else None

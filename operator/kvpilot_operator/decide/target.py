@@ -160,7 +160,7 @@ def _failed_before(c: Context, name: str) -> str | None:
         return None  # It is still being rolled back.
     wait = deny if last.verdict == Verdict.FAILED else min(RETRY_SECONDS, deny)
     if wait == 0 and last.generation == c.snapshot.generation:
-        # Nothing is denied, yet nothing has changed either: a canary that fails in a loop helps nobody.
+        # Nothing is denied and nothing has changed: avoid a canary that fails in a loop.
         wait = RETRY_SECONDS
     until = last.time + timedelta(seconds=wait)
     if c.now >= until:

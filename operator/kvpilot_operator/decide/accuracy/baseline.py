@@ -99,7 +99,7 @@ def borrowed(c: Context) -> str | None:
         return None
     if c.reference in c.sides:
         return None
-    # What is borrowed already stays until the baseline is there: the search's answer is not repeated.
+    # A borrowed replica stays until the baseline is there: the search is not repeated.
     return c.reference if c.reference in s.deployments or _nothing_kept(c) else None
 
 

@@ -29,7 +29,7 @@ SHARE = 0.7
 _SIMILAR = 2.0
 # Relief that is called for so soon after a replica was given back is taken as its consequence.
 SOON = timedelta(hours=1)
-# As long as the rhythm that most loads have.
+# Most loads repeat daily.
 HOLD = timedelta(days=1)
 
 

@@ -67,7 +67,7 @@ def find(samples: Sequence[Sample], pressure: Pressure, objectives: Sequence[Obj
     ahead, risen = pressure.sustained_seconds, 0.0
     if before is not None:
         risen = now.arrivals - before.arrivals
-        # As far as it is more than chance: three standard deviations of arrivals that come independently.
+        # Count only a rise beyond chance: three standard deviations of independent arrivals.
         risen = risen if risen > _SIGMAS * math.sqrt(now.arrivals / passed) else 0.0
     return Surge(why, now.arrivals + risen * ahead / ((ahead + seconds) / 2), last.waiting)
 

@@ -179,7 +179,7 @@ def _unknown(newest: Sample | None) -> Workload:
         return Workload(WorkloadKind.NO_METRICS, _UNREACHED)
     groups = (("implausible", newest.implausible), ("stalled", newest.stalled))
     doubts = "".join(f"; {word}: {names(pods)}" for word, pods in groups if pods)
-    # They stand for the revision where as many pods that work would.
+    # Stalled pods stand for the revision if as many working pods would.
     stalled = bool(newest.stalled) and plausible(replace(newest, pods=len(newest.stalled)))
     kind, message = (WorkloadKind.ENGINES_STALLED, STALLED) if stalled else (WorkloadKind.NO_METRICS, _UNREACHED)
     return Workload(kind, f"{message}{doubts}", implausible=newest.implausible, stalled=newest.stalled)

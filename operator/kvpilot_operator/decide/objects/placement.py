@@ -41,7 +41,7 @@ def in_order(c: Context) -> Context:
     """
     named = named_by_pods(c.snapshot.key.name, c.spec)
     if c.stable is None:
-        # Without a revision there is nothing to place but what it waits for, and nothing is deleted for want of one.
+        # Without a revision only its weights are placed, and nothing is deleted.
         there = frozenset(c.snapshot.deployments)
         placed = Objects(c.storage.apply, {}, there, c.storage.absent, named) if any(c.storage) else None
         return replace(c, objects=placed)
@@ -136,7 +136,7 @@ def share_traffic(c: Context) -> Context:
         selected = canary.revision
         apply.append(service(s.key, s.uid, lent, selected))
     elif _lingers(c):
-        # Whoever still sends to it gets what everybody gets.
+        # Gateways that still send to it get the stable revision.
         apply.append(service(s.key, s.uid, lent, selected))
     elif c.spec.route_of(s.key.name) is not None and s.unread(Question.ROUTE) is None:
         absent = (("v1", "Service", lent),)
@@ -157,7 +157,7 @@ def _route(c: Context, percent: int) -> Manifest | None:
     """Render the route with this share: ours always, a user's where it has to change."""
     s, asked = c.snapshot, c.spec.route
     there = s.route.rules if s.route is not None else None
-    # Where it is not known what ours should send to, it stays at what it does.
+    # Our route stays as it is while its backend is unknown.
     rules = there if asked is None else own_rules(s) or there
     if rules is None or (asked is not None and not s.server.http_routes):
         return None
@@ -215,7 +215,7 @@ def _replicas_on_trial(c: Context, stable: Stable) -> Mapping[str, int]:
     reference = baseline.borrowed(c) if s.traffic == stable.revision else None
     waits = [name for name in (reference, canary.revision) if name is not None and _is_refused(s, name)]
     if waits:
-        # No place is given up for engines that the API server will not have; it is asked for them again and again.
+        # No replica gives way to engines that the API server refuses; the operator tries them again and again.
         kept = {canary.revision: ours.replicas, stable.revision: min(c.replicas, most - others)}
         return {**dict.fromkeys(waits, 0), **kept}
     if reference is not None:

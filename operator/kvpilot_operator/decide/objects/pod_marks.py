@@ -72,7 +72,7 @@ def keep_judged(c: Context) -> Context:
         judged = {c.canary.revision, baseline.borrowed(c)}
     pods = [p for p in c.snapshot.pods if not p.terminating]
     names = frozenset(p.name for p in pods if p.revision in judged or p.name == asked)
-    # A probe that goes on goes on undisturbed.
+    # Do not disturb a running probe.
     return replace(c, do_not_evict=names | _marked(c.snapshot) if keeps_probe(c.unanswered) else names)
 
 

@@ -31,7 +31,7 @@ def canarys(c: Context, selected: str) -> Manifest | None:
     unnamed = asked.endpoint_picker_ref is not None and asked.canary_endpoint_picker_ref is None
     if routed or there is None or there.picker is None or not unnamed:
         return made
-    # Nobody names its picker any more, and a route that is not named may still send to it: it keeps what it has.
+    # The spec names no picker for it, but a former route may still send to it: the pool keeps its picker.
     return {**made, "spec": {**made["spec"], "endpointPickerRef": dict(there.picker)}}
 
 

@@ -64,7 +64,7 @@ def canary_percent(c: Context) -> int:
     kinds = ("Service",) if c.spec.inference_pool is None else ("Service", "InferencePool")
     lent = [c.snapshot.objects.get((kind, canary_service(c.snapshot.key.name))) for kind in kinds]
     if canary.step is None or any(one is None or not one.owned or one.selects != canary.revision for one in lent):
-        return 0  # Whoever has that name would get our users' requests.
+        return 0  # Otherwise another object of that name would get our users' requests.
     ready = len(c.snapshot.ready_pods(canary.revision))
     reached = [p for p in c.plan.steps if p.index <= canary.step and p.replicas <= ready]
     return reached[-1].weight_percent if reached else 0

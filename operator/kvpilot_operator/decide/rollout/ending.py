@@ -63,7 +63,7 @@ def finish_promotion(c: Context) -> Context:
     c = _remember(c.set_canary(stage=Stage.PROMOTED, weight_percent=None))
     stable = Stable(revision=canary.revision, dtype=canary.dtype, since=c.now, ever_ready=True)
     if c.stable is not None and c.stable.revision != c.render(canary.from_dtype).name:
-        # More than the dtype has changed: what replicas could do, and how many were too few, is another engine's.
+        # More than the dtype has changed: known loads and backoffs are another engine's.
         c = c.set(scaling=msgspec.structs.replace(c.status.scaling, saturations=(), scale_in_backoff=None))
     c = c.set(canary=None, stable=stable)
     if canary.dtype != canary.from_dtype:

@@ -41,7 +41,7 @@ def advance_step(c: Context) -> Context:
     """Go on by at most one step."""
     plan, canary = c.plan, in_flight(c)
     if plan.held is not None or not plan.steps:
-        # What a step has not passed is not promoted for want of a step: the deadline ends it.
+        # A canary that has not passed a step is not promoted: the deadline ends it.
         reason, text = (
             (Reason.ROUTE_UNUSABLE, plan.held) if plan.held is not None else (Reason.WITHIN_LIMITS, plan.message)
         )

@@ -107,7 +107,7 @@ def hardware_fault(dtype: str, node: NodeFacts, model: ModelFacts | None = None)
             return f"{dtype}: vLLM's CPU backend accepts it but does not compute it, answers are garbage"
         return None
     if not node.cuda:
-        # Which of its own dtypes vLLM serves there is for vLLM to say.
+        # vLLM itself knows which of its dtypes it serves there.
         return f"{dtype} needs an NVIDIA GPU; the node has {node.gpu}" if dtypes.parse(dtype).ours else None
     if node.compute_capability is None:
         return None

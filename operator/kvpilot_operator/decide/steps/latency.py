@@ -34,7 +34,7 @@ _FP8_HEAD_DIM_256 = 0.35
 # Attention is never taken for more than this share of the observed time: prefixes that requests share are read once
 # and counted for each.
 _MOST = 0.9
-# What gives something back leaves so much of an objective unused: predictions are no better than that.
+# A step that gives something back leaves this margin of an objective: predictions are no better.
 _MARGIN = 0.8
 
 

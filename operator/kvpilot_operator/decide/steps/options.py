@@ -18,7 +18,7 @@ from kvpilot_operator.decide.steps.latency import Expected, expected_itl_change,
 from kvpilot_operator.decide.steps.policy_input import PolicyInput
 from kvpilot_operator.state.status import MAX_OPTIONS, Option, clip
 
-# What the schema holds of a figure.
+# The schema's limit of a figure.
 _MOST_PERCENT = 1_000_000
 Closed = tuple[Outcome, str]
 """The outcome of a step that is ruled out, and the reason in words."""
@@ -80,7 +80,7 @@ def option_of(action: Action, to: tuple[str, int], outcome: Outcome, message: st
 
 # One step out at most doubles the replicas: the demand of a moment is an estimate.
 _MOST_GROWTH = 2
-# Or so many more where the load runs away, as an autoscaler may: what comes too late in a burst helps nobody.
+# In a surge so many more, as an autoscaler may: replicas that come too late do not help.
 _QUICK = 4
 # Prompts that a replica may have in hand on average after one has left. They grow faster than the load, and one at all
 # moments is the most that an engine can serve (Little's law; docs/pilot-rules.md).
@@ -306,7 +306,7 @@ def needed(s: PolicyInput) -> int:
         each = max(w.best_requests_per_second or 0.0, able(s.saturations, w, s.dtype) or 0.0)
         enough = (w.surge.arrivals + w.surge.waiting / DRAIN_SECONDS) / each if each else 0
         wanted = math.ceil(min(enough, s.spec.scaling.max_replicas))
-        # Where prefixes are thrown out, whoever comes is computed anew: what does not double the cache changes little.
+        # Where prefixes are thrown out, new prompts are computed: less than double the cache changes little.
         return max(wanted, 2 * w.pods) if w.memory else wanted
     if w.kind == WorkloadKind.MEMORY_BOUND:
         usable = w.capacity_per_pod * s.spec.kv_cache.pressure.high_percent / 100
