@@ -53,8 +53,6 @@ class Workload:
     """Requests that wait, on average."""
     running: float = 0.0
     """Requests that run, on average."""
-    preemptions_per_minute: float = 0.0
-    """Preemptions of one replica."""
     pods: int = 0
     """Ready replicas at the newest scrape."""
     capacity_tokens: int = 0
@@ -66,8 +64,6 @@ class Workload:
     """
     prompts_in_hand: float | None = None
     """Prompts that one replica is computing, on average."""
-    prompt_tokens_per_step: float | None = None
-    """Prompt tokens that are computed, cached ones left out, for each step of one replica."""
     gpu_hits: float | None = None
     """Share of the prompts' tokens that the prefix cache of a GPU held, 0 to 1; None where none was looked up."""
     host_hits: float | None = None
@@ -215,12 +211,10 @@ def _workload(
         usage_percent=round(seen.usage * 100),
         waiting=round(seen.waiting, 2),
         running=round(seen.running, 2),
-        preemptions_per_minute=round(seen.preemptions, 2),
         pods=seen.pods,
         capacity_tokens=seen.capacity,
         demand_tokens=_demand(seen) if lost is None else max(_demand(seen), 2 * seen.capacity),
         prompts_in_hand=seen.prefill / seconds if seconds else None,
-        prompt_tokens_per_step=seen.prompt_tokens_per_step,
         gpu_hits=seen.gpu_hits / seen.queried if seen.queried else None,
         host_hits=seen.host_hits / seen.queried if seen.queried else None,
         disk_hits=min(seen.disk_hits, seen.host_hits) / seen.queried if seen.queried else None,
