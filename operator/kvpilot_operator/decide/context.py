@@ -251,7 +251,7 @@ class Context(Draft):
     @property
     def replicas(self) -> int:
         """Return the target number of replicas, as decided so far."""
-        return scaling.replicas(self.spec, self.status.scaling)
+        return scaling.target_replicas(self.spec, self.status.scaling)
 
     def denial(self, dtype: str) -> Denied | None:
         """Return the denial of a dtype, if there is one. The GPU is unknown while no pod has a node."""

@@ -53,8 +53,8 @@ def p95_change(ours: Sequence[Histogram], theirs: Sequence[Histogram]) -> Callab
         (c_low, c_high), (s_low, s_high) = c.limits(alpha), s.limits(alpha)
         return Estimate(
             value,
-            value - _joined(c.value - c_low, s_high - s.value, rho),
-            value + _joined(c_high - c.value, s.value - s_low, rho),
+            value - _mover(c.value - c_low, s_high - s.value, rho),
+            value + _mover(c_high - c.value, s.value - s_low, rho),
         )
 
     return at
@@ -144,7 +144,7 @@ class _Woodruff:
         return low, log_quantile(self.total, QUANTILE + half) if QUANTILE + half < 1 else math.inf
 
 
-def _joined(a: float, b: float, rho: float) -> float:
+def _mover(a: float, b: float, rho: float) -> float:
     if math.isinf(a) or math.isinf(b):
         return math.inf
     return math.sqrt(max(0.0, a * a + b * b - 2 * rho * a * b))

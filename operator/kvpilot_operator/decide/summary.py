@@ -169,7 +169,7 @@ def explain(c: Context) -> Context:
     elif step.action in (Action.SCALE_OUT, Action.SCALE_IN):
         event = f"{step.action}{policy.reason}"
         c = c.record(step.action, policy.reason, policy.message, options=policy.options, event=event)
-    return _hold(c)
+    return _note_hold(c)
 
 
 def _recommend(c: Context) -> Context:
@@ -190,7 +190,7 @@ def _recommend(c: Context) -> Context:
     )
 
 
-def _hold(c: Context) -> Context:
+def _note_hold(c: Context) -> Context:
     """Say once why nothing moves although the load or the spec asks for it."""
     target, policy = c.target, c.policy
     if target.held is None or c.canary is not None:

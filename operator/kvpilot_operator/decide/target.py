@@ -17,7 +17,7 @@ from kvpilot_operator.times import utc
 
 def choose(c: Context) -> Context:
     """Choose the target of this reconcile."""
-    left = _left_behind(c)
+    left = _away_from_harm(c)
     if left is None:
         left = _fixed(c) if c.spec.kv_cache.mode == "Fixed" else _laddered(c)
     return replace(c, target=_explained(c, left))
@@ -49,7 +49,7 @@ def stay(c: Context) -> Context:
     return replace(c, target=Target(dtype, name, Reason.RECONCILE_INCOMPLETE, held, held, recommended, startable=False))
 
 
-def _left_behind(c: Context) -> Target | None:
+def _away_from_harm(c: Context) -> Target | None:
     """Return the next safer dtype, whatever the dwell and the mode, where the serving one is denied for its answers.
 
     A canary that already leads away from it goes on; one that leads further down does not.

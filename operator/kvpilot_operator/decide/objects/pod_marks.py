@@ -31,7 +31,7 @@ def admit(c: Context) -> Context:
     """Open or close the readiness gates of pods."""
     if c.stable is None:
         return c
-    wanted = [(pod, _wanted(c, pod)) for pod in c.snapshot.pods if pod.admitted is not None and not pod.terminating]
+    wanted = [(pod, _gate(c, pod)) for pod in c.snapshot.pods if pod.admitted is not None and not pod.terminating]
     return replace(c, gates={pod.name: open_ for pod, open_ in wanted if open_ not in (None, pod.admitted)})
 
 
@@ -47,7 +47,7 @@ def admit_serving(draft: D) -> D:
     return replace(draft, gates={pod.name: True for pod in pods if pod.revision in serving})
 
 
-def _wanted(c: Context, pod: PodView) -> bool | None:
+def _gate(c: Context, pod: PodView) -> bool | None:
     """Return True if the pod's gate is to be open; None leaves it as it is."""
     if c.stable is not None and pod.revision == c.stable.revision:
         return True

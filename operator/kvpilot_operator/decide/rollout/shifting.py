@@ -128,7 +128,7 @@ def _first_answer(step: TrafficStep) -> str:
 
 def _wait(c: Context, plan: TrafficPlan, step: TrafficStep) -> Context:
     """Wait until the step's pods answer and its traffic is shared: the step counts from then."""
-    missing = _missing(c, step)
+    missing = _not_in_effect(c, step)
     if missing is not None:
         return noted(c, f"{_named(plan, step)}: {missing}")
     start = c.now + timedelta(seconds=c.spec.canary.warm_up_seconds)
@@ -138,7 +138,7 @@ def _wait(c: Context, plan: TrafficPlan, step: TrafficStep) -> Context:
     )
 
 
-def _missing(c: Context, step: TrafficStep) -> str | None:
+def _not_in_effect(c: Context, step: TrafficStep) -> str | None:
     s, canary = c.snapshot, in_flight(c)
     ours = counts(s, canary.revision)
     if ours.ready < step.replicas or ours.replicas != step.replicas:

@@ -37,7 +37,7 @@ def kept(spec: Spec, before: Scaling, now: datetime) -> Scaling:
     return msgspec.structs.replace(before, desired_replicas=wanted, changed_time=changed)
 
 
-def replicas(spec: Spec, scaling: Scaling) -> int:
+def target_replicas(spec: Spec, scaling: Scaling) -> int:
     """Return the target number of replicas."""
     wanted = scaling.desired_replicas
     return spec.scaling.clamp(spec.replicas) if wanted is None else wanted
@@ -51,7 +51,7 @@ def after_decision(spec: Spec, scaling: Scaling, policy: PolicyDecision, dtype: 
     if spec.kv_cache.mode == "Recommend":
         return noted
     given_back, known = backoff(
-        step.action, dtype, replicas(spec, scaling), now, scaling.scaled_in_time, scaling.scale_in_backoff
+        step.action, dtype, target_replicas(spec, scaling), now, scaling.scaled_in_time, scaling.scale_in_backoff
     )
     noted = msgspec.structs.replace(noted, scaled_in_time=given_back, scale_in_backoff=known)
     if step.action not in _STEPS or scaling.desired_replicas is None:
