@@ -1,4 +1,4 @@
-"""Which step does the arbiter never take, whatever the situation?"""
+"""Steps that the policy never takes, whatever the situation."""
 
 from __future__ import annotations
 

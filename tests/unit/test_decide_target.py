@@ -1,4 +1,4 @@
-"""What a decision of the policy becomes: target dtype, replicas, journal, or nothing where nothing is new."""
+"""A decision of the policy becomes a target dtype, replicas and an entry of the journal, or nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets requests: which steps can be set, what the Service selects, and what happens to a user's HTTPRoute."""
+"""Traffic: the steps that can be set, the Service's selector, and the changes of a user's HTTPRoute."""
 
 from __future__ import annotations
 

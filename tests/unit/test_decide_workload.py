@@ -1,4 +1,4 @@
-"""What binds a service, told from its metrics: and what must not be mistaken for it."""
+"""The resource that binds a service is found in its metrics, and not mistaken for another."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_without_the_kind_the_field_is_refused_with_the_remedy_and_the_service_s
 
 
 def before_v1_6(manifest):
-    """Why releases before v1.6 of the extension will not have a manifest."""
+    """Return the reason why releases before v1.6 of the extension refuse a manifest."""
     if manifest["kind"] == "InferencePool" and "endpointPickerRef" not in manifest["spec"]:
         return 'InferencePool "chat" is invalid: spec.endpointPickerRef: Required value'
     return None
