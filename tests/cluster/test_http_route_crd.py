@@ -13,7 +13,7 @@ from kvpilot_localcluster.rest import ApiError, Rest
 from kvpilot_operator.act.ownership import claim
 from kvpilot_operator.observe.views import route_view
 from kvpilot_operator.render.objects import http_route
-from kvpilot_operator.render.route import weighted
+from kvpilot_operator.render.route import Backend, weighted
 from kvpilot_operator.state.snapshot import ServiceKey
 from support.gateway import ROUTE_CRD
 from support.services import manifest, spec_of
@@ -61,7 +61,7 @@ def test_a_name_that_was_claimed_becomes_a_route_and_keeps_nothing_that_is_not_a
 
 def test_a_share_reads_the_same_with_the_servers_defaults_in_it(server: Rest) -> None:
     def share(rules: Any, percent: int) -> Any:
-        return weighted(rules, KEY.namespace, KEY.name, "chat-canary", percent)
+        return weighted(rules, Backend(*KEY), percent)
 
     try:
         for percent in (25, 50, 0):

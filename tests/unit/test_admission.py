@@ -1,4 +1,4 @@
-"""Which pods may be sent requests: those of the revision that serves, and of a canary that has passed its probes."""
+"""Only pods of the serving revision, and of a canary that has passed its probes, may get requests."""
 
 from __future__ import annotations
 

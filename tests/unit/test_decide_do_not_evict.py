@@ -10,7 +10,7 @@ from kvpilot_operator.api.faults import Fault
 from kvpilot_operator.api.names import DO_NOT_EVICT_ANNOTATION
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.objects import do_not_evict
+from kvpilot_operator.decide.objects import pod_marks
 from kvpilot_operator.errors import Conflict
 from kvpilot_operator.state.decision import Find, Measure
 from kvpilot_operator.state.status import parse_status
@@ -126,7 +126,7 @@ def test_pods_on_their_way_out_and_searches_mark_nobody():
     ask = Measure("i", s.pods[0].name, url, "m", "fp8", "c")
 
     def left_alone(s, request):
-        return do_not_evict.mark(replace(Context.of(s, spec_of(obj)), request=request)).do_not_evict
+        return pod_marks.keep_judged(replace(Context.of(s, spec_of(obj)), request=request)).do_not_evict
 
     assert left_alone(s, None) == left_alone(s, Find("i", "b", "c")) == frozenset()
     assert left_alone(s, ask) == {s.pods[0].name}

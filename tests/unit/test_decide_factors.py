@@ -1,4 +1,4 @@
-"""What engines say of how they quantize: factors that differ within a revision, and the recent window."""
+"""Calibration factors that differ within a revision, and the recent window that engines report."""
 
 from __future__ import annotations
 

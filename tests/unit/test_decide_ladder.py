@@ -1,4 +1,4 @@
-"""Which dtypes the hardware, the model or a missing calibration rule out."""
+"""Dtypes that the hardware, the model or a missing calibration rules out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step is expected to do to the time between two tokens."""
+"""The forecast of a step's effect on the time between two tokens."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvpilot_operator.api.spec import Objective
 from kvpilot_operator.api.words import ObjectiveState
 from kvpilot_operator.decide import decide
-from kvpilot_operator.decide.load.objectives import Measured, judge
+from kvpilot_operator.decide.load.objectives import ObjectiveResult, judge_objectives
 from kvpilot_operator.decide.load.workload import classify
 from kvpilot_operator.decide.steps.policy import choose_step
 from kvpilot_operator.observe.windows import retention_of
@@ -43,11 +43,11 @@ def window(*ttft: Histogram) -> list[Sample]:
     return [Sample(t, 1, 0.3, 4, 0, 3000, "auto", Flows(10.0, ttft=h)) for t, h in zip(times, ttft, strict=True)]
 
 
-def found(objective: Objective, seconds: float | None) -> Measured:
+def found(objective: Objective, seconds: float | None) -> ObjectiveResult:
     if seconds is None:
-        return Measured(objective, ObjectiveState.NO_SAMPLES)
+        return ObjectiveResult(objective, ObjectiveState.NO_SAMPLES)
     held = seconds <= objective.milliseconds / 1000
-    return Measured(objective, ObjectiveState.HELD if held else ObjectiveState.MISSED, seconds)
+    return ObjectiveResult(objective, ObjectiveState.HELD if held else ObjectiveState.MISSED, seconds)
 
 
 def test_a_percentile_is_what_histogram_quantile_gives() -> None:
@@ -66,15 +66,15 @@ def test_a_percentile_rises_with_its_share_and_stays_within_the_buckets(counts, 
 
 
 def test_an_objective_is_missed_where_both_halves_of_the_window_miss_it() -> None:
-    (late,) = judge([TTFT], window(*[at(2.0)] * 10), sustained=True)
+    (late,) = judge_objectives([TTFT], window(*[at(2.0)] * 10), sustained=True)
     assert late.state == "Missed"
     assert late.seconds == pytest.approx(1.0 + 0.95 * 1.5)
-    (held,) = judge([TTFT], window(*[at(0.2)] * 10), sustained=True)
+    (held,) = judge_objectives([TTFT], window(*[at(0.2)] * 10), sustained=True)
     assert held.state == "Held"
 
 
 def test_a_burst_in_one_half_of_the_window_misses_nothing() -> None:
-    (seen,) = judge([TTFT], window(*[at(0.2)] * 5, *[at(2.0)] * 5), sustained=True)
+    (seen,) = judge_objectives([TTFT], window(*[at(0.2)] * 5, *[at(2.0)] * 5), sustained=True)
     assert seen.state == "Unsettled"
 
 
@@ -83,21 +83,21 @@ def test_a_burst_in_one_half_of_the_window_misses_nothing() -> None:
     [(95, 3, "NoSamples"), (95, 4, "Missed"), (99, 19, "NoSamples"), (99, 20, "Missed")],
 )
 def test_a_percentile_of_too_few_requests_is_not_judged(percentile, each, state) -> None:
-    (seen,) = judge([Objective("TTFT", percentile, 500)], window(*[at(2.0, each)] * 10), sustained=True)
+    (seen,) = judge_objectives([Objective("TTFT", percentile, 500)], window(*[at(2.0, each)] * 10), sustained=True)
     assert seen.state == state
 
 
 def test_nothing_is_judged_of_a_window_that_does_not_cover_its_time() -> None:
-    (seen,) = judge([TTFT], window(*[at(2.0)] * 10), sustained=False)
+    (seen,) = judge_objectives([TTFT], window(*[at(2.0)] * 10), sustained=False)
     assert (seen.state, seen.seconds) == ("NoSamples", None)
 
 
 def test_buckets_without_a_bound_say_nothing() -> None:
-    (seen,) = judge([TTFT], window(*[Histogram((), (50.0,), 1.0)] * 10), sustained=True)
-    assert seen == Measured(TTFT, ObjectiveState.NO_SAMPLES)
+    (seen,) = judge_objectives([TTFT], window(*[Histogram((), (50.0,), 1.0)] * 10), sustained=True)
+    assert seen == ObjectiveResult(TTFT, ObjectiveState.NO_SAMPLES)
 
 
-def asked(*objectives: Measured, kind: str = "Relaxed", **changes):
+def asked(*objectives: ObjectiveResult, kind: str = "Relaxed", **changes):
     return policy_input(workload(kind, objectives=objectives, **({"waiting": 0.0} | changes)))
 
 

@@ -1,4 +1,4 @@
-"""Which step does the policy take under pressure, and which does it pass over?"""
+"""The step that the policy takes under pressure, and the steps that it passes over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does the arbiter give back once the pressure has left, and what does it keep?"""
+"""The policy gives back what it can once the pressure has left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which step does the arbiter never take, whatever the situation?"""
+"""Steps that the policy never takes, whatever the situation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvpilot_formats import formats
 from kvpilot_operator.api.spec import Objective
 from kvpilot_operator.api.words import ObjectiveState, WorkloadKind
-from kvpilot_operator.decide.load.objectives import Measured
+from kvpilot_operator.decide.load.objectives import ObjectiveResult
 from kvpilot_operator.decide.load.surge import Surge
 from kvpilot_operator.decide.load.workload import Workload
 from kvpilot_operator.decide.steps.capacity import smaller
@@ -185,12 +185,12 @@ def test_more_demand_never_chooses_less_capacity(s, times):
 SEEN = st.none() | st.floats(0.001, 10)
 
 
-def measured(limits: tuple[int, int], seen: tuple[float | None, float | None]) -> tuple[Measured, ...]:
+def measured(limits: tuple[int, int], seen: tuple[float | None, float | None]) -> tuple[ObjectiveResult, ...]:
     """TTFT and ITL, held or missed, or not known."""
     found = []
     for metric, limit, seconds in zip(("TTFT", "ITL"), limits, seen, strict=True):
         state = "NoSamples" if seconds is None else "Held" if seconds <= limit / 1000 else "Missed"
-        found.append(Measured(Objective(metric, 95, limit), ObjectiveState(state), seconds))
+        found.append(ObjectiveResult(Objective(metric, 95, limit), ObjectiveState(state), seconds))
     return tuple(found)
 
 

@@ -62,7 +62,7 @@ class Fluid:
 
 
 QUARTER, QUARTERS, CALM = timedelta(minutes=15), 480, 361
-"""How often is decided, how many times, and from which time on the load's beginning is forgotten."""
+"""The period of decisions, their number, and the time after which the load's beginning is forgotten."""
 
 BOUNDS = (*(0.001 * 1.5**i for i in range(32)),)
 

@@ -294,10 +294,9 @@ def test_a_canary_that_failed_during_a_pause_is_not_probed_over_and_over_and_fai
     cluster = Archive(fixed("auto"), bad=frozenset({"k4v4"}))
     served(cluster, "auto")
     cluster.edit(fixed("k4v4"))
-    canary = None
-    while canary is None or canary.stage != "Probing":
-        cluster.tick()
-        canary = parse_status(cluster.status).canary
+    decision = cluster.tick()
+    while decision is not None and not isinstance(decision.probe, Measure):
+        decision = cluster.tick()
     cluster.edit(fixed("k4v4", rollout={"paused": True}))
     asked = set()
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""Why an engine does not start: what its container said last is read, and not believed to be well-formed."""
+"""The reason why an engine does not start is read from its container's last words, well-formed or not."""
 
 from __future__ import annotations
 

@@ -193,13 +193,13 @@ def test_a_first_revision_that_answers_while_it_is_being_replaced_stays_and_its_
 
 def test_an_invalid_spec_changes_no_object_and_says_what_is_wrong():
     good = running(manifest(**AUTO), "auto")
-    bad = manifest(**AUTO, scaling={"minReplicas": 5, "maxReplicas": 2})
+    bad = manifest(**AUTO, engine={"extraArgs": ["--kv-cache-dtype=fp8"]})
     decision = decide(snapshot(bad, status=good.status, pods=good.pods, traffic=good.traffic))
     assert decision.objects is None
     stalled = decision.status.condition("Stalled")
     assert stalled is not None
     assert (stalled.status, stalled.reason) == ("True", "SpecInvalid")
-    assert "minReplicas" in stalled.message
+    assert "--kv-cache-dtype" in stalled.message
 
 
 def _end(cluster: ModelCluster) -> tuple[object, ...]:

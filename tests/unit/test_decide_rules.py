@@ -21,7 +21,7 @@ RULES = importlib.import_module("kvpilot_operator.decide.decide").RULES
 
 
 def trial(**spec: object) -> list[Snapshot]:
-    """What is observed in each reconcile of a trial from its start to its end."""
+    """Return the snapshots of a trial from its start to its end."""
     cluster = on_trial(2, cluster={"rules": ROUTE if spec else None}, **spec)
     seen = []
     while not seen or not ended(cluster.parsed()):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_operator.decide.steps.policy import PolicyDecision
-from kvpilot_operator.decide.steps.scaling import after_decision, kept, replicas
+from kvpilot_operator.decide.steps.scaling import after_decision, kept, target_replicas
 from kvpilot_operator.state.status import Option, Scaling
 from support.services import NOW, manifest, spec_of
 
@@ -32,26 +32,26 @@ def test_the_operator_starts_from_the_users_number():
 
 def test_the_operators_number_is_kept_until_the_user_changes_his():
     chosen = after_decision(spec(3), kept(spec(3), Scaling(), NOW), decided("ScaleOut", 5), "auto", NOW)
-    assert replicas(spec(3), kept(spec(3), chosen, LATER)) == 5
+    assert target_replicas(spec(3), kept(spec(3), chosen, LATER)) == 5
     anew = kept(spec(2), chosen, LATER)
-    assert (replicas(spec(2), anew), anew.changed_time) == (2, LATER)
+    assert (target_replicas(spec(2), anew), anew.changed_time) == (2, LATER)
 
 
 def test_limits_hold_for_the_operators_number_too():
     chosen = after_decision(spec(3), kept(spec(3), Scaling(), NOW), decided("ScaleOut", 7), "auto", NOW)
-    assert replicas(spec(3), kept(spec(3, maxReplicas=4), chosen, LATER)) == 4
+    assert target_replicas(spec(3), kept(spec(3, maxReplicas=4), chosen, LATER)) == 4
 
 
 def test_zero_stays_zero():
     stopped = spec(0, minReplicas=0)
-    assert replicas(stopped, kept(stopped, Scaling(), NOW)) == 0
+    assert target_replicas(stopped, kept(stopped, Scaling(), NOW)) == 0
 
 
 def test_an_autoscalers_number_is_taken_as_it_is_within_the_limits():
     external = spec(20, mode="External")
     scaling = after_decision(external, kept(external, Scaling(), NOW), decided("ScaleOut", 5), "auto", NOW)
     assert scaling.desired_replicas is None
-    assert replicas(external, scaling) == 8
+    assert target_replicas(external, scaling) == 8
 
 
 def test_what_would_be_chosen_is_always_recommended():
@@ -68,14 +68,14 @@ def test_what_would_be_chosen_is_always_recommended():
 def test_mode_recommend_changes_nothing():
     only = spec_of(manifest(replicas=2, kvCache={"mode": "Recommend"}))
     scaling = after_decision(only, kept(only, Scaling(), NOW), decided("ScaleOut", 4), "auto", NOW)
-    assert (replicas(only, scaling), scaling.recommended_replicas) == (2, 4)
+    assert (target_replicas(only, scaling), scaling.recommended_replicas) == (2, 4)
 
 
 def test_a_change_of_owner_starts_from_the_users_number():
     chosen = after_decision(spec(3), kept(spec(3), Scaling(), NOW), decided("ScaleOut", 7), "auto", NOW)
     given = kept(spec(3, mode="External"), chosen, LATER)
-    assert replicas(spec(3, mode="External"), given) == 3
-    assert replicas(spec(3), kept(spec(3), given, LATER)) == 3
+    assert target_replicas(spec(3, mode="External"), given) == 3
+    assert target_replicas(spec(3), kept(spec(3), given, LATER)) == 3
 
 
 @given(
@@ -85,5 +85,5 @@ def test_a_change_of_owner_starts_from_the_users_number():
 def test_the_number_is_always_within_the_limits_and_a_second_look_changes_nothing(count, mode, least, most, had, of):
     s = spec(count, mode, minReplicas=least, maxReplicas=most)
     once = kept(s, Scaling(desired_replicas=had, spec_replicas=of), NOW)
-    assert least <= replicas(s, once) <= most
+    assert least <= target_replicas(s, once) <= most
     assert kept(s, once, LATER) == once

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from kvpilot_operator.api.spec import Objective
-from kvpilot_operator.decide.load.objectives import Measured
+from kvpilot_operator.decide.load.objectives import ObjectiveResult
 from kvpilot_operator.decide.load.saturation import learned
 from kvpilot_operator.decide.load.surge import Surge, find
 from kvpilot_operator.decide.load.workload import classify
@@ -173,7 +173,7 @@ def test_a_surge_lowers_no_rate_that_is_known_of_requests_like_these():
 def test_a_surge_does_not_forget_that_memory_ran_out():
     known = (Saturation(dtype="auto", requests_per_hour=3600, mean_prompt=100, mean_generation=100, memory=True),)
     w = workload("Relaxed", surge=SURGE, best_requests_per_second=2.0, mean_prompt=100.0, mean_generation=100.0)
-    (seen,) = learned(known, replace(w, objectives=(Measured(TTFT, "Held", 1.0),)), "auto")
+    (seen,) = learned(known, replace(w, objectives=(ObjectiveResult(TTFT, "Held", 1.0),)), "auto")
     assert (seen.requests_per_hour, seen.memory) == (7200, True)
 
 
@@ -181,5 +181,5 @@ def test_what_gives_replicas_back_faster_is_learnt_only_beside_objectives():
     w = workload("MemoryBound", memory=True, best_requests_per_second=1.0, best_computed_prompt=50.0)
     (seen,) = learned((), w, "auto")
     assert (seen.requests_per_hour, seen.computed_prompt, seen.memory) == (3600, None, None)
-    (seen,) = learned((), replace(w, objectives=(Measured(TTFT, "Held", 1.0),)), "auto")
+    (seen,) = learned((), replace(w, objectives=(ObjectiveResult(TTFT, "Held", 1.0),)), "auto")
     assert (seen.requests_per_hour, seen.computed_prompt, seen.memory) == (3600, 50, True)

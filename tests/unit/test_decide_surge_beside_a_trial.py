@@ -29,7 +29,7 @@ def on_trial(at, **scaling):
 
 
 def surging(cluster):
-    """What is seen of it, with requests that pile up in the last minute."""
+    """Return the samples of requests that pile up in the last minute."""
     seen = cluster.snapshot()
     in_hand = [10.0] * 17 + [80.0, 300.0, 900.0]
     samples = [

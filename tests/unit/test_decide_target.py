@@ -1,4 +1,4 @@
-"""What a decision of the policy becomes: target dtype, replicas, journal, or nothing where nothing is new."""
+"""A decision of the policy becomes a target dtype, replicas and an entry of the journal, or nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.pressure import policy_input
+from kvpilot_operator.decide.step_rules import policy_input
 from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.state.decision import Capture, Captured, ProbeResult
 from kvpilot_operator.state.objects import DeploymentView

@@ -1,4 +1,4 @@
-"""Who gets requests: which steps can be set, what the Service selects, and what happens to a user's HTTPRoute."""
+"""Traffic: the steps that can be set, the Service's selector, and the changes of a user's HTTPRoute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.objects import traffic
 from kvpilot_operator.render import route
-from kvpilot_operator.render.route import weighted
+from kvpilot_operator.render.route import Backend, weighted
 from kvpilot_operator.state.objects import RouteView
 from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.state.status import Canary, Stable, Status
@@ -117,7 +117,7 @@ def test_a_route_that_is_named_during_a_trial_waits_for_the_next():
 
 
 def split(rules, share):
-    return weighted(rules, "models", "chat", "chat-canary", share)
+    return weighted(rules, Backend("models", "chat"), share)
 
 
 def test_the_share_of_a_rule_with_one_backend_is_its_weights():
@@ -183,9 +183,9 @@ def test_after_any_steps_the_route_is_as_the_user_wrote_it(written, shares):
 
 def test_a_route_carries_the_canary_only_while_it_is_a_backend():
     during = RouteView("web", "1", split([{"backendRefs": [OURS]}], 5))
-    assert route.carries(during, "models", "chat-canary")
-    assert not route.carries(replace(during, rules=split(during.rules, 0)), "models", "chat-canary")
-    assert not route.carries(None, "models", "chat-canary")
+    assert route.carries(during, Backend("models", "chat-canary"))
+    assert not route.carries(replace(during, rules=split(during.rules, 0)), Backend("models", "chat-canary"))
+    assert not route.carries(None, Backend("models", "chat-canary"))
 
 
 # --- the Service's selector ---------------------------------------------------------------------------------------

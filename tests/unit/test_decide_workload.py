@@ -1,4 +1,4 @@
-"""What binds a service, told from its metrics: and what must not be mistaken for it."""
+"""The resource that binds a service is found in its metrics, and not mistaken for another."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_preemptions_count_for_each_replica():
     rare = Flows(seconds=40.0, preemptions=0.5)  # of 8 replicas
     window = [replace(s, pods=8) for s in series(rare, usage=0.97, waiting=0)]
     verdict = classify(window, PRESSURE, NOW)
-    assert verdict.preemptions_per_minute == 0.75
+    assert "0.8 preemptions a minute" in verdict.message
     assert verdict.kind == "Relaxed"
 
 

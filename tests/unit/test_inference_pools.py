@@ -15,7 +15,7 @@ from kvpilot_operator.cluster.objects import version_of
 from kvpilot_operator.decide import decide
 from kvpilot_operator.observe.views import pool_view, together
 from kvpilot_operator.render.objects import inference_pool
-from kvpilot_operator.render.route import POOLS, SERVICES, weighted
+from kvpilot_operator.render.route import POOLS, SERVICES, Backend, weighted
 from kvpilot_operator.state.objects import ObjectView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.server import ServerFacts
@@ -96,12 +96,12 @@ def test_pickers_are_asked_for_where_a_route_shares_between_pools():
 @pytest.mark.parametrize("of", [SERVICES, SERVICES | POOLS])
 def test_a_rule_keeps_backends_of_kinds_that_are_not_ours(of):
     rules = ({"backendRefs": [POOL, {"name": KEY.name, "port": 80}]},)
-    shared = weighted(rules, KEY.namespace, KEY.name, "chat-canary", 10, of)
+    shared = weighted(rules, Backend(*KEY, of), 10)
     told = [(ref.get("kind", "Service"), ref["name"], ref["weight"]) for ref in shared[0]["backendRefs"]]
     services = [("Service", "chat", 90), ("Service", "chat-canary", 10)]
     pools = [("InferencePool", "chat", 90), ("InferencePool", "chat-canary", 10)]
     assert told == [*(pools if of != SERVICES else [("InferencePool", "chat", 100)]), *services]
-    assert weighted(shared, KEY.namespace, KEY.name, "chat-canary", 0, of) == rules
+    assert weighted(shared, Backend(*KEY, of), 0) == rules
 
 
 def test_a_route_to_a_pool_that_is_not_ours_says_what_to_set():
@@ -179,7 +179,7 @@ def test_without_the_kind_the_field_is_refused_with_the_remedy_and_the_service_s
 
 
 def before_v1_6(manifest):
-    """Why releases before v1.6 of the extension will not have a manifest."""
+    """Return the reason why releases before v1.6 of the extension refuse a manifest."""
     if manifest["kind"] == "InferencePool" and "endpointPickerRef" not in manifest["spec"]:
         return 'InferencePool "chat" is invalid: spec.endpointPickerRef: Required value'
     return None

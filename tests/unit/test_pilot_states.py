@@ -188,7 +188,7 @@ class BadDays(RuleBasedStateMachine):
         return {k: v for k, v in self.cluster.status.items() if k not in passing}
 
     def _forget(self) -> None:
-        """What a new process does not know."""
+        """Forget what a new process does not know."""
         self.cluster.samples = {}
         self.cluster.probe = None
 

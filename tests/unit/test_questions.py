@@ -133,7 +133,10 @@ PARTS = {
     "trial": (lambda d: (d.status.stable, d.status.canary, d.status.last_trial), _BEFORE_OBJECTS),
     "accuracy": (lambda d: (d.status.accuracy, d.probe, d.baseline), _BEFORE_OBJECTS),
     "replicas": (lambda d: replicas_of(d), _BEFORE_OBJECTS | {Question.ENGINES}),
-    "templates": (lambda d: applied(d, "Deployment"), _BEFORE_OBJECTS | {Question.ENGINES, Question.TEMPLATES}),
+    "templates": (
+        lambda d: by_name(applied(d, "Deployment")),
+        _BEFORE_OBJECTS | {Question.ENGINES, Question.TEMPLATES},
+    ),
     "service": (lambda d: applied(d, "Service")[:1], _BEFORE_OBJECTS | {Question.TRAFFIC}),
     "route": (lambda d: applied(d, "HTTPRoute"), _BEFORE_OBJECTS | {Question.SHARE}),
     "do_not_evict": (lambda d: d.do_not_evict, _BEFORE_OBJECTS | {Question.DO_NOT_EVICT}),
@@ -143,6 +146,11 @@ PARTS = {
         _BEFORE_OBJECTS | {Question.SUMMARY, Question.CONDITIONS, Question.JOURNAL},
     ),
 }
+
+
+def by_name(manifests: list[object]) -> list[object]:
+    """Return manifests whatever their order: that is another question."""
+    return sorted(manifests, key=lambda one: one["metadata"]["name"])
 
 
 def applied(decision: Decision, kind: str) -> list[object]:

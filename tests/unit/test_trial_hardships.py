@@ -57,7 +57,7 @@ def end(cluster: ModelCluster, ticks: int = 600) -> tuple[Any, ...]:
 
 @cache
 def undisturbed(name: str) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """How the story ends by itself, and the stages that it goes through."""
+    """Return the end of the story by itself, and its stages."""
     cluster = story(name)
     seen: dict[str, None] = {}
     while not ended(cluster.parsed()):

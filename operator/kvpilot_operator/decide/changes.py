@@ -1,10 +1,11 @@
-"""In what does the present spec differ from the revision that serves, beside the dtype? In words for people. Pure."""
+"""Differences between the spec and the serving revision beside the dtype, in words for people."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
+from kvpilot_formats.arguments import read
 from kvpilot_operator.api.names import ENGINE_CONTAINER
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.render.engine import model_location
@@ -12,12 +13,12 @@ from kvpilot_operator.state.status import Canary, Stable
 
 _LONGEST = 80
 _MOST = 4
-# Options whose values are nobody's business; vLLM's `--api-key` is one.
+# Options with secret values, such as vLLM's `--api-key`.
 _SECRET = re.compile("key|token|secret|password|credential", re.IGNORECASE)
 
 
 def spec_changes(c: Context, stable: Stable) -> str:
-    """Name what a rollout changes in image, model and arguments; empty where the spec asks for what serves."""
+    """Name the changes of image, model and arguments; empty where the spec asks for the serving revision."""
     asked, there = c.render(stable.dtype), c.snapshot.deployments.get(stable.revision)
     if asked.name == stable.revision:
         return ""
@@ -57,14 +58,9 @@ def _short(value: str | None) -> str:
 
 
 def _options(arguments: Sequence[object]) -> dict[str, str]:
-    """Return the values of each option, of one that is repeated all of them."""
+    """Return the values of each option; all of them where an option is repeated."""
     found: dict[str, str] = {}
-    name = ""
-    for argument in map(str, arguments):
-        if argument.startswith("--"):
-            name, equals, value = argument.partition("=")
-            before = f"{found[name]} " if found.get(name) else ""
-            found[name] = before + (value if equals else "")
-        elif name:
-            found[name] = f"{found[name]} {argument}".strip()
+    for one in read(map(str, arguments)).given:
+        values = ("off",) if one.off else one.values
+        found[one.name] = " ".join((*filter(None, (found.get(one.name),)), *values))
     return found

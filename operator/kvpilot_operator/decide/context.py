@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import cache, partial
 from itertools import takewhile
 from typing import Any, NamedTuple, Self
@@ -17,15 +17,26 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.api.words import Action, Reason, Stage, TrafficMode, WorkloadKind
 from kvpilot_operator.decide.load.workload import Workload
 from kvpilot_operator.decide.steps import scaling
-from kvpilot_operator.decide.steps.ladder import denial
+from kvpilot_operator.decide.steps.ladder import about, denial, subject
 from kvpilot_operator.decide.steps.policy import PolicyDecision, nothing_weighed
 from kvpilot_operator.decide.traffic_plan import TrafficPlan, traffic_plan
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.engine import pod_template, revision
-from kvpilot_operator.state.decision import Event, Manifest, Request
+from kvpilot_operator.state.decision import Event, Manifest, Objects, Request
 from kvpilot_operator.state.questions import Unanswered
 from kvpilot_operator.state.snapshot import Snapshot
-from kvpilot_operator.state.status import MAX_DECISIONS, Canary, Denied, JournalEntry, Option, Stable, Status, clip
+from kvpilot_operator.state.status import (
+    MAX_DECISIONS,
+    MAX_DENIED,
+    Canary,
+    Denied,
+    JournalEntry,
+    Option,
+    Stable,
+    Status,
+    clip,
+)
+from kvpilot_operator.times import utc
 
 # Decisions that neither begin nor end a hold.
 _BESIDE = (Action.SCALE_OUT, Action.SCALE_IN, Action.KEEP_BASELINE, Action.RECOMMEND)
@@ -33,11 +44,11 @@ _BESIDE = (Action.SCALE_OUT, Action.SCALE_IN, Action.KEEP_BASELINE, Action.RECOM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """What was observed of a service, and what has been decided so far. Frozen: every change returns a new one."""
+    """The observations of a service and the decisions so far. Frozen: every change returns a new one."""
 
     snapshot: Snapshot
     status: Status
-    """As decided so far; `before` is what it was."""
+    """The status as decided so far; `before` is the status as observed."""
     events: tuple[Event, ...] = ()
     gates: Mapping[str, bool] = field(default_factory=dict)
     """Readiness gates to be opened or closed, by pod."""
@@ -47,27 +58,27 @@ class Draft:
 
     @property
     def now(self) -> datetime:
-        """The time of the reconcile."""
+        """Return the time of the reconcile."""
         return self.snapshot.now
 
     @property
     def before(self) -> Status:
-        """The status as it was observed."""
+        """Return the status as it was observed."""
         return self.snapshot.status
 
     @property
     def stable(self) -> Stable | None:
-        """The revision that serves, as decided so far."""
+        """Return the serving revision, as decided so far."""
         return self.status.stable
 
     @property
     def canary(self) -> Canary | None:
-        """The canary in flight, as decided so far."""
+        """Return the canary in flight, as decided so far."""
         return self.status.canary
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """The revision that serves and the one on trial, as far as there are any."""
+        """Return the serving revision and the canary's, as far as there are any."""
         return tuple(part.revision for part in (self.stable, self.canary) if part is not None)
 
     def set(self, **changes: Any) -> Self:
@@ -134,7 +145,7 @@ class Draft:
 
 
 def in_flight(draft: Draft) -> Canary:
-    """The canary that must be there; LookupError where there is none."""
+    """Return the canary; LookupError where there is none."""
     if draft.canary is None:
         raise LookupError("no canary is in flight")
     return draft.canary
@@ -159,7 +170,7 @@ class Target:
     recommended: str | None = None
     warning: str | None = None
     options: tuple[Option, ...] = ()
-    """What was weighed before this target, where it is a step of the policy's."""
+    """The steps that the policy weighed for this target."""
     startable: bool = True
 
 
@@ -194,7 +205,7 @@ class Context(Draft):
     policy: PolicyDecision = _NOT_WEIGHED
     target: Target = _NOT_CHOSEN
     storage: Placed = _NOTHING
-    """What keeps the weights."""
+    """The claim that keeps the weights, and the Job that fills it."""
     request: Request | None = None
     """The probe to run."""
     captured: Baseline | None = None
@@ -207,10 +218,12 @@ class Context(Draft):
     """The Service and its disruption budget."""
     shared: Placed = _NOTHING
     """The canary's Service, and the HTTPRoute."""
+    objects: Objects | None = None
+    """All of these in the order in which they go out; None leaves every object as it is."""
 
     @classmethod
     def of(cls, s: Snapshot, spec: Spec) -> Context:
-        """The context in which nothing is decided yet."""
+        """Make the context in which nothing is decided yet."""
 
         def made(dtype: str, of: Spec) -> Revision:
             template = pod_template(s.key.name, of, dtype, assigned_user=s.server.assigns_users)
@@ -237,18 +250,28 @@ class Context(Draft):
 
     @property
     def replicas(self) -> int:
-        """How many replicas are kept up, as decided so far."""
-        return scaling.replicas(self.spec, self.status.scaling)
+        """Return the target number of replicas, as decided so far."""
+        return scaling.target_replicas(self.spec, self.status.scaling)
 
     def denial(self, dtype: str) -> Denied | None:
-        """Why a dtype must not be tried now, if it must not. Which GPU it would have no pod tells that has no node."""
+        """Return the denial of a dtype, if there is one. The GPU is unknown while no pod has a node."""
         s = self.snapshot
         gpu = s.node.gpu if any(pod.node for pod in s.pods) else None
         return denial(dtype, self.spec, gpu, self.status.kv_cache.denied, self.now)
 
+    def deny(self, dtype: str, reason: str, message: str, seconds: int) -> Context:
+        """Keep a dtype from being tried so long with this model, image, GPU and recent window; 0 denies nothing."""
+        if seconds == 0:
+            return self
+        of, until = subject(dtype, self.spec, self.snapshot.node.gpu), self.now + timedelta(seconds=seconds)
+        denied = Denied(**of._asdict(), reason=reason, message=clip(message, 512), until=until)
+        kept = [one for one in self.status.kv_cache.denied if one.until > self.now and about(one) != of]
+        text = f"{dtype} is denied for this model, image and GPU ({denied.gpu}) until {utc(denied.until)}"
+        return self.set_kv(denied=(denied, *kept)[:MAX_DENIED]).event("DtypeDenied", text, warning=True)
+
     @property
     def asked(self) -> str:
-        """The revision that the spec asks for: in mode Fixed with its dtype, else with the one on trial or serving."""
+        """Return the revision that the spec asks for: in mode Fixed with its dtype, else with the one in use."""
         kv, canary, stable = self.spec.kv_cache, self.canary, self.stable
         if kv.mode == "Fixed" and kv.dtype is not None:
             return self.render(kv.dtype).name
@@ -258,12 +281,12 @@ class Context(Draft):
 
     @property
     def reference(self) -> str:
-        """The 16-bit revision that accuracy is measured against."""
+        """Return the 16-bit revision that accuracy is measured against."""
         return self.render_reference().name
 
     @property
     def plan(self) -> TrafficPlan:
-        """How the canary, or the next one where none is in flight, gets live traffic."""
+        """Return how the canary, or the next one, gets live traffic."""
         canary = self.canary
         begun, replaces = (canary.traffic_mode, canary.replaces_one) if canary is not None else (None, False)
         return self.plan_traffic(begun, replaces, self.replicas)

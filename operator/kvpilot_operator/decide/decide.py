@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from kvpilot_operator.decide import conditions, pressure, summary, target
+from kvpilot_operator.api.words import CachePhase
+from kvpilot_operator.decide import conditions, step_rules, summary, target
 from kvpilot_operator.decide.context import Context, Draft
-from kvpilot_operator.decide.objects import admission, do_not_evict, placement, storage
+from kvpilot_operator.decide.objects import placement, pod_marks, storage
 from kvpilot_operator.decide.rollout import probing, rollout
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.questions import Question, unanswered
@@ -32,7 +33,7 @@ class Rule(Generic[D]):
 
 
 def fold(draft: D, rules: Sequence[Rule[D]]) -> D:
-    """Every rule in turn, each on what the ones before it returned; an unexpected error is caught here alone."""
+    """Apply every rule in turn. Unexpected errors are caught here alone."""
     for rule in rules:
         try:
             draft = rule.answer(draft)
@@ -42,11 +43,11 @@ def fold(draft: D, rules: Sequence[Rule[D]]) -> D:
 
 
 RULES: tuple[Rule[Context], ...] = (
-    Rule(Question.WORKLOAD, pressure.judge_workload),
-    Rule(Question.REPLICAS, pressure.keep_replicas),
-    Rule(Question.STEP, pressure.weigh_steps, otherwise=pressure.weigh_nothing),
-    Rule(Question.REPLICAS, pressure.take_replica_step),
-    Rule(Question.TARGET, target.choose, otherwise=target.unchanged),
+    Rule(Question.WORKLOAD, step_rules.judge_workload),
+    Rule(Question.REPLICAS, step_rules.keep_replicas),
+    Rule(Question.STEP, step_rules.weigh_steps, otherwise=step_rules.weigh_nothing),
+    Rule(Question.REPLICAS, step_rules.take_replica_step),
+    Rule(Question.TARGET, target.choose, otherwise=target.stay),
     Rule(Question.STORAGE, storage.keep),
     Rule(Question.TRIAL, rollout.advance),
     Rule(Question.TARGET, target.after_rollback),
@@ -55,17 +56,18 @@ RULES: tuple[Rule[Context], ...] = (
     Rule(Question.ENGINES, placement.replicas, otherwise=placement.as_they_are),
     Rule(Question.TEMPLATES, placement.deployments),
     Rule(Question.TRAFFIC, placement.own_service),
-    Rule(Question.SHARE, placement.share),
-    Rule(Question.ADMISSION, admission.admit),
-    Rule(Question.DO_NOT_EVICT, do_not_evict.mark, otherwise=do_not_evict.as_now),
+    Rule(Question.SHARE, placement.share_traffic),
+    Rule(Question.OBJECTS, placement.in_order, otherwise=placement.in_any_order),
+    Rule(Question.ADMISSION, pod_marks.admit),
+    Rule(Question.DO_NOT_EVICT, pod_marks.keep_judged, otherwise=pod_marks.keep_as_now),
     Rule(Question.JOURNAL, summary.explain),
     Rule(Question.CONDITIONS, conditions.tell, otherwise=conditions.leave),
 )
 """A rule sees what the ones above it decided, in the Context that they return."""
 
 REFUSED: tuple[Rule[Draft], ...] = (
-    Rule(Question.ADMISSION, admission.admit_serving),
-    Rule(Question.DO_NOT_EVICT, do_not_evict.while_refused),
+    Rule(Question.ADMISSION, pod_marks.admit_serving),
+    Rule(Question.DO_NOT_EVICT, pod_marks.keep_while_refused),
     Rule(Question.CONDITIONS, conditions.refuse, otherwise=conditions.leave),
 )
 """For a service whose spec breaks the API's rules: what runs is left as it is."""
@@ -74,7 +76,7 @@ _AGAIN_SECONDS = 10.0
 
 
 def decide(s: Snapshot) -> Decision:
-    """Snapshot in, Decision out; total: every snapshot has a decision, and each question that fails is named in it."""
+    """Decide on a snapshot. Total: every snapshot has a decision, which names each question that failed."""
     if s.spec is None:
         refused = fold(_seen(Draft(snapshot=s, status=s.status)), REFUSED)
         return Decision(
@@ -85,16 +87,17 @@ def decide(s: Snapshot) -> Decision:
             unanswered=refused.unanswered,
         )
     c = fold(_seen(Context.of(s, s.spec)), RULES)
+    fills = c.status.cache is not None and c.status.cache.phase != CachePhase.READY
     return Decision(
         status=c.status,
-        objects=placement.objects(c),
+        objects=c.objects,
         baseline=c.captured,
         probe=c.request,
         events=c.events,
         gates=c.gates,
         do_not_evict=c.do_not_evict,
         unanswered=c.unanswered,
-        again_seconds=_AGAIN_SECONDS if c.canary is not None or not storage.ready(c) else None,
+        again_seconds=_AGAIN_SECONDS if c.canary is not None or fills else None,
     )
 
 

@@ -1,5 +1,6 @@
-"""What is wrong with engines? Why one does not start (kvpilot-serve's refusal, or the end of its log), and which of
-them quantize otherwise than the rest: those with other calibration factors give other answers.
+"""Faults of engines: why one does not start, and which of them have other calibration factors.
+
+An engine tells its fault by kvpilot-serve's refusal or the end of its log. Other factors give other answers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvpilot_operator.state.status import clip
 
 # An engine may be killed once or twice by a busy node; the third time is no accident.
 MAX_RESTARTS = 3
-# What a condition's reason may be; the words come from a container, which may say anything.
+# The form of a condition's reason; a container may write anything.
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 # What the scheduler says of a pod whose claim has no volume, at once, or after it has waited for one to be made. Where
 # some nodes lack room and others a volume, room may help.
@@ -53,12 +54,12 @@ def _reason(said: object, otherwise: str) -> str:
 
 
 def _text(said: object) -> str:
-    """JSON can escape half a surrogate pair, which no status can hold."""
+    """Replace halves of surrogate pairs, which JSON can escape and no status can hold."""
     return said.encode("utf-8", "replace").decode() if isinstance(said, str) else ""
 
 
 def engine_failure(pods: Sequence[PodView]) -> Cause | None:
-    """What makes it pointless to wait for these pods, or None."""
+    """Return the cause that makes it pointless to wait for these pods, or None."""
     for pod in (one for leader in pods if not (leader.ready or leader.containers_ready) for one in leader.group):
         refused = refusal(pod.exit_message)
         if refused is not None:
@@ -70,14 +71,14 @@ def engine_failure(pods: Sequence[PodView]) -> Cause | None:
 
 
 def made_anew(s: Snapshot, revision: str) -> list[PodView]:
-    """Leaders on their way out whose words count: a group that fails is deleted whole, and made anew."""
+    """Return terminating leaders of groups: a group that fails is deleted whole, and its last words count."""
     view = s.deployments.get(revision)
     groups = view is not None and view.nodes > 1
     return [pod for pod in s.pods if groups and pod.terminating and pod.revision == revision]
 
 
 def pending_reason(pods: Sequence[PodView]) -> Cause | None:
-    """Why pods that may still come up have not: no node, no image, back-off."""
+    """Return the cause that keeps pods from coming up: no node, no image, back-off."""
     for pod in (one for leader in pods for one in leader.group):
         if pod.unschedulable:
             known = Reason.CLAIM_NOT_BOUND if waits_for_volume(pod) else Reason.UNSCHEDULABLE
@@ -112,12 +113,12 @@ def _missing(message: str) -> Cause | None:
 
 
 def waits_for_volume(pod: PodView) -> bool:
-    """Whether a claim without a volume keeps this pod from every node: no room that is made helps it."""
+    """Return True if a claim without a volume keeps this pod from every node: no free room helps it."""
     return pod.unschedulable is not None and _UNBOUND.search(pod.unschedulable) is not None
 
 
 def not_started(pod: PodView) -> str:
-    """The kubelet's reason stands in the pod's Events alone, which the operator may not read: where to look for it."""
+    """Say where to look for the kubelet's reason: it stands in Events, which the operator may not read."""
     volumes = f" It needs {', '.join(pod.needs)}." if pod.needs else ""
     return (
         f"pod {pod.name} has a node, and nothing of it has started yet.{volumes} Where it stays so, `kubectl kvpilot "
@@ -126,7 +127,7 @@ def not_started(pod: PodView) -> str:
 
 
 def mixed_factors(s: Snapshot, revision: str) -> str | None:
-    """Which of a revision's pods have other factors than most of them, with the remedy; None where none has.
+    """Name the pods of a revision with other factors than most, with the remedy; None where there are none.
 
     Within a revision, model, text, context and tensor parallelism are the same, and so are the factors on one kind of
     GPU (docs/calibration.md). Accuracy is measured on one pod, and holds for those with its factors.

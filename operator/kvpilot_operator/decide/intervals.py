@@ -1,4 +1,4 @@
-"""By how much is one side's figure above another's, and how sure is that? Estimates with one-sided confidence limits.
+"""Differences between two sides' figures, with one-sided confidence limits.
 
 * a p95 from the engines' buckets: Woodruff's intervals (1952, JASA 47:635): the ranks q -+ t se(share above the
   quantile) are read back as values. Both sides' intervals are joined on the log scale by MOVER, for estimates that
@@ -36,7 +36,7 @@ class Estimate:
 
 
 def p95_change(ours: Sequence[Histogram], theirs: Sequence[Histogram]) -> Callable[[float], Estimate | None]:
-    """Log ratio of two p95s from the slices of both windows, by level; None where one lies above every bucket.
+    """Return the log ratio of two p95s, by level; None where one lies above every bucket.
 
     The correlation of both sides' slices counts: load that both share at the same time is not blamed on either.
     """
@@ -53,8 +53,8 @@ def p95_change(ours: Sequence[Histogram], theirs: Sequence[Histogram]) -> Callab
         (c_low, c_high), (s_low, s_high) = c.limits(alpha), s.limits(alpha)
         return Estimate(
             value,
-            value - _joined(c.value - c_low, s_high - s.value, rho),
-            value + _joined(c_high - c.value, s.value - s_low, rho),
+            value - _mover(c.value - c_low, s_high - s.value, rho),
+            value + _mover(c_high - c.value, s.value - s_low, rho),
         )
 
     return at
@@ -63,7 +63,7 @@ def p95_change(ours: Sequence[Histogram], theirs: Sequence[Histogram]) -> Callab
 def ratio_change(
     ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]], alpha: float
 ) -> Estimate | None:
-    """Log ratio of two ratios of sums, from (numerator, denominator) of each slice; None where a sum is 0."""
+    """Return the log ratio of two ratios, from (numerator, denominator) of each slice; None where a sum is 0."""
     strays: list[list[float]] = []
     logs: list[float] = []
     for slices in (ours, theirs):
@@ -80,7 +80,7 @@ def ratio_change(
 
 
 def share_change(ours: tuple[float, float], theirs: tuple[float, float], alpha: float) -> Estimate:
-    """Difference of two shares, each given as (hits, of how many)."""
+    """Return the difference of two shares, each given as (hits, total)."""
     z = _NORMAL.inv_cdf(1 - alpha)
     c, c_low, c_high = _wilson(*ours, z)
     s, s_low, s_high = _wilson(*theirs, z)
@@ -89,7 +89,7 @@ def share_change(ours: tuple[float, float], theirs: tuple[float, float], alpha: 
 
 
 def log_quantile(h: Histogram, q: float) -> float:
-    """Log of the value below which a share `q` lies; inf above the last bound.
+    """Return the log of the value below which a share `q` lies; inf above the last bound.
 
     Within a bucket values are taken to be log-normal: spreading its counts evenly, as histogram_quantile does, puts a
     p95 that lies in a wide bucket much too high.
@@ -110,14 +110,14 @@ def log_quantile(h: Histogram, q: float) -> float:
 
 
 def common(a: Histogram, b: Histogram) -> tuple[float, ...]:
-    """The bounds that both have: engines of two versions may cut their buckets differently."""
+    """Return the bounds that both have: two versions of an engine may cut their buckets differently."""
     if not a.bounds or not b.bounds:
         return a.bounds or b.bounds
     return tuple(sorted(set(a.bounds) & set(b.bounds)))
 
 
 def student(level: float, freedom: int) -> float:
-    """Quantile of Student's t: the Cornish-Fisher expansion of Abramowitz and Stegun, 26.7.5 (good from 4 degrees)."""
+    """Return a quantile of Student's t (Cornish-Fisher, Abramowitz and Stegun 26.7.5; good from 4 degrees)."""
     z = _NORMAL.inv_cdf(level)
     terms = (
         (z**3 + z) / 4,
@@ -130,7 +130,7 @@ def student(level: float, freedom: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Woodruff:
-    """Log of one side's p95, and what its batches' shares above it stray by."""
+    """The log of one side's p95, and the deviations of its batches' shares above it."""
 
     total: Histogram
     value: float
@@ -138,20 +138,20 @@ class _Woodruff:
     variance: float
 
     def limits(self, alpha: float) -> tuple[float, float]:
-        """One-sided ones, likewise as logs."""
+        """Return the one-sided limits, as logs."""
         half = student(1 - alpha, len(self.strays) - 1) * math.sqrt(self.variance)
         low = log_quantile(self.total, QUANTILE - half) if half < QUANTILE else -math.inf
         return low, log_quantile(self.total, QUANTILE + half) if QUANTILE + half < 1 else math.inf
 
 
-def _joined(a: float, b: float, rho: float) -> float:
+def _mover(a: float, b: float, rho: float) -> float:
     if math.isinf(a) or math.isinf(b):
         return math.inf
     return math.sqrt(max(0.0, a * a + b * b - 2 * rho * a * b))
 
 
 def _woodruff(batches: Sequence[Histogram]) -> _Woodruff | None:
-    """None where the p95 lies above every bucket."""
+    """Estimate a p95; None where it lies above every bucket."""
     total = sum(batches, Histogram())
     n, m = total.count, len(batches)
     value = log_quantile(total, QUANTILE) if n > 0 else math.inf
@@ -163,7 +163,7 @@ def _woodruff(batches: Sequence[Histogram]) -> _Woodruff | None:
 
 
 def _share_above(h: Histogram, log_value: float) -> float:
-    """The share of `h` above a value, by the same rule within a bucket as `log_quantile`."""
+    """Return the share of `h` above a value, by the same rule within a bucket as `log_quantile`."""
     value, before = math.exp(log_value), 0.0
     if h.count <= 0:
         return 0.0
@@ -182,7 +182,7 @@ def _share_above(h: Histogram, log_value: float) -> float:
 
 
 def _score(below: float, count: float) -> float:
-    """The normal score of a rank; half an observation stands for none, below or above."""
+    """Return the normal score of a rank; half an observation stands for none."""
     half = min(0.5, count / 4) / count
     return _NORMAL.inv_cdf(min(1 - half, max(half, below / count)))
 
@@ -201,7 +201,7 @@ def _coarsen(h: Histogram, bounds: tuple[float, ...]) -> Histogram:
 
 
 def _wilson(hits: float, n: float, z: float) -> tuple[float, float, float]:
-    """A share with Wilson's score interval (1927, JASA 22:209)."""
+    """Return a share with Wilson's score interval (1927, JASA 22:209)."""
     p = min(1.0, hits / n)
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))

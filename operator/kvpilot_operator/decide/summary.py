@@ -1,5 +1,6 @@
-"""What is written down? The status' figures, for people, /scale and metrics: revision, address, replicas, selector,
-dtypes, capacity and use. Of the policy's decision each step with what was weighed, and each hold as it begins.
+"""The figures of the status, for people, /scale and metrics, and the journal's entries on steps.
+
+Each step is written with the options that were weighed, and each hold as it begins.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ import msgspec
 from kvpilot_operator.api.names import REVISION_LABEL, SERVICE_LABEL, service_url
 from kvpilot_operator.api.words import Action, WorkloadKind
 from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.load.objectives import Measured
+from kvpilot_operator.decide.load.objectives import ObjectiveResult
 from kvpilot_operator.decide.load.workload import USAGE_STEP_PERCENT
 from kvpilot_operator.decide.objects import traffic
-from kvpilot_operator.decide.pressure import was_pressured
+from kvpilot_operator.decide.step_rules import was_pressured
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import Cost, Objective
 
 # A figure that moved by less than this share is not worth a write to the API server.
 _MOVED = 0.1
-# Whatever a page says, the schema holds it.
+# The schema's limit, whatever a page says.
 _MOST = 1e12
 _MOST_ADAPTERS, _MOST_LETTERS = 16, 128
-# With these it is not known that a pressure has ended.
+# These kinds do not show that a pressure has ended.
 _QUIET = (
     WorkloadKind.MEMORY_BOUND,
     WorkloadKind.WARMING,
@@ -32,12 +33,12 @@ _QUIET = (
 
 
 def summarise(c: Context) -> Context:
-    """The figures of the status; an event where memory pressure begins or ends."""
+    """Write the figures of the status, and an event where memory pressure begins or ends."""
     c = _announce_pressure(c)
     s, stable, kv = c.snapshot, c.stable, c.status.kv_cache
     if stable is None:
         return c
-    names, serves = traffic.serving(c), s.deployments.get(stable.revision)
+    names, serves = traffic.serving_revisions(c), s.deployments.get(stable.revision)
     sample = s.last_sample(traffic.selected(c) or stable.revision)
     usage = c.workload.usage_percent if c.workload.pods else None
     # While two revisions serve together an autoscaler has to count the pods of both.
@@ -72,7 +73,7 @@ def summarise(c: Context) -> Context:
 
 
 def _adapters(c: Context, revision: str, told: tuple[str, ...]) -> tuple[str, ...]:
-    """What all pods say they have loaded; until one says so what they were told to, without which none starts."""
+    """Return the adapters that all pods report as loaded; until one reports, those that they were told to load."""
     s = c.snapshot
     said = [s.adapters[pod.name] for pod in s.ready_pods(revision) if pod.name in s.adapters]
     if not said:
@@ -83,33 +84,33 @@ def _adapters(c: Context, revision: str, told: tuple[str, ...]) -> tuple[str, ..
 
 
 def _hits(c: Context, share: float | None, said: int | None) -> int | None:
-    """Hits of one tier, of a service with several; where no prompt was looked up, what was said before."""
+    """Return the hits of one tier, where there are several; the last figure where no prompt was looked up."""
     if c.spec.kv_cache.offload is None:
         return None
     return said if share is None else _steady(min(100, round(100 * share)), said)
 
 
 def _steady(percent: int | None, said: int | None) -> int | None:
-    """A figure, or what was said before where it hardly moved."""
+    """Return a figure, or the last one where it hardly moved."""
     if percent is None or said is None:
         return percent
     return said if abs(percent - said) < USAGE_STEP_PERCENT else percent
 
 
 def _kept(c: Context, kind: str, question: Question, before: str | None) -> str | None:
-    """Named before it is made, and until none is left, so that an operator that starts anew knows what to look for."""
+    """Name an object before it is made and until it is gone, so that a new operator knows what to look for."""
     s = c.snapshot
     there = {name: one.owned for (its, name), one in s.objects.items() if its == kind}
     pool, route = c.spec.inference_pool is not None, c.spec.route is not None
     wanted = pool and s.server.inference_pools if kind == "InferencePool" else route and s.server.http_routes
-    # Where the name is somebody else's, it is not said to be ours.
+    # An object of somebody else's is not ours.
     asked = wanted and there.get(s.key.name, True)
     kept = s.unread(question) is not None and before is not None
     return s.key.name if asked or any(there.values()) or kept else None
 
 
-def _shown(c: Context, one: Measured) -> Objective:
-    """What the status says of an objective: the figure that it said before, where it hardly moved."""
+def _shown(c: Context, one: ObjectiveResult) -> Objective:
+    """Describe an objective in the status, with the last figure where it hardly moved."""
     asked, seen = one.objective, None if one.seconds is None else round(min(one.seconds, _MOST) * 1000)
     now = Objective(
         metric=asked.metric, percentile=asked.percentile, milliseconds=asked.milliseconds, state=one.state,
@@ -123,7 +124,7 @@ def _shown(c: Context, one: Measured) -> Objective:
 
 
 def _cost(c: Context) -> Cost | None:
-    """What all that runs costs, a canary included, and what a million generated tokens cost in the last window."""
+    """Return the cost of all that runs, a canary included, and of a million generated tokens in the last window."""
     each, w, before = c.snapshot.gpu_hour_micros, c.workload, c.before.cost
     if each is None:
         return None
@@ -138,7 +139,7 @@ def _cost(c: Context) -> Cost | None:
 
 
 def _counted(c: Context, serving: tuple[str, ...]) -> int:
-    """What /scale tells an autoscaler: the replicas that are asked for, serving or on trial.
+    """Return the replicas for /scale: those that are asked for, serving or on trial.
 
     The one pod more that a trial brings, and the place that is empty while two pods change over, do not count: they are
     no reason to change the number.
@@ -168,7 +169,7 @@ def explain(c: Context) -> Context:
     elif step.action in (Action.SCALE_OUT, Action.SCALE_IN):
         event = f"{step.action}{policy.reason}"
         c = c.record(step.action, policy.reason, policy.message, options=policy.options, event=event)
-    return _hold(c)
+    return _note_hold(c)
 
 
 def _recommend(c: Context) -> Context:
@@ -189,7 +190,7 @@ def _recommend(c: Context) -> Context:
     )
 
 
-def _hold(c: Context) -> Context:
+def _note_hold(c: Context) -> Context:
     """Say once why nothing moves although the load or the spec asks for it."""
     target, policy = c.target, c.policy
     if target.held is None or c.canary is not None:

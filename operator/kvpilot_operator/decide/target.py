@@ -1,4 +1,4 @@
-"""Which revision should serve? The user's dtype, or the policy's, rendered into a pod template."""
+"""The target revision: the user's dtype, or the policy's, rendered into a pod template."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvpilot_operator.times import utc
 
 
 def choose(c: Context) -> Context:
-    """The target of this reconcile."""
-    left = _left_behind(c)
+    """Choose the target of this reconcile."""
+    left = _away_from_harm(c)
     if left is None:
         left = _fixed(c) if c.spec.kv_cache.mode == "Fixed" else _laddered(c)
     return replace(c, target=_explained(c, left))
 
 
 def _explained(c: Context, target: Target) -> Target:
-    """The target with what a new rollout changes beside the dtype."""
+    """Add to the target's message the changes beside the dtype."""
     stable = c.stable
     if stable is None or c.canary is not None or target.held is not None or target.revision == stable.revision:
         return target
@@ -37,20 +37,20 @@ def _explained(c: Context, target: Target) -> Target:
 
 
 def after_rollback(c: Context) -> Context:
-    """Chosen again where a rollback has just ended: while it went on, the target was what has failed."""
+    """Choose again where a rollback has just ended: until then the target was the revision that failed."""
     return choose(c) if c.before.canary is not None and c.canary is None and c.stable == c.before.stable else c
 
 
-def unchanged(c: Context) -> Context:
-    """What is under way, where no target could be chosen: nothing new is started."""
+def stay(c: Context) -> Context:
+    """Keep the revision that is under way where no target could be chosen, and start nothing new."""
     part = c.canary or c.stable
     dtype, name = (part.dtype, part.revision) if part is not None else (c.spec.kv_cache.baseline, "")
     held, recommended = "no target could be chosen: what serves stays as it is", c.status.kv_cache.recommended_dtype
     return replace(c, target=Target(dtype, name, Reason.RECONCILE_INCOMPLETE, held, held, recommended, startable=False))
 
 
-def _left_behind(c: Context) -> Target | None:
-    """Where the dtype that serves is denied for its answers: the next safer one, whatever the dwell and the mode.
+def _away_from_harm(c: Context) -> Target | None:
+    """Return the next safer dtype, whatever the dwell and the mode, where the serving one is denied for its answers.
 
     A canary that already leads away from it goes on; one that leads further down does not.
     """
@@ -79,7 +79,7 @@ def _left_behind(c: Context) -> Target | None:
 
 
 def _has_another_engine(c: Context, stable: Stable) -> bool:
-    """Whether what serves is known to have another image or model than the spec: the spec's denial is not about it."""
+    """Return True if the serving revision has another image or model than the spec: the denial is not about it."""
     there = c.snapshot.deployments.get(stable.revision)
     if there is None:
         return False
@@ -87,7 +87,7 @@ def _has_another_engine(c: Context, stable: Stable) -> bool:
 
 
 def _safer(c: Context, stable: Stable) -> str | None:
-    """The next larger dtype of the ladder that is not ruled out; with a fixed dtype there is only the baseline."""
+    """Return the next larger dtype that is not ruled out; with a fixed dtype there is only the baseline."""
     ladder = rungs(c.spec, c.snapshot.node, c.snapshot.model, c.status.kv_cache.denied, c.now)
     if c.spec.kv_cache.mode == "Fixed":
         ladder = ladder[:1]
@@ -142,7 +142,7 @@ def _guarded(
     recommended: str | None = None,
     warning: str | None = None,
 ) -> Target:
-    """The target with its revision; one that has just failed is not tried again, the stable one stays."""
+    """Make the target with its revision; if that has just failed, the stable one stays."""
     name, stable = c.render(dtype).name, c.stable
     failed = _failed_before(c, name)
     if failed is not None and stable is not None and stable.revision != name:
@@ -160,7 +160,7 @@ def _failed_before(c: Context, name: str) -> str | None:
         return None  # It is still being rolled back.
     wait = deny if last.verdict == Verdict.FAILED else min(RETRY_SECONDS, deny)
     if wait == 0 and last.generation == c.snapshot.generation:
-        # Nothing is denied, yet nothing has changed either: a canary that fails in a loop helps nobody.
+        # Nothing is denied and nothing has changed: avoid a canary that fails in a loop.
         wait = RETRY_SECONDS
     until = last.time + timedelta(seconds=wait)
     if c.now >= until:

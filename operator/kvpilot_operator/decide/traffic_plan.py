@@ -1,4 +1,4 @@
-"""In which steps does a canary get traffic, and how many pods may there be meanwhile, and must go on answering?"""
+"""The plan of a canary's traffic: its steps, and the numbers of pods that may exist and must answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TrafficStep:
 
     index: int
     weight_percent: int
-    """What the canary gets: of requests by HTTPRoute, of replicas by replica ratio."""
+    """The canary's share: of requests by HTTPRoute, of replicas by replica ratio."""
     hold_seconds: int
     replicas: int
     """Replicas of the canary."""
@@ -27,7 +27,7 @@ class TrafficStep:
 
 @dataclass(frozen=True, slots=True)
 class TrafficPlan:
-    """How a canary gets live traffic; `held` says why it cannot get any yet."""
+    """The way in which a canary gets live traffic; `held` says why it cannot get any yet."""
 
     mode: TrafficMode
     steps: tuple[TrafficStep, ...] = ()
@@ -44,23 +44,23 @@ class Counts:
 
 
 def counts(s: Snapshot, revision: str) -> Counts:
-    """What is observed of one revision."""
+    """Count the replicas of one revision."""
     view = s.deployments.get(revision)
     return Counts(view.replicas if view is not None else 0, len(s.ready_pods(revision)))
 
 
 def floor(spec: Spec, replicas: int) -> int:
-    """Pods that must go on answering: minAvailable, as far as there are that many."""
+    """Return the pods that must go on answering: minAvailable, as far as there are that many."""
     return min(spec.disruption.min_available, replicas)
 
 
 def one_can_leave(spec: Spec, replicas: int) -> bool:
-    """Whether minAvailable lets one of so many replicas give way."""
+    """Return True if minAvailable lets one of so many replicas give way."""
     return replicas - 1 >= floor(spec, replicas)
 
 
 def total(spec: Spec, replaces_one: bool, replicas: int) -> int:
-    """Pods that a trial may ask for: one more than the service has, unless the canary took the place of one.
+    """Return the pods that a trial may ask for: one more than the service has, unless the canary took a place.
 
     Where minAvailable was raised meanwhile so that none may give way any more, the revisions can only change places
     with one pod more: it waits for a GPU if it must, but the trial can still end.
@@ -71,7 +71,7 @@ def total(spec: Spec, replaces_one: bool, replicas: int) -> int:
 def rolling_step(
     growing: Counts, goal: int, shrinking: Counts, *, total: int, floor: int, both_serve: bool, others: int = 0
 ) -> tuple[int, int]:
-    """Replicas of the growing and of the shrinking revision for now, while they change places one by one.
+    """Return the replicas of the growing and the shrinking revision, while they change places one by one.
 
     The growing one gets one more when all it has answers, and only in room that is observed to be free, so that both
     (and `others`) never ask for more than `total`, wherever a reconcile is cut off. The shrinking one gives way as long
@@ -89,7 +89,7 @@ def rolling_step(
 
 
 def traffic_plan(s: Snapshot, spec: Spec, begun: TrafficMode | None, replaces_one: bool, replicas: int) -> TrafficPlan:
-    """The steps for this many replicas; a trial that is under way keeps the mode that it began with."""
+    """Plan the steps for this many replicas; a trial that is under way keeps its mode."""
     if not spec.canary.steps:
         return _probe_only("no spec.canary.steps are given: its probes alone decide")
     pods = total(spec, replaces_one, replicas)
@@ -108,7 +108,7 @@ def _probe_only(message: str) -> TrafficPlan:
 
 
 def _by_route(s: Snapshot, spec: Spec, pods: int, most: int) -> TrafficPlan:
-    held = route.fault(s, spec)
+    held = route.route_fault(s, spec)
     if held is not None:
         return TrafficPlan(TrafficMode.HTTP_ROUTE, held=f"{route.field_of(spec)}{held}")
     steps = tuple(

@@ -1,17 +1,17 @@
-"""What does an HTTPRoute look like with a canary's share in it, and what did it look like without?
+"""HTTPRoutes with and without a canary's share.
 
-A user's is changed from what it is; of ours (spec.route) the rules without a share are made here, too.
+A user's route is changed from what it is; the rules of our own route (spec.route) are made here, too.
 
 Its backends are Services or, with spec.inferencePool, InferencePools: a share of NAME goes to NAME-canary of the kind.
 Weights of a rule are relative to one another, so a rule that names our backend beside other backends is scaled by 100
 while a canary takes part: a weight W of ours becomes W x (100 - share) and W x share, every other one V x 100. That
-keeps what the others get, and can be read back without a note of what stood there before.
+keeps the share of the others, and can be read back without a note of the weights before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, SERVICE_PORT, canary_service
 from kvpilot_operator.api.spec import Spec
@@ -32,26 +32,42 @@ MAX_WEIGHT = 10_000
 _MAX_NAME = 63
 
 
-def kinds(s: Snapshot) -> Kinds:
-    """The kinds of our backends; a pool is one for as long as it is there."""
+class Backend(NamedTuple):
+    """A backend of a service in its routes."""
+
+    namespace: str
+    name: str
+    kinds: Kinds = SERVICES
+
+    @property
+    def canary(self) -> Backend:
+        """The backend that takes the canary's share."""
+        return self._replace(name=canary_service(self.name))
+
+    def named_by(self, ref: Rule) -> bool:
+        """Return True if a rule's backendRef names this backend."""
+        here = ref.get("name") == self.name and ref.get("namespace", self.namespace) == self.namespace
+        return here and _kind(ref) in self.kinds
+
+
+def backend(s: Snapshot) -> Backend:
+    """Return the service's own backend; a pool is one for as long as it is there."""
     asked = s.spec is not None and s.spec.inference_pool is not None
-    return SERVICES | POOLS if asked or s.status.inference_pool is not None else SERVICES
+    kinds = SERVICES | POOLS if asked or s.status.inference_pool is not None else SERVICES
+    return Backend(s.key.namespace, s.key.name, kinds)
 
 
-def weighted(
-    rules: Sequence[Rule], namespace: str, service: str, canary: str, share: int, of: Kinds = SERVICES
-) -> tuple[Rule, ...]:
-    """`rules` with `share` percent of what goes to `service`, a backend of one of the kinds, sent to `canary`; 0 leaves
-    them as the user wrote them."""
-    written = tuple(_without(rule, namespace, service, canary, of) for rule in rules)
-    if not share:
-        return written
-    return tuple(_with(rule, namespace, service, canary, share, of) for rule in written)
+def weighted(rules: Sequence[Rule], ours: Backend, share: int) -> tuple[Rule, ...]:
+    """Send `share` percent of the requests for a backend to its canary; 0 gives the rules as the user wrote them."""
+    written = tuple(_without(rule, ours) for rule in rules)
+    return tuple(_with(rule, ours, share) for rule in written) if share else written
 
 
 def own_rules(s: Snapshot) -> tuple[Rule, ...] | None:
-    """The rules of the route of ours, without a share: to the pool where it is asked for and there, else to the
-    Service; None where neither is ours, or it is not known."""
+    """Return the rules of our own route without a share: to the pool where it is there, else to the Service.
+
+    None where neither is ours, or it is not known.
+    """
     if s.spec is None or s.unread(Question.POOLS) is not None:
         return None
     there = {kind: s.objects.get((kind, s.key.name)) for kind in ("InferencePool", "Service")}
@@ -63,7 +79,7 @@ def own_rules(s: Snapshot) -> tuple[Rule, ...] | None:
 
 
 def not_accepted(route: RouteView) -> str | None:
-    """Why no Gateway takes the route as it is; None where one does, or has not said yet."""
+    """Return why no Gateway takes the route; None where one does, or has not said yet."""
     refused = [one for one in route.parents if one.accepted is False]
     if not refused or len(refused) < len(route.parents):
         return None
@@ -71,19 +87,19 @@ def not_accepted(route: RouteView) -> str | None:
 
 
 def field_of(spec: Spec) -> str:
-    """The field that asks for the route; both, where neither does any more."""
+    """Return the field that asks for the route; both fields where neither does."""
     if spec.route is not None:
         return "spec.route"
     return "spec.canary.routeRef" if spec.canary.route_ref is not None else "spec.route or spec.canary.routeRef"
 
 
-def carries(route: RouteView | None, namespace: str, backend: str, of: Kinds = SERVICES) -> bool:
-    """Whether a rule of the route names the backend of one of these kinds."""
-    return route is not None and any(_is(ref, namespace, backend, of) for rule in route.rules for ref in _refs(rule))
+def carries(route: RouteView | None, named: Backend) -> bool:
+    """Return True if a rule of the route names the backend."""
+    return route is not None and any(named.named_by(ref) for rule in route.rules for ref in _refs(rule))
 
 
-def fault(s: Snapshot, spec: Spec) -> str | None:
-    """What is wrong with the route of `field_of`, and the remedy; None where a canary's share can be set in it."""
+def route_fault(s: Snapshot, spec: Spec) -> str | None:
+    """Return the fault of the route of `field_of`, with the remedy; None where it can hold a canary's share."""
     name, service, lent = spec.route_of(s.key.name), s.key.name, canary_service(s.key.name)
     remove = "remove route" if spec.route is not None else "remove routeRef"
     if name is None:
@@ -107,19 +123,18 @@ def fault(s: Snapshot, spec: Spec) -> str | None:
         return f": HTTPRoute {name} of kvpilot's is not there; Stalled says why where it stays so"
     if s.route is None:
         return f": namespace {s.key.namespace} has no HTTPRoute {name}; create it, or {remove}"
-    # Of a user's route a Gateway may dislike what is none of our business.
+    # A Gateway may dislike parts of a user's route that are none of our business.
     closed = not_accepted(s.route) if spec.route is not None else None
     if closed is not None:
         return f": HTTPRoute {name} is accepted by no Gateway: {closed}; mend what it names, or {remove}"
-    of = kinds(s)
-    written = weighted(s.route.rules, s.key.namespace, service, lent, 0, of)
-    ours = [rule for rule in written if _sends(rule, s.key.namespace, service, of)]
+    own = backend(s)
+    ours = [rule for rule in weighted(s.route.rules, own, 0) if _sends(rule, own)]
     if not ours:
-        named = "Service" if of == SERVICES else "Service or InferencePool"
+        alone = own.kinds == SERVICES
+        named = "Service" if alone else "Service or InferencePool"
         none = f"no rule of HTTPRoute {name} sends to {named} {service}"
-        pools = (
-            ", set spec.inferencePool" if of == SERVICES and carries(s.route, s.key.namespace, service, POOLS) else ""
-        )
+        unpooled = alone and carries(s.route, own._replace(kinds=POOLS))
+        pools = ", set spec.inferencePool" if unpooled else ""
         return f": {none}; add it to a rule's backendRefs{pools}, or {remove}"
     largest = max(_weight(ref) for rule in ours for ref in _refs(rule))
     if largest <= MAX_WEIGHT:
@@ -128,36 +143,36 @@ def fault(s: Snapshot, spec: Spec) -> str | None:
     return f": {heavy}; a share can be taken of weights up to {MAX_WEIGHT}: make them smaller"
 
 
-def _with(rule: Rule, namespace: str, service: str, canary: str, share: int, of: Kinds) -> Rule:
-    if not _sends(rule, namespace, service, of):
+def _with(rule: Rule, ours: Backend, share: int) -> Rule:
+    if not _sends(rule, ours):
         return rule
     refs: list[Rule] = []
     for ref in _refs(rule):
         weight = _weight(ref)
-        if not _is(ref, namespace, service, of):
+        if not ours.named_by(ref):
             refs.append({**ref, "weight": weight * 100})
         elif weight:
             refs.append({**ref, "weight": weight * (100 - share)})
-            refs.append({**ref, "name": canary, "weight": weight * share})
+            refs.append({**ref, "name": ours.canary.name, "weight": weight * share})
         else:
             refs.append(ref)
     return {**rule, "backendRefs": refs}
 
 
-def _without(rule: Rule, namespace: str, service: str, canary: str, of: Kinds) -> Rule:
+def _without(rule: Rule, ours: Backend) -> Rule:
     refs = _refs(rule)
-    lent = [ref for ref in refs if _is(ref, namespace, canary, of)]
+    lent = [ref for ref in refs if ours.canary.named_by(ref)]
     if not lent:
         return rule
-    merged = [_merged(ref, lent, namespace, service, of) for ref in refs if ref not in lent]
-    # A weight that is no multiple of 100 was written by somebody else since: then all stand as they were written.
+    merged = [_merged(ref, lent, ours) for ref in refs if ref not in lent]
+    # Somebody else has since written a weight that is not a multiple of 100: then all stay as written.
     scaled = all(_weight(ref) % 100 == 0 for ref in merged)
     kept = [_unscaled(ref) for ref in merged] if scaled else [ref for ref in refs if ref not in lent]
     return {**rule, "backendRefs": kept}
 
 
-def _merged(ref: Rule, lent: Sequence[Rule], namespace: str, service: str, of: Kinds) -> Rule:
-    if not _is(ref, namespace, service, of):
+def _merged(ref: Rule, lent: Sequence[Rule], ours: Backend) -> Rule:
+    if not ours.named_by(ref):
         return ref
     back = sum(_weight(one) for one in lent if (_kind(one), one.get("port")) == (_kind(ref), ref.get("port")))
     return {**ref, "weight": _weight(ref) + back}
@@ -169,8 +184,8 @@ def _unscaled(ref: Rule) -> Rule:
     return kept if weight == 1 else {**kept, "weight": weight}
 
 
-def _sends(rule: Rule, namespace: str, service: str, of: Kinds) -> bool:
-    return any(_is(ref, namespace, service, of) and _weight(ref) > 0 for ref in _refs(rule))
+def _sends(rule: Rule, ours: Backend) -> bool:
+    return any(ours.named_by(ref) and _weight(ref) > 0 for ref in _refs(rule))
 
 
 def _refs(rule: Rule) -> Sequence[Rule]:
@@ -184,7 +199,3 @@ def _weight(ref: Rule) -> int:
 
 def _kind(ref: Rule) -> tuple[str, str]:
     return ref.get("group", ""), ref.get("kind", "Service")
-
-
-def _is(ref: Rule, namespace: str, service: str, of: Kinds) -> bool:
-    return ref.get("name") == service and _kind(ref) in of and ref.get("namespace", namespace) == namespace

@@ -30,6 +30,7 @@ class Question(StrEnum):
     TEMPLATES = "Templates"  # What do their Deployments look like?
     TRAFFIC = "Traffic"  # What does the Service select, and how many pods may be disrupted?
     SHARE = "Share"  # What share of the requests does the HTTPRoute give to the canary?
+    OBJECTS = "Objects"  # In which order do the objects go out?
     ADMISSION = "Admission"  # Which pods may be sent requests?
     DO_NOT_EVICT = "DoNotEvict"  # Which pods should stay where they are?
     JOURNAL = "Journal"  # What is written down?

@@ -1,4 +1,4 @@
-"""Which 16-bit answers is accuracy measured against? Kept ones if there are any, else captured from a 16-bit replica.
+"""The baseline: kept 16-bit answers if there are any, else answers that are captured from a 16-bit replica.
 
 A baseline belongs to a model, its revision, the baseline dtype and the probe sets' content, never to an image. It is
 captured from a revision that the present spec renders with that dtype: any other may hold another model.
@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from kvpilot_operator.api.names import baseline_name, engine_url
 from kvpilot_operator.api.words import Action, ConditionType, Reason, Stage, Verdict
-from kvpilot_operator.decide.accuracy.control import control_fault
 from kvpilot_operator.decide.accuracy.reported import as_asked, mismatch
+from kvpilot_operator.decide.accuracy.verdict import control_fault
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.probes import codec
 from kvpilot_operator.state.accuracy import Baseline
@@ -21,7 +21,7 @@ from kvpilot_operator.times import utc
 
 
 def known(c: Context) -> Baseline | None:
-    """The baseline of the present model and probe sets, if the status names one that can be measured against."""
+    """Return the baseline of the present model and probe sets, if the status names a fit one."""
     baseline = c.status.accuracy.baseline
     if baseline is None or baseline.identity != c.snapshot.probes.identity:
         return None
@@ -34,7 +34,7 @@ def misreported(c: Context) -> Cause | None:
     return None if found is None else Cause(Reason.BASELINE_UNFIT, found)
 
 
-def fault(c: Context) -> Cause | None:
+def reference_fault(c: Context) -> Cause | None:
     """Say why the 16-bit engine is no reference for the present model and probe sets; None where nothing is known."""
     named, result = c.status.accuracy.baseline, c.snapshot.probe_result
     if known(c) is not None:
@@ -54,7 +54,7 @@ def fault(c: Context) -> Cause | None:
 
 
 def on_trial(c: Context) -> bool:
-    """Whether there is a canary whose accuracy is still to be judged."""
+    """Return True if there is a canary whose accuracy is still to be judged."""
     canary = c.canary
     if canary is None or canary.stage not in (Stage.STARTING, Stage.PROBING):
         return False
@@ -62,14 +62,12 @@ def on_trial(c: Context) -> bool:
 
 
 def wanted(c: Context) -> Find | Capture | None:
-    """The request that leads to a baseline, or None where one is known or nobody needs one.
+    """Return the request that leads to a baseline where none is known, or None where nobody needs one.
 
     Auto captures it ahead of need, while 16-bit replicas serve; otherwise the first canary makes it worth having. A
     dtype that serves without one, after a lost status, can only be watched if one is found.
     """
     s, canary, stable = c.snapshot, c.canary, c.stable
-    if known(c) is not None:
-        return None
     pods = s.answering_pods(c.reference) if as_asked(s, c.reference, c.spec.kv_cache.baseline) else ()
     config_map = baseline_name(s.key.name, s.probes.identity)
     if pods and (on_trial(c) or c.spec.kv_cache.mode == "Auto"):
@@ -89,23 +87,23 @@ def wanted(c: Context) -> Find | Capture | None:
 
 
 def measure(c: Context, kept: Baseline, pod: PodView, dtype: str, identity: str, *, serving: bool = False) -> Measure:
-    """The request to compare a pod that runs this KV-cache dtype with a kept baseline."""
+    """Return the request to compare a pod that runs this KV-cache dtype with a kept baseline."""
     model = c.spec.model.served_name
     return Measure(identity, pod.name, engine_url(pod.ip, pod.mesh), model, dtype, kept.config_map, serving)
 
 
 def borrowed(c: Context) -> str | None:
-    """The revision of a 16-bit replica that is borrowed to capture the baseline, where none is kept and none serves."""
+    """Return the 16-bit revision that is borrowed to capture a baseline, where none is kept and none serves."""
     s = c.snapshot
     if s.probes.fault is not None or not on_trial(c) or known(c) is not None:
         return None
     if c.reference in c.sides:
         return None
-    # What is borrowed already stays until the baseline is there: the search's answer is not repeated.
+    # A borrowed replica stays until the baseline is there: the search is not repeated.
     return c.reference if c.reference in s.deployments or _nothing_kept(c) else None
 
 
-def take(c: Context, found: Captured) -> Context:
+def adopt(c: Context, found: Captured) -> Context:
     """Name the baseline in the status; it is written first, where it was not found kept."""
     probes, control = c.snapshot.probes, found.baseline.control
     if control is None or found.baseline.identity != probes.identity or known(c) is not None:
@@ -125,7 +123,7 @@ def take(c: Context, found: Captured) -> Context:
 
 
 def described(kept: codec.Baseline, config_map: str) -> Baseline:
-    """What the status says of a baseline with its control."""
+    """Describe a baseline with its control in the status."""
     control = kept.control
     assert control is not None  # noqa: S101 - whoever has none has nothing to compare with
     return Baseline(
@@ -142,7 +140,7 @@ def _unfit(c: Context, baseline: Baseline) -> Cause | None:
 
 
 def _sought(c: Context) -> str:
-    """The baseline, and the limits that its control has to keep: other limits are another question."""
+    """Name the baseline with the limits that its control has to keep: other limits are another question."""
     limits = c.spec.accuracy
     return f"{c.snapshot.probes.identity}/{limits.max_excess_kl_millinats}/{limits.min_top1_agreement_percent}"
 

@@ -1,4 +1,4 @@
-"""Does the serving dtype still answer as it did? One replica is probed each period, after promotion, for ever.
+"""Drift of the serving dtype: one replica is probed each period after its promotion.
 
     watching --Failed, failureLimit in a row--> drifted --Passed--> watching
         |  any run without a verdict: errors + 1, nothing else
@@ -19,12 +19,10 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.api.words import Action, Reason, Verdict
 from kvpilot_operator.decide.accuracy import baseline
 from kvpilot_operator.decide.accuracy.reported import as_asked
-from kvpilot_operator.decide.accuracy.verdict import judge, measured
+from kvpilot_operator.decide.accuracy.verdict import Judgement
 from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.denial import deny
 from kvpilot_operator.decide.steps.ladder import ACCURACY_REASONS
-from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.state.accuracy import Accuracy, Baseline
+from kvpilot_operator.state.accuracy import Accuracy, Baseline, Measured
 from kvpilot_operator.state.decision import Measure, ProbeFailed
 from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.state.snapshot import Snapshot
@@ -45,16 +43,16 @@ def begin(c: Context) -> Context:
 
 
 def drifted(c: Context) -> bool:
-    """Whether the serving replicas failed `failureLimit` runs in a row."""
+    """Return True if the serving replicas failed `failureLimit` runs in a row."""
     return c.status.accuracy.failures >= c.spec.accuracy.failure_limit
 
 
-def check(c: Context) -> Measure | None:
-    """The run that is due, or None."""
-    watched, accuracy, running = _watched(c), c.status.accuracy, c.snapshot.probe_result
-    if watched is None or not due(c.snapshot, c.spec, accuracy):
+def check(c: Context, kept: Baseline) -> Measure | None:
+    """Return the run that is due, or None."""
+    stable, accuracy, running = c.stable, c.status.accuracy, c.snapshot.probe_result
+    pods = _watched(c)
+    if stable is None or not pods or not due(c.snapshot, c.spec, accuracy):
         return None
-    stable, kept, pods = watched
     # Replicas that come and go meanwhile do not end a run of one that stays.
     pod = c.snapshot.pod_to_ask(pods)
     if running is None or running.request.identity != _identity(kept, stable, pod, accuracy):
@@ -62,28 +60,45 @@ def check(c: Context) -> Measure | None:
     return baseline.measure(c, kept, pod, stable.dtype, _identity(kept, stable, pod, accuracy), serving=True)
 
 
-def take(c: Context, asked: Measure, outcome: Measurement | ProbeFailed) -> Context:
-    """Count the run that `check` asked for."""
-    watched = _watched(c)
-    if watched is None:
-        return c
-    if isinstance(outcome, ProbeFailed):
-        return _count_error(c, asked.pod, outcome)
-    return _count_verdict(c, *watched[:2], asked.pod, outcome)
+def count(c: Context, last: Measured, judgement: Judgement) -> Context:
+    """Count the verdict on a serving replica, and act on drift."""
+    pod, before = last.pod or "", drifted(c)
+    if judgement.verdict == Verdict.INCONCLUSIVE:
+        return count_error(c, pod, ProbeFailed(judgement.reason, judgement.message))
+    failures = c.status.accuracy.failures + 1 if judgement.verdict == Verdict.FAILED else 0
+    c = c.set_accuracy(checked_time=c.now, failures=failures, errors=0, last=last)
+    text = f"{last.dtype} on pod {pod}: {judgement.message}"
+    if drifted(c):
+        return _act_on_drift(c, last.dtype, f"{text}; {failures} failed runs in a row", new=not before)
+    return c.event("AccuracyRecovered", text) if before else c
+
+
+def count_error(c: Context, pod: str, failed: ProbeFailed) -> Context:
+    """Count a run without a verdict, and warn once if there are too many."""
+    if failed.reason == Reason.BASELINE_LOST:
+        return c.set_accuracy(baseline=None).event(Reason.BASELINE_LOST, failed.message, warning=True)
+    errors, limit = c.status.accuracy.errors + 1, c.spec.accuracy.consecutive_error_limit
+    c = c.set_accuracy(checked_time=c.now, errors=errors)
+    text = f"pod {pod}: {failed.reason}: {failed.message} ({errors} runs in a row without a verdict)"
+    if errors == limit:
+        return c.event("AccuracyUnknown", text, warning=True)
+    # A probe that gave way to users for too long says nothing about the engine: no warning is worth it.
+    quiet = errors > limit or failed.reason == Reason.ENGINE_BUSY
+    return c if quiet else c.event("ProbeError", text, warning=True)
 
 
 def due(s: Snapshot, spec: Spec, accuracy: Accuracy) -> bool:
-    """Whether a new period has begun since the last run. Periods begin at a moment of their own for each service.
+    """Return True if a new period has begun since the last run.
 
-    So a fleet that was promoted, or an operator that was restarted, at one moment does not probe at one moment.
+    Periods of each service begin at another moment: a fleet that was promoted at once is not probed at once.
     """
     return accuracy.checked_time is not None and _period(s, spec, s.now) > _period(s, spec, accuracy.checked_time)
 
 
 def next_pod(pods: Sequence[PodView], accuracy: Accuracy, revision: str) -> PodView:
-    """The replica whose turn it is: in the order of names, one after the last, so that each one's GPU gets its turn.
+    """Return the replica whose turn it is, in the order of names, so that each one's GPU gets its turn.
 
-    One that has just failed is asked again: another one that passes would only hide it.
+    A replica that has just failed is asked again: another one that passes would only hide it.
     """
     ordered = sorted(pods, key=lambda pod: pod.name)
     last = accuracy.last
@@ -96,42 +111,13 @@ def next_pod(pods: Sequence[PodView], accuracy: Accuracy, revision: str) -> PodV
     return ordered[(done + accuracy.errors) % len(ordered)]
 
 
-def _watched(c: Context) -> tuple[Stable, Baseline, tuple[PodView, ...]] | None:
-    stable, kept = c.stable, baseline.known(c)
-    if stable is None or kept is None or stable.dtype == c.spec.kv_cache.baseline:
-        return None
-    if c.snapshot.traffic != stable.revision or c.render(stable.dtype).name != stable.revision:
-        return None
-    if not as_asked(c.snapshot, stable.revision, stable.dtype):
-        return None
-    pods = c.snapshot.ready_pods(stable.revision)
-    return (stable, kept, pods) if pods else None
-
-
-def _count_error(c: Context, pod: str, failed: ProbeFailed) -> Context:
-    if failed.reason == Reason.BASELINE_LOST:
-        return c.set_accuracy(baseline=None).event(Reason.BASELINE_LOST, failed.message, warning=True)
-    errors, limit = c.status.accuracy.errors + 1, c.spec.accuracy.consecutive_error_limit
-    c = c.set_accuracy(checked_time=c.now, errors=errors)
-    text = f"pod {pod}: {failed.reason}: {failed.message} ({errors} runs in a row without a verdict)"
-    if errors == limit:
-        return c.event("AccuracyUnknown", text, warning=True)
-    # A probe that gave way to users for too long says nothing of the engine: no warning is worth it.
-    quiet = errors > limit or failed.reason == Reason.ENGINE_BUSY
-    return c if quiet else c.event("ProbeError", text, warning=True)
-
-
-def _count_verdict(c: Context, stable: Stable, kept: Baseline, pod: str, found: Measurement) -> Context:
-    judgement, before = judge(found, kept, c.spec.accuracy), drifted(c)
-    if judgement.verdict == Verdict.INCONCLUSIVE:
-        return _count_error(c, pod, ProbeFailed(judgement.reason, judgement.message))
-    failures = c.status.accuracy.failures + 1 if judgement.verdict == Verdict.FAILED else 0
-    last = measured(c.snapshot, found, judgement, revision=stable.revision, dtype=stable.dtype, pod=pod)
-    c = c.set_accuracy(checked_time=c.now, failures=failures, errors=0, last=last)
-    text = f"{stable.dtype} on pod {pod}: {judgement.message}"
-    if drifted(c):
-        return _act_on_drift(c, stable.dtype, f"{text}; {failures} failed runs in a row", new=not before)
-    return c.event("AccuracyRecovered", text) if before else c
+def _watched(c: Context) -> tuple[PodView, ...]:
+    """Return the serving replicas, if they run what the spec asks for and it is not the baseline."""
+    s, stable = c.snapshot, c.stable
+    if stable is None or stable.dtype == c.spec.kv_cache.baseline:
+        return ()
+    asked = s.traffic == stable.revision == c.render(stable.dtype).name
+    return s.ready_pods(stable.revision) if asked and as_asked(s, stable.revision, stable.dtype) else ()
 
 
 def _act_on_drift(c: Context, dtype: str, text: str, *, new: bool) -> Context:
@@ -143,7 +129,7 @@ def _act_on_drift(c: Context, dtype: str, text: str, *, new: bool) -> Context:
         if standing is not None and standing.reason in ACCURACY_REASONS:
             return c
         c = c.record(Action.ROLL_BACK, reason, f"{text}; {dtype} gives way", from_dtype=dtype, warning=True)
-        return deny(c, dtype, reason, text, seconds)
+        return c.deny(dtype, reason, text, seconds)
     why = "accuracy.onFailure is Report" if seconds > 0 else "rollout.denySeconds is 0, nothing is denied"
     return c.event(reason, f"{text}; {dtype} keeps serving: {why}", warning=True) if new else c
 
@@ -154,7 +140,7 @@ def _identity(kept: Baseline, stable: Stable, pod: PodView, accuracy: Accuracy) 
 
 
 def _period(s: Snapshot, spec: Spec, time: datetime) -> int:
-    """The number of the service's period that `time` lies in; its start is shifted by a hash of the service's uid."""
+    """Return the number of the period that `time` lies in; a hash of the uid shifts its start."""
     seconds = spec.accuracy.period_seconds
     shift = int.from_bytes(hashlib.sha256(s.uid.encode()).digest()[:8], "big") % seconds
     return (int(time.timestamp()) - shift) // seconds

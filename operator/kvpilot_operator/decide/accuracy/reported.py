@@ -1,4 +1,4 @@
-"""Do engines serve the dtype that they were asked for? `cache_dtype` on their own pages of metrics says it.
+"""The dtype that engines report (`cache_dtype` on their metrics pages), compared with the dtype in the spec.
 
 An image, an argument or a checkpoint may choose another one, and the engine looks healthy. What is measured of such an
 engine is not the dtype's.

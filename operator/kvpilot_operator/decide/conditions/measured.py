@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from kvpilot_operator.api.words import ConditionType, ObjectiveState, Outcome, Reason, Stage, Verdict, WorkloadKind
-from kvpilot_operator.decide.accuracy.baseline import fault, known
+from kvpilot_operator.decide.accuracy.baseline import known, reference_fault
 from kvpilot_operator.decide.accuracy.drift import drifted
 from kvpilot_operator.decide.accuracy.reported import mismatch
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.diagnosis import mixed_factors
 from kvpilot_operator.decide.load.workload import USAGE_STEP_PERCENT
-from kvpilot_operator.decide.rollout.waiting import held_up_by, why_waiting
+from kvpilot_operator.decide.rollout.starting import held_up_by, why_waiting
 from kvpilot_operator.state.samples import names
 
 _WORST_FIRST = (ObjectiveState.MISSED, ObjectiveState.UNSETTLED, ObjectiveState.NO_SAMPLES, ObjectiveState.HELD)
@@ -124,7 +124,7 @@ def _verified(c: Context) -> Line:
     other = mismatch(c.snapshot, stable.revision, stable.dtype)
     if other is not None:
         return Line("False", Reason.DTYPE_MISMATCH, other)
-    noisy = fault(c)
+    noisy = reference_fault(c)
     if noisy is not None and stable.revision == c.reference:
         return Line("False", *noisy)
     if stable.dtype == spec.kv_cache.baseline and not spec.kv_cache.bounded:

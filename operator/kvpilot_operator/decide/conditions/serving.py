@@ -24,7 +24,7 @@ def serving(c: Context) -> Line:
     if c.stable is None:
         waits = storage.wait(c)
         return Line("False", *((Reason.ENGINES_STARTING, "nothing serves yet") if waits is None else waits.cause))
-    revisions = traffic.serving(c)
+    revisions = traffic.serving_revisions(c)
     ready = sum(len(s.ready_pods(revision)) for revision in revisions)
     if ready and s.traffic is None:
         return _unserved(s, ready)

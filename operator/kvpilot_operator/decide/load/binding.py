@@ -20,7 +20,7 @@ STALLED = (
 )
 
 
-def judge(
+def what_binds(
     seen: Sums, pressure: Pressure, was_bound: bool, step_tokens: int, thrown_out: str | None, spread: Spread | None
 ) -> tuple[WorkloadKind, str]:
     """Judge what a window adds up to, and give the evidence in words; `spread` is of its newest scrape."""

@@ -13,7 +13,7 @@ _MAX_TOKENS = 2**31 - 1
 
 
 def step_tokens(spec: Spec, node: NodeFacts) -> int:
-    """The engine's max_num_batched_tokens: from spec.engine.extraArgs, else vLLM 0.32's default for a server there."""
+    """Return max_num_batched_tokens: from spec.engine.extraArgs, else vLLM 0.32's default for a server."""
     asked = _tokens(spec.engine.arguments.value("--max-num-batched-tokens") or "")
     if asked is not None:
         return asked
@@ -25,7 +25,7 @@ def step_tokens(spec: Spec, node: NodeFacts) -> int:
 
 
 def _tokens(text: str) -> int | None:
-    """A number of tokens as vLLM reads it; None for what it would refuse, or could not use."""
+    """Read a number of tokens as vLLM does; None for a text that it would refuse or could not use."""
     try:
         tokens = whole_number(text)
     except ValueError:

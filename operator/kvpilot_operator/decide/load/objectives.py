@@ -1,4 +1,4 @@
-"""Are the latencies that spec.scaling.objectives asks for held? From vLLM's histograms, over the workload's window.
+"""Latency objectives (spec.scaling.objectives), judged by vLLM's histograms over the workload's window.
 
 A percentile is what PromQL's histogram_quantile gives. An objective is missed where each half of the window misses it,
 so that a burst, which lies in one of them, calls for nothing; held where the whole window holds it; else unsettled. A
@@ -22,8 +22,8 @@ LEAST = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """An objective, whether it is held, and the percentile over the whole window; None of too few samples."""
+class ObjectiveResult:
+    """An objective, its state, and the percentile over the whole window (None with too few samples)."""
 
     objective: Objective
     state: ObjectiveState
@@ -31,7 +31,7 @@ class Measured:
 
     @property
     def limit(self) -> float:
-        """Seconds."""
+        """Return the limit in seconds."""
         return self.objective.milliseconds / 1000
 
     def __str__(self) -> str:
@@ -39,21 +39,26 @@ class Measured:
         return f"{self.objective} {seen} (objective {self.objective.milliseconds} ms)"
 
 
-def judge(objectives: Sequence[Objective], window: Sequence[Sample], *, sustained: bool) -> tuple[Measured, ...]:
-    """What `window` (oldest first) says of each; `sustained` where it covers its whole time."""
+def judge_objectives(
+    objectives: Sequence[Objective], window: Sequence[Sample], *, sustained: bool
+) -> tuple[ObjectiveResult, ...]:
+    """Judge each objective by `window` (oldest first), if it is `sustained`, that is, covers its whole time."""
     flows = [s.flows for s in window if plausible(s)] if objectives and sustained else []
     half = len(flows) // 2
     return tuple(_measured(one, flows[:half], flows[half:]) for one in objectives)
 
 
-def _measured(objective: Objective, first: Sequence[Flows], second: Sequence[Flows]) -> Measured:
-    halves = [
-        Histogram.together([f.ttft if objective.metric == "TTFT" else f.itl for f in half]) for half in (first, second)
-    ]
+def latencies(flows: Sequence[Flows], objective: Objective) -> Histogram:
+    """Add up the latencies that an objective is about."""
+    return Histogram.together([f.ttft if objective.metric == "TTFT" else f.itl for f in flows])
+
+
+def _measured(objective: Objective, first: Sequence[Flows], second: Sequence[Flows]) -> ObjectiveResult:
+    halves = [latencies(half, objective) for half in (first, second)]
     q, limit = objective.percentile / 100, objective.milliseconds / 1000
     seconds = Histogram.together(halves).quantile(q)
     if min(h.count for h in halves) < max(LEAST, 100 / (100 - objective.percentile)) or math.isnan(seconds):
-        return Measured(objective, ObjectiveState.NO_SAMPLES)
+        return ObjectiveResult(objective, ObjectiveState.NO_SAMPLES)
     if min(h.quantile(q) for h in halves) > limit:
-        return Measured(objective, ObjectiveState.MISSED, seconds)
-    return Measured(objective, ObjectiveState.HELD if seconds <= limit else ObjectiveState.UNSETTLED, seconds)
+        return ObjectiveResult(objective, ObjectiveState.MISSED, seconds)
+    return ObjectiveResult(objective, ObjectiveState.HELD if seconds <= limit else ObjectiveState.UNSETTLED, seconds)

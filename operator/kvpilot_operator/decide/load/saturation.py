@@ -1,4 +1,4 @@
-"""What keeps a step back from being undone: the load at which requests queued, and a backoff after a scale-in.
+"""The memory of earlier steps: the load at which requests queued, and a backoff after a scale-in.
 
 Use of the cache says little about how near a replica is to its limit: requests that are served faster hold their blocks
 for a shorter time, so a second replica can take far more than half of the first one's use away. The rate of requests is
@@ -29,12 +29,12 @@ SHARE = 0.7
 _SIMILAR = 2.0
 # Relief that is called for so soon after a replica was given back is taken as its consequence.
 SOON = timedelta(hours=1)
-# As long as the rhythm that most loads have.
+# Most loads repeat daily.
 HOLD = timedelta(days=1)
 
 
 def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Saturation, ...]:
-    """What is known once `w` has been seen with its queue; unchanged where too little was seen.
+    """Remember the load of `w` and its queue; nothing changes where too little was seen.
 
     A load that runs away is seen before its requests queue: it lowers no rate that is known of requests like these.
     What else gives replicas back is learnt only beside objectives: they tell in time that it was too much, and a queue
@@ -63,7 +63,7 @@ def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Satur
 
 
 def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, replicas: int) -> str | None:
-    """Why so many replicas of this dtype would have too much to do again, or None.
+    """Return the reason why so many replicas of this dtype would be too few again, or None.
 
     A calm replica that clearly does more than that shows that something else was in the way then.
     """
@@ -81,12 +81,12 @@ def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, r
 
 
 def queued_at(known: Sequence[Saturation], w: Workload, dtype: str) -> Saturation | None:
-    """What is known of requests like those of now that queued with this dtype."""
+    """Return the load at which requests like those of now queued with this dtype."""
     return next((k for k in known if k.dtype == dtype and _alike(k, w)), None)
 
 
 def able(known: Sequence[Saturation], w: Workload, dtype: str) -> float | None:
-    """Requests a second that a replica can do at least: what it did when requests queued that were no lighter.
+    """Return the requests a second that a replica can surely do: its rate when no lighter requests queued.
 
     None where it is not known how much of them was computed.
     """
@@ -97,7 +97,7 @@ def able(known: Sequence[Saturation], w: Workload, dtype: str) -> float | None:
 def backoff(
     action: Action, dtype: str, replicas: int, now: datetime, scaled_in: datetime | None, known: ScaleInBackoff | None
 ) -> tuple[datetime | None, ScaleInBackoff | None]:
-    """When a replica was last given back, and which number was last too few, once `action` is taken."""
+    """Return the time of the last scale-in and the last number of replicas that was too few, after `action`."""
     if action == Action.SCALE_IN:
         return now, known
     if action in (Action.SCALE_OUT, Action.DTYPE_DOWN) and scaled_in is not None and now - scaled_in <= SOON:
@@ -106,14 +106,14 @@ def backoff(
 
 
 def backing_off(now: datetime, dtype: str, replicas: int, known: ScaleInBackoff | None) -> str | None:
-    """Why this few replicas of this dtype are not tried now, without figures that move; None where they may be."""
+    """Return the reason why so few replicas are not tried now, without moving figures; None where they may be."""
     if known is None or known.dtype != dtype or replicas > known.replicas or now >= known.time + HOLD:
         return None
     return f"{known.replicas} replicas of {dtype} were too few at {utc(known.time)}: they are not tried again for a day"
 
 
 def _alike(limit: Saturation, w: Workload | Saturation, *, lighter: bool = False) -> bool:
-    """Whether requests have similar lengths, and similar parts of them to be computed; or less, where `lighter` is."""
+    """Return True if requests have similar lengths and computed parts; with `lighter` the latter may be smaller."""
     pairs = [(limit.mean_prompt, w.mean_prompt), (limit.mean_generation, w.mean_generation)]
     if limit.computed_prompt is not None:
         less = min(limit.computed_prompt, w.computed_prompt or 0.0) if lighter else limit.computed_prompt

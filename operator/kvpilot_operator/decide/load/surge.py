@@ -1,4 +1,4 @@
-"""Does the load run away from the replicas? From a fifth of the window, by the rules of alerts on two burn rates.
+"""Surges: a load that runs away from the replicas, found in a fifth of the window as burn-rate alerts do.
 
 A queue, or a late token, has to last for the whole window before it calls for a step. Where the last fifth of it alone
 has used up what the whole window may spend, there is nothing to wait for: a replica takes minutes to come up, and users
@@ -16,8 +16,7 @@ from datetime import timedelta
 from operator import attrgetter
 
 from kvpilot_operator.api.spec import Objective, Pressure
-from kvpilot_operator.decide.load.objectives import LEAST
-from kvpilot_operator.state.histogram import Histogram
+from kvpilot_operator.decide.load.objectives import LEAST, latencies
 from kvpilot_operator.state.samples import Flows, Sample
 
 DRAIN_SECONDS = 120.0
@@ -33,17 +32,17 @@ _TIME, _DECODE, _GENERATED = attrgetter("time"), attrgetter("decode_seconds"), a
 
 @dataclass(frozen=True, slots=True)
 class Surge:
-    """Requests of all replicas together, as the short window saw them."""
+    """The requests of all replicas together in the short window."""
 
     message: str
     arrivals: float
-    """A second, as they will be when another whole window has passed: about when a new replica answers."""
+    """Requests a second one whole window from now: about when a new replica answers."""
     waiting: float
-    """At its end."""
+    """Waiting requests at its end."""
 
 
 def find(samples: Sequence[Sample], pressure: Pressure, objectives: Sequence[Objective]) -> Surge | None:
-    """A load that runs away, by `samples` (oldest first, the newest plausible) that the newest replica has seen.
+    """Find a load that runs away in `samples` (oldest first, the newest plausible) since the newest replica.
 
     None without objectives.
     """
@@ -68,14 +67,14 @@ def find(samples: Sequence[Sample], pressure: Pressure, objectives: Sequence[Obj
     ahead, risen = pressure.sustained_seconds, 0.0
     if before is not None:
         risen = now.arrivals - before.arrivals
-        # As far as it is more than chance: three standard deviations of arrivals that come independently.
+        # Count only a rise beyond chance: three standard deviations of independent arrivals.
         risen = risen if risen > _SIGMAS * math.sqrt(now.arrivals / passed) else 0.0
     return Surge(why, now.arrivals + risen * ahead / ((ahead + seconds) / 2), last.waiting)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """Requests a second of all replicas: those that came, and those that were finished; decoding time of one."""
+    """Rates of all replicas: requests that came and finished a second, and the decoding time of one."""
 
     arrivals: float
     finished: float
@@ -84,7 +83,7 @@ class _Rates:
 
     @classmethod
     def of(cls, window: Sequence[Sample]) -> _Rates | None:
-        """None where too little was seen."""
+        """Compute rates; None where too little was seen."""
         pod_seconds = sum(s.flows.seconds for s in window)
         passed = (window[-1].time - window[0].time).total_seconds() if window else 0.0
         if pod_seconds <= 0 or passed <= 0:
@@ -101,22 +100,19 @@ def _in_hand(s: Sample) -> float:
 
 
 def _drains(window: Sequence[Sample]) -> bool:
-    """Whether requests in hand become fewer throughout: what is late now has waited before."""
+    """Return True if requests in hand become fewer throughout: late requests have then waited before."""
     first, middle, last = (_in_hand(window[i]) for i in (0, len(window) // 2, -1))
     return first > middle > last
 
 
 def _late(flows: Sequence[Flows], objectives: Sequence[Objective], seconds: float) -> str:
-    """The objective whose budget of late samples for the whole window was spent in each half of this one."""
+    """Name the objective whose budget of late samples for the whole window was spent in each half of this one."""
     half = len(flows) // 2
     for one in objectives:
         share = _PART * (1 - one.percentile / 100)
         if share >= 1:
             continue
-        parts = [
-            Histogram.together([f.ttft if one.metric == "TTFT" else f.itl for f in part])
-            for part in (flows[:half], flows[half:])
-        ]
+        parts = [latencies(part, one) for part in (flows[:half], flows[half:])]
         enough = min(h.count for h in parts) >= max(LEAST, 100 / (100 - one.percentile))
         if enough and min(h.quantile(1 - share) for h in parts) > one.milliseconds / 1000:
             return (
@@ -127,7 +123,7 @@ def _late(flows: Sequence[Flows], objectives: Sequence[Objective], seconds: floa
 
 
 def _left_behind(window: Sequence[Sample], rates: _Rates, pressure: Pressure, objectives: Sequence[Objective]) -> str:
-    """Requests in hand grow so fast that at the window's end one would take longer than is allowed (Little's law)."""
+    """Say that at the window's end a request would take too long, since requests in hand grow (Little's law)."""
     first, middle, last = (_in_hand(window[i]) for i in (0, len(window) // 2, -1))
     passed = (window[-1].time - window[0].time).total_seconds()
     chance = _SIGMAS * math.sqrt(rates.arrivals * passed)
@@ -146,7 +142,7 @@ def _left_behind(window: Sequence[Sample], rates: _Rates, pressure: Pressure, ob
 
 
 def _allowed(rates: _Rates, objectives: Sequence[Objective]) -> float:
-    """Seconds that a request may take; what has no objective as long as a queue may drain, or as it decodes now."""
+    """Return the seconds that a request may take; without an objective the time for a queue to drain, or to decode."""
     limits = {m: [o.milliseconds / 1000 for o in objectives if o.metric == m] for m in ("TTFT", "ITL")}
     first = max(limits["TTFT"], default=DRAIN_SECONDS)
     return first + (max(limits["ITL"]) * rates.generated if limits["ITL"] else rates.decode)

@@ -1,8 +1,8 @@
-"""A window of scrapes: what adds up, what is on average, and how much of it was seen."""
+"""A window of scrapes: its sums, its means, and how much of it was seen."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -27,7 +27,7 @@ _PROMPT_TOKENS_A_STEP = 1024.0
 
 @dataclass(slots=True)
 class Sums:
-    """What a window adds up to; `usage`, `held`, `running` and `waiting` are means of it."""
+    """The sums over a window; `usage`, `held`, `running` and `waiting` are means."""
 
     count: int = 0
     pods: int = 0
@@ -74,22 +74,22 @@ class Sums:
 
     @property
     def hits(self) -> float:
-        """Prompt tokens that were not computed."""
+        """Return the prompt tokens that were not computed."""
         return self.gpu_hits + self.host_hits
 
     @property
     def preemptions(self) -> float:
-        """A minute, of one replica."""
+        """Return the preemptions a minute of one replica."""
         return self.preempted * 60 / self.seconds if self.seconds else 0.0
 
     @property
     def reuse(self) -> float | None:
-        """Share of prompt tokens that were not computed; None where none was looked up in the prefix cache."""
+        """Return the share of prompt tokens from a cache; None where none was looked up."""
         return self.hits / self.queried if self.queried else None
 
     @property
     def prompt_tokens_per_step(self) -> float | None:
-        """Prompt tokens computed a step: their rate times the time between two tokens, which is a step."""
+        """Return the prompt tokens computed a step: their rate times the time between two tokens, which is a step."""
         if not self.seconds or not self.generated:
             return None
         return max(0.0, self.prompted - self.hits) / self.seconds * self.decode / self.generated
@@ -102,25 +102,25 @@ class Sums:
 
     @property
     def mostly_prompts(self) -> bool:
-        """Whether prompts take most of the requests' time; unknown is no."""
+        """Return True if prompts take most of the requests' time; unknown is no."""
         return self.prefill > 0 and self.prefill >= _PREFILL_SHARE * (self.prefill + self.decode)
 
     @property
     def always_prompts(self) -> bool:
-        """Whether a replica nearly always computes prompts, and many of their tokens in a step; unknown is no."""
+        """Return True if a replica nearly always computes prompts, and many tokens of them in a step; unknown is no."""
         in_hand = self.prefill / self.seconds if self.seconds else 0.0
         return in_hand >= _PROMPTS_IN_HAND and (self.prompt_tokens_per_step or 0.0) >= _PROMPT_TOKENS_A_STEP
 
 
 def plausible(s: Sample) -> bool:
-    """Whether enough of the pods gave plausible pages to stand for all of them."""
+    """Return True if enough of the pods gave plausible pages to stand for all of them."""
     if not s.implausible and not s.unanswered:
         return s.pods > 0
     return s.pods >= max(1.0, _ENOUGH * ready_pods(s))
 
 
 def ready_pods(s: Sample) -> int:
-    """Pods that were ready at the scrape, plausible or not, without those that stand still: they share no load."""
+    """Count the ready pods of a scrape, plausible or not, without stalled ones: those share no load."""
     return s.pods + len(s.implausible) + s.unanswered
 
 
@@ -136,7 +136,7 @@ def uneven(s: Sample, pressure: Pressure) -> bool:
 
 
 def since_it_grew(samples: Sequence[Sample], start: int, end: int) -> int:
-    """Return where the window begins that the newest replica has seen: samples before it say nothing of now."""
+    """Return the start of the window that the newest replica has seen: earlier samples are out of date."""
     ready = [ready_pods(s) + len(s.stalled) for s in samples[start:end]]
     if min(ready) == ready[-1]:
         return start
@@ -174,3 +174,56 @@ def add_up(window: Sequence[Sample], pressure: Pressure) -> Sums:
     for name in ("usage", "held", "running", "waiting"):
         setattr(sums, name, getattr(sums, name) / sums.count)
     return sums
+
+
+# Prefixes are thrown out where the prefix cache holds this much less of the prompts than it did lately.
+_LOST_REUSE = 0.2
+
+
+def best_rate(samples: Sequence[Sample], seconds: int) -> tuple[float | None, float | None]:
+    """Return the best rate of one replica (requests a second), and a request's uncached prompt tokens then."""
+    found = _best(samples, seconds, lambda f: (f.finished, f.seconds, computed(f)))
+    return (None, None) if found is None else (found[0] / found[1], found[2] / found[0] if found[0] else None)
+
+
+def computed(flows: Flows | Sums) -> float:
+    """Return the prompt tokens that no cache held."""
+    if isinstance(flows, Sums):
+        return max(0.0, flows.queried - flows.hits) if flows.queried else flows.prompted
+    held = flows.prefix_hits + flows.host_hits
+    return max(0.0, flows.prefix_queries - held) if flows.prefix_queries else flows.prompt_tokens
+
+
+def thrown_out(seen: Sums, samples: Sequence[Sample], seconds: int) -> str | None:
+    """Return the evidence that memory is short because the prefix cache held more of the prompts lately, or None.
+
+    Not where the window wrote less than the cache has free: then all that it saw is there, and users ask otherwise.
+    """
+    if seen.reuse is None or not (seen.waiting or seen.preempted):
+        return None
+    if computed(seen) + seen.generated < seen.capacity - seen.held:
+        return None
+    found = _best(samples, seconds, lambda f: (f.prefix_hits + f.host_hits, f.prefix_queries, 0.0))
+    before = found[0] / found[1] if found is not None else 0.0
+    if before - seen.reuse < _LOST_REUSE:
+        return None
+    return (
+        f"the prefix cache holds {seen.reuse * 100:.0f}% of the prompts' tokens and held {before * 100:.0f}% before: "
+        "prefixes are thrown out and computed again"
+    )
+
+
+def _best(
+    samples: Sequence[Sample], seconds: int, of: Callable[[Flows], tuple[float, float, float]]
+) -> tuple[float, float, float] | None:
+    """Return three sums over the stretch, as long as the window, with the best ratio of the first two."""
+    best: tuple[float, float, float] | None = None
+    sums, later = (0.0, 0.0, 0.0), samples[-1].time
+    for s in reversed(samples):
+        top, bottom, third = of(s.flows)
+        sums = sums[0] + top, sums[1] + bottom, sums[2] + third
+        if (later - s.time).total_seconds() >= SPAN * seconds:
+            if sums[1] and (best is None or sums[0] * best[1] > best[0] * sums[1]):
+                best = sums
+            sums, later = (0.0, 0.0, 0.0), s.time
+    return best

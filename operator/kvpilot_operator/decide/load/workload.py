@@ -1,4 +1,4 @@
-"""What binds the service? Answered from a window of the engine's own metrics: memory, prompts, the batch, or nothing.
+"""The resource that binds a service, judged by its engines' metrics: memory, prompts, the batch, or nothing.
 
 A smaller dtype buys memory and nothing else, so this is about telling lack of memory from lack of anything else.
 Metrics that are old, full of gaps, or from too few of the pods say nothing at all.
@@ -15,11 +15,20 @@ from operator import attrgetter
 
 from kvpilot_operator.api.spec import Objective, Pressure
 from kvpilot_operator.api.words import ObjectiveState, WorkloadKind
-from kvpilot_operator.decide.load import objectives as latency_objectives
-from kvpilot_operator.decide.load.best import best_rate, computed, thrown_out
-from kvpilot_operator.decide.load.binding import SHARE, STALLED, judge
+from kvpilot_operator.decide.load.binding import SHARE, STALLED, what_binds
+from kvpilot_operator.decide.load.objectives import ObjectiveResult, judge_objectives
 from kvpilot_operator.decide.load.surge import DRAIN_SECONDS, Surge, find
-from kvpilot_operator.decide.load.window import GAP, SPAN, Sums, add_up, plausible, since_it_grew
+from kvpilot_operator.decide.load.window import (
+    GAP,
+    SPAN,
+    Sums,
+    add_up,
+    best_rate,
+    computed,
+    plausible,
+    since_it_grew,
+    thrown_out,
+)
 from kvpilot_operator.state.samples import Sample, names
 
 # Less than a request in a thousand scrapes: none ran, whatever a page says (5e-324 is a number, too).
@@ -33,7 +42,7 @@ _BOUND = (WorkloadKind.MEMORY_BOUND, WorkloadKind.PREFILL_BOUND, WorkloadKind.CO
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What the window says. Requests and tokens are of all replicas together, also of those that gave no page."""
+    """The findings of a window. Requests and tokens are of all replicas, with or without a metrics page."""
 
     kind: WorkloadKind
     message: str = ""
@@ -44,8 +53,6 @@ class Workload:
     """Requests that wait, on average."""
     running: float = 0.0
     """Requests that run, on average."""
-    preemptions_per_minute: float = 0.0
-    """Preemptions of one replica."""
     pods: int = 0
     """Ready replicas at the newest scrape."""
     capacity_tokens: int = 0
@@ -57,22 +64,20 @@ class Workload:
     """
     prompts_in_hand: float | None = None
     """Prompts that one replica is computing, on average."""
-    prompt_tokens_per_step: float | None = None
-    """Prompt tokens that are computed, cached ones left out, for each step of one replica."""
     gpu_hits: float | None = None
     """Share of the prompts' tokens that the prefix cache of a GPU held, 0 to 1; None where none was looked up."""
     host_hits: float | None = None
-    """The same of those that were loaded from host memory, and from a disk below it."""
+    """Share that was loaded from host memory or from a disk below it."""
     disk_hits: float | None = None
-    """Of these the ones that came from the disk."""
+    """Share that came from the disk."""
     thrown_out: bool = False
-    """Whether memory binds because prefixes are thrown out."""
+    """True if memory binds because prefixes are thrown out."""
     mean_prompt: float | None = None
     """Tokens."""
     mean_generation: float | None = None
     """Tokens."""
     requests_per_second: float | None = None
-    """That one replica finishes."""
+    """Rate of one replica."""
     best_requests_per_second: float | None = None
     """The most that one replica finished over any such window of the samples; only where requests wait."""
     best_computed_prompt: float | None = None
@@ -88,32 +93,32 @@ class Workload:
     computed_prompt: float | None = None
     """Tokens of a prompt that no cache held, on average."""
     memory: bool = False
-    """Whether memory is known to bind, even if not for a whole window: prefixes are thrown out, or blocks ran out."""
+    """True if memory is known to bind, even for less than a window: prefixes are thrown out, or blocks ran out."""
     implausible: tuple[str, ...] = ()
     """Pods whose pages are implausible, and why."""
     stalled: tuple[str, ...] = ()
     """Pods whose engines have work and do none of it, and why."""
-    objectives: tuple[latency_objectives.Measured, ...] = ()
+    objectives: tuple[ObjectiveResult, ...] = ()
 
     @property
     def bound(self) -> bool:
-        """Whether requests wait for something."""
+        """Return True if requests wait for something."""
         return self.kind in _BOUND
 
     @property
     def missed(self) -> str:
-        """The objectives that are missed, in words and numbers; empty where none is."""
+        """Name the objectives that are missed, in words and numbers; empty where none is."""
         return "; ".join(str(one) for one in self.objectives if one.state == ObjectiveState.MISSED)
 
     @property
     def in_time(self) -> bool:
-        """Whether every objective is held, and one of them says how long a request may wait."""
+        """Return True if every objective is held, and one of them limits the wait of a request."""
         held = all(one.state == ObjectiveState.HELD for one in self.objectives)
         return self.surge is None and held and any(one.objective.metric == "TTFT" for one in self.objectives)
 
     @property
     def capacity_per_pod(self) -> float:
-        """Tokens that one replica holds."""
+        """Return the tokens that one replica holds."""
         return self.capacity_tokens / self.pods if self.pods else 0.0
 
 
@@ -144,19 +149,19 @@ def classify(
         end -= 1
     if not end or now - samples[end - 1].time > GAP:
         unknown = _unknown(samples[-1] if samples else None)
-        return replace(unknown, objectives=latency_objectives.judge(objectives, (), sustained=False))
+        return replace(unknown, objectives=judge_objectives(objectives, (), sustained=False))
     start = bisect_left(samples, now - timedelta(seconds=pressure.sustained_seconds), hi=end, key=_TIME)
     start = since_it_grew(samples, min(start, max(end - 2, 0)), end)
     window = samples[start:end]
     seen = add_up(window, pressure)
     lost = thrown_out(seen, samples[:end], pressure.sustained_seconds)
-    kind, message = judge(seen, pressure, was_bound, step_tokens, lost, window[-1].spread)
+    kind, message = what_binds(seen, pressure, was_bound, step_tokens, lost, window[-1].spread)
     calm = None
     if kind in (WorkloadKind.IDLE, WorkloadKind.RELAXED) and seen.usage * 100 < pressure.low_percent:
         start = bisect_left(samples, now - timedelta(seconds=calm_seconds), hi=end, key=_TIME)
         calm = _calm(samples[start:end], calm_seconds, pressure)
     sustained = seen.covered >= SPAN * pressure.sustained_seconds
-    measured = latency_objectives.judge(objectives, window, sustained=sustained)
+    measured = judge_objectives(objectives, window, sustained=sustained)
     surge = None if kind == WorkloadKind.ENGINES_STALLED else find(window, pressure, objectives)
     waits = kind in _BOUND or surge is not None or any(one.state == ObjectiveState.MISSED for one in measured)
     best = best_rate(samples[:end], pressure.sustained_seconds) if waits else (None, None)
@@ -170,14 +175,14 @@ def _unknown(newest: Sample | None) -> Workload:
         return Workload(WorkloadKind.NO_METRICS, _UNREACHED)
     groups = (("implausible", newest.implausible), ("stalled", newest.stalled))
     doubts = "".join(f"; {word}: {names(pods)}" for word, pods in groups if pods)
-    # They stand for the revision where as many pods that work would.
+    # Stalled pods stand for the revision if as many working pods would.
     stalled = bool(newest.stalled) and plausible(replace(newest, pods=len(newest.stalled)))
     kind, message = (WorkloadKind.ENGINES_STALLED, STALLED) if stalled else (WorkloadKind.NO_METRICS, _UNREACHED)
     return Workload(kind, f"{message}{doubts}", implausible=newest.implausible, stalled=newest.stalled)
 
 
 def _calm(window: Sequence[Sample], calm_seconds: int, pressure: Pressure) -> float | None:
-    """The most cache in use, in replicas; None where requests waited or replicas went unseen."""
+    """Return the peak of cache in use, in replicas; None where requests waited or replicas went unseen."""
     whole = [s for s in window if s.pods and not s.implausible and not s.unanswered and not s.stalled]
     if len(whole) < SHARE * len(window) or not whole:
         return None
@@ -206,12 +211,10 @@ def _workload(
         usage_percent=round(seen.usage * 100),
         waiting=round(seen.waiting, 2),
         running=round(seen.running, 2),
-        preemptions_per_minute=round(seen.preemptions, 2),
         pods=seen.pods,
         capacity_tokens=seen.capacity,
         demand_tokens=_demand(seen) if lost is None else max(_demand(seen), 2 * seen.capacity),
         prompts_in_hand=seen.prefill / seconds if seconds else None,
-        prompt_tokens_per_step=seen.prompt_tokens_per_step,
         gpu_hits=seen.gpu_hits / seen.queried if seen.queried else None,
         host_hits=seen.host_hits / seen.queried if seen.queried else None,
         disk_hits=min(seen.disk_hits, seen.host_hits) / seen.queried if seen.queried else None,
@@ -232,7 +235,7 @@ def _workload(
 
 
 def _demand(seen: Sums) -> int:
-    """Tokens that running requests hold, and as many again for each that must run beside them for the queue to drain.
+    """Return the tokens of running requests, and of those that must run beside them for the queue to drain.
 
     By Little's law a queue that grows by g a second and is to lose W requests in a time T needs (g + W / T) times the
     time of one request more of them at once; at most all that wait. Without that time they all count.

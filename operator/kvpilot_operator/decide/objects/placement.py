@@ -1,4 +1,4 @@
-"""Which objects must exist? Workloads by revision, Services, the disruption budget, the route.
+"""The objects of a service: workloads by revision, Services, the disruption budget, the route.
 
 A trial never asks for more than one pod beyond the service's replicas (none, where the canary replaces one), counted
 over all workloads at every moment: room is taken only when it is observed to be free.
@@ -25,15 +25,15 @@ from kvpilot_operator.render.objects import (
     service,
     workload,
 )
-from kvpilot_operator.render.route import kinds, own_rules, weighted
+from kvpilot_operator.render.route import backend, own_rules, weighted
 from kvpilot_operator.state.decision import Manifest, Objects
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Stable
 
 
-def objects(c: Context) -> Objects | None:
-    """The objects of the decided status, in the order in which they go out; None leaves every one as it is.
+def in_order(c: Context) -> Context:
+    """Put the objects of the decided status into the order in which they go out.
 
     First what serves (its claim, engines, Service, budget), then what is on trial with its share of the traffic:
     nothing that befalls a trial's writes keeps the others from being mended. Last the engines that give way. Where
@@ -41,18 +41,29 @@ def objects(c: Context) -> Objects | None:
     """
     named = named_by_pods(c.snapshot.key.name, c.spec)
     if c.stable is None:
-        # Without a revision there is nothing to place but what it waits for, and nothing is deleted for want of one.
+        # Without a revision only its weights are placed, and nothing is deleted.
         there = frozenset(c.snapshot.deployments)
-        return Objects(c.storage.apply, {}, there, c.storage.absent, named) if any(c.storage) else None
-    serving = {*traffic.serving(c), c.stable.revision}
+        placed = Objects(c.storage.apply, {}, there, c.storage.absent, named) if any(c.storage) else None
+        return replace(c, objects=placed)
+    serving = {*traffic.serving_revisions(c), c.stable.revision}
     fewer = {name for name, count in c.wanted.items() if count < counts(c.snapshot, name).replicas}
     shrinking = [manifest for name, manifest in c.engines.items() if name in fewer]
     kept = [manifest for name, manifest in c.engines.items() if name in serving - fewer]
     tried = [manifest for name, manifest in c.engines.items() if name not in serving | fewer]
-    scale = {name: count for name, count in c.wanted.items() if name not in c.engines}
+    return replace(c, objects=_objects(c, (*kept, *c.own.apply, *tried, *c.shared.apply, *shrinking), named))
+
+
+def in_any_order(c: Context) -> Context:
+    """Keep all objects of a service that serves, where their order could not be decided."""
+    if c.stable is None:
+        return c
+    return replace(c, objects=_objects(c, (*c.engines.values(), *c.own.apply, *c.shared.apply), ()))
+
+
+def _objects(c: Context, apply: tuple[Manifest, ...], named: tuple[tuple[str, str, str], ...]) -> Objects:
     return Objects(
-        apply=(*c.storage.apply, *kept, *c.own.apply, *tried, *c.shared.apply, *shrinking),
-        scale=scale,
+        apply=(*c.storage.apply, *apply),
+        scale={name: count for name, count in c.wanted.items() if name not in c.engines},
         keep=frozenset(c.wanted),
         absent=(*c.storage.absent, *c.own.absent, *c.shared.absent),
         named=named,
@@ -60,7 +71,7 @@ def objects(c: Context) -> Objects | None:
 
 
 def replicas(c: Context) -> Context:
-    """Replicas of each revision."""
+    """Decide the replicas of each revision."""
     if c.stable is None:
         return c
     wanted = {c.stable.revision: c.replicas} if c.canary is None else _replicas_on_trial(c, c.stable)
@@ -68,7 +79,7 @@ def replicas(c: Context) -> Context:
 
 
 def as_they_are(c: Context) -> Context:
-    """What stands there now; without a trial the stable revision still gets what it is asked for."""
+    """Keep the replicas that are there; without a trial the stable revision still gets its target."""
     there = {name: view.replicas for name, view in c.snapshot.deployments.items()}
     if c.stable is not None:
         kept = there.get(c.stable.revision, c.replicas) if c.canary is not None else c.replicas
@@ -77,7 +88,7 @@ def as_they_are(c: Context) -> Context:
 
 
 def deployments(c: Context) -> Context:
-    """Workloads of the wanted revisions that the current spec still renders; older ones can only be scaled."""
+    """Render the workloads of the wanted revisions; the spec cannot render older ones, which are only scaled."""
     if c.stable is None:
         return c
     s, seconds, nodes = c.snapshot, c.spec.engine.startup_timeout_seconds, c.spec.engine.nodes
@@ -96,12 +107,12 @@ def deployments(c: Context) -> Context:
 
 
 def own_service(c: Context) -> Context:
-    """The Service, the pool that selects as it does, and the disruption budget."""
+    """Render the Service, the pool that selects the same pods, and the disruption budget."""
     if c.stable is None:
         return c
     s, selected, kept = c.snapshot, traffic.selected(c), c.spec.disruption.min_available
     own: list[Manifest] = [service(s.key, s.uid, s.key.name, selected)]
-    pool = pools.own(c, selected)
+    pool = pools.own_pool(c, selected)
     if pool is not None:
         own.append(pool)
     covered = sum(count for name, count in c.wanted.items() if selected in (traffic.EVERY_REVISION, name))
@@ -112,12 +123,12 @@ def own_service(c: Context) -> Context:
     return replace(c, own=Placed((*own, budget)))
 
 
-def share(c: Context) -> Context:
-    """The canary's Service and pool, and the route with its share: ours, or the user's."""
+def share_traffic(c: Context) -> Context:
+    """Render the canary's Service and pool, and the route with its share: ours, or the user's."""
     if c.stable is None:
         return c
     s, canary, lent = c.snapshot, c.canary, canary_service(c.snapshot.key.name)
-    selected, percent = traffic.selected(c), traffic.share(c)
+    selected, percent = traffic.selected(c), traffic.canary_percent(c)
     apply: list[Manifest] = []
     absent: tuple[tuple[str, str, str], ...] = ()
     shifting = canary is not None and canary.stage == Stage.SHIFTING
@@ -125,7 +136,7 @@ def share(c: Context) -> Context:
         selected = canary.revision
         apply.append(service(s.key, s.uid, lent, selected))
     elif _lingers(c):
-        # Whoever still sends to it gets what everybody gets.
+        # Gateways that still send to it get the stable revision.
         apply.append(service(s.key, s.uid, lent, selected))
     elif c.spec.route_of(s.key.name) is not None and s.unread(Question.ROUTE) is None:
         absent = (("v1", "Service", lent),)
@@ -143,21 +154,21 @@ def share(c: Context) -> Context:
 
 
 def _route(c: Context, percent: int) -> Manifest | None:
-    """The route with this share in it: ours always, a user's where it has to change."""
+    """Render the route with this share: ours always, a user's where it has to change."""
     s, asked = c.snapshot, c.spec.route
     there = s.route.rules if s.route is not None else None
-    # Where it is not known what ours should send to, it stays at what it does.
+    # Our route stays as it is while its backend is unknown.
     rules = there if asked is None else own_rules(s) or there
     if rules is None or (asked is not None and not s.server.http_routes):
         return None
-    shared = weighted(rules, s.key.namespace, s.key.name, canary_service(s.key.name), percent, kinds(s))
+    shared = weighted(rules, backend(s), percent)
     if asked is not None:
         return http_route(s.key, s.uid, asked, shared)
     return route_rules(s.key, s.route, shared) if s.route is not None and shared != tuple(rules) else None
 
 
 def _nodes(c: Context, selected: str) -> int:
-    """Pods of each replica that is selected; 1, as if there were no workers, while it is not the same for all."""
+    """Count the pods of each selected replica; 1 while it is not the same for all."""
     spread, there = c.spec.engine.nodes, c.snapshot.deployments
     names = [name for name in c.wanted if selected in (traffic.EVERY_REVISION, name)]
     found = {spread if name in c.engines or name not in there else there[name].nodes for name in names}
@@ -165,13 +176,13 @@ def _nodes(c: Context, selected: str) -> int:
 
 
 def _has_gate(s: Snapshot, revision: str) -> bool:
-    """Whether a revision's pods have our readiness gate: adding it to those that are there would restart them."""
+    """Return True if a revision's pods have our readiness gate: adding it would restart them."""
     there = s.deployments.get(revision)
     return there is None or there.has_gate
 
 
 def _lets_go(c: Context, covered: int) -> bool:
-    """Whether a budget over so many pods lets one leave at some time: one that never does keeps a node for ever.
+    """Return True if a budget over so many pods lets one leave at some time: else it keeps a node for ever.
 
     A replica that a canary has replaced comes back when the trial ends. Only a paused trial may never end.
     """
@@ -180,7 +191,7 @@ def _lets_go(c: Context, covered: int) -> bool:
 
 
 def _lingers(c: Context) -> bool:
-    """Whether a gateway may still send to the canary's Service: for preStopSeconds after it has left the route."""
+    """Return True if a gateway may still send to the canary's Service: for preStopSeconds after it left the route."""
     s, canary, last = c.snapshot, c.canary, c.status.last_trial
     if s.unread(Question.ROUTE) is None and traffic.routed(s):
         return True
@@ -204,7 +215,7 @@ def _replicas_on_trial(c: Context, stable: Stable) -> Mapping[str, int]:
     reference = baseline.borrowed(c) if s.traffic == stable.revision else None
     waits = [name for name in (reference, canary.revision) if name is not None and _is_refused(s, name)]
     if waits:
-        # No place is given up for engines that the API server will not have; it is asked for them again and again.
+        # No replica gives way to engines that the API server refuses; the operator tries them again and again.
         kept = {canary.revision: ours.replicas, stable.revision: min(c.replicas, most - others)}
         return {**dict.fromkeys(waits, 0), **kept}
     if reference is not None:
@@ -223,7 +234,7 @@ def _replicas_on_trial(c: Context, stable: Stable) -> Mapping[str, int]:
 
 
 def _is_refused(s: Snapshot, revision: str) -> bool:
-    """Whether nothing runs a revision because the API server will not have it."""
+    """Return True if nothing runs a revision because the API server refuses it."""
     return revision not in s.deployments and bool(of_workload(s, revision, s.rejections or ()))
 
 
@@ -238,7 +249,7 @@ def _goal(c: Context) -> int:
 
 
 def _back(c: Context, stable: Stable) -> Mapping[str, int]:
-    """Traffic first: the canary keeps its pods until nothing is sent to them, or gives them back one by one."""
+    """Move traffic first: the canary keeps its pods until nothing is sent to them, or gives them back one by one."""
     s, canary, replicas = c.snapshot, in_flight(c), c.replicas
     most, least = total(c.spec, canary.replaces_one, replicas), floor(c.spec, replicas)
     ours, theirs = counts(s, canary.revision), counts(s, stable.revision)

@@ -1,4 +1,4 @@
-"""Which InferencePools must exist, and with which endpoint pickers? See docs/decisions/0031."""
+"""The InferencePools of a service and their endpoint pickers. See docs/decisions/0031."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from kvpilot_operator.api.words import Reason
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.objects import traffic
 from kvpilot_operator.render.objects import inference_pool
-from kvpilot_operator.render.route import POOLS, carries
+from kvpilot_operator.render.route import POOLS, Backend, carries
 from kvpilot_operator.state.decision import Cause, Manifest
 
 
-def own(c: Context, selected: str) -> Manifest | None:
-    """The pool that selects what the Service does; None where none is asked for, or can be there."""
+def own_pool(c: Context, selected: str) -> Manifest | None:
+    """Render the pool that selects the Service's pods; None where none is asked for, or can be there."""
     s, asked = c.snapshot, c.spec.inference_pool
     if asked is None or not s.server.inference_pools:
         return None
@@ -20,7 +20,7 @@ def own(c: Context, selected: str) -> Manifest | None:
 
 
 def canarys(c: Context, selected: str) -> Manifest | None:
-    """The pool that a canary's share goes to. It is there before any trial: a gateway takes a while to know a pool."""
+    """Render the canary's pool. It is there before any trial: a gateway takes a while to know a pool."""
     s, asked, name = c.snapshot, c.spec.inference_pool, canary_service(c.snapshot.key.name)
     if asked is None or not s.server.inference_pools:
         return None
@@ -31,24 +31,24 @@ def canarys(c: Context, selected: str) -> Manifest | None:
     unnamed = asked.endpoint_picker_ref is not None and asked.canary_endpoint_picker_ref is None
     if routed or there is None or there.picker is None or not unnamed:
         return made
-    # Nobody names its picker any more, and a route that is not named may still send to it: it keeps what it has.
+    # The spec names no picker for it, but a former route may still send to it: the pool keeps its picker.
     return {**made, "spec": {**made["spec"], "endpointPickerRef": dict(there.picker)}}
 
 
 def left_over(c: Context) -> tuple[tuple[str, str, str], ...]:
-    """Pools of a service that asks for none any more; what the route still names stays until it does not."""
+    """Return the pools of a service that asks for none; a pool stays while the route names it."""
     s = c.snapshot
     if c.spec.inference_pool is not None:
         return ()
     pools = [name for kind, name in s.objects if kind == "InferencePool" and s.objects[kind, name].owned]
     named = {canary_service(s.key.name)} if traffic.routed(s) else set()
-    if c.spec.route is not None and carries(s.route, s.key.namespace, s.key.name, POOLS):
+    if c.spec.route is not None and carries(s.route, Backend(*s.key, POOLS)):
         named.add(s.key.name)
     return tuple((INFERENCE_POOL_API, "InferencePool", name) for name in pools if name not in named)
 
 
-def fault(c: Context) -> Cause | None:
-    """Why no trial could end: the pool that is there cannot be switched. Where none was made, none has to be."""
+def pool_fault(c: Context) -> Cause | None:
+    """Return the cause that no trial could end: the pool that is there cannot be switched."""
     s, name = c.snapshot, c.snapshot.key.name
     there = s.objects.get(("InferencePool", name))
     if there is None or not there.owned or s.rejection("InferencePool", name) is None:
@@ -57,5 +57,5 @@ def fault(c: Context) -> Cause | None:
 
 
 def unwritten(c: Context) -> bool:
-    """Whether it is not known yet in this life of the operator what of the pools is refused: the next reconcile is."""
+    """Return True if no pool was written since the operator started: the next reconcile knows the refusals."""
     return c.spec.inference_pool is not None and c.snapshot.rejections is None

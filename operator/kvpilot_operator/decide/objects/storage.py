@@ -1,4 +1,4 @@
-"""What keeps the weights? The claim that the spec asks for, and the Job that fills it before engines are started.
+"""The weights: the claim that the spec asks for, and the Job that fills it before engines start.
 
     none --spec.cache.prefetch--> Pending --its pod says how much--> Prefetching --the Job is complete--> Ready
 
@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
+
+import msgspec
 
 from kvpilot_operator.api.names import prefetch_job
 from kvpilot_operator.api.words import CachePhase, Reason
@@ -31,15 +33,15 @@ _UNHEARD = timedelta(seconds=60)
 
 
 class Wait(NamedTuple):
-    """Why no engine is started for the present spec yet."""
+    """The cause that keeps engines of the present spec from starting."""
 
     cause: Cause
     stuck: bool
-    """Whether it goes on only once somebody has changed something."""
+    """True if a person has to change something first."""
 
 
 def keep(c: Context) -> Context:
-    """The claim and the Job. A claim that is asked for no more stays: pods may use it, and it goes with the service."""
+    """Keep the claim and the Job. A claim that the spec no longer asks for stays: pods may use it."""
     s, asked = c.snapshot, c.spec.cache.weights
     if asked is not None:
         c = replace(c, storage=Placed((claim(s.key, s.uid, asked),)))
@@ -47,7 +49,7 @@ def keep(c: Context) -> Context:
 
 
 def ready(c: Context) -> bool:
-    """Whether engines of the present spec find their weights on the claim, or are to download them themselves."""
+    """Return True if engines find their weights on the claim, or have to download them themselves."""
     if not c.spec.cache.prefetch:
         return True
     kept = c.status.cache
@@ -58,7 +60,7 @@ def ready(c: Context) -> bool:
 
 
 def wait(c: Context) -> Wait | None:
-    """What the weights are waited for with; None where they are not."""
+    """Return the cause of the wait for weights; None where nothing waits."""
     if ready(c):
         return None
     view, kept, name = c.snapshot.prefetch, c.status.cache, prefetch_job(c.snapshot.key.name)
@@ -84,7 +86,7 @@ def wait(c: Context) -> Wait | None:
 
 
 def held_up(c: Context, pods: Sequence[PodView]) -> Cause | None:
-    """Why pods that may still come up have not; of a claim without a volume with what helps."""
+    """Return the cause that keeps pods from coming up, with the remedy for a claim without a volume."""
     found = pending_reason(pods) or _unheard(c, pods)
     if found is None or found.reason != Reason.CLAIM_NOT_BOUND:
         return found
@@ -92,7 +94,7 @@ def held_up(c: Context, pods: Sequence[PodView]) -> Cause | None:
 
 
 def _unheard(c: Context, pods: Sequence[PodView]) -> Cause | None:
-    """What of a pod that no scheduler has said anything of: it has seconds to, unless it waits for a volume."""
+    """Return the cause of a pod that no scheduler has mentioned for a minute."""
     for pod in (one for leader in pods for one in leader.group):
         if pod.unheard_since is not None and c.now - pod.unheard_since >= _UNHEARD:
             text = f"nothing of pod {pod.name}, which is there since {utc(pod.unheard_since)}"
@@ -103,7 +105,7 @@ def _unheard(c: Context, pods: Sequence[PodView]) -> Cause | None:
 
 
 def told(c: Context) -> str:
-    """What is on the claim, once it is filled."""
+    """Describe the filled claim."""
     kept = c.status.cache
     return f"{_claim(c)} is filled{f': {_amount(kept)}' if kept is not None and kept.total_bytes else ''}"
 
@@ -122,7 +124,7 @@ def _fill(c: Context) -> Context:
     view, content = s.prefetch, next(iter(manifest["metadata"]["annotations"].values()))
     if view is not None and view.done and view.content.startswith(f"{wanted}-"):
         total = view.total_bytes if view.total_bytes is not None else kept.total_bytes
-        filled = _with(kept, phase=CachePhase.READY, downloaded_bytes=total, total_bytes=total)
+        filled = msgspec.structs.replace(kept, phase=CachePhase.READY, downloaded_bytes=total, total_bytes=total)
         c = c.set(cache=filled)
         return c.event("WeightsPrefetched", told(c))
     if view is not None and view.content != content:
@@ -132,7 +134,7 @@ def _fill(c: Context) -> Context:
 
 
 def _leave(c: Context) -> Context:
-    """Nothing is to be filled any more: a Job that is left goes, and what is known of it once it has gone."""
+    """Delete the Job where nothing is to be filled, and then its status."""
     s = c.snapshot
     if c.status.cache is None or s.unread(Question.PREFETCH) is not None:
         return c
@@ -142,28 +144,16 @@ def _leave(c: Context) -> Context:
 
 
 def _moved(kept: WeightsCache, view: PrefetchView) -> WeightsCache:
-    """With the bytes that its page has told, unless they are hardly more: a status is not written for each of them."""
+    """Note the bytes that its page reports, unless they hardly moved: not each is worth a write."""
     there, total = view.downloaded_bytes or 0, view.total_bytes or 0
     same = kept.phase == CachePhase.PREFETCHING and kept.total_bytes == total
     if same and 100 * abs(there - (kept.downloaded_bytes or 0)) < total:
         return kept
-    return _with(kept, phase=CachePhase.PREFETCHING, downloaded_bytes=there, total_bytes=total)
-
-
-def _with(
-    kept: WeightsCache, *, phase: CachePhase, downloaded_bytes: int | None, total_bytes: int | None
-) -> WeightsCache:
-    return WeightsCache(
-        identity=kept.identity,
-        phase=phase,
-        claim_name=kept.claim_name,
-        downloaded_bytes=downloaded_bytes,
-        total_bytes=total_bytes,
-    )
+    return msgspec.structs.replace(kept, phase=CachePhase.PREFETCHING, downloaded_bytes=there, total_bytes=total)
 
 
 def _stopped(view: PrefetchView) -> Cause | None:
-    """Why the container gave up, and waits for another attempt."""
+    """Return the cause for which the container gave up; it waits for another attempt."""
     return next((cause for pod in view.pods if (cause := refusal(pod.exit_message)) is not None), None)
 
 
@@ -177,7 +167,7 @@ def _amount(kept: WeightsCache) -> str:
 
 
 def _unbound(c: Context) -> str:
-    """The scheduler does not say which claim it is, nor Kubernetes which access modes a class has."""
+    """Explain an unbound claim: the scheduler does not name it, nor Kubernetes the access modes of a class."""
     text = "a claim of its pods has no volume: `kubectl get pvc` shows which, and `kubectl describe pvc` why."
     asked = c.spec.cache.weights
     if asked is None:

@@ -1,4 +1,4 @@
-"""Who gets requests? The Service's selector, and the share in the HTTPRoute.
+"""The traffic of a service: the Service's selector, and the share in the HTTPRoute.
 
 The selector names one revision, except while two serve together (steps by replica ratio, and the rolling steps of a
 promotion): then it names none and admits both. It never does while other pods of the service stand around: a borrowed
@@ -16,11 +16,11 @@ from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 
 EVERY_REVISION = ""
-"""What a Service selects whose selector names no revision."""
+"""The selection of a Service whose selector names no revision."""
 
 
 def selected(c: Context) -> str:
-    """The revision that the Service is to select, or EVERY_REVISION."""
+    """Return the revision that the Service selects, or EVERY_REVISION."""
     stable, canary = c.stable, c.canary
     if stable is None:
         raise LookupError("a service without a stable revision has no traffic")
@@ -35,13 +35,13 @@ def selected(c: Context) -> str:
 
 
 def orphans(c: Context) -> tuple[str, ...]:
-    """Deployments and pods of the service that are of neither side: none of them may get requests."""
+    """Return Deployments and pods that belong to neither side: none of them may get requests."""
     pods = [p.name for p in c.snapshot.pods if not p.terminating and p.revision not in c.sides]
     return (*sorted(set(c.snapshot.deployments).difference(c.sides)), *pods)
 
 
-def serving(draft: Draft) -> tuple[str, ...]:
-    """The revisions that get requests now, as far as is observed."""
+def serving_revisions(draft: Draft) -> tuple[str, ...]:
+    """Return the revisions that get requests now, as far as is observed."""
     s, stable, canary = draft.snapshot, draft.stable, draft.canary
     if canary is None or stable is None:
         return (s.traffic,) if s.traffic else draft.sides
@@ -52,20 +52,19 @@ def serving(draft: Draft) -> tuple[str, ...]:
 
 
 def routed(s: Snapshot) -> bool:
-    """Whether the route has the canary's backend among its own, or may have: it could not be read."""
-    lent = canary_service(s.key.name)
-    return s.unread(Question.ROUTE) is not None or route.carries(s.route, s.key.namespace, lent, route.kinds(s))
+    """Return True if the route names the canary's backend, or could not be read."""
+    return s.unread(Question.ROUTE) is not None or route.carries(s.route, route.backend(s).canary)
 
 
-def share(c: Context) -> int:
-    """The canary's percentage in the route now: of the furthest step that it has the ready replicas for."""
+def canary_percent(c: Context) -> int:
+    """Return the canary's percentage in the route: that of the furthest step with enough ready replicas."""
     canary = c.canary
     if canary is None or canary.stage != Stage.SHIFTING or canary.traffic_mode != TrafficMode.HTTP_ROUTE:
         return 0
     kinds = ("Service",) if c.spec.inference_pool is None else ("Service", "InferencePool")
     lent = [c.snapshot.objects.get((kind, canary_service(c.snapshot.key.name))) for kind in kinds]
     if canary.step is None or any(one is None or not one.owned or one.selects != canary.revision for one in lent):
-        return 0  # Whoever has that name would get our users' requests.
+        return 0  # Otherwise another object of that name would get our users' requests.
     ready = len(c.snapshot.ready_pods(canary.revision))
     reached = [p for p in c.plan.steps if p.index <= canary.step and p.replicas <= ready]
     return reached[-1].weight_percent if reached else 0

@@ -1,4 +1,4 @@
-"""Is the canary slower than the stable side? Two-sample tests over one window of both sides' own metrics.
+"""The comparison of canary and stable side: two-sample tests over one window of their own metrics.
 
 Each figure is compared as a change with confidence limits on either side of it (`intervals` has the formulas).
 Regression's better end beyond the limit: Failed. Its worse end within the limit: Passed. Anything else needs more
@@ -32,7 +32,7 @@ _SLOWER = Reason.PERFORMANCE_REGRESSED
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one look at the figures says. Changes are in percent of the stable side; None where nothing is known."""
+    """The finding of one look. Changes are in percent of the stable side; None where nothing is known."""
 
     outcome: Verdict
     reason: str
@@ -173,7 +173,7 @@ def _percent(found: Estimate | None, *, lower: bool = False) -> int | None:
 
 
 def _sides(canary: Sequence[Sample], stable: Sequence[Sample], start: datetime, end: datetime) -> tuple[_Side, _Side]:
-    """Both sides in the same slices. A scrape tells what happened since the one before: both lie in the window."""
+    """Cut both sides into the same slices. A scrape covers the time since the one before: both lie in the window."""
     ours, theirs = (
         [after for before, after in pairwise(samples) if before.time >= start and after.time <= end]
         for samples in (canary, stable)

@@ -1,4 +1,4 @@
-"""How does a trial end? Rolled back or promoted, with its denial and what is remembered of it."""
+"""The end of a trial: rollback or promotion, with its denial and its entry in the history."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import msgspec
 from kvpilot_operator.api.words import Action, Reason, Stage, Verdict
 from kvpilot_operator.decide.changes import spec_changes
 from kvpilot_operator.decide.context import Context, in_flight
-from kvpilot_operator.decide.denial import deny
 from kvpilot_operator.decide.objects.traffic import routed
 from kvpilot_operator.decide.steps.ladder import RETRY_SECONDS, about, subject
 from kvpilot_operator.state.status import CHANGES, MAX_HISTORY, Canary, Experience, Stable
@@ -40,7 +39,7 @@ def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Contex
     if canary.dtype == canary.from_dtype or reason in NOT_OF_THE_DTYPE:
         return c
     longest = c.spec.rollout.deny_seconds
-    return deny(c, canary.dtype, reason, message, longest if verdict == Verdict.FAILED else min(RETRY_SECONDS, longest))
+    return c.deny(canary.dtype, reason, message, longest if verdict == Verdict.FAILED else min(RETRY_SECONDS, longest))
 
 
 def _before(canary: Canary) -> str:
@@ -64,7 +63,7 @@ def finish_promotion(c: Context) -> Context:
     c = _remember(c.set_canary(stage=Stage.PROMOTED, weight_percent=None))
     stable = Stable(revision=canary.revision, dtype=canary.dtype, since=c.now, ever_ready=True)
     if c.stable is not None and c.stable.revision != c.render(canary.from_dtype).name:
-        # More than the dtype has changed: what replicas could do, and how many were too few, is another engine's.
+        # More than the dtype has changed: known loads and backoffs are another engine's.
         c = c.set(scaling=msgspec.structs.replace(c.status.scaling, saturations=(), scale_in_backoff=None))
     c = c.set(canary=None, stable=stable)
     if canary.dtype != canary.from_dtype:

@@ -1,4 +1,8 @@
-"""What must be asked of the engines, and what did they answer? The canary's probes, and the order of all others."""
+"""Probes: which one is due, and what follows from its answer.
+
+`probe` computes the probe that is due once. If its answer is there, `_judge` measures it against the baseline
+(`accuracy/verdict.py`), and counts it for the canary here, or for the serving replicas in `accuracy/drift.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,13 @@ from datetime import timedelta
 from kvpilot_operator.api.words import Action, Reason, Stage, Verdict
 from kvpilot_operator.decide.accuracy import baseline, drift
 from kvpilot_operator.decide.accuracy.reported import as_asked
-from kvpilot_operator.decide.accuracy.verdict import judge, measured
+from kvpilot_operator.decide.accuracy.verdict import Judgement, judge, measured
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.rejections import finding
 from kvpilot_operator.decide.rollout.ending import NOT_OF_THE_DTYPE, roll_back
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.accuracy import Baseline
-from kvpilot_operator.state.decision import Captured, Find, Measure, NothingKept, ProbeFailed, Request
+from kvpilot_operator.state.decision import Captured, Find, Found, Measure, ProbeFailed, Request
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import Canary
 
@@ -23,75 +27,77 @@ ERROR_BACKOFF_SECONDS = 10
 
 
 def probe(c: Context) -> Context:
-    """Take in the finished probe and name the next one."""
+    """Judge the answer of the probe that is due, or ask for it.
+
+    An answer that changes the status is used up: the next reconcile names the next probe.
+    """
     if c.snapshot.unread(Question.PROBE_SETS) is not None:
         return c
     c = drift.begin(c)
     fault, canary = c.snapshot.probes.fault, c.canary
-    if fault is None:
-        c = _take_result(c)
-        return replace(c, request=_next(c))
-    if canary is not None and canary.stage in (Stage.STARTING, Stage.PROBING):
-        return roll_back(c, Verdict.ERROR, Reason.PROBE_SET_INVALID, fault)
-    return c
+    if fault is not None:
+        trial = canary is not None and canary.stage in (Stage.STARTING, Stage.PROBING)
+        return roll_back(c, Verdict.ERROR, Reason.PROBE_SET_INVALID, fault) if trial else c
+    kept, result = baseline.known(c), c.snapshot.probe_result
+    due = _due(c, kept)
+    if due is None or result is None or result.outcome is None or result.request.identity != due.identity:
+        return replace(c, request=due)
+    after = _judge(c, due, result.outcome, kept)
+    return after if after.status != c.status else replace(c, request=due)
 
 
-def _next(c: Context) -> Request | None:
-    canary, kept = c.canary, baseline.known(c)
+def _due(c: Context, kept: Baseline | None) -> Request | None:
+    """Return the request that this moment asks for: a baseline first, then the canary, then the serving replicas."""
+    canary = c.canary
     if canary is not None and (_backing_off(c, canary) or _waits_for_pause_to_end(c, canary)):
         return None
-    searching = baseline.wanted(c)
-    if searching is not None:
-        return searching
+    if kept is None:
+        return baseline.wanted(c)
     if canary is None:
-        return drift.check(c)
+        return drift.check(c, kept)
     pods = c.snapshot.answering_pods(canary.revision)
-    if kept is None or not pods or not _is_probed(canary) or not as_asked(c.snapshot, canary.revision, canary.dtype):
+    if not pods or not _is_probed(canary) or not as_asked(c.snapshot, canary.revision, canary.dtype):
         return None
     pod = c.snapshot.pod_to_ask(pods)
     identity = f"measure/{kept.identity}/{canary.revision}/{canary.errors + canary.failures}/{pod.name}"
     return baseline.measure(c, kept, pod, canary.dtype, identity)
 
 
-def _take_result(c: Context) -> Context:
-    result, canary, kept = c.snapshot.probe_result, c.canary, baseline.known(c)
-    if result is None or result.outcome is None:
-        return c
-    outcome, asked = result.outcome, _next(c)
-    if asked is None or asked.identity != result.request.identity or isinstance(outcome, NothingKept):
-        return c
-    refused = None if isinstance(asked, Measure) else c.snapshot.rejection("ConfigMap", asked.config_map)
-    if isinstance(outcome, Captured):
-        if outcome.adopted or refused is None:
-            return baseline.take(c, outcome)
+def _judge(c: Context, asked: Request, outcome: Found, kept: Baseline | None) -> Context:
+    """Take in the answer to the probe that was due."""
+    if isinstance(outcome, Captured) and not isinstance(asked, Measure):
+        refused = None if outcome.adopted else c.snapshot.rejection("ConfigMap", asked.config_map)
+        if refused is None:
+            return baseline.adopt(c, outcome)
         outcome = ProbeFailed(Reason.BASELINE_LOST, finding([refused]).message)
-    if canary is None:
-        return drift.take(c, asked, outcome) if isinstance(asked, Measure) else c
-    if not _is_probed(canary) or isinstance(asked, Find):
+    side = c.canary or c.stable
+    if isinstance(outcome, Measurement) and isinstance(asked, Measure) and kept is not None and side is not None:
+        judgement = judge(outcome, kept, c.spec.accuracy)
+        last = measured(c.snapshot, outcome, judgement, revision=side.revision, dtype=side.dtype, pod=asked.pod)
+        return drift.count(c, last, judgement) if c.canary is None else _count(c.set_accuracy(last=last), judgement)
+    if not isinstance(outcome, ProbeFailed) or isinstance(asked, Find):
         return c
-    if isinstance(outcome, ProbeFailed):
+    if c.canary is not None and _is_probed(c.canary):
         return _count_error(c, outcome, Verdict.INCONCLUSIVE if outcome.reason in NOT_OF_THE_DTYPE else Verdict.ERROR)
-    return _judge(c, asked.pod, outcome, kept) if kept is not None else c
+    return drift.count_error(c, asked.pod, outcome) if c.canary is None and isinstance(asked, Measure) else c
 
 
-def _judge(c: Context, pod: str, found: Measurement, kept: Baseline) -> Context:
-    canary, judgement = in_flight(c), judge(found, kept, c.spec.accuracy)
-    last = measured(c.snapshot, found, judgement, revision=canary.revision, dtype=canary.dtype, pod=pod)
-    c = c.set_accuracy(last=last)
+def _count(c: Context, judgement: Judgement) -> Context:
+    """Act on a verdict about the canary."""
     reason, message = judgement.reason, judgement.message
     if judgement.verdict == Verdict.INCONCLUSIVE:
         return _count_error(c, ProbeFailed(reason, message), Verdict.INCONCLUSIVE)
     if judgement.verdict == Verdict.PASSED:
         c = c.set_canary(verdict=Verdict.PASSED, reason=reason, message=message)
         return c.record_trial(Action.JUDGE, "CanaryPassed", message)
-    failures = canary.failures + 1
+    failures = in_flight(c).failures + 1
     c = c.set_canary(failures=failures)
     if failures >= c.spec.accuracy.failure_limit:
         return roll_back(c, Verdict.FAILED, reason, message)
     return c.set_canary(stage_time=c.now, message=message)
 
 
-def _count_error(c: Context, failed: ProbeFailed, verdict: Verdict = Verdict.ERROR) -> Context:
+def _count_error(c: Context, failed: ProbeFailed, verdict: Verdict) -> Context:
     errors = in_flight(c).errors + 1
     c = c.set_canary(errors=errors)
     if failed.reason == Reason.BASELINE_LOST:
@@ -107,7 +113,7 @@ def _is_probed(canary: Canary) -> bool:
 
 
 def _waits_for_pause_to_end(c: Context, canary: Canary) -> bool:
-    """A canary that has used up its limits is not rolled back while the rollout is paused, nor probed for ever."""
+    """Return True if a pause alone keeps the canary, which has used up its limits, from being rolled back."""
     limits = c.spec.accuracy
     used_up = canary.failures >= limits.failure_limit or canary.errors >= limits.consecutive_error_limit
     return c.spec.rollout.paused and used_up

@@ -1,4 +1,4 @@
-"""Which step of the rollout? A canary starts, is probed, takes traffic, is promoted; `status.canary` is its state.
+"""The stages of a rollout: a canary starts, is probed, takes traffic, is promoted. `status.canary` is its state.
 
     none --target differs--> Starting --ready--> Probing --Passed--> Shifting --every step Passed--> Promoting --> none
                                 |                   |                   |                               |
@@ -24,7 +24,7 @@ from kvpilot_operator.decide.diagnosis import engine_failure, made_anew, mixed_f
 from kvpilot_operator.decide.objects import pools, storage, traffic
 from kvpilot_operator.decide.rollout import shifting, starting
 from kvpilot_operator.decide.rollout.ending import finish_promotion, finish_rollback, roll_back
-from kvpilot_operator.decide.rollout.waiting import SURGE_SECONDS, pods_on_trial, unschedulable, why_waiting
+from kvpilot_operator.decide.rollout.starting import SURGE_SECONDS, pods_on_trial, unschedulable, why_waiting
 from kvpilot_operator.decide.traffic_plan import counts, one_can_leave
 from kvpilot_operator.state.status import Stable
 
@@ -37,7 +37,7 @@ def advance(c: Context) -> Context:
     lost = c.stable is None
     c = _mark_ready(_take_back(c))
     if lost and c.stable is not None:
-        return c  # The target was chosen for a service that starts: it is chosen anew.
+        return c  # The target was chosen for a new service: choose again.
     stable, target = c.stable, c.target
     if c.canary is not None:
         return _advance_canary(c)
@@ -67,7 +67,7 @@ def _mark_ready(c: Context) -> Context:
 
 
 def _take_back(c: Context) -> Context:
-    """A revision that was replaced before it answered, and answers after all while requests still go to it, is stable.
+    """Make a replaced revision stable again if it answers after all, while requests still go to it.
 
     Its successor then comes as a canary, as every other change does: switching to it now would leave nobody to answer.
     Where the status was lost, what answers is stable, with its replicas.
@@ -124,7 +124,7 @@ def _advance_canary(c: Context) -> Context:
     failure = engine_failure([*pods_on_trial(c), *made_anew(s, canary.revision)])
     if failure is not None:
         return roll_back(c, Verdict.ERROR, *failure)
-    # What its probes say of one pod would not hold for others.
+    # The probes of one pod would not hold for the others.
     differ = mixed_factors(s, canary.revision)
     if differ is not None:
         return roll_back(c, Verdict.ERROR, Reason.MIXED_FACTORS, differ)
@@ -148,7 +148,7 @@ def _advance_stage(c: Context) -> Context:
     if canary.stage == Stage.PROBING and canary.verdict == Verdict.PASSED:
         return _share_traffic(c)
     if canary.stage == Stage.SHIFTING:
-        c = shifting.advance(c) if c.spec.canary.steps else c
+        c = shifting.advance_step(c) if c.spec.canary.steps else c
         return _promote(c) if shifting.over(c) else c
     return _note_shares(c) if canary.stage == Stage.PROMOTING else c
 
@@ -164,21 +164,21 @@ def _begin_probing(c: Context) -> Context:
 
 
 def _share_traffic(c: Context) -> Context:
-    """The probes have passed: on to the steps, if there are any that can be set, or else to the promotion."""
+    """Go on to the steps after the probes have passed; without steps to the promotion."""
     if c.plan.held is not None:
         return shifting.noted(c, c.plan.held, reason=Reason.ROUTE_UNUSABLE)
     if c.plan.mode == TrafficMode.PROBE_ONLY:
         return _promote(c.set_canary(traffic_mode=TrafficMode.PROBE_ONLY))
     if _stable_is_down(c):
-        # It is no measure of anything, and the canary may be its cure.
+        # A side that is down measures nothing, and the canary may be its cure.
         down = "no stable replica answers: the canary's probes decide"
         c = c.set_canary(traffic_mode=TrafficMode.PROBE_ONLY).event("NothingToCompare", down, warning=True)
         return _promote(c)
-    return shifting.begin(c) if c.stable is not None and c.snapshot.ready_pods(c.stable.revision) else c
+    return shifting.begin_steps(c) if c.stable is not None and c.snapshot.ready_pods(c.stable.revision) else c
 
 
 def _stable_is_down(c: Context) -> bool:
-    """Whether nothing has answered for so long that it is no hiccup."""
+    """Return True if nothing has answered for so long that it is no hiccup."""
     serving = c.before.condition(ConditionType.SERVING)
     if serving is None or serving.status != "False":
         return False
@@ -192,7 +192,7 @@ def _promote(c: Context) -> Context:
 
 
 def _note_shares(c: Context) -> Context:
-    """Every replica that changes places has the progress deadline for itself."""
+    """Note progress: every replica that changes places has a progress deadline of its own."""
     canary = in_flight(c)
     here = counts(c.snapshot, canary.revision)
     reached = min(100, 100 * here.ready // max(c.replicas, 1))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from datetime import datetime, timedelta
 
-from kvpilot_operator.api.names import canary_service
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.api.words import Action, Reason, Stage, TrafficMode, Verdict
 from kvpilot_operator.decide.context import Context, in_flight
@@ -22,7 +21,7 @@ from kvpilot_operator.decide.objects import traffic
 from kvpilot_operator.decide.rollout.comparison import Finding, compare
 from kvpilot_operator.decide.rollout.ending import roll_back
 from kvpilot_operator.decide.traffic_plan import TrafficPlan, TrafficStep, counts
-from kvpilot_operator.render.route import kinds, weighted
+from kvpilot_operator.render.route import backend, weighted
 from kvpilot_operator.state.status import CHANGES, Canary
 
 ALPHA = 0.05
@@ -31,18 +30,18 @@ EARLY_ALPHA = 0.001
 MIN_SECONDS = 30
 
 
-def begin(c: Context) -> Context:
+def begin_steps(c: Context) -> Context:
     """Enter the stage at its first step."""
     plan = c.plan
     c = c.set_canary(traffic_mode=plan.mode, errors=0, failures=0, verdict=Verdict.PENDING)
     return _enter(c, plan, 0)
 
 
-def advance(c: Context) -> Context:
+def advance_step(c: Context) -> Context:
     """Go on by at most one step."""
     plan, canary = c.plan, in_flight(c)
     if plan.held is not None or not plan.steps:
-        # What a step has not passed is not promoted for want of a step: the deadline ends it.
+        # A canary that has not passed a step is not promoted: the deadline ends it.
         reason, text = (
             (Reason.ROUTE_UNUSABLE, plan.held) if plan.held is not None else (Reason.WITHIN_LIMITS, plan.message)
         )
@@ -58,7 +57,7 @@ def advance(c: Context) -> Context:
 
 
 def over(c: Context) -> bool:
-    """Whether the last step has passed, or the user has taken all of them away."""
+    """Return True if the last step has passed, or the user has removed all steps."""
     canary = in_flight(c)
     return not c.spec.canary.steps or canary.verdict == Verdict.PASSED
 
@@ -69,7 +68,7 @@ def noted(c: Context, message: str, **changes: object) -> Context:
 
 
 def deadline(spec: Spec, canary: Canary) -> datetime:
-    """When a canary has been at this stage, or this step, for too long. Warm-up and holdSeconds do not count."""
+    """Return the deadline of this stage or step. Warm-up and holdSeconds do not count."""
     grace = timedelta(seconds=spec.canary.progress_deadline_seconds)
     if canary.stage != Stage.SHIFTING or canary.step_time is None or canary.step is None:
         return canary.stage_time + grace
@@ -78,7 +77,7 @@ def deadline(spec: Spec, canary: Canary) -> datetime:
 
 
 def look(c: Context, step: TrafficStep) -> Finding | None:
-    """What the figures say of the step now; None while there is nothing to say."""
+    """Compare the figures of the step; None while there is nothing to compare."""
     canary, limits = in_flight(c), c.spec.canary
     if canary.step_time is None or c.stable is None:
         return None
@@ -100,7 +99,7 @@ def look(c: Context, step: TrafficStep) -> Finding | None:
 
 
 def _first(spec: Spec, hold_seconds: int) -> int:
-    """Seconds of figures at the first look."""
+    """Return the seconds of figures at the first look."""
     return max(hold_seconds - spec.canary.warm_up_seconds, MIN_SECONDS)
 
 
@@ -128,8 +127,8 @@ def _first_answer(step: TrafficStep) -> str:
 
 
 def _wait(c: Context, plan: TrafficPlan, step: TrafficStep) -> Context:
-    """The step counts from when its pods answer and traffic is seen to be shared as it says."""
-    missing = _missing(c, step)
+    """Wait until the step's pods answer and its traffic is shared: the step counts from then."""
+    missing = _not_in_effect(c, step)
     if missing is not None:
         return noted(c, f"{_named(plan, step)}: {missing}")
     start = c.now + timedelta(seconds=c.spec.canary.warm_up_seconds)
@@ -139,7 +138,7 @@ def _wait(c: Context, plan: TrafficPlan, step: TrafficStep) -> Context:
     )
 
 
-def _missing(c: Context, step: TrafficStep) -> str | None:
+def _not_in_effect(c: Context, step: TrafficStep) -> str | None:
     s, canary = c.snapshot, in_flight(c)
     ours = counts(s, canary.revision)
     if ours.ready < step.replicas or ours.replicas != step.replicas:
@@ -147,9 +146,7 @@ def _missing(c: Context, step: TrafficStep) -> str | None:
     if canary.traffic_mode == TrafficMode.HTTP_ROUTE:
         if s.route is None:
             return "the HTTPRoute is gone"
-        name = s.key.name
-        lent, percent = canary_service(name), step.weight_percent
-        wanted = weighted(s.route.rules, s.key.namespace, name, lent, percent, kinds(s))
+        wanted = weighted(s.route.rules, backend(s), step.weight_percent)
         return None if wanted == tuple(s.route.rules) else "its weight is to appear in the HTTPRoute"
     if s.traffic:
         others = traffic.orphans(c)

@@ -1,4 +1,4 @@
-"""What would a dtype buy? Tokens of KV cache in the same memory."""
+"""The capacity of a dtype: tokens of KV cache in the same memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KEPT_BITS = 16.0
 
 
 def smaller(dtype: str, than: str) -> bool:
-    """True where `dtype` needs fewer bits an element."""
+    """Return True if `dtype` needs fewer bits an element."""
     return dtypes.parse(dtype).bits_per_element() < dtypes.parse(than).bits_per_element()
 
 
@@ -28,7 +28,7 @@ def gain(
     skip_layers: Sequence[str] = (),
     rings: tuple[float, float] = (0.0, 0.0),
 ) -> float:
-    """How many times more tokens the same memory holds, by the bits of an element averaged over the layers.
+    """Return how many times more tokens the same memory holds, by the mean bits of an element over the layers.
 
     Layers that `skip_layers` (spec.kvCache.skipLayers) keeps in 16 bits do not shrink. That is the gain of contexts
     shorter than the window; longer ones leave the window layers behind, and gain more. Without `model`, every layer is
@@ -39,7 +39,7 @@ def gain(
 
 
 def ring_share(dtype: str, model: ModelFacts | None, recent_tokens: int, held: int | None) -> float:
-    """Pages of a sequence's recent window for each page of its `held` tokens; 0 where these are not known.
+    """Return the pages of the recent window for each page of the `held` tokens; 0 where these are not known.
 
     A sequence that is shorter than the window holds as many of its pages as its tokens take.
     """
@@ -54,7 +54,7 @@ def ring_share(dtype: str, model: ModelFacts | None, recent_tokens: int, held: i
 def bits_per_element(
     dtype: str, model: ModelFacts | None = None, skip_layers: Sequence[str] = (), ring: float = 0.0
 ) -> float:
-    """Bits that one stored element takes on average over the layers, scales and zero points included.
+    """Return the mean bits of a stored element over the layers, scales and zero points included.
 
     `ring` is what layers with a recent window take more, as a share (`ring_share`).
     """
@@ -69,7 +69,7 @@ def bits_per_element(
 
 
 def kept_layers(model: ModelFacts, skip_layers: Sequence[str]) -> int:
-    """How many layers stay in 16 bits: those with a sliding window where it is skipped, and those named by number."""
+    """Count the layers in 16 bits: those with a sliding window where it is skipped, and those named by number."""
     numbers = [whole(layer, model.layers - 1) for layer in skip_layers]
     named = sum(number is not None for number in numbers)
     return min(model.layers, named + (model.window_layers if "sliding_window" in skip_layers else 0))

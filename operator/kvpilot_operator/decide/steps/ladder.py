@@ -1,4 +1,4 @@
-"""Which dtypes are there to choose from, and which of them are ruled out for this service now?
+"""The ladder of dtypes, and those that are ruled out for this service now.
 
 By the hardware, the model's architecture or a calibration that is not there, whatever the load, or by a denial. Facts
 that are not known rule nothing out: the engine's own preflight still refuses what it cannot serve.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import NamedTuple
 
 from kvpilot_formats import dtypes, formats, hardware
 from kvpilot_formats.arguments import read, rules
@@ -30,13 +31,13 @@ _FP8_SLOW_HEAD_DIM = 256
 
 
 def uncalibrated(spec: Spec) -> bool:
-    """Whether the engine is told to do without calibration, by KVPILOT_CALIBRATION or, before that, --calibration."""
+    """Return True if KVPILOT_CALIBRATION or, before that, --calibration turns calibration off."""
     named = [v.value for v in spec.engine.env if v.name == "KVPILOT_CALIBRATION"]
     return (spec.engine.arguments.value("--calibration") or next(iter(named), None)) == "off"
 
 
 def _unfit_option(dtype: str, spec: Spec) -> str | None:
-    """The option or variable of the engine that does not go with a dtype of ours; None for none."""
+    """Name the option or variable that does not go with a dtype of ours; None for none."""
     stored, engine = dtypes.parse(dtype), spec.engine
     if not stored.ours:
         return None
@@ -52,7 +53,7 @@ def _unfit_option(dtype: str, spec: Spec) -> str | None:
 
 
 def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None) -> Cause | None:
-    """Why this dtype cannot, or should not, serve this model on this hardware; None where nothing speaks against it."""
+    """Return the cause that this dtype cannot, or should not, serve this model on this hardware; or None."""
     if (fault := hardware_fault(dtype, node, model)) is not None:
         return Cause("HardwareUnsupported", fault)
     stored = dtypes.parse(dtype)
@@ -93,20 +94,20 @@ def _little_gain(dtype: str, spec: Spec, model: ModelFacts) -> Cause | None:
 
 
 def slow_fp8(dtype: str, model: ModelFacts | None) -> str | None:
-    """Why an FP8 dtype should not come before one of ours, or None."""
+    """Return the reason why an FP8 dtype should not come before one of ours, or None."""
     if not dtype.startswith("fp8") or model is None or model.head_dim < _FP8_SLOW_HEAD_DIM:
         return None
     return f"{dtype} attention is slower than 16 bits at head_dim {model.head_dim}: our formats come first"
 
 
 def hardware_fault(dtype: str, node: NodeFacts, model: ModelFacts | None = None) -> str | None:
-    """Return why this hardware cannot serve the dtype, or None; `model` is None where it is not known."""
+    """Return the reason why this hardware cannot serve the dtype, or None."""
     if node.gpu == "cpu":
         if dtype.startswith(_NOT_ON_CPU):
             return f"{dtype}: vLLM's CPU backend accepts it but does not compute it, answers are garbage"
         return None
     if not node.cuda:
-        # Which of its own dtypes vLLM serves there is for vLLM to say.
+        # vLLM itself knows which of its dtypes it serves there.
         return f"{dtype} needs an NVIDIA GPU; the node has {node.gpu}" if dtypes.parse(dtype).ours else None
     if node.compute_capability is None:
         return None
@@ -133,40 +134,48 @@ class Rung:
 def rungs(
     spec: Spec, node: NodeFacts, model: ModelFacts | None, denied: Sequence[Denied], now: datetime
 ) -> tuple[Rung, ...]:
-    """The baseline and the ladder, from the safest to the smallest."""
-    found = [_rung(dtype, spec, node, model, denied, now) for dtype in (spec.kv_cache.baseline, *spec.kv_cache.ladder)]
-    ours_open = any(rung.outcome is None and not rung.dtype.startswith("fp8") for rung in found[1:])
-    for i, rung in enumerate(found):
-        slow = slow_fp8(rung.dtype, model)
-        if rung.outcome is None and slow is not None and ours_open:
-            found[i] = Rung(rung.dtype, Outcome.VETOED, slow)
+    """Return the baseline and the ladder, from the safest to the smallest."""
+
+    def rung(dtype: str) -> Rung:
+        ruled_out = infeasible(dtype, spec, node, model)
+        if ruled_out is not None:
+            return Rung(dtype, Outcome.VETOED, ruled_out.message)
+        standing = denial(dtype, spec, node.gpu, denied, now)
+        if standing is None:
+            return Rung(dtype)
+        return Rung(dtype, Outcome.DENIED, f"{dtype} is denied until {utc(standing.until)} ({standing.reason})")
+
+    found = [rung(dtype) for dtype in (spec.kv_cache.baseline, *spec.kv_cache.ladder)]
+    ours_open = any(one.outcome is None and not one.dtype.startswith("fp8") for one in found[1:])
+    for i, one in enumerate(found):
+        slow = slow_fp8(one.dtype, model)
+        if one.outcome is None and slow is not None and ours_open:
+            found[i] = Rung(one.dtype, Outcome.VETOED, slow)
     return tuple(found)
 
 
+class Subject(NamedTuple):
+    """The subject of a denial: a dtype with one model, image, GPU and recent window."""
+
+    dtype: str
+    model: str
+    image: str
+    gpu: str
+    recent_tokens: int | None
+
+
 def denial(dtype: str, spec: Spec, gpu: str | None, denied: Sequence[Denied], now: datetime) -> Denied | None:
-    """The standing denial of this dtype for this model, image, GPU (None: any) and recent window, if there is one."""
+    """Return the denial of this dtype for this model, image, GPU (None: any) and recent window, if there is one."""
     if spec.rollout.deny_seconds == 0:
         return None
     return next((d for d in denied if about(d) == subject(dtype, spec, gpu or d.gpu) and d.until > now), None)
 
 
-def subject(dtype: str, spec: Spec, gpu: str) -> tuple[str, str, str, str, int | None]:
-    """What a denial of this dtype would be of now."""
-    return dtype, spec.model.source, spec.engine.image, gpu, spec.kv_cache.recent_tokens_of(dtype)
+def subject(dtype: str, spec: Spec, gpu: str) -> Subject:
+    """Return the subject of a new denial of this dtype."""
+    return Subject(dtype, spec.model.source, spec.engine.image, gpu, spec.kv_cache.recent_tokens_of(dtype))
 
 
-def about(d: Denied) -> tuple[str, str, str, str, int | None]:
-    """What a denial is of."""
-    return d.dtype, d.model, d.image, d.gpu, d.recent_tokens
-
-
-def _rung(
-    dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None, denied: Sequence[Denied], now: datetime
-) -> Rung:
-    ruled_out = infeasible(dtype, spec, node, model)
-    if ruled_out is not None:
-        return Rung(dtype, Outcome.VETOED, ruled_out.message)
-    standing = denial(dtype, spec, node.gpu, denied, now)
-    if standing is not None:
-        return Rung(dtype, Outcome.DENIED, f"{dtype} is denied until {utc(standing.until)} ({standing.reason})")
-    return Rung(dtype)
+def about(d: Denied) -> Subject:
+    """Return the subject of a denial."""
+    return Subject(d.dtype, d.model, d.image, d.gpu, d.recent_tokens)

@@ -1,4 +1,4 @@
-"""What would a step do to latencies? The canary history first, else the bytes that attention reads, and the prompts.
+"""Forecasts of latency: by the canary history, else by the bytes that attention reads, and by the prompts.
 
 A decode step reads every token of the running requests from the cache once, which is limited by memory bandwidth:
 attention = cached bytes of one GPU / (peak bandwidth * efficiency). The rest of the step (weights, launches) does not
@@ -34,20 +34,20 @@ _FP8_HEAD_DIM_256 = 0.35
 # Attention is never taken for more than this share of the observed time: prefixes that requests share are read once
 # and counted for each.
 _MOST = 0.9
-# What gives something back leaves so much of an objective unused: predictions are no better than that.
+# A step that gives something back leaves this margin of an objective: predictions are no better.
 _MARGIN = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Percent by which the time between two tokens would change, None where nothing is known, and from what."""
+    """The change of the time between two tokens in percent (None if unknown), and its source."""
 
     percent: int | None
     message: str
 
 
 def expected_itl_change(s: PolicyInput, to_dtype: str, load: float = 1.0) -> Expected:
-    """What a step to a dtype, or to the same one, would bring with `load` times the tokens in each replica's cache."""
+    """Forecast a step to a dtype, or to the same one, with `load` times the tokens in each replica's cache."""
     if s.dtype != to_dtype:
         measured = (e.itl_p95_change_percent for e in s.experience(to_dtype) if _stands(s, e))
         known = next((percent for percent in measured if percent is not None), None)
@@ -70,13 +70,13 @@ def expected_itl_change(s: PolicyInput, to_dtype: str, load: float = 1.0) -> Exp
 
 
 def _stands(s: PolicyInput, e: Experience) -> bool:
-    """Whether a trial's figures count: without a verdict they may be chance, and a failure is forgiven in its time."""
+    """Return True if a trial's figures count: not without a verdict, and failures only for a time."""
     forgiven = e.time + timedelta(seconds=s.spec.rollout.deny_seconds)
     return e.verdict == Verdict.PASSED or (e.verdict == Verdict.FAILED and s.now < forgiven)
 
 
 def would_miss(s: PolicyInput, action: Action, itl: Expected, load: float = 1.0) -> str | None:
-    """Which objective a step would leave missed, with `load` times the requests on each replica; None where none.
+    """Name the objective that a step would leave missed, with `load` times the requests a replica; or None.
 
     What gives something back (ScaleIn, DtypeUp) leaves a margin. Percentiles are taken to change as means do: the time
     between two tokens by `itl`, and not at all where that is not known. A smaller dtype in which the demand fits takes
@@ -101,12 +101,12 @@ def would_miss(s: PolicyInput, action: Action, itl: Expected, load: float = 1.0)
 
 
 def _prompt_seconds(w: Workload) -> float:
-    """What the prompt of a request takes on average, by Little's law; 0 where it is not known."""
+    """Return the mean seconds of a request's prompt, by Little's law; 0 where it is not known."""
     return w.prompts_in_hand / w.requests_per_second if w.prompts_in_hand and w.requests_per_second else 0.0
 
 
 def _attention_seconds(s: PolicyInput, dtype: str) -> float | str:
-    """Seconds of a step in which one GPU reads the tokens that are cached now, or what is not known."""
+    """Return the seconds in which one GPU reads the tokens cached now, or a text on what is not known."""
     node, model = s.node, s.model
     gpu = by_product(node.gpu)
     if gpu is None:

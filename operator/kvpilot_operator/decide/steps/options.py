@@ -1,9 +1,10 @@
-"""What would each step buy, and what would it cost? Capacity, use after it, GPUs, and the time between two tokens."""
+"""The steps that are possible, each with its capacity, its use, and the time between two tokens."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 from kvpilot_formats import dtypes
@@ -15,12 +16,71 @@ from kvpilot_operator.decide.steps.capacity import bits_per_element, gain, ring_
 from kvpilot_operator.decide.steps.ladder import Rung, rungs
 from kvpilot_operator.decide.steps.latency import Expected, expected_itl_change, would_miss
 from kvpilot_operator.decide.steps.policy_input import PolicyInput
-from kvpilot_operator.decide.steps.weighing import Closed, Weighed, option_of, percent, weighed
-from kvpilot_operator.state.status import MAX_OPTIONS, Option
+from kvpilot_operator.state.status import MAX_OPTIONS, Option, clip
+
+# The schema's limit of a figure.
+_MOST_PERCENT = 1_000_000
+Closed = tuple[Outcome, str]
+"""The outcome of a step that is ruled out, and the reason in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """An option with facts for the choice alone: `open` if nothing rules it out."""
+
+    option: Option
+    open: bool
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """A forecast of a step: the capacity, its use against a limit, and the latency."""
+
+    tokens: int
+    use: int
+    """Percent of the capacity."""
+    limit: int
+    itl: Expected
+    times: float | None = None
+    """Growth of the capacity by a change of dtype."""
+    late: str | None = None
+    """The objective that would be missed."""
+
+    @property
+    def fits(self) -> bool:
+        """Return True if the load fits and no objective is missed."""
+        return self.use <= self.limit and self.late is None
+
+
+def weighed(action: Action, dtype: str, replicas: int, effect: Effect, closed: Closed | None) -> Weighed:
+    """Describe a step: why it is ruled out, if it is, and what it would lead to."""
+    outcome, why = closed or (Outcome.POSSIBLE if effect.fits else Outcome.INSUFFICIENT, effect.late or "")
+    who, gained = (f"{replicas} replicas", "") if effect.times is None else (dtype, f" ({effect.times:.2f}x)")
+    when = " at the peak" if action in (Action.SCALE_IN, Action.DTYPE_UP) else ""
+    text = f"{who} would hold {effect.tokens} tokens{gained} and be {effect.use}% full{when}; {effect.itl.message}"
+    option = option_of(action, (dtype, replicas), outcome, f"{why}; {text}" if why else text, effect.tokens)
+    return Weighed(option, closed is None, effect.fits)
+
+
+def percent(part: float, whole: float) -> int:
+    """Return a share in whole percent, rounded up, within the schema's limit."""
+    if whole <= 0:
+        return 0 if part <= 0 else _MOST_PERCENT
+    return min(_MOST_PERCENT, math.ceil(100 * part / whole - 1e-9))
+
+
+def option_of(action: Action, to: tuple[str, int], outcome: Outcome, message: str, tokens: int) -> Option:
+    """Return a step to a dtype and a number of replicas."""
+    dtype, replicas = to
+    return Option(
+        action=action, dtype=dtype, replicas=replicas, outcome=outcome, message=clip(message), capacity_tokens=tokens
+    )
+
 
 # One step out at most doubles the replicas: the demand of a moment is an estimate.
 _MOST_GROWTH = 2
-# Or so many more where the load runs away, as an autoscaler may: what comes too late in a burst helps nobody.
+# In a surge so many more, as an autoscaler may: replicas that come too late do not help.
 _QUICK = 4
 # Prompts that a replica may have in hand on average after one has left. They grow faster than the load, and one at all
 # moments is the most that an engine can serve (Little's law; docs/pilot-rules.md).
@@ -38,12 +98,12 @@ def stay(s: PolicyInput, outcome: Outcome, message: str) -> Option:
 
 
 def down(s: PolicyInput) -> list[Weighed]:
-    """Every smaller dtype of the ladder; none in mode Fixed, where the dtype is the user's."""
+    """Weigh every smaller dtype of the ladder; none in mode Fixed, where the dtype is the user's."""
     return [_down(s, rung) for rung in _rungs(s) if smaller(rung.dtype, s.dtype)]
 
 
 def instead_of_replicas(s: PolicyInput) -> list[Weighed]:
-    """Smaller dtypes, the safest first, of a calm service whose replicas are there because memory ran out with fewer.
+    """Weigh smaller dtypes, the safest first, of a calm service that has replicas because memory ran out with fewer.
 
     Open are those that could do with at least one replica fewer: memory is what a replica is kept for.
     """
@@ -58,36 +118,40 @@ def instead_of_replicas(s: PolicyInput) -> list[Weighed]:
 
 
 def _instead(s: PolicyInput, rung: Rung, enough: float) -> Weighed:
-    """`enough` replicas of the serving dtype would do."""
-    times, itl = _gain(s, rung.dtype), expected_itl_change(s, rung.dtype)
-    replicas = max(1, s.spec.scaling.min_replicas, math.ceil(enough / times))
-    tokens, limit = int(s.workload.capacity_per_pod * s.counted * times), s.spec.kv_cache.pressure.high_percent
-    use = percent(s.workload.peak_load, s.counted * times)
-    closed = _dtype_closed(s, rung, itl, climb=False)
-    if closed is None and replicas >= s.replicas:
+    """Weigh a smaller dtype where `enough` replicas of the serving one would do."""
+    effect = _in_dtype(s, rung.dtype, Action.DTYPE_DOWN, s.spec.kv_cache.pressure.high_percent, peak=True)
+    closed = _dtype_closed(s, rung, effect.itl, climb=False)
+    if closed is None and max(1, s.spec.scaling.min_replicas, math.ceil(enough / (effect.times or 1))) >= s.replicas:
         closed = Outcome.INSUFFICIENT, "it would save no replica"
-    late = would_miss(s, Action.DTYPE_DOWN, itl)
-    return weighed(s, Action.DTYPE_DOWN, (rung.dtype, s.replicas), closed, tokens, use, limit, itl, times, late)
+    return weighed(Action.DTYPE_DOWN, rung.dtype, s.replicas, effect, closed)
+
+
+def _in_dtype(s: PolicyInput, dtype: str, action: Action, limit: int, *, peak: bool) -> Effect:
+    """Forecast another dtype under the load of now, or at the `peak` of a calm service."""
+    times, itl = _gain(s, dtype), expected_itl_change(s, dtype)
+    tokens = int(s.workload.capacity_per_pod * s.counted * times)
+    parts = (s.workload.peak_load, s.counted * times) if peak else (s.workload.demand_tokens, tokens)
+    return Effect(tokens, percent(*parts), limit, itl, times, would_miss(s, action, itl))
 
 
 def up(s: PolicyInput) -> list[Weighed]:
-    """Every larger dtype of the ladder, the largest first; none in mode Fixed."""
+    """Weigh every larger dtype of the ladder, the largest first; none in mode Fixed."""
     return [_up(s, rung) for rung in _rungs(s) if smaller(s.dtype, rung.dtype)]
 
 
 def out(s: PolicyInput) -> Weighed:
-    """As many replicas more as the demand needs, at most twice as many as now, or in a surge four more."""
+    """Weigh more replicas for the demand: at most twice as many as now, or in a surge four more."""
     most = max(s.replicas * _MOST_GROWTH, s.replicas + (_QUICK if s.workload.surge else 1))
     wanted = min(max(s.replicas + 1, needed(s)), most)
     replicas = max(s.replicas + 1, min(s.spec.scaling.max_replicas, wanted))
     tokens = int(s.workload.capacity_per_pod * replicas)
     use, limit = percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent
     itl = expected_itl_change(s, s.dtype, s.counted / replicas)
-    return weighed(s, Action.SCALE_OUT, (s.dtype, replicas), _out_closed(s), tokens, use, limit, itl)
+    return weighed(Action.SCALE_OUT, s.dtype, replicas, Effect(tokens, use, limit, itl), _out_closed(s))
 
 
 def offload(s: PolicyInput) -> list[Weighed]:
-    """Host memory for as many tokens as the GPUs hold, where prefixes are thrown out. Never open: it is the user's."""
+    """Weigh host memory for as many tokens as the GPUs hold, where prefixes are thrown out. Never open."""
     if not s.workload.thrown_out:
         return []
     tokens = int(2 * s.workload.capacity_per_pod * s.counted)
@@ -99,7 +163,7 @@ def offload(s: PolicyInput) -> list[Weighed]:
 
 
 def scale_in(s: PolicyInput) -> Weighed:
-    """A replica fewer; where it is known what one can do, as few as half of them, if that is enough for the load."""
+    """Weigh a replica fewer; where the rate of one is known, as few as half of them, if these can do the load."""
     least = s.replicas - 1
     if able(s.saturations, s.workload, s.dtype) is not None:
         least = min(least, max(math.ceil(s.replicas / _MOST_GROWTH), s.spec.scaling.min_replicas))
@@ -114,7 +178,7 @@ def _scale_in(s: PolicyInput, replicas: int) -> Weighed:
     margin = (pressure.low_percent + pressure.high_percent) // 2
     itl = expected_itl_change(s, s.dtype, s.counted / left)
     closed = _in_closed(s, replicas, left, use, margin, would_miss(s, Action.SCALE_IN, itl, s.counted / left))
-    return weighed(s, Action.SCALE_IN, (s.dtype, replicas), closed, tokens, use, margin, itl)
+    return weighed(Action.SCALE_IN, s.dtype, replicas, Effect(tokens, use, margin, itl), closed)
 
 
 def costs(s: PolicyInput, steps: Sequence[Option]) -> str:
@@ -128,7 +192,7 @@ def costs(s: PolicyInput, steps: Sequence[Option]) -> str:
 
 
 def listed(chosen: Option, steps: list[Weighed]) -> tuple[Option, ...]:
-    """The chosen option first, then the others, as many as the journal holds."""
+    """List the chosen option first, then the others, as many as the journal holds."""
     others = [step.option for step in steps if step.option is not chosen]
     return (chosen, *others)[:MAX_OPTIONS]
 
@@ -140,29 +204,24 @@ def _rungs(s: PolicyInput) -> tuple[Rung, ...]:
 
 
 def _down(s: PolicyInput, rung: Rung) -> Weighed:
-    times, itl = _gain(s, rung.dtype), expected_itl_change(s, rung.dtype)
-    tokens = int(s.workload.capacity_per_pod * s.counted * times)
-    use, limit = percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent
-    closed = _dtype_closed(s, rung, itl, climb=False)
+    effect = _in_dtype(s, rung.dtype, Action.DTYPE_DOWN, s.spec.kv_cache.pressure.high_percent, peak=False)
+    closed = _dtype_closed(s, rung, effect.itl, climb=False)
     if closed is None and s.workload.kind != WorkloadKind.MEMORY_BOUND:
         closed = Outcome.NOT_MEMORY, "memory is not what binds"
-    late = would_miss(s, Action.DTYPE_DOWN, itl)
-    return weighed(s, Action.DTYPE_DOWN, (rung.dtype, s.replicas), closed, tokens, use, limit, itl, times, late)
+    return weighed(Action.DTYPE_DOWN, rung.dtype, s.replicas, effect, closed)
 
 
 def _up(s: PolicyInput, rung: Rung) -> Weighed:
-    times, itl = _gain(s, rung.dtype), expected_itl_change(s, rung.dtype)
-    tokens = int(s.workload.capacity_per_pod * s.counted * times)
-    use, limit = percent(s.workload.peak_load, s.counted * times), s.spec.kv_cache.pressure.low_percent
-    closed = _dtype_closed(s, rung, itl, climb=True)
-    crowded = beyond(s.saturations, s.workload, s.dtype, rung.dtype, s.counted) or would_miss(s, Action.DTYPE_UP, itl)
+    effect = _in_dtype(s, rung.dtype, Action.DTYPE_UP, s.spec.kv_cache.pressure.low_percent, peak=True)
+    crowded = beyond(s.saturations, s.workload, s.dtype, rung.dtype, s.counted) or effect.late
+    closed = _dtype_closed(s, rung, effect.itl, climb=True)
     if closed is None and s.spec.scaling.mode == "Operator" and s.replicas > max(1, s.spec.scaling.min_replicas):
         closed = Outcome.REPLICAS_FIRST, "a replica is given back before the dtype grows"
-    if closed is None and use > limit:
-        closed = Outcome.TOO_TIGHT, f"the peak would fill {use}%, above lowPercent {limit}%"
+    if closed is None and effect.use > effect.limit:
+        closed = Outcome.TOO_TIGHT, f"the peak would fill {effect.use}%, above lowPercent {effect.limit}%"
     if closed is None and crowded is not None:
         closed = Outcome.TOO_TIGHT, crowded
-    return weighed(s, Action.DTYPE_UP, (rung.dtype, s.replicas), closed, tokens, use, limit, itl, times)
+    return weighed(Action.DTYPE_UP, rung.dtype, s.replicas, effect, closed)
 
 
 def _dtype_closed(s: PolicyInput, rung: Rung, itl: Expected, *, climb: bool) -> Closed | None:
@@ -209,7 +268,7 @@ def _offload_closed(s: PolicyInput) -> Closed:
 
 
 def _host_memory(s: PolicyInput) -> str:
-    """What holds the tokens of one replica once more."""
+    """Name the host memory that holds the tokens of one replica once more."""
     model = s.model
     if model is None or model.mla or model.head_dim <= 0:
         return "as much host memory as the caches of its GPUs take"
@@ -238,7 +297,7 @@ def _in_closed(s: PolicyInput, replicas: int, left: int, use: int, margin: int, 
 
 
 def needed(s: PolicyInput) -> int:
-    """Replicas that hold the demand below `highPercent`; where memory does not bind, those that serve the queue too.
+    """Return the replicas that the demand needs: below `highPercent`, or where memory does not bind for the queue.
 
     Of a load that runs away, as many as what comes and what waits needs at the best that a replica is known to do.
     """
@@ -247,7 +306,7 @@ def needed(s: PolicyInput) -> int:
         each = max(w.best_requests_per_second or 0.0, able(s.saturations, w, s.dtype) or 0.0)
         enough = (w.surge.arrivals + w.surge.waiting / DRAIN_SECONDS) / each if each else 0
         wanted = math.ceil(min(enough, s.spec.scaling.max_replicas))
-        # Where prefixes are thrown out, whoever comes is computed anew: what does not double the cache changes little.
+        # Where prefixes are thrown out, new prompts are computed: less than double the cache changes little.
         return max(wanted, 2 * w.pods) if w.memory else wanted
     if w.kind == WorkloadKind.MEMORY_BOUND:
         usable = w.capacity_per_pod * s.spec.kv_cache.pressure.high_percent / 100
@@ -257,7 +316,7 @@ def needed(s: PolicyInput) -> int:
 
 
 def _too_many_prompts(s: PolicyInput, replicas: int) -> str | None:
-    """Why the prompts would be too much for so few replicas, whatever the cache holds; None where they are not."""
+    """Return the reason why the prompts would be too much for so few replicas, whatever the cache holds; or None."""
     w = s.workload
     each = (w.prompts_in_hand or 0.0) * w.pods / max(1, replicas)
     if each <= _MOST_PROMPTS:
@@ -266,7 +325,7 @@ def _too_many_prompts(s: PolicyInput, replicas: int) -> str | None:
 
 
 def _gain(s: PolicyInput, dtype: str) -> float:
-    """Times the tokens: as a canary measured it, else by bits."""
+    """Return the growth of the capacity: as a canary measured it, else by bits."""
     measured = next((e.capacity_percent for e in s.experience(dtype) if e.capacity_percent), None)
     if measured:
         return measured / 100

@@ -1,4 +1,4 @@
-"""Which step, of all that are possible? A smaller dtype is cheaper than a GPU, and a GPU is safer than a dtype.
+"""The choice of a step: a smaller dtype is cheaper than a GPU, and a GPU is safer than a dtype.
 
 Under pressure: the safest dtype under which the demand fits; else as many replicas as it needs; else the smallest
 dtype, which is better than nothing. Where prefixes are thrown out host memory is weighed, too, and left to the user.
@@ -18,8 +18,8 @@ import msgspec
 from kvpilot_operator.api.words import Action, Outcome, Reason, WorkloadKind
 from kvpilot_operator.decide.load.saturation import learned
 from kvpilot_operator.decide.steps import options
+from kvpilot_operator.decide.steps.options import Weighed
 from kvpilot_operator.decide.steps.policy_input import PolicyInput
-from kvpilot_operator.decide.steps.weighing import Weighed
 from kvpilot_operator.state.status import Option, Saturation
 
 
@@ -33,15 +33,15 @@ class PolicyDecision:
     """One CamelCase word."""
     message: str
     hold: str | None = None
-    """Why nothing is done although a step is called for, without figures that move."""
+    """The reason why nothing is done although a step is called for, without moving figures."""
     wanted: Option | None = None
     """The step that would be taken if nothing stood in its way."""
     saturations: tuple[Saturation, ...] = ()
-    """To be given to the next decision."""
+    """The loads that the next decision knows."""
 
     @property
     def chosen(self) -> Option:
-        """The step to take."""
+        """Return the step to take."""
         return self.options[0]
 
 
@@ -76,7 +76,7 @@ def _stay(s: PolicyInput, reason: str, message: str, wanted: Option | None = Non
 
 
 def _relieve(s: PolicyInput) -> PolicyDecision:
-    """Requests wait, or are late: for memory, or for something that only a replica brings."""
+    """Choose relief where requests wait or are late: memory, or a replica."""
     w = s.workload
     downs, more = options.down(s), options.out(s)
     steps = [*downs, *options.offload(s), more]
@@ -92,7 +92,7 @@ def _relieve(s: PolicyInput) -> PolicyDecision:
 
 
 def _for_memory(downs: list[Weighed], more: Weighed) -> Weighed | None:
-    """The safest rung that is enough; else replicas; else the smallest rung, unless every objective is held anyway."""
+    """Take the safest rung that is enough; else replicas; else the smallest rung, unless objectives are held anyway."""
     enough = next((step for step in downs if step.open and step.fits), None)
     if enough is not None or more.option.outcome == Outcome.OBJECTIVES_HELD:
         return enough
@@ -104,7 +104,7 @@ def _if_open(step: Weighed) -> Weighed | None:
 
 
 def _held(s: PolicyInput, downs: list[Weighed], more: Weighed, steps: list[Weighed]) -> PolicyDecision:
-    """Nothing is open: say what would be done, and what stands in its way."""
+    """Say what would be done, and what stands in its way, where nothing is open."""
     waiting = [step for step in downs if step.option.outcome in (Outcome.COOLING_DOWN, Outcome.NO_CANARY)]
     closed = s.canary_closed()
     if s.workload.kind == WorkloadKind.MEMORY_BOUND and waiting and closed is not None:
@@ -137,7 +137,7 @@ def _answering(s: PolicyInput) -> str:
 
 
 def _release(s: PolicyInput) -> PolicyDecision:
-    """Next to nobody waits: what can be given back?"""
+    """Choose what to give back where hardly any request waits."""
     low = s.spec.kv_cache.pressure.low_percent
     text = f"{s.workload.message}; below lowPercent {low}% for {s.spec.scaling.scale_down_stabilization_seconds} s"
     fewer = options.scale_in(s)

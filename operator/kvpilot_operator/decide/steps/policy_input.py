@@ -1,4 +1,4 @@
-"""Everything that a judgement needs to know of a service, apart from any cluster: the input of the policy."""
+"""The input of the policy: all that it knows of a service, apart from any cluster."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PolicyInput:
     spec: Spec
     workload: Workload
     dtype: str
-    """What serves."""
+    """The serving dtype."""
     replicas: int
     """Replicas that are asked for."""
     ready: int
@@ -40,36 +40,36 @@ class PolicyInput:
     denied: tuple[Denied, ...] = ()
     history: tuple[Experience, ...] = ()
     saturations: tuple[Saturation, ...] = ()
-    """From the last decision that had some."""
+    """Loads at which requests queued, from the last decision that had some."""
     dtype_changed: datetime | None = None
     replicas_changed: datetime | None = None
     scale_in_backoff: ScaleInBackoff | None = None
-    """How many replicas were lately too few."""
+    """The number of replicas that was lately too few."""
     rolled_back: datetime | None = None
-    """When the last canary was rolled back, whatever for but a change of the spec."""
+    """The time of the last rollback that was not due to a change of the spec."""
     busy: str | None = None
-    """Why no step at all may begin now: a canary is in flight, nothing serves yet."""
+    """The reason why no step may begin now: a canary is in flight, nothing serves yet."""
     yields: bool = False
-    """Whether what is busy is the trial of another dtype, which ends where the load runs away."""
+    """True if a surge may end the trial in flight."""
     no_canary: str | None = None
-    """Why no dtype change may begin now: paused by the user, or probes that cannot be used."""
+    """The reason why no dtype change may begin now: a pause, or probes that cannot be used."""
     gpu_hour_micros: int | None = None
-    """What a GPU costs; it is told, and decides nothing: every step is on the same kind of GPU."""
+    """The price of a GPU. It is shown and decides nothing: every step is on the same kind of GPU."""
 
     @property
     def loading(self) -> bool:
-        """Whether replicas that were asked for may still come up; they count as capacity until the deadline."""
+        """Return True if missing replicas may still come up; they count as capacity until the deadline."""
         if self.ready >= self.replicas or self.replicas_changed is None:
             return False
         return self.now < self.replicas_changed + timedelta(seconds=self.spec.canary.progress_deadline_seconds)
 
     @property
     def counted(self) -> int:
-        """Replicas that count as capacity."""
+        """Return the replicas that count as capacity."""
         return max(1, self.replicas if self.loading else min(self.ready, self.replicas) or self.replicas)
 
     def experience(self, dtype: str) -> Iterator[Experience]:
-        """How canaries of a change to this dtype did with this model, image, GPU and recent window, newest first."""
+        """Yield earlier canaries of this dtype with this model, image, GPU and recent window, newest first."""
         spec = self.spec
         about = (spec.model.source, spec.engine.image, self.node.gpu, spec.kv_cache.recent_tokens)
         for e in self.history:
@@ -79,7 +79,7 @@ class PolicyInput:
                 yield e
 
     def canary_closed(self, *, climb: bool = False) -> tuple[Outcome, str] | None:
-        """Why no dtype change may begin, as an outcome word and a text without moving figures; None where it may."""
+        """Return the reason why no dtype change may begin, as an outcome and a text without moving figures; or None."""
         if self.no_canary is not None:
             return Outcome.NO_CANARY, self.no_canary
         cool = min(COOL_DOWN_SECONDS, self.spec.kv_cache.min_dwell_seconds)

@@ -1,4 +1,4 @@
-"""How many replicas? The user's number, or what the policy made of it; always within the limits of the spec."""
+"""The number of replicas: the user's, or the policy's, always within the limits of the spec."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STEPS = (Action.SCALE_OUT, Action.SCALE_IN)
 
 
 def kept(spec: Spec, before: Scaling, now: datetime) -> Scaling:
-    """The replicas to keep up before a step is chosen.
+    """Decide the replicas before a step is chosen.
 
     In mode External that is `spec.replicas`, which `/scale` writes. In mode Operator it is what the operator last
     chose, started from `spec.replicas` and started anew whenever the user changes that: the last word is the user's.
@@ -37,21 +37,21 @@ def kept(spec: Spec, before: Scaling, now: datetime) -> Scaling:
     return msgspec.structs.replace(before, desired_replicas=wanted, changed_time=changed)
 
 
-def replicas(spec: Spec, scaling: Scaling) -> int:
-    """The number that is kept up."""
+def target_replicas(spec: Spec, scaling: Scaling) -> int:
+    """Return the target number of replicas."""
     wanted = scaling.desired_replicas
     return spec.scaling.clamp(spec.replicas) if wanted is None else wanted
 
 
 def after_decision(spec: Spec, scaling: Scaling, policy: PolicyDecision, dtype: str, now: datetime) -> Scaling:
-    """What a service of `dtype` keeps up from now on; mode Recommend and mode External only take note of it."""
+    """Return the replicas of a service of `dtype` after the step; modes Recommend and External only note them."""
     step = policy.chosen
     would = policy.wanted if policy.wanted is not None and policy.wanted.action in _STEPS else step
     noted = msgspec.structs.replace(scaling, recommended_replicas=spec.scaling.clamp(would.replicas))
     if spec.kv_cache.mode == "Recommend":
         return noted
     given_back, known = backoff(
-        step.action, dtype, replicas(spec, scaling), now, scaling.scaled_in_time, scaling.scale_in_backoff
+        step.action, dtype, target_replicas(spec, scaling), now, scaling.scaled_in_time, scaling.scale_in_backoff
     )
     noted = msgspec.structs.replace(noted, scaled_in_time=given_back, scale_in_backoff=known)
     if step.action not in _STEPS or scaling.desired_replicas is None:

@@ -1,4 +1,4 @@
-"""What binds the service, how many replicas are kept up, and which step is taken? From the window to the decision."""
+"""Rules about the load, the replicas and the step to take: the context on one side, the policy on the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpilot_operator.decide.steps.policy_input import PolicyInput
 
 
 def judge_workload(c: Context) -> Context:
-    """What binds."""
+    """Judge what binds."""
     workload = classify(
         c.snapshot.samples.get(_serving(c), ()),
         c.spec.kv_cache.pressure,
@@ -29,27 +29,27 @@ def judge_workload(c: Context) -> Context:
 
 
 def keep_replicas(c: Context) -> Context:
-    """The replicas to keep up before a step is chosen."""
+    """Decide the replicas before a step is chosen."""
     return c.set(scaling=scaling.kept(c.spec, c.status.scaling, c.now))
 
 
 def weigh_steps(c: Context) -> Context:
-    """Which step to take."""
+    """Choose the step to take."""
     return replace(c, policy=choose_step(policy_input(c)))
 
 
 def weigh_nothing(c: Context) -> Context:
-    """No step, where none could be weighed."""
+    """Take no step where none could be weighed."""
     return replace(c, policy=nothing_weighed(serving_dtype(c), c.replicas, c.status.scaling.saturations))
 
 
 def take_replica_step(c: Context) -> Context:
-    """The replicas to keep up from now on."""
+    """Decide the replicas after the step."""
     return c.set(scaling=scaling.after_decision(c.spec, c.status.scaling, c.policy, serving_dtype(c), c.now))
 
 
 def policy_input(c: Context) -> PolicyInput:
-    """The service as the policy sees it."""
+    """Return the service as the policy sees it."""
     s, last, known = c.snapshot, c.status.last_trial, c.status.scaling
     sample = s.last_sample(_serving(c))
     undone = last is not None and last.verdict != Verdict.PASSED and last.reason != Reason.SUPERSEDED
@@ -78,12 +78,12 @@ def policy_input(c: Context) -> PolicyInput:
 
 
 def serving_dtype(c: Context) -> str:
-    """The dtype that serves, or the one that a service starts with."""
+    """Return the dtype that serves, or the one that a service starts with."""
     return c.stable.dtype if c.stable is not None else c.spec.kv_cache.baseline
 
 
 def was_pressured(draft: Draft) -> bool:
-    """Whether the last reconcile found memory pressure."""
+    """Return True if the last reconcile found memory pressure."""
     before = draft.before.condition(ConditionType.MEMORY_PRESSURED)
     return before is not None and before.status == "True"
 
@@ -103,7 +103,7 @@ def _busy(c: Context) -> str | None:
 
 
 def _yields(c: Context) -> bool:
-    """Whether the trial gives way to a surge: of a dtype that was chosen for room, and without traffic so far."""
+    """Return True if a surge may abort the canary: it was started to free memory and has no traffic yet."""
     trial = c.canary
     if trial is None or trial.stage not in (Stage.STARTING, Stage.PROBING, Stage.ROLLING_BACK):
         return False
@@ -112,7 +112,7 @@ def _yields(c: Context) -> bool:
 
 
 def _no_canary(c: Context) -> str | None:
-    """Why no dtype change may begin. A canary with two changes at once could not say which of them did the damage."""
+    """Return the reason why no dtype change may begin. Two changes in one canary could not be told apart."""
     if c.spec.rollout.paused:
         return "spec.rollout.paused is set"
     if c.stable is not None and c.render(c.stable.dtype).name != c.stable.revision:

@@ -1,0 +1,93 @@
+"""Marks on pods: readiness gates, and the request to autoscalers not to evict a pod.
+
+A readiness gate (docs/decisions/0030) keeps a pod out of everything that selects pods: our Services, a user's Service
+or InferencePool, a mesh. It opens only after the status has said that the revision may serve.
+
+Pods on trial, borrowed pods and the probed pod should not be evicted: an eviction ruins minutes of measuring. This is
+no right to stay: it ends with the verdict, a trial that stands still loses it soon, and `kubectl drain` ignores it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import TypeVar
+
+from kvpilot_operator.api.words import ConditionType, Reason, Stage
+from kvpilot_operator.decide.accuracy import baseline
+from kvpilot_operator.decide.context import Context, Draft
+from kvpilot_operator.decide.objects import traffic
+from kvpilot_operator.state.decision import Find
+from kvpilot_operator.state.objects import PodView
+from kvpilot_operator.state.questions import keeps_probe
+from kvpilot_operator.state.snapshot import Snapshot
+
+D = TypeVar("D", bound=Draft)
+
+_SENT_REQUESTS = (Stage.SHIFTING, Stage.PROMOTING)
+
+
+def admit(c: Context) -> Context:
+    """Open or close the readiness gates of pods."""
+    if c.stable is None:
+        return c
+    wanted = [(pod, _gate(c, pod)) for pod in c.snapshot.pods if pod.admitted is not None and not pod.terminating]
+    return replace(c, gates={pod.name: open_ for pod, open_ in wanted if open_ not in (None, pod.admitted)})
+
+
+def admit_serving(draft: D) -> D:
+    """Open the gates of revisions that get requests already, and close none: for a service that is left as it is."""
+    s, stable, canary = draft.snapshot, draft.stable, draft.canary
+    serving = {s.traffic}
+    if stable is not None:
+        serving.add(stable.revision)
+    if canary is not None and canary.stage in _SENT_REQUESTS:
+        serving.add(canary.revision)
+    pods = (pod for pod in s.pods if pod.admitted is False and not pod.terminating)
+    return replace(draft, gates={pod.name: True for pod in pods if pod.revision in serving})
+
+
+def _gate(c: Context, pod: PodView) -> bool | None:
+    """Return True if the pod's gate is to be open; None leaves it as it is."""
+    if c.stable is not None and pod.revision == c.stable.revision:
+        return True
+    canary = c.canary
+    if canary is None or pod.revision != canary.revision:
+        return None
+    if canary.stage == Stage.ROLLING_BACK and traffic.selected(c) == traffic.EVERY_REVISION:
+        return None  # Its pods are needed until stable ones have taken over; no further one is admitted.
+    return canary.stage in _SENT_REQUESTS
+
+
+_JUDGED = (Stage.STARTING, Stage.PROBING, Stage.SHIFTING)
+_SOON = timedelta(minutes=10)
+"""Time to mend an invalid spec before its trial loses the mark."""
+
+
+def keep_judged(c: Context) -> Context:
+    """Mark the pods that are judged now; none of a trial that the user has paused."""
+    asked = None if c.request is None or isinstance(c.request, Find) else c.request.pod
+    judged: set[str | None] = set()
+    if c.canary is not None and c.canary.stage in _JUDGED and not c.spec.rollout.paused:
+        judged = {c.canary.revision, baseline.borrowed(c)}
+    pods = [p for p in c.snapshot.pods if not p.terminating]
+    names = frozenset(p.name for p in pods if p.revision in judged or p.name == asked)
+    # Do not disturb a running probe.
+    return replace(c, do_not_evict=names | _marked(c.snapshot) if keeps_probe(c.unanswered) else names)
+
+
+def keep_as_now(draft: D) -> D:
+    """Keep the marks that are there."""
+    return replace(draft, do_not_evict=_marked(draft.snapshot))
+
+
+def keep_while_refused(draft: Draft) -> Draft:
+    """Keep the marks of a trial for a while: it goes on once the spec is mended."""
+    told = draft.before.condition(ConditionType.STALLED)
+    refused = told is not None and (told.status, told.reason) == ("True", Reason.SPEC_INVALID)
+    since = told.last_transition_time if told is not None and refused else draft.now
+    return keep_as_now(draft) if draft.canary is not None and draft.now - since < _SOON else draft
+
+
+def _marked(s: Snapshot) -> frozenset[str]:
+    return frozenset(p.name for p in s.pods if p.do_not_evict and not p.terminating)
