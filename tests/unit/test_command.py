@@ -49,7 +49,7 @@ def test_every_command_has_an_extra_that_the_project_defines():
 def test_a_command_that_does_not_exist_is_named_with_those_that_do(capsys):
     assert command.main(["calibrat"]) == 2
     said = capsys.readouterr().err
-    assert "'calibrat' is no command" in said
+    assert "'calibrat' is not a command" in said
     assert "calibrate" in said
 
 

@@ -126,9 +126,9 @@ def test_a_plan_is_priced_by_the_hour_and_by_the_million_tokens(capsys, tmp_path
         ([*LOAD, "--price", "L40S=nan"], "nan is not a price"),
         ([*LOAD, "--price", "L40S=cheap"], "'cheap' is not a price"),
         ([*LOAD, "--price", "H900=1"], "no GPU is known by this name"),
-        ([*LOAD, "--price", "H200=1"], "--price: L40S has none; give --price L40S=PER_HOUR"),
-        ([*LOAD, "--price", "nothing.yaml"], "--price nothing.yaml: holds no prices (FileNotFoundError)"),
-        (["--price", "L40S=1"], "--price: is the price of a load; give --requests-per-second"),
+        ([*LOAD, "--price", "H200=1"], "--price: L40S has no price"),
+        ([*LOAD, "--price", "nothing.yaml"], "--price nothing.yaml: has no prices (FileNotFoundError)"),
+        (["--price", "L40S=1"], "--price: needs a load; give --requests-per-second"),
     ],
 )
 def test_a_wrong_price_of_a_plan_is_refused_in_one_line(capsys, more, said) -> None:
