@@ -73,7 +73,7 @@ def gpu_of(cluster: Cluster, obj: Json) -> str:
             raise ToolError(f"the service has several kinds of GPU ({' and '.join(known)}): name one with --gpu")
         if known:
             return known[0]
-    raise ToolError("no node, nodeSelector or trial names the service's GPU: name it, for example --gpu H100-80GB")
+    raise ToolError("no node, node selector or trial names the service's GPU: name it, for example --gpu H100-80GB")
 
 
 def _by_nodes(cluster: Cluster, name: str) -> Iterator[str]:

@@ -68,7 +68,6 @@ def test_a_share_reads_the_same_with_the_servers_defaults_in_it(server: Rest) ->
             view = route_view(applied(server, made(*share(RULES, percent))), KEY)
             assert view is not None
             assert share(view.rules, percent) == view.rules
-            assert view.weights == ({"chat": 1} if not percent else {"chat": 100 - percent, "chat-canary": percent})
     finally:
         server.delete(f"{ROUTES}/{KEY.name}")
 
