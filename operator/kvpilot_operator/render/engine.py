@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from kvpilot_formats import dtypes
+from kvpilot_operator.api.kv_cache import OffloadDisk
 from kvpilot_operator.api.names import (
     ADAPTERS_OPTION,
     CLAIM_LABEL,
@@ -22,7 +23,7 @@ from kvpilot_operator.api.names import (
     weights_claim,
 )
 from kvpilot_operator.api.pods import Adapter
-from kvpilot_operator.api.spec import OffloadDisk, Spec
+from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.render import groups
 from kvpilot_operator.render.merge import strategic_merge
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from kvpilot_operator.api.gateways import EndpointPickerRef, Route
 from kvpilot_operator.api.names import (
     ADMITTED,
     API_VERSION,
@@ -28,7 +29,7 @@ from kvpilot_operator.api.names import (
     weights_claim,
 )
 from kvpilot_operator.api.pods import Claim
-from kvpilot_operator.api.spec import EndpointPickerRef, Route, Spec
+from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.render.groups import group_spec
 from kvpilot_operator.render.workloads import kind_for
 from kvpilot_operator.state.objects import PodView, RouteView
