@@ -7,8 +7,6 @@ one instant: only a pod that goes on like that is named as implausible. The rule
   hands its cache to another one holds them longer: kvpilot does not support KV transfer.)
 - *More requests run than blocks are in use.* The last block of a request is its own, even under prefix caching.
 - *Preemptions without a full cache.* To preempt is to run out of blocks, so the free ones must have been filled since.
-- *Use stands still while the number of requests does not.* Use alone may well stand still: windows and state-space
-  layers take the same room whatever the length, and small caches have few steps.
 - *Capacity more than twice off* the median of the other pods on such a GPU: one revision is one configuration.
 - *More than a machine can do*: tokens, preemptions or requests a second.
 
@@ -40,19 +38,8 @@ MOST_NAMED = 4
 
 _HELD = 0.05
 _FAR_FROM_FULL = 0.25
-_FEW_BLOCKS = 64
 _MOST_A_SECOND = {"generation_tokens": 5e6, "prompt_tokens": 1e9, "preemptions": 1e5, "finished": 1e6}
 """Per pod. Prompt tokens that the prefix cache holds are counted, too, and cost nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Standstill:
-    """Consecutive pages with exactly the same use."""
-
-    streak: Streak
-    fewest: float
-    most: float
-    tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +49,6 @@ class Known:
     time: datetime
     page: PodMetrics
     odd: Mapping[str, Streak] = field(default_factory=dict)
-    still: Standstill | None = None
     stalls: Mapping[str, Streak] = field(default_factory=dict)
     """The pod's engines that stand still, by name."""
 
@@ -74,8 +60,6 @@ class Judged:
     sample: Sample
     known: Mapping[str, Known]
     """Give this to the next call."""
-    cut: tuple[str, ...]
-    """Figures that were cut, each as "POD: figure, and the value that is taken instead"."""
 
 
 def plausible_sample(
@@ -86,13 +70,7 @@ def plausible_sample(
     unanswered: int = 0,
     gpus: Mapping[str, str] | None = None,
 ) -> Judged:
-    """Judge the pages that one revision's pods gave at `time`; `gpus` names each pod's GPU, as far as it is known.
-
-    Of three plausible pods or more, the one with the most waiting requests (or preemptions) counts as the one with the
-    second most: pressure on memory is seen by two, or it is not the revision's. Load may well be uneven: the most
-    running requests count up to ten times the second most. No page has more of them than blocks in use. Use needs
-    no such bound: it is a share, and capacity, its weight, is checked.
-    """
+    """Judge the pages that one revision's pods gave at `time`; `gpus` names each pod's GPU, as far as it is known."""
     flows = {pod: _flows(known.get(pod), page, time) for pod, page in pages.items()}
     now = {pod: _remember(known.get(pod), page, flows[pod], time) for pod, page in pages.items()}
     reasons = {pod: _implausible(now[pod], flows[pod], time) or _odd_capacity(pod, pages, gpus or {}) for pod in pages}
@@ -104,7 +82,7 @@ def plausible_sample(
     }
     plausible = sorted(pod for pod, why in reasons.items() if not why and not now[pod].odd and not now[pod].stalls)
     kept = {pod: old for pod, old in known.items() if (time - old.time).total_seconds() <= LONGEST_GAP_SECONDS}
-    sample, cut = _together(time, [(pod, pages[pod], flows[pod]) for pod in plausible])
+    sample = _together(time, [(pod, pages[pod], flows[pod]) for pod in plausible])
     left_out = len(pages) - len(plausible) - len(implausible) - len(still)
     told = {pod: page.factors for pod, page in pages.items() if page.factors}
     factors = _most(told.values()) or ""
@@ -122,7 +100,7 @@ def plausible_sample(
         factors=factors,
         mixed=tuple(sorted(other for other in told.items() if other[1] != factors))[:MOST_NAMED],
     )
-    return Judged(sample, {**kept, **now}, cut)
+    return Judged(sample, {**kept, **now})
 
 
 def _most(values: Iterable[_T]) -> _T | None:
@@ -145,7 +123,7 @@ def _remember(known: Known | None, page: PodMetrics, flows: Flows, time: datetim
         streak = known.odd.get(name)
         odd[name] = Streak(time) if streak is None else Streak(streak.since, streak.pages + 1)
     stalls = watch(known.stalls, known.page, page, known.time) if flows.seconds else {}
-    return Known(time, page, odd, _standstill(known, page, flows, time), stalls)
+    return Known(time, page, odd, stalls)
 
 
 def _contradictions(before: PodMetrics, page: PodMetrics, flows: Flows) -> list[str]:
@@ -166,18 +144,6 @@ def _room(page: PodMetrics) -> float:
     return page.usage * page.blocks + 1 if page.blocks else page.running
 
 
-def _standstill(known: Known, page: PodMetrics, flows: Flows, time: datetime) -> Standstill:
-    last = known.still
-    if last is None or known.page.usage != page.usage:
-        return Standstill(Streak(time), page.running, page.running)
-    return Standstill(
-        Streak(last.streak.since, last.streak.pages + 1),
-        min(last.fewest, page.running),
-        max(last.most, page.running),
-        last.tokens + flows.prompt_tokens + flows.generation_tokens,
-    )
-
-
 def _implausible(now: Known, flows: Flows, time: datetime) -> str | None:
     """Return the reason why the pod is implausible, or None."""
     page = now.page
@@ -193,23 +159,7 @@ def _implausible(now: Known, flows: Flows, time: datetime) -> str | None:
     for name, streak in now.odd.items():
         if streak.lasts(time):
             return f"{words[name]}, for {(time - streak.since).total_seconds():.0f} s"
-    still = now.still
-    if still is not None and _stuck(page, still, time):
-        return (
-            f"use stands at exactly {page.usage:.4f} while between {still.fewest:.0f} and {still.most:.0f} requests "
-            f"run and {still.tokens:.0f} tokens flow, for {(time - still.streak.since).total_seconds():.0f} s"
-        )
     return None
-
-
-def _stuck(page: PodMetrics, still: Standstill, time: datetime) -> bool:
-    return (
-        page.blocks >= _FEW_BLOCKS
-        and 0.01 < page.usage < 0.99
-        and still.most > 2 * still.fewest + 2
-        and still.tokens > page.capacity_tokens
-        and still.streak.lasts(time)
-    )
 
 
 def _odd_capacity(pod: str, pages: Mapping[str, PodMetrics], gpus: Mapping[str, str]) -> str | None:
@@ -223,51 +173,26 @@ def _odd_capacity(pod: str, pages: Mapping[str, PodMetrics], gpus: Mapping[str, 
     return f"capacity is {mine} tokens while the other pods' median is {usual:.0f}"
 
 
-def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> tuple[Sample, tuple[str, ...]]:
+def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> Sample:
     """Return the plausible pods' sums."""
     if not pods:
-        return Sample(_whole(time), 0, 0.0, 0.0, 0.0, 0, ""), ()
-    names = [name for name, _, _ in pods]
+        return Sample(_whole(time), 0, 0.0, 0.0, 0.0, 0, "")
     pages = [page for _, page, _ in pods]
     weights = [page.capacity_tokens or 1 for page in pages]
-    flows = Flows.together([flow for _, _, flow in reversed(pods)])
     engines = [(f"{pod} {one.name}".rstrip(), one.usage, one.waiting) for pod, page, _ in pods for one in page.engines]
-    waiting, cut_waiting = _cut("waiting", names, [page.waiting for page in pages])
-    running, cut_running = _cut("running", names, [page.running for page in pages], times=10, more=64)
-    preemptions, cut_preemptions = _cut("preempted", names, [flow.preemptions for _, _, flow in pods])
-    sample = Sample(
+    return Sample(
         time=_whole(time),
         pods=len(pods),
         usage=sum(page.usage * weight for page, weight in zip(pages, weights, strict=True)) / sum(weights),
-        running=running,
-        waiting=waiting,
+        running=sum(page.running for page in pages),
+        waiting=sum(page.waiting for page in pages),
         capacity_tokens=sum(page.capacity_tokens for page in pages),
         observed_dtype="",
-        flows=replace(flows, preemptions=preemptions),
+        flows=Flows.together([flow for _, _, flow in reversed(pods)]),
         spread=Spread.of(engines),
     )
-    return sample, (*cut_waiting, *cut_running, *cut_preemptions)
 
 
 def _whole(time: datetime) -> datetime:
     """Cut to whole seconds, as decisions have them: a sample must not be later than its reconcile."""
     return time.replace(microsecond=0)
-
-
-def _cut(
-    what: str, names: Sequence[str], values: Sequence[float], *, times: float = 1, more: float = 0
-) -> tuple[float, list[str]]:
-    """Return the sum of `values`, the highest cut to `times` the second highest plus `more`, and a message about it.
-
-    For three pods and no allowance, that is the median in place of the highest.
-    """
-    total = sum(values)
-    if len(values) < ENOUGH_TO_COMPARE:
-        return total, []
-    second, highest = sorted(values)[-2:]
-    taken = min(highest, times * second + more)
-    if taken == highest or highest <= 2 * second + 10:
-        return total - highest + taken, []
-    who = names[values.index(highest)]
-    said = f"{who}: {what} {highest:.0f}, counted as {taken:.0f}: no other pod has more than {second:.0f}"
-    return total - highest + taken, [said]
