@@ -122,7 +122,7 @@ def test_no_set_at_all_is_refused() -> None:
         ("[1, 2", "not plain YAML"),
         ("!!python/object/apply:os.getcwd []", "line 1: an anchor, alias or tag"),
         ("prompts:\n- &a x", "line 2: an anchor, alias or tag"),
-        ("prompts: [*a]", "line 1: an anchor, alias or tag"),
+        ("prompts: [*a]", "an anchor, alias or tag"),
         ("prompts: []\n---\nb", "not plain YAML"),
         (f"prompts: {'[' * MAX_LEVELS}", f"more than {MAX_LEVELS} levels"),
         ("just words", "key prompts"),

@@ -169,16 +169,20 @@ def _plain(text: str) -> object:
     for event in yaml.parse(text, Loader=yaml.CSafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_LEVELS:
-            raise ValueError(f"line {event.start_mark.line + 1}: more than {MAX_LEVELS} levels: nest less")
+            raise _refused(event, f"more than {MAX_LEVELS} levels: nest less")
         if isinstance(event, yaml.NodeEvent) and (event.anchor, getattr(event, "tag", None)) != (None, None):
-            where = f"line {event.start_mark.line + 1}"
-            raise ValueError(f"{where}: an anchor, alias or tag: write the value out, and put texts in quotes")
+            raise _refused(event, "an anchor, alias or tag: write the value out, and put texts in quotes")
     value: object = yaml.load(text, Loader=yaml.CSafeLoader)
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"a value is not one of JSON: {error}: put it in quotes if it is a text") from error
     return value
+
+
+def _refused(event: yaml.Event, why: str) -> ValueError:
+    at = f"line {event.start_mark.line + 1}: " if event.start_mark is not None else ""
+    return ValueError(f"{at}{why}")
 
 
 def _prompts(source: str, entries: Sequence[object], context_tokens: int) -> list[ProbePrompt]:
