@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_operator.observe.plausible import MOST_NAMED
+from kvpilot_operator.observe.plausible import LASTING_PAGES, MOST_NAMED
 from kvpilot_operator.observe.pod_metrics import PodMetrics
-from kvpilot_operator.observe.stalls import LASTING_PAGES
 from kvpilot_operator.state.samples import Flows
 from support.engine_model import EngineModel
 from support.scrape_loop import BUSY, IDLE, START, ScrapeLoop, at, busy, counted

@@ -10,8 +10,10 @@ one instant: only a pod that goes on like that is named as implausible. The rule
 - *Capacity more than twice off* the median of the other pods on such a GPU: one revision is one configuration.
 - *More than a machine can do*: tokens, preemptions or requests a second.
 
-An engine that stands still (`stalls.py`) contradicts nothing, and says nothing of its load either: it is left out by
-itself, and the other pods are judged as though it were not there.
+An engine that has work and does none contradicts nothing: its gauges look like a full cache that requests wait for. Its
+counters tell: no token was made, and no request ended. vLLM counts a prompt when it ends, so a long one moves no
+counter either, but it fills blocks meanwhile. So an engine stands still where neither its counters nor its use move. It
+is left out by itself, and the other pods are judged as though it did not exist.
 """
 
 from __future__ import annotations
@@ -23,11 +25,16 @@ from datetime import datetime
 from statistics import median
 from typing import TypeVar
 
-from kvpilot_operator.observe.pod_metrics import LONGEST_GAP_SECONDS, PodMetrics, increments
-from kvpilot_operator.observe.stalls import Streak, stalled, watch
+from kvpilot_operator.observe.pod_metrics import LONGEST_GAP_SECONDS, PodMetrics, Rank, increments, restarted
 from kvpilot_operator.state.samples import Flows, Sample, Spread
 
 _T = TypeVar("_T", int, str)
+
+# A contradiction that lasts this long, over so many pages in a row at least, is not a coincidence of the moment.
+LASTING_SECONDS = 15.0
+LASTING_PAGES = 4
+# Longer than other contradictions: a prompt fills no more blocks where every layer has a window or a state.
+STALLED_SECONDS = 30.0
 
 # From this many pods on, one that stands alone can be told from the others.
 ENOUGH_TO_COMPARE = 3
@@ -40,6 +47,18 @@ _HELD = 0.05
 _FAR_FROM_FULL = 0.25
 _MOST_A_SECOND = {"generation_tokens": 5e6, "prompt_tokens": 1e9, "preemptions": 1e5, "finished": 1e6}
 """Per pod. Prompt tokens that the prefix cache holds are counted, too, and cost nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Streak:
+    """Consecutive pages with the same contradiction."""
+
+    since: datetime
+    pages: int = 1
+
+    def lasts(self, now: datetime, seconds: float = LASTING_SECONDS) -> bool:
+        """Return True once it is not a coincidence."""
+        return self.pages >= LASTING_PAGES and (now - self.since).total_seconds() >= seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +97,7 @@ def plausible_sample(
     still = {
         pod: why
         for pod, doubt in reasons.items()
-        if not doubt and (why := stalled(now[pod].stalls, pages[pod], time)) is not None
+        if not doubt and (why := _stalled(now[pod].stalls, pages[pod], time)) is not None
     }
     plausible = sorted(pod for pod, why in reasons.items() if not why and not now[pod].odd and not now[pod].stalls)
     kept = {pod: old for pod, old in known.items() if (time - old.time).total_seconds() <= LONGEST_GAP_SECONDS}
@@ -122,7 +141,7 @@ def _remember(known: Known | None, page: PodMetrics, flows: Flows, time: datetim
     for name in _contradictions(known.page, page, flows):
         streak = known.odd.get(name)
         odd[name] = Streak(time) if streak is None else Streak(streak.since, streak.pages + 1)
-    stalls = watch(known.stalls, known.page, page, known.time) if flows.seconds else {}
+    stalls = _watch(known.stalls, known.page, page, known.time) if flows.seconds else {}
     return Known(time, page, odd, stalls)
 
 
@@ -142,6 +161,35 @@ def _contradictions(before: PodMetrics, page: PodMetrics, flows: Flows) -> list[
 def _room(page: PodMetrics) -> float:
     """Return the largest number of requests that can run in the blocks in use, give or take one."""
     return page.usage * page.blocks + 1 if page.blocks else page.running
+
+
+def _watch(known: Mapping[str, Streak], before: PodMetrics, page: PodMetrics, since: datetime) -> Mapping[str, Streak]:
+    """Return how long each engine of a pod has stood still, by its name; `before` is the pod's page of `since`."""
+    old = {} if restarted(before, page) else {rank.name: rank for rank in before.engines}
+    streaks = {}
+    for rank in page.engines:
+        last = old.get(rank.name)
+        if last is not None and rank.running + rank.waiting > 0 and (last.done, last.usage) == (rank.done, rank.usage):
+            streak = known.get(rank.name, Streak(since, 0))
+            streaks[rank.name] = Streak(streak.since, streak.pages + 1)
+    return streaks
+
+
+def _stalled(known: Mapping[str, Streak], page: PodMetrics, time: datetime) -> str | None:
+    """Name an engine that has done nothing for too long to be a coincidence; None where none has."""
+    for rank in page.engines:
+        streak = known.get(rank.name)
+        if streak is not None and streak.lasts(time, STALLED_SECONDS):
+            return _idle(rank, (time - streak.since).total_seconds())
+    return None
+
+
+def _idle(rank: Rank, seconds: float) -> str:
+    who = f"{rank.name}: " if rank.name else ""
+    return (
+        f"{who}{rank.running:.0f} requests run and {rank.waiting:.0f} wait, and for {seconds:.0f} s no token was made "
+        "and none of them ended"
+    )
 
 
 def _implausible(now: Known, flows: Flows, time: datetime) -> str | None:
