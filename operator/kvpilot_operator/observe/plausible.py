@@ -79,6 +79,8 @@ class Judged:
     sample: Sample
     known: Mapping[str, Known]
     """Give this to the next call."""
+    cut: tuple[str, ...]
+    """Figures that were cut, each as "POD: figure, and the value that is taken instead"."""
 
 
 def plausible_sample(
@@ -89,7 +91,13 @@ def plausible_sample(
     unanswered: int = 0,
     gpus: Mapping[str, str] | None = None,
 ) -> Judged:
-    """Judge the pages that one revision's pods gave at `time`; `gpus` names each pod's GPU, as far as it is known."""
+    """Judge the pages that one revision's pods gave at `time`; `gpus` names each pod's GPU, as far as it is known.
+
+    Of three plausible pods or more, the one with the most waiting requests (or preemptions) counts as the one with the
+    second most: pressure on memory is seen by two, or it is not the revision's. Load may well be uneven: the most
+    running requests count up to ten times the second most. No page has more of them than blocks in use. Use needs
+    no such bound: it is a share, and capacity, its weight, is checked.
+    """
     flows = {pod: _flows(known.get(pod), page, time) for pod, page in pages.items()}
     now = {pod: _remember(known.get(pod), page, flows[pod], time) for pod, page in pages.items()}
     reasons = {pod: _implausible(now[pod], flows[pod], time) or _odd_capacity(pod, pages, gpus or {}) for pod in pages}
@@ -101,7 +109,7 @@ def plausible_sample(
     }
     plausible = sorted(pod for pod, why in reasons.items() if not why and not now[pod].odd and not now[pod].stalls)
     kept = {pod: old for pod, old in known.items() if (time - old.time).total_seconds() <= LONGEST_GAP_SECONDS}
-    sample = _together(time, [(pod, pages[pod], flows[pod]) for pod in plausible])
+    sample, cut = _together(time, [(pod, pages[pod], flows[pod]) for pod in plausible])
     left_out = len(pages) - len(plausible) - len(implausible) - len(still)
     told = {pod: page.factors for pod, page in pages.items() if page.factors}
     factors = _most(told.values()) or ""
@@ -119,7 +127,7 @@ def plausible_sample(
         factors=factors,
         mixed=tuple(sorted(other for other in told.items() if other[1] != factors))[:MOST_NAMED],
     )
-    return Judged(sample, {**kept, **now})
+    return Judged(sample, {**kept, **now}, cut)
 
 
 def _most(values: Iterable[_T]) -> _T | None:
@@ -221,26 +229,51 @@ def _odd_capacity(pod: str, pages: Mapping[str, PodMetrics], gpus: Mapping[str, 
     return f"capacity is {mine} tokens while the other pods' median is {usual:.0f}"
 
 
-def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> Sample:
+def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> tuple[Sample, tuple[str, ...]]:
     """Return the plausible pods' sums."""
     if not pods:
-        return Sample(_whole(time), 0, 0.0, 0.0, 0.0, 0, "")
+        return Sample(_whole(time), 0, 0.0, 0.0, 0.0, 0, ""), ()
+    names = [name for name, _, _ in pods]
     pages = [page for _, page, _ in pods]
     weights = [page.capacity_tokens or 1 for page in pages]
+    flows = Flows.together([flow for _, _, flow in reversed(pods)])
     engines = [(f"{pod} {one.name}".rstrip(), one.usage, one.waiting) for pod, page, _ in pods for one in page.engines]
-    return Sample(
+    waiting, cut_waiting = _cut("waiting", names, [page.waiting for page in pages])
+    running, cut_running = _cut("running", names, [page.running for page in pages], times=10, more=64)
+    preemptions, cut_preemptions = _cut("preempted", names, [flow.preemptions for _, _, flow in pods])
+    sample = Sample(
         time=_whole(time),
         pods=len(pods),
         usage=sum(page.usage * weight for page, weight in zip(pages, weights, strict=True)) / sum(weights),
-        running=sum(page.running for page in pages),
-        waiting=sum(page.waiting for page in pages),
+        running=running,
+        waiting=waiting,
         capacity_tokens=sum(page.capacity_tokens for page in pages),
         observed_dtype="",
-        flows=Flows.together([flow for _, _, flow in reversed(pods)]),
+        flows=replace(flows, preemptions=preemptions),
         spread=Spread.of(engines),
     )
+    return sample, (*cut_waiting, *cut_running, *cut_preemptions)
 
 
 def _whole(time: datetime) -> datetime:
     """Cut to whole seconds, as decisions have them: a sample must not be later than its reconcile."""
     return time.replace(microsecond=0)
+
+
+def _cut(
+    what: str, names: Sequence[str], values: Sequence[float], *, times: float = 1, more: float = 0
+) -> tuple[float, list[str]]:
+    """Return the sum of `values`, the highest cut to `times` the second highest plus `more`, and a message about it.
+
+    For three pods and no allowance, that is the median in place of the highest.
+    """
+    total = sum(values)
+    if len(values) < ENOUGH_TO_COMPARE:
+        return total, []
+    second, highest = sorted(values)[-2:]
+    taken = min(highest, times * second + more)
+    if taken == highest or highest <= 2 * second + 10:
+        return total - highest + taken, []
+    who = names[values.index(highest)]
+    said = f"{who}: {what} {highest:.0f}, counted as {taken:.0f}: no other pod has more than {second:.0f}"
+    return total - highest + taken, [said]
