@@ -30,10 +30,10 @@ from kvpilot_operator.errors import KvpilotError
 from kvpilot_operator.observe import series
 from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.observe.probe_packs import texts_of
-from kvpilot_operator.probes import plain_yaml
 from kvpilot_operator.probes.answers import read_streamed, read_tokens
 from kvpilot_operator.probes.codec import decode
 from kvpilot_operator.probes.errors import ProbeError
+from kvpilot_operator.probes.packs import MAX_PACK_BYTES, load
 
 SIZES = [1024 * 2**i for i in range(11)]
 # A parser that is not linear is not asked for more once one text took so long.
@@ -56,9 +56,9 @@ def prometheus_client(text: bytes) -> None:
             pass
 
 
-def yaml(text: bytes) -> None:
-    """Return a pack's text."""
-    plain_yaml.read(text.decode())
+def pack(text: bytes) -> None:
+    """Read a pack as the operator does."""
+    load(["configmap/mine"], {"mine": {"prompts.yaml": text.decode()}})
 
 
 def spec(text: bytes) -> None:
@@ -69,7 +69,7 @@ def spec(text: bytes) -> None:
 PARSERS: dict[str, tuple[Callable[[bytes], object], dict[str, Make], int]] = {
     "a page of metrics": (page, PAGES, 2**20),
     "the same by prometheus_client": (prometheus_client, PAGES, 2**20),
-    "a pack's YAML": (yaml, YAML, 2**18),
+    "a pack's YAML": (pack, YAML, MAX_PACK_BYTES),
     "an answer of /tokenize": (lambda text: read_tokens("here", text), TOKENS, 2**20),
     "a line of /v1/completions": (lambda text: read_streamed("here", text), TOKENS, 2**18),
     "a stored baseline": (decode, BASELINES, 2**20),
@@ -102,7 +102,7 @@ def measured(read: Callable[[bytes], object], make: Make, most: int) -> dict[str
 def _outcome(read: Callable[[bytes], object], text: bytes) -> str:
     try:
         read(text)
-    except (KvpilotError, ProbeError, plain_yaml.NotPlainYaml) as error:
+    except (KvpilotError, ProbeError) as error:
         return type(error).__name__
     except ValueError as error:
         # prometheus_client's own.

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.pods import EnvVar, FieldRef, KeyRef, Resources, TokenRef, ValueFrom
-from kvpilot_operator.api.spec import Scaling, parse
+from kvpilot_operator.api.scaling import Scaling
+from kvpilot_operator.api.spec import parse
 from support.bad_manifests import GOOD
 from support.crd import apply_defaults
 

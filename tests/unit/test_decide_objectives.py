@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.api.spec import Objective
+from kvpilot_operator.api.scaling import Objective
 from kvpilot_operator.api.words import ObjectiveState
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.load.objectives import ObjectiveResult, judge_objectives

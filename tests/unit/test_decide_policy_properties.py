@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_formats import formats
-from kvpilot_operator.api.spec import Objective
+from kvpilot_operator.api.scaling import Objective
 from kvpilot_operator.api.words import ObjectiveState, WorkloadKind
 from kvpilot_operator.decide.load.objectives import ObjectiveResult
 from kvpilot_operator.decide.load.surge import Surge

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from kvpilot_operator.api.spec import Objective
+from kvpilot_operator.api.scaling import Objective
 from kvpilot_operator.decide.load.objectives import ObjectiveResult
 from kvpilot_operator.decide.load.saturation import learned
 from kvpilot_operator.decide.load.surge import Surge, find

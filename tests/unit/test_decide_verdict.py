@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.api.spec import Accuracy
+from kvpilot_operator.api.rollout import Accuracy
 from kvpilot_operator.decide.accuracy.verdict import judge
 from support.model_cluster import measurement
 from support.services import baseline, manifest, spec_of

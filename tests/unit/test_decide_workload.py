@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvpilot_operator.api.spec import Pressure
+from kvpilot_operator.api.kv_cache import Pressure
 from kvpilot_operator.decide.load.window import STALE_SECONDS
 from kvpilot_operator.decide.load.workload import classify
 from kvpilot_operator.state.samples import Flows

@@ -229,7 +229,7 @@ def test_no_trial_by_a_route_begins_while_a_pool_of_it_is_refused_and_the_route_
     found = told(cluster, "Stalled").message
     assert "(InferencePool chat)" in found
     assert "(InferencePool chat-canary)" in found
-    assert "InferencePool chat, which it is to send to, is refused" in told(cluster, "Stalled").message
+    assert "InferencePool chat, a backend of the route, is refused" in told(cluster, "Stalled").message
     edit(cluster, inferencePool=PICKERS)
     cluster.until(ended)
     assert cluster.status["history"][0]["verdict"] == "Passed"

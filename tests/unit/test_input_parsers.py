@@ -22,8 +22,8 @@ from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.observe.probe_packs import texts_of
 from kvpilot_operator.probes.answers import read_streamed, read_tokens
 from kvpilot_operator.probes.codec import decode
-from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer, MalformedBaseline
-from kvpilot_operator.probes.plain_yaml import NotPlainYaml, read
+from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer, MalformedBaseline, PackError
+from kvpilot_operator.probes.packs import MAX_PACK_BYTES, load
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ def read_page(text: bytes) -> None:
     reader.close()
 
 
-def read_yaml(text: bytes) -> None:
+def read_pack(text: bytes) -> None:
     # As the API server sends it: a ConfigMap's text is UTF-8.
-    read(text.decode(errors="replace"))
+    load(["configmap/mine"], {"mine": {"prompts.yaml": text.decode(errors="replace")}})
 
 
 def read_spec(text: bytes) -> None:
@@ -59,7 +59,7 @@ def read_spec(text: bytes) -> None:
 
 PARSERS = {
     "page": DoorTest(read_page, (ScrapeError,), PAGES, METRICS.read_bytes),
-    "yaml": DoorTest(read_yaml, (NotPlainYaml,), YAML, 32 * 1024),
+    "yaml": DoorTest(read_pack, (PackError,), YAML, MAX_PACK_BYTES),
     "tokenize": DoorTest(lambda t: read_tokens("here", t), (MalformedAnswer,), TOKENS, CANARY_PROBE.read_bytes),
     "stream": DoorTest(lambda t: read_streamed("here", t), (MalformedAnswer, EngineRefused), TOKENS, 256 * 1024),
     "baseline": DoorTest(decode, (MalformedBaseline,), BASELINES, 900 * 1024),

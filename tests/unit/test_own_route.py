@@ -157,7 +157,7 @@ def test_a_trial_waits_for_a_gateway_that_takes_the_route():
     told = decide(running(asked(kvCache={"mode": "Fixed", "dtype": NEW}), OLD, route=refused, server=SERVES_ALL)).status
     assert told.canary is None
     assert told.condition("Stalled").reason == "RouteUnusable"
-    assert "Gateway g/web says NotAllowedByListeners: no; mend" in told.condition("Stalled").message
+    assert "Gateway g/web says NotAllowedByListeners: no; fix the cause" in told.condition("Stalled").message
     theirs = service(NEW, 1, routeRef={"name": KEY.name})
     assert decide(running(theirs, OLD, route=refused, server=SERVES_ALL)).status.canary is not None
 

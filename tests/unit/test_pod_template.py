@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.pod_template import KINDS
 from kvpilot_operator.observe.informers import InformerCache
-from kvpilot_operator.render.engine import pod_template, revision
-from kvpilot_operator.render.merge import strategic_merge
+from kvpilot_operator.render.engine import pod_template, revision, strategic_merge
 from support.bad_manifests import BAD
 from support.crd import apply_defaults, root_schema
 from support.kinds import unknown

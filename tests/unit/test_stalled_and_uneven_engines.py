@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.api.spec import Objective, Pressure
+from kvpilot_operator.api.kv_cache import Pressure
+from kvpilot_operator.api.scaling import Objective
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.load.workload import Workload, classify
 from kvpilot_operator.decide.steps.policy import choose_step

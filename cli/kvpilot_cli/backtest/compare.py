@@ -25,7 +25,7 @@ from kvpilot_cli.backtest.policies import (
 )
 from kvpilot_cli.backtest.service import Objective, Service
 from kvpilot_cli.backtest.wva import Wva
-from kvpilot_operator.api.spec import Objective as LatencyObjective
+from kvpilot_operator.api.scaling import Objective as LatencyObjective
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Sample

@@ -25,7 +25,8 @@ import msgspec
 from kvpilot_cli import plots
 from kvpilot_cli.probe import report
 from kvpilot_cli.probe.compare import Endpoint, compare
-from kvpilot_operator.api.spec import Accuracy, parse
+from kvpilot_operator.api.rollout import Accuracy
+from kvpilot_operator.api.spec import parse
 from kvpilot_operator.errors import KvpilotError
 from kvpilot_operator.numbers import whole
 from kvpilot_operator.probes import packs, session

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from kvpilot_operator.api.spec import Accuracy
+from kvpilot_operator.api.rollout import Accuracy
 from kvpilot_operator.decide import Judgement, described, judge
 from kvpilot_operator.probes import codec, run
 from kvpilot_operator.probes.client import Progress, http_client, served_models

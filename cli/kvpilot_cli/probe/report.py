@@ -10,7 +10,7 @@ from typing import Any
 from kvpilot_cli import plots
 from kvpilot_cli.probe.compare import Comparison
 from kvpilot_cli.text_tables import render
-from kvpilot_operator.api.spec import Accuracy
+from kvpilot_operator.api.rollout import Accuracy
 from kvpilot_operator.probes.stats import Measurement
 
 _BAR = 24

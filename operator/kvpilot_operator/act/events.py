@@ -16,6 +16,7 @@ from kvpilot_operator.cluster.objects import Object, Ref
 from kvpilot_operator.errors import ClusterError, NotFound
 from kvpilot_operator.state.decision import Event
 from kvpilot_operator.state.snapshot import Snapshot
+from kvpilot_operator.times import utc
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Events:
     async def _post(self, s: Snapshot, event: Event) -> None:
         known = self._posted.pop(event, None)
         if known is not None and s.now - known.last < timedelta(seconds=SAME_SECONDS):
-            patch = {"count": known.count + 1, "lastTimestamp": _time(s.now)}
+            patch = {"count": known.count + 1, "lastTimestamp": utc(s.now)}
             try:
                 await self._cluster.merge(Ref("v1", "Event", s.key.namespace, known.name), patch)
             except NotFound:
@@ -68,7 +69,7 @@ class Events:
 
 def event_manifest(s: Snapshot, event: Event) -> Object:
     """Return a core/v1 Event that `kubectl describe` and `kubectl get events` show with the service."""
-    time = _time(s.now)
+    time = utc(s.now)
     return {
         "apiVersion": "v1",
         "kind": "Event",
@@ -83,7 +84,3 @@ def event_manifest(s: Snapshot, event: Event) -> Object:
         "lastTimestamp": time,
         "count": 1,
     }
-
-
-def _time(moment: datetime) -> str:
-    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")

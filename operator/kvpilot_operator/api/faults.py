@@ -35,7 +35,7 @@ class Fault(NamedTuple):
     """One thing that is wrong with an object."""
 
     field: str
-    """Where, such as spec.a.b[0]."""
+    """The faulty field, such as spec.a.b[0]."""
     message: str
     """The value, where it may be shown, and the remedy."""
 

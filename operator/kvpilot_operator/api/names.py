@@ -12,7 +12,7 @@ HTTP_ROUTE_API = "gateway.networking.k8s.io/v1"
 INFERENCE_POOL_API = "inference.networking.k8s.io/v1"
 LEADER_WORKER_SET_API = "leaderworkerset.x-k8s.io/v1"
 OPENSHIFT_SECURITY_API = "security.openshift.io/v1"
-"""Where it is served, each namespace has users and groups of its own."""
+"""API of OpenShift: a cluster that serves it gives each namespace its own users and groups."""
 
 SERVICE_LABEL = "kvpilot.io/service"
 REVISION_LABEL = "kvpilot.io/revision"

@@ -7,13 +7,13 @@ one instant: only a pod that goes on like that is named as implausible. The rule
   hands its cache to another one holds them longer: kvpilot does not support KV transfer.)
 - *More requests run than blocks are in use.* The last block of a request is its own, even under prefix caching.
 - *Preemptions without a full cache.* To preempt is to run out of blocks, so the free ones must have been filled since.
-- *Use stands still while the number of requests does not.* Use alone may well stand still: windows and state-space
-  layers take the same room whatever the length, and small caches have few steps.
 - *Capacity more than twice off* the median of the other pods on such a GPU: one revision is one configuration.
 - *More than a machine can do*: tokens, preemptions or requests a second.
 
-An engine that stands still (`stalls.py`) contradicts nothing, and says nothing of its load either: it is left out by
-itself, and the other pods are judged as though it were not there.
+An engine that has work and does none contradicts nothing: its gauges look like a full cache that requests wait for. Its
+counters tell: no token was made, and no request ended. vLLM counts a prompt when it ends, so a long one moves no
+counter either, but it fills blocks meanwhile. So an engine stands still where neither its counters nor its use move. It
+is left out by itself, and the other pods are judged as though it did not exist.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ from datetime import datetime
 from statistics import median
 from typing import TypeVar
 
-from kvpilot_operator.observe.pod_metrics import LONGEST_GAP_SECONDS, PodMetrics, increments
-from kvpilot_operator.observe.stalls import Streak, stalled, watch
+from kvpilot_operator.observe.pod_metrics import LONGEST_GAP_SECONDS, PodMetrics, Rank, increments, restarted
 from kvpilot_operator.state.samples import Flows, Sample, Spread
 
 _T = TypeVar("_T", int, str)
+
+# A contradiction that lasts this long, over so many pages in a row at least, is not a coincidence of the moment.
+LASTING_SECONDS = 15.0
+LASTING_PAGES = 4
+# Longer than other contradictions: a prompt fills no more blocks where every layer has a window or a state.
+STALLED_SECONDS = 30.0
 
 # From this many pods on, one that stands alone can be told from the others.
 ENOUGH_TO_COMPARE = 3
@@ -40,19 +45,20 @@ MOST_NAMED = 4
 
 _HELD = 0.05
 _FAR_FROM_FULL = 0.25
-_FEW_BLOCKS = 64
 _MOST_A_SECOND = {"generation_tokens": 5e6, "prompt_tokens": 1e9, "preemptions": 1e5, "finished": 1e6}
 """Per pod. Prompt tokens that the prefix cache holds are counted, too, and cost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Standstill:
-    """Consecutive pages with exactly the same use."""
+class Streak:
+    """Consecutive pages with the same contradiction."""
 
-    streak: Streak
-    fewest: float
-    most: float
-    tokens: float = 0.0
+    since: datetime
+    pages: int = 1
+
+    def lasts(self, now: datetime, seconds: float = LASTING_SECONDS) -> bool:
+        """Return True once it is not a coincidence."""
+        return self.pages >= LASTING_PAGES and (now - self.since).total_seconds() >= seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,6 @@ class Known:
     time: datetime
     page: PodMetrics
     odd: Mapping[str, Streak] = field(default_factory=dict)
-    still: Standstill | None = None
     stalls: Mapping[str, Streak] = field(default_factory=dict)
     """The pod's engines that stand still, by name."""
 
@@ -100,7 +105,7 @@ def plausible_sample(
     still = {
         pod: why
         for pod, doubt in reasons.items()
-        if not doubt and (why := stalled(now[pod].stalls, pages[pod], time)) is not None
+        if not doubt and (why := _stalled(now[pod].stalls, pages[pod], time)) is not None
     }
     plausible = sorted(pod for pod, why in reasons.items() if not why and not now[pod].odd and not now[pod].stalls)
     kept = {pod: old for pod, old in known.items() if (time - old.time).total_seconds() <= LONGEST_GAP_SECONDS}
@@ -144,8 +149,8 @@ def _remember(known: Known | None, page: PodMetrics, flows: Flows, time: datetim
     for name in _contradictions(known.page, page, flows):
         streak = known.odd.get(name)
         odd[name] = Streak(time) if streak is None else Streak(streak.since, streak.pages + 1)
-    stalls = watch(known.stalls, known.page, page, known.time) if flows.seconds else {}
-    return Known(time, page, odd, _standstill(known, page, flows, time), stalls)
+    stalls = _watch(known.stalls, known.page, page, known.time) if flows.seconds else {}
+    return Known(time, page, odd, stalls)
 
 
 def _contradictions(before: PodMetrics, page: PodMetrics, flows: Flows) -> list[str]:
@@ -166,15 +171,32 @@ def _room(page: PodMetrics) -> float:
     return page.usage * page.blocks + 1 if page.blocks else page.running
 
 
-def _standstill(known: Known, page: PodMetrics, flows: Flows, time: datetime) -> Standstill:
-    last = known.still
-    if last is None or known.page.usage != page.usage:
-        return Standstill(Streak(time), page.running, page.running)
-    return Standstill(
-        Streak(last.streak.since, last.streak.pages + 1),
-        min(last.fewest, page.running),
-        max(last.most, page.running),
-        last.tokens + flows.prompt_tokens + flows.generation_tokens,
+def _watch(known: Mapping[str, Streak], before: PodMetrics, page: PodMetrics, since: datetime) -> Mapping[str, Streak]:
+    """Return how long each engine of a pod has stood still, by its name; `before` is the pod's page of `since`."""
+    old = {} if restarted(before, page) else {rank.name: rank for rank in before.engines}
+    streaks = {}
+    for rank in page.engines:
+        last = old.get(rank.name)
+        if last is not None and rank.running + rank.waiting > 0 and (last.done, last.usage) == (rank.done, rank.usage):
+            streak = known.get(rank.name, Streak(since, 0))
+            streaks[rank.name] = Streak(streak.since, streak.pages + 1)
+    return streaks
+
+
+def _stalled(known: Mapping[str, Streak], page: PodMetrics, time: datetime) -> str | None:
+    """Name an engine that has done nothing for too long to be a coincidence; None where none has."""
+    for rank in page.engines:
+        streak = known.get(rank.name)
+        if streak is not None and streak.lasts(time, STALLED_SECONDS):
+            return _idle(rank, (time - streak.since).total_seconds())
+    return None
+
+
+def _idle(rank: Rank, seconds: float) -> str:
+    who = f"{rank.name}: " if rank.name else ""
+    return (
+        f"{who}{rank.running:.0f} requests run and {rank.waiting:.0f} wait, and for {seconds:.0f} s no token was made "
+        "and none of them ended"
     )
 
 
@@ -193,23 +215,7 @@ def _implausible(now: Known, flows: Flows, time: datetime) -> str | None:
     for name, streak in now.odd.items():
         if streak.lasts(time):
             return f"{words[name]}, for {(time - streak.since).total_seconds():.0f} s"
-    still = now.still
-    if still is not None and _stuck(page, still, time):
-        return (
-            f"use stands at exactly {page.usage:.4f} while between {still.fewest:.0f} and {still.most:.0f} requests "
-            f"run and {still.tokens:.0f} tokens flow, for {(time - still.streak.since).total_seconds():.0f} s"
-        )
     return None
-
-
-def _stuck(page: PodMetrics, still: Standstill, time: datetime) -> bool:
-    return (
-        page.blocks >= _FEW_BLOCKS
-        and 0.01 < page.usage < 0.99
-        and still.most > 2 * still.fewest + 2
-        and still.tokens > page.capacity_tokens
-        and still.streak.lasts(time)
-    )
 
 
 def _odd_capacity(pod: str, pages: Mapping[str, PodMetrics], gpus: Mapping[str, str]) -> str | None:

@@ -15,9 +15,9 @@ A prompt may hold the word `{{filler}}` once in one of its messages: a text made
 It has `fillPercent` of the room that the model's context leaves, with the prompt's `fact` `depthPercent` into it.
 That is how `builtin/long-context` follows a model's context without storing long texts.
 
-The YAML is plain (`probes/plain_yaml.py`): no tags, anchors, aliases or merge keys. Bounds keep a probe cheap wherever
-it runs: at most 64 prompts over all packs, 32 KiB of YAML text a pack and 16 messages a prompt. On two CPU cores a
-small model decodes 10 to 25 tokens a second, so 8 prompts of 32 tokens take 10 to 25 s.
+The YAML has no tags, anchors or aliases: they could make a small text large or run a constructor. Bounds keep a probe
+cheap wherever it runs: at most 64 prompts over all packs, 32 KiB of YAML text a pack and 16 messages a prompt. On two
+CPU cores a small model decodes 10 to 25 tokens a second, so 8 prompts of 32 tokens take 10 to 25 s.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from kvpilot_operator.probes import plain_yaml
+import yaml
+
+from kvpilot_formats.untrusted import lines
 from kvpilot_operator.probes.errors import EmptyPack, MalformedPack, PackTooLarge, UnknownPack
 
 BUILTIN = ("general", "multi-turn", "long-context", "structured")
 CONFIG_MAP_KEY = "prompts.yaml"
 MAX_PROMPTS = 64
 MAX_PACK_BYTES = 32 * 1024
+MAX_LEVELS = 24
 MAX_MESSAGES = 16
 # In all prompts together, once they are filled: more tokens than a baseline keeps (65,536) have more characters.
 MAX_CHARACTERS = 512 * 1024
@@ -142,9 +145,10 @@ def _parse(source: str, text: str) -> Sequence[object]:
     if size > MAX_PACK_BYTES:
         raise PackTooLarge(f"{source}: {size} bytes of YAML; a pack holds at most {MAX_PACK_BYTES}: shorten its texts")
     try:
-        loaded = plain_yaml.read(text)
-    except plain_yaml.NotPlainYaml as error:
-        raise MalformedPack(f"{source}: {error}; see docs/accuracy.md for the form") from error
+        loaded = _plain(text)
+    except (yaml.YAMLError, TypeError, ValueError, OverflowError) as error:
+        why = lines(str(error))[:300]
+        raise MalformedPack(f"{source}: not plain YAML: {why}; see docs/accuracy.md for the form") from error
     if loaded is None:
         raise EmptyPack(f"{source}: the pack is empty; add at least one entry under prompts")
     if not isinstance(loaded, dict) or set(loaded) != {"prompts"} or not isinstance(loaded["prompts"], list | None):
@@ -153,6 +157,32 @@ def _parse(source: str, text: str) -> Sequence[object]:
     if not entries:
         raise EmptyPack(f"{source}: prompts is empty; add at least one entry")
     return entries
+
+
+def _plain(text: str) -> object:
+    """Return the value of a YAML document that uses no more of YAML than JSON has.
+
+    Raises yaml.YAMLError, TypeError, ValueError or OverflowError for any other text.
+    """
+    depth = 0
+    # The parser's events come before any value is made, so the cost of a text is proportional to its length.
+    for event in yaml.parse(text, Loader=yaml.CSafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_LEVELS:
+            raise _refused(event, f"more than {MAX_LEVELS} levels: nest less")
+        if isinstance(event, yaml.NodeEvent) and (event.anchor, getattr(event, "tag", None)) != (None, None):
+            raise _refused(event, "an anchor, alias or tag: write the value out, and put texts in quotes")
+    value: object = yaml.load(text, Loader=yaml.CSafeLoader)
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a value is not one of JSON: {error}: put it in quotes if it is a text") from error
+    return value
+
+
+def _refused(event: yaml.Event, why: str) -> ValueError:
+    at = f"line {event.start_mark.line + 1}: " if event.start_mark is not None else ""
+    return ValueError(f"{at}{why}")
 
 
 def _prompts(source: str, entries: Sequence[object], context_tokens: int) -> list[ProbePrompt]:

@@ -6,9 +6,11 @@ import copy
 import hashlib
 import json
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpilot_formats import dtypes
+from kvpilot_operator.api.kv_cache import OffloadDisk
 from kvpilot_operator.api.names import (
     ADAPTERS_OPTION,
     CLAIM_LABEL,
@@ -21,10 +23,10 @@ from kvpilot_operator.api.names import (
     owned_labels,
     weights_claim,
 )
+from kvpilot_operator.api.pod_template import KEYS
 from kvpilot_operator.api.pods import Adapter
-from kvpilot_operator.api.spec import OffloadDisk, Spec
+from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.render import groups
-from kvpilot_operator.render.merge import strategic_merge
 
 # The user of docker/runtime.Dockerfile; its group owns what is written to claims.
 ENGINE_USER = 65532
@@ -32,15 +34,15 @@ _WEIGHTS_PATH = "/models"
 _ADAPTERS_PATH = "/adapters"
 _COMPILE_PATH = "/compile-cache"
 _OFFLOAD_PATH = "/offload"
-# What kvpilot-serve calls the folder of archives.
+# Variable with the folder of archives, read by kvpilot-serve.
 COMPILED = "KVPILOT_COMPILED"
 
 
 def pod_template(service: str, spec: Spec, dtype: str, *, assigned_user: bool = False) -> dict[str, Any]:
     """Return the template of pods that take requests with this KV dtype, labelled with its own revision.
 
-    The revision is 8 hex digits of the content, of that of workers, too, where a replica has some.
-    With `assigned_user` it names no user and no group: the cluster gives each namespace its own.
+    The revision is 8 hex digits of a hash of the template, and of the workers' template if a replica has workers.
+    With `assigned_user` the template names no user and no group: the cluster gives each namespace its own.
     """
     template: dict[str, Any] = {
         "metadata": {"labels": {**owned_labels(service), DTYPE_LABEL: dtype, **_shared_labels(service, spec)}},
@@ -109,14 +111,14 @@ def _resources(spec: Spec) -> dict[str, dict[str, str]]:
         for amounts in (requests, limits):
             if "memory" in amounts:
                 amounts["memory"] = _grown(amounts["memory"], more)
-        if "memory" not in limits:  # where there is a limit and no request, the limit is the request
+        if "memory" not in limits:  # a limit without a request is the request, too
             requests.setdefault("memory", f"{more}Gi")
     return {"requests": requests, "limits": limits}
 
 
 def _grown(quantity: str, gib: int) -> str:
-    """Add `gib` to a quantity of memory; the sum is in the largest of GiB, MiB and bytes without a fraction."""
-    # It comes with the whole client, which takes 0.15 s and which `kvpilot plan` does without.
+    """Add `gib` to a quantity of memory; the sum has the largest unit of GiB, MiB and bytes without a fraction."""
+    # Imported here: it loads the whole client, which takes 0.15 s and which `kvpilot plan` does not need.
     from kubernetes.utils.quantity import parse_quantity
 
     size = math.ceil(parse_quantity(quantity)) + gib * 2**30
@@ -143,8 +145,8 @@ def _security_context(assigned_user: bool) -> dict[str, Any]:
 
 
 def _fill_in(pod: dict[str, Any], service: str, spec: Spec) -> None:
-    """Complete a pod with what follows from the podTemplate that was merged into it."""
-    # An engine asks nothing of the API server; an account that is named stands for an identity of the cloud.
+    """Complete a pod with fields that depend on the merged podTemplate."""
+    # Engines never call the API server. A user who names an account wants its identity in the cloud.
     pod["automountServiceAccountToken"] = "serviceAccountName" in pod
     if pod.get("hostNetwork"):
         # Otherwise a pod on the node's network asks the node's DNS, which knows no Service.
@@ -152,7 +154,7 @@ def _fill_in(pod: dict[str, Any], service: str, spec: Spec) -> None:
     for spread in pod.get("topologySpreadConstraints", ()):
         spread.setdefault("labelSelector", {"matchLabels": {SERVICE_LABEL: service}})
     if shared := claim_label(service, spec):
-        # A disk is attached to one node: elsewhere a pod would wait for it without end. The first pod may go anywhere.
+        # A disk is attached to one node, and a pod on another node would wait forever. The first pod may go anywhere.
         beside = {"labelSelector": {"matchLabels": shared}, "topologyKey": "kubernetes.io/hostname"}
         affinity = pod.setdefault("affinity", {}).setdefault("podAffinity", {})
         affinity.setdefault("requiredDuringSchedulingIgnoredDuringExecution", []).append(beside)
@@ -160,6 +162,32 @@ def _fill_in(pod: dict[str, Any], service: str, spec: Spec) -> None:
         # vLLM keeps offloaded blocks in /dev/shm.
         shm = next(volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm")
         shm["sizeLimit"] = _grown(str(shm["sizeLimit"]), spec.kv_cache.offload.cpu_memory_gib)
+
+
+def strategic_merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge `patch` over `base` as `kubectl patch` does: maps by key, some lists by a key of their items.
+
+    Items that only the patch has come last. An empty list changes nothing. Patch directives need no treatment: the
+    schema of the API has none.
+    """
+    merged = dict(base)
+    for field, value in patch.items():
+        there = base.get(field)
+        if isinstance(value, Mapping):
+            merged[field] = strategic_merge(there, value) if isinstance(there, Mapping) else dict(value)
+        elif isinstance(value, list) and field in KEYS:
+            if value:
+                merged[field] = _merged_items(there or (), value, KEYS[field])
+        else:
+            merged[field] = value
+    return merged
+
+
+def _merged_items(base: Sequence[Any], patch: Sequence[Any], key: str) -> list[Any]:
+    items = {item[key]: item for item in base}
+    for item in patch:
+        items[item[key]] = strategic_merge(items.get(item[key], {}), item)
+    return list(items.values())
 
 
 def _arguments(spec: Spec, dtype: str) -> list[str]:
@@ -178,7 +206,7 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
     if model.revision is not None and model.source.startswith("hf://"):
         arguments.append(f"--revision={model.revision}")
     stored = dtypes.parse(dtype)
-    # No layer with a latent has a window, and beside dtypes of latents the engine takes no layers to skip.
+    # Layers with a latent have no window, and the engine refuses layers to skip with such a dtype.
     skipped = [layer for layer in spec.kv_cache.skip_layers if not stored.latent or layer != "sliding_window"]
     if skipped and stored.bits_per_element() < 16:
         arguments.append(f"--kv-cache-dtype-skip-layers={','.join(skipped)}")
@@ -237,14 +265,14 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
 
 
 def _compiled(spec: Spec) -> str:
-    """Return the folder for compiled code. Other engines run it, so it goes to no claim that is for weights alone."""
+    """Return the folder for compiled code. Other engines run it, so a claim for weights alone never holds it."""
     if spec.cache.compile_claim_name:
         return _COMPILE_PATH
     return f"{_WEIGHTS_PATH}/kvpilot-compiled" if spec.cache.weights and spec.model.source.startswith("hf://") else ""
 
 
 def _volumes(service: str, spec: Spec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    # Tensor parallel workers speak through /dev/shm, where the container's default of 64 MiB is too little.
+    # Tensor parallel workers communicate through /dev/shm; the container's default of 64 MiB is too small.
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}]
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]  # noqa: S108
     scheme, _, rest = spec.model.source.partition("://")
@@ -276,7 +304,7 @@ def _disk(disk: OffloadDisk) -> dict[str, Any]:
     """Return the source of the volume for offloaded blocks."""
     if disk.claim_name is not None:
         return {"persistentVolumeClaim": {"claimName": disk.claim_name}}
-    # A file system keeps a part for itself, and one of exactly the file's size would be refused as too small.
+    # A file system keeps a part for itself: a volume of exactly the file's size would be too small.
     size = f"{-(-disk.size_gib * 11 // 10)}Gi"
     asked = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
     named = {} if disk.storage_class_name is None else {"storageClassName": disk.storage_class_name}

@@ -1,8 +1,8 @@
 """Groups of pods that are one engine: a leader, its workers, and the LeaderWorkerSet that makes both.
 
-The leader, pod NAME-<group>, is the template of any engine with the arguments of a group; it alone takes requests. A
-worker, pod NAME-<group>-<worker>, computes its share and is asked nothing. LeaderWorkerSet tells every container its
-place in LWS_WORKER_INDEX and where its leader is in LWS_LEADER_ADDRESS.
+The leader, pod NAME-<group>, has the template of any engine with the arguments of a group; it alone takes requests. A
+worker, pod NAME-<group>-<worker>, computes its share and takes none. LeaderWorkerSet gives every container its index in
+LWS_WORKER_INDEX and the address of its leader in LWS_LEADER_ADDRESS.
 """
 
 from __future__ import annotations

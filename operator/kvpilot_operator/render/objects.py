@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from kvpilot_operator.api.gateways import EndpointPickerRef, Route
 from kvpilot_operator.api.names import (
     ADMITTED,
     API_VERSION,
@@ -28,7 +29,7 @@ from kvpilot_operator.api.names import (
     weights_claim,
 )
 from kvpilot_operator.api.pods import Claim
-from kvpilot_operator.api.spec import EndpointPickerRef, Route, Spec
+from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.render.groups import group_spec
 from kvpilot_operator.render.workloads import kind_for
 from kvpilot_operator.state.objects import PodView, RouteView
@@ -68,9 +69,9 @@ def workload(
     nodes: int = 1,
     has_gate: bool = True,
 ) -> dict[str, Any]:
-    """Return the workload of one revision, of so many `nodes` a replica; pods with `has_gate` wait for admission.
+    """Return the workload of one revision; a replica has `nodes` nodes, and pods with `has_gate` wait for admission.
 
-    The gate is no part of the revision: a Deployment from before there was one keeps its pods as they are.
+    The gate is not part of the revision, so adding it does not restart pods.
     """
     gates = {"readinessGates": [{"conditionType": ADMITTED}]} if has_gate else {}
     labels = {k: v for k, v in template["metadata"]["labels"].items() if k in (REVISION_LABEL, DTYPE_LABEL)}
@@ -88,7 +89,7 @@ def workload(
 
 
 def service(key: ServiceKey, uid: str, name: str, revision: str) -> dict[str, Any]:
-    """Return a Service that selects one revision, or every one if `revision` is empty: the traffic switch."""
+    """Return a Service that selects one revision, or every revision if it is empty: the traffic switch."""
     ports = [{"name": "http", "port": SERVICE_PORT, "protocol": "TCP", "targetPort": "http"}]
     spec = {"type": "ClusterIP", "selector": _selector(key, revision), "ports": ports}
     return owned(key, uid, ("v1", "Service", name), spec=spec)
@@ -112,8 +113,8 @@ def disruption_budget(
 ) -> dict[str, Any]:
     """Return the budget that keeps `min_available` of the Service's pods in voluntary disruptions.
 
-    A pod that is not ready may always leave: an engine that never starts keeps no node. The `workers` of the selected
-    pods are covered, too: one eviction takes a whole group, so whole groups may go.
+    A pod that is not ready may always leave: an engine that never starts must not block a drain. The budget counts the
+    `workers` of the selected pods, too: one eviction takes a whole group.
     """
     selector = _selector(key, revision, GROUP_LABEL if workers else SERVICE_LABEL)
     spec = {
@@ -136,7 +137,7 @@ def claim(key: ServiceKey, uid: str, asked: Claim) -> dict[str, Any]:
 
 
 def named_by_pods(service: str, spec: Spec) -> tuple[tuple[str, str, str], ...]:
-    """Return apiVersion, kind and name of the objects of ours that the pods of a spec name."""
+    """Return apiVersion, kind and name of our objects that a spec's pods refer to."""
     return (("v1", "PersistentVolumeClaim", weights_claim(service)),) if spec.cache.weights is not None else ()
 
 

@@ -22,11 +22,11 @@ from kvpilot_operator.render.engine import COMPILED, claim_label, model_location
 from kvpilot_operator.render.objects import owned
 from kvpilot_operator.state.snapshot import ServiceKey
 
-# The kubelet starts the container again and again, with pauses of up to five minutes: what keeps it from its end (terms
-# to accept, a token, a network) may be mended at any time, and it goes on then.
+# The kubelet restarts the container with pauses of up to five minutes. The user may remove the obstacle (terms to
+# accept, a token, a network) at any time, and the download then goes on.
 _ATTEMPTS = 1_000_000
 _RESOURCES = {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"cpu": "4", "memory": "8Gi"}}
-# Where a runtime class gives every container all GPUs of a node unless it says otherwise.
+# Some runtime classes give every container all GPUs of a node by default.
 _NO_GPU = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
 _ENGINES_ALONE = (
     "containers", "initContainers", "resourceClaims", "topologySpreadConstraints", "hostIPC", "hostNetwork", "hostPID",
@@ -47,8 +47,10 @@ def identity(service: str, spec: Spec) -> str:
 
 
 def job(key: ServiceKey, uid: str, spec: Spec, *, assigned_user: bool) -> dict[str, Any]:
-    """Return the Job. Its pod runs where engines may, as their user, with their variables, volumes and secrets: a
-    disk's zone and what leads to the hub are theirs; it asks for no GPU.
+    """Return the Job.
+
+    Its pod runs where engines may run, as their user, with their variables, volumes and secrets: it needs the same
+    zone of a disk and the same access to the hub. It requests no GPU.
     """
     template = pod_template(key.name, spec, spec.kv_cache.baseline, assigned_user=assigned_user)
     engine = next(one for one in template["spec"]["containers"] if one["name"] == ENGINE_CONTAINER)

@@ -1,11 +1,11 @@
-"""HTTPRoutes with and without a canary's share.
+"""Set a canary's share in the rules of an HTTPRoute, and remove it again.
 
-A user's route is changed from what it is; the rules of our own route (spec.route) are made here, too.
+A user's route keeps its own rules; this module also makes the rules of kvpilot's own route (spec.route).
 
-Its backends are Services or, with spec.inferencePool, InferencePools: a share of NAME goes to NAME-canary of the kind.
-Weights of a rule are relative to one another, so a rule that names our backend beside other backends is scaled by 100
-while a canary takes part: a weight W of ours becomes W x (100 - share) and W x share, every other one V x 100. That
-keeps the share of the others, and can be read back without a note of the weights before.
+Backends are Services or, with spec.inferencePool, InferencePools: a share of NAME goes to NAME-canary of the same kind.
+Weights of a rule are relative to one another. So a rule with our backend beside others is scaled by 100 while a canary
+takes part: our weight W becomes W x (100 - share) and W x share, and every other weight V becomes V x 100. The others
+keep their shares, and the original weights can be computed from the scaled ones.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Backend(NamedTuple):
 
 
 def backend(s: Snapshot) -> Backend:
-    """Return the service's own backend; a pool is one for as long as it is there."""
+    """Return the service's own backend; a pool counts for as long as it exists."""
     asked = s.spec is not None and s.spec.inference_pool is not None
     kinds = SERVICES | POOLS if asked or s.status.inference_pool is not None else SERVICES
     return Backend(s.key.namespace, s.key.name, kinds)
@@ -64,9 +64,9 @@ def weighted(rules: Sequence[Rule], ours: Backend, share: int) -> tuple[Rule, ..
 
 
 def own_rules(s: Snapshot) -> tuple[Rule, ...] | None:
-    """Return the rules of our own route without a share: to the pool where it is there, else to the Service.
+    """Return the rules of our own route without a share: to the pool if it exists, else to the Service.
 
-    None where neither is ours, or it is not known.
+    None if neither is ours, or if pools could not be read.
     """
     if s.spec is None or s.unread(Question.POOLS) is not None:
         return None
@@ -79,7 +79,7 @@ def own_rules(s: Snapshot) -> tuple[Rule, ...] | None:
 
 
 def not_accepted(route: RouteView) -> str | None:
-    """Return why no Gateway takes the route; None where one does, or has not said yet."""
+    """Return why no Gateway accepts the route; None if one does, or has not answered yet."""
     refused = [one for one in route.parents if one.accepted is False]
     if not refused or len(refused) < len(route.parents):
         return None
@@ -87,7 +87,7 @@ def not_accepted(route: RouteView) -> str | None:
 
 
 def field_of(spec: Spec) -> str:
-    """Return the field that asks for the route; both fields where neither does."""
+    """Return the field that asks for the route; both fields if neither is set."""
     if spec.route is not None:
         return "spec.route"
     return "spec.canary.routeRef" if spec.canary.route_ref is not None else "spec.route or spec.canary.routeRef"
@@ -99,14 +99,14 @@ def carries(route: RouteView | None, named: Backend) -> bool:
 
 
 def route_fault(s: Snapshot, spec: Spec) -> str | None:
-    """Return the fault of the route of `field_of`, with the remedy; None where it can hold a canary's share."""
+    """Return the fault of the route of `field_of`, with the remedy; None if it can hold a canary's share."""
     name, service, lent = spec.route_of(s.key.name), s.key.name, canary_service(s.key.name)
     remove = "remove route" if spec.route is not None else "remove routeRef"
     if name is None:
         return " was removed during the trial; put it back, or end the trial"
     if len(lent) > _MAX_NAME:
         long = f"the Service {lent} would have a name of more than {_MAX_NAME} characters"
-        return f": {long}; give the service a shorter one, or {remove}"
+        return f": {long}; give the service a shorter name, or {remove}"
     unread = s.unread(Question.ROUTE)
     if unread is not None:
         return f": HTTPRoute {name} could not be read: {unread}"
@@ -118,15 +118,15 @@ def route_fault(s: Snapshot, spec: Spec) -> str | None:
         return f": {missing}; install the Gateway API Inference Extension, or remove spec.inferencePool"
     refused = next((pool for pool in (service, lent) if s.rejection("InferencePool", pool) is not None), None)
     if spec.inference_pool is not None and refused is not None:
-        return f": InferencePool {refused}, which it is to send to, is refused; Stalled says why and what to do"
+        return f": InferencePool {refused}, a backend of the route, is refused; the condition Stalled has the remedy"
     if s.route is None and spec.route is not None:
-        return f": HTTPRoute {name} of kvpilot's is not there; Stalled says why where it stays so"
+        return f": HTTPRoute {name} does not exist yet; if it stays so, the condition Stalled has the reason"
     if s.route is None:
         return f": namespace {s.key.namespace} has no HTTPRoute {name}; create it, or {remove}"
-    # A Gateway may dislike parts of a user's route that are none of our business.
+    # A Gateway may refuse parts of a user's route that kvpilot does not touch.
     closed = not_accepted(s.route) if spec.route is not None else None
     if closed is not None:
-        return f": HTTPRoute {name} is accepted by no Gateway: {closed}; mend what it names, or {remove}"
+        return f": no Gateway accepts HTTPRoute {name}: {closed}; fix the cause, or {remove}"
     own = backend(s)
     ours = [rule for rule in weighted(s.route.rules, own, 0) if _sends(rule, own)]
     if not ours:
@@ -140,7 +140,7 @@ def route_fault(s: Snapshot, spec: Spec) -> str | None:
     if largest <= MAX_WEIGHT:
         return None
     heavy = f"HTTPRoute {name} has a weight of {largest} beside {service}"
-    return f": {heavy}; a share can be taken of weights up to {MAX_WEIGHT}: make them smaller"
+    return f": {heavy}; kvpilot can split weights up to {MAX_WEIGHT}: make them smaller"
 
 
 def _with(rule: Rule, ours: Backend, share: int) -> Rule:
@@ -165,7 +165,7 @@ def _without(rule: Rule, ours: Backend) -> Rule:
     if not lent:
         return rule
     merged = [_merged(ref, lent, ours) for ref in refs if ref not in lent]
-    # Somebody else has since written a weight that is not a multiple of 100: then all stay as written.
+    # Another writer set a weight that is not a multiple of 100: keep all weights as written.
     scaled = all(_weight(ref) % 100 == 0 for ref in merged)
     kept = [_unscaled(ref) for ref in merged] if scaled else [ref for ref in refs if ref not in lent]
     return {**rule, "backendRefs": kept}

@@ -1,4 +1,4 @@
-"""Kinds of workloads that run the pods of one revision, and all that tells one kind from another."""
+"""Kinds of workloads that run the pods of one revision, and all differences between them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ KINDS = {kind.name: kind for kind in (DEPLOYMENT, LEADER_WORKER_SET)}
 
 
 def kind_for(nodes: int) -> Kind:
-    """Return the kind for replicas that are spread over so many nodes each."""
+    """Return the kind for replicas of so many nodes each."""
     return DEPLOYMENT if nodes == 1 else LEADER_WORKER_SET
 
 

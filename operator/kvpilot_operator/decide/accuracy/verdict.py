@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 import msgspec
 
-from kvpilot_operator.api.spec import Accuracy
+from kvpilot_operator.api.rollout import Accuracy
 from kvpilot_operator.api.words import Reason, Verdict
 from kvpilot_operator.decide.intervals import share_change
 from kvpilot_operator.probes.stats import Measurement

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpilot_operator.api.spec import Pressure
+from kvpilot_operator.api.kv_cache import Pressure
 from kvpilot_operator.api.words import WorkloadKind
 from kvpilot_operator.decide.load.window import SPAN, Sums
 from kvpilot_operator.state.samples import Spread

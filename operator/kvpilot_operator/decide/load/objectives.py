@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvpilot_operator.api.spec import Objective
+from kvpilot_operator.api.scaling import Objective
 from kvpilot_operator.api.words import ObjectiveState
 from kvpilot_operator.decide.load.window import plausible
 from kvpilot_operator.state.histogram import Histogram

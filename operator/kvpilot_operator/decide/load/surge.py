@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from operator import attrgetter
 
-from kvpilot_operator.api.spec import Objective, Pressure
+from kvpilot_operator.api.kv_cache import Pressure
+from kvpilot_operator.api.scaling import Objective
 from kvpilot_operator.decide.load.objectives import LEAST, latencies
 from kvpilot_operator.state.samples import Flows, Sample
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from kvpilot_operator.api.spec import Pressure
+from kvpilot_operator.api.kv_cache import Pressure
 from kvpilot_operator.state.samples import Flows, Sample
 
 # A window counts as full when the time between its scrapes adds up to this share of it: they do not fall on its edges.

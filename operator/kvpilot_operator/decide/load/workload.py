@@ -13,7 +13,8 @@ from datetime import datetime, timedelta
 from itertools import pairwise
 from operator import attrgetter
 
-from kvpilot_operator.api.spec import Objective, Pressure
+from kvpilot_operator.api.kv_cache import Pressure
+from kvpilot_operator.api.scaling import Objective
 from kvpilot_operator.api.words import ObjectiveState, WorkloadKind
 from kvpilot_operator.decide.load.binding import SHARE, STALLED, what_binds
 from kvpilot_operator.decide.load.objectives import ObjectiveResult, judge_objectives

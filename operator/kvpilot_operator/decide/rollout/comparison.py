@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 
-from kvpilot_operator.api.spec import Canary
+from kvpilot_operator.api.rollout import Canary
 from kvpilot_operator.api.words import Reason, Verdict
 from kvpilot_operator.decide.intervals import Estimate, common, p95_change, ratio_change, share_change
 from kvpilot_operator.state.histogram import Histogram
