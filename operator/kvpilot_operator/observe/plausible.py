@@ -7,6 +7,7 @@ one instant: only a pod that goes on like that is named as implausible. The rule
   hands its cache to another one holds them longer: kvpilot does not support KV transfer.)
 - *More requests run than blocks are in use.* The last block of a request is its own, even under prefix caching.
 - *Preemptions without a full cache.* To preempt is to run out of blocks, so the free ones must have been filled since.
+  A prompt that is not computed to its end fills blocks, too, but no counter has it. So one such page counts in full.
 - *Capacity more than twice off* the median of the other pods on such a GPU: one revision is one configuration.
 - *More than a machine can do*: tokens, preemptions or requests a second.
 
@@ -42,6 +43,9 @@ ENOUGH_TO_COMPARE = 3
 # Pods with another dtype or other calibration factors than most that a sample names: it is kept as long as the windows
 # reach.
 MOST_NAMED = 4
+
+_GAUGES = frozenset({"held", "crowded"})
+"""Contradictions between the gauges of one page. Such a page is left out at once; its counters are for the next one."""
 
 _HELD = 0.05
 _FAR_FROM_FULL = 0.25
@@ -107,7 +111,8 @@ def plausible_sample(
         for pod, doubt in reasons.items()
         if not doubt and (why := _stalled(now[pod].stalls, pages[pod], time)) is not None
     }
-    plausible = sorted(pod for pod, why in reasons.items() if not why and not now[pod].odd and not now[pod].stalls)
+    left = {pod for pod, one in now.items() if one.stalls or _GAUGES & one.odd.keys()}
+    plausible = sorted(pod for pod, why in reasons.items() if not why and pod not in left)
     kept = {pod: old for pod, old in known.items() if (time - old.time).total_seconds() <= LONGEST_GAP_SECONDS}
     sample, cut = _together(time, [(pod, pages[pod], flows[pod]) for pod in plausible])
     left_out = len(pages) - len(plausible) - len(implausible) - len(still)
