@@ -77,7 +77,7 @@ async def _in_a_world(options: argparse.Namespace, screen: Screen, folder: Path)
 
 
 def _ending(record: Record) -> list[tuple[str, str]]:
-    good, bad, sample = record.good_probe, record.bad_probe, record.bad_probe.get("sample", {})
+    good, bad = record.good_probe, record.bad_probe
     told = [
         ("why", record.decision),
         (
@@ -89,18 +89,14 @@ def _ending(record: Record) -> list[tuple[str, str]]:
     ]
     if not bad:
         return told
-    caught = (
-        f"caught: {BAD}",
-        f"{_figures(bad)}\n\nasked:  ...{sample.get('prompt', '')[-160:]}\n\n16-bit: {sample.get('stable', '')}\n\n"
-        f"canary: {sample.get('canary', '')}",
-    )
-    return [*told, caught]
+    answers = "\n\n".join(record.bad_answers.split(" | "))
+    return [*told, (f"caught: {BAD}", f"{_figures(bad)}\n\n{answers}")]
 
 
 def _figures(probe: dict[str, int]) -> str:
     return (
         f"excess KL divergence {probe['excessKLMicronats'] / 1000:.1f} (nats x 1000), top-1 agreement "
-        f"{probe['top1AgreementPermille'] / 10:.1f}%, {probe['positions']} positions"
+        f"{probe['top1AgreementPermille'] / 10:.1f}%"
     )
 
 

@@ -43,6 +43,7 @@ class Record:
     bad_probe: dict[str, Any] = field(default_factory=dict)
     preflight_warning: str = ""
     denied: list[dict[str, Any]] = field(default_factory=list)
+    bad_answers: str = ""
     bad_canary: dict[str, Any] = field(default_factory=dict)
     canary_had_traffic: bool = False
     final_dtype: str = ""
@@ -122,8 +123,9 @@ class Story:
         after = await self._until(
             lambda s: (
                 _at(s, "kvCache", "activeDtype") == GOOD
-                and _at(s, "kvCache", "observedDtype") == GOOD
                 and _ended(s).get("verdict") == "Passed"
+                # Until the first scrape after the promotion, the status keeps the old engine's capacity.
+                and _at(s, "kvCache", "capacityTokens") != self.record.capacity_before
             ),
             f"{GOOD} promoted",
         )
@@ -145,10 +147,17 @@ class Story:
             f"{BAD} rolled back",
         )
         self.record.bad_probe = status["accuracy"]["last"]
+        await self._until(lambda _: bool(self._answers()), "an Event with both answers")
+        self.record.bad_answers = self._answers()
         self.record.bad_canary = _ended(status)
         self.record.denied = status["kvCache"].get("denied", [])
         self.record.final_dtype = status["kvCache"]["activeDtype"]
         await self._chat("Say hello.")
+
+    def _answers(self) -> str:
+        """Return the newest Event with the answers of both dtypes; empty before it is seen."""
+        said = "AnswersDiffer: "
+        return next((one.removeprefix(said) for one in reversed(self.record.events) if one.startswith(said)), "")
 
     async def _end_load(self) -> None:
         if self._load is None:

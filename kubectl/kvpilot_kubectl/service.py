@@ -88,19 +88,7 @@ class Trial:
     started: datetime | None
     stable_capacity: int | None
     capacity: int | None
-    ttft_change: int | None
     itl_change: int | None
-    throughput_change: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Progress of the download to the claim of weights."""
-
-    phase: str
-    claim: str
-    downloaded: int | None
-    total: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +107,12 @@ class Service:
     recommended: str
     url: str
     adapters: tuple[str, ...]
-    weights: Weights | None
+    weights: str
+    """Phase of the claim for weights."""
     ready: int | None
     replicas: int | None
     usage: int | None
     capacity: int | None
-    retention: str
     canary: Trial | None
     last_trial: Trial | None
     denied: tuple[Denied, ...]
@@ -168,12 +156,11 @@ def read(obj: Json) -> Service:
         recommended=text(status, "kvCache", "recommendedDtype"),
         url=text(status, "url"),
         adapters=words(status, "adapters"),
-        weights=_weights(at(status, "cache")),
+        weights=text(status, "cache", "phase"),
         ready=whole(status, "readyReplicas"),
         replicas=whole(status, "replicas"),
         usage=whole(status, "kvCache", "usagePercent"),
         capacity=whole(status, "kvCache", "capacityTokens"),
-        retention=text(status, "kvCache", "retention"),
         canary=_trial(at(status, "canary")),
         last_trial=next(map(_ended, items(status, "history")), None),
         denied=tuple(
@@ -194,13 +181,6 @@ def read(obj: Json) -> Service:
     )
 
 
-def _weights(value: Json) -> Weights | None:
-    if not isinstance(value, Mapping) or not value:
-        return None
-    done, total = whole(value, "downloadedBytes"), whole(value, "totalBytes")
-    return Weights(text(value, "phase"), text(value, "claimName"), done, total)
-
-
 def _trial(value: Json) -> Trial | None:
     if not isinstance(value, Mapping) or not value:
         return None
@@ -217,9 +197,7 @@ def _trial(value: Json) -> Trial | None:
         started=moment(value, "startedTime"),
         stable_capacity=whole(value, "stableCapacityTokens"),
         capacity=whole(value, "capacityTokens"),
-        ttft_change=whole(value, "ttftP95ChangePercent"),
         itl_change=whole(value, "itlP95ChangePercent"),
-        throughput_change=whole(value, "throughputChangePercent"),
     )
 
 
@@ -239,9 +217,7 @@ def _ended(one: Json) -> Trial:
         started=None,
         stable_capacity=None if percent is None else 100,
         capacity=percent,
-        ttft_change=whole(one, "ttftP95ChangePercent"),
         itl_change=whole(one, "itlP95ChangePercent"),
-        throughput_change=whole(one, "throughputChangePercent"),
     )
 
 
@@ -257,12 +233,11 @@ def document(service: Service) -> dict[str, Any]:
         "recommendedDtype": service.recommended or None,
         "url": service.url or None,
         "adapters": list(service.adapters),
-        "weights": None if service.weights is None else _weights_document(service.weights),
+        "weightsPhase": service.weights or None,
         "readyReplicas": service.ready,
         "replicas": service.replicas,
         "kvUsagePercent": service.usage,
         "kvCapacityTokens": service.capacity,
-        "retention": service.retention or None,
         "load": service.load or None,
         "upToDate": service.written and not service.behind,
         "canary": None if service.canary is None else _trial_document(service.canary),
@@ -283,15 +258,6 @@ def document(service: Service) -> dict[str, Any]:
     }
 
 
-def _weights_document(weights: Weights) -> dict[str, Any]:
-    return {
-        "phase": weights.phase,
-        "claimName": weights.claim,
-        "downloadedBytes": weights.downloaded,
-        "totalBytes": weights.total,
-    }
-
-
 def _trial_document(trial: Trial) -> dict[str, Any]:
     """Return a trial for programs."""
     return {
@@ -306,7 +272,5 @@ def _trial_document(trial: Trial) -> dict[str, Any]:
         "startedTime": stamp(trial.started) or None,
         "stableCapacityTokens": trial.stable_capacity,
         "capacityTokens": trial.capacity,
-        "ttftP95ChangePercent": trial.ttft_change,
         "itlP95ChangePercent": trial.itl_change,
-        "throughputChangePercent": trial.throughput_change,
     }

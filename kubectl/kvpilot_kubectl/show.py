@@ -17,7 +17,7 @@ from rich.text import Text
 from kvpilot_kubectl.fields import ago, duration, stamp
 from kvpilot_kubectl.journal import Entry
 from kvpilot_kubectl.pods import Warned
-from kvpilot_kubectl.service import Condition, Service, Trial, Weights
+from kvpilot_kubectl.service import Condition, Service, Trial
 from kvpilot_operator.api.words import ConditionType, Outcome
 
 _GOOD, _BAD, _DIM, _BOLD = "green", "bold red", "dim", "bold"
@@ -92,10 +92,9 @@ def detailed(
         ("revision", service.revision or _NONE),
         ("address", service.url or _NONE),
         *([("adapters", ", ".join(service.adapters))] if service.adapters else []),
-        *([("weights", _weights(service.weights))] if service.weights is not None else []),
+        *([("weights", service.weights)] if service.weights else []),
         ("replicas", f"{replicas(service)} answer"),
         ("KV cache", _cache(service)),
-        *([("retention", service.retention)] if service.retention else []),
         ("load", service.load or _NONE),
         ("mode", mode(service)),
         ("canary", f"{trial(service.canary)}: {service.canary.message}" if service.canary is not None else "none"),
@@ -200,8 +199,8 @@ def _figures(one: Trial) -> str:
     parts = [_joined(f"{' -> '.join(dict.fromkeys(dtypes))} {one.stage}".strip(), one.verdict)]
     if one.stable_capacity and one.capacity:
         parts.append(f"a replica holds {one.capacity / one.stable_capacity:.2f}x the tokens")
-    named = (("TTFT p95", one.ttft_change), ("ITL p95", one.itl_change), ("throughput", one.throughput_change))
-    parts += [f"{name} {_change(number)}" for name, number in named if number is not None]
+    if one.itl_change is not None:
+        parts.append(f"ITL p95 {one.itl_change:+}%")
     return f"{'; '.join(parts)}; {one.message}" if one.message else "; ".join(parts)
 
 
@@ -228,12 +227,6 @@ def _cache(service: Service) -> str:
     return f"{_percent(service.usage)} of {_number(service.capacity)} tokens"
 
 
-def _weights(weights: Weights) -> str:
-    done, total = weights.downloaded, weights.total
-    amount = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB ({100 * done // total}%)" if total and done is not None else ""
-    return _joined(weights.phase or _NONE, amount) + (f" on {weights.claim}" if weights.claim else "")
-
-
 def _joined(*parts: str) -> str:
     return ", ".join(part for part in parts if part)
 
@@ -248,10 +241,6 @@ def _number(value: int | None, unknown: str = _NONE) -> str:
 
 def _percent(value: int | None) -> str:
     return _NONE if value is None else f"{value}%"
-
-
-def _change(value: int | None) -> str:
-    return _NONE if value is None else f"{value:+}%"
 
 
 def _table(head: Sequence[str], right: Sequence[str] = ()) -> Table:

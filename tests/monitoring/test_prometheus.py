@@ -28,8 +28,8 @@ from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.decide import decide
 from kvpilot_operator.render.engine import pod_template
 from kvpilot_operator.state.accuracy import Accuracy, Measured
-from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.histogram import Histogram
+from kvpilot_operator.state.objects import PrefetchView
 from kvpilot_operator.state.samples import Flows
 from kvpilot_operator.state.status import (
     Canary,
@@ -93,9 +93,7 @@ def eventful(now: datetime) -> Status:
         canary=trial,
         history=(ended,),
         accuracy=Accuracy(last=probe, failures=1),
-        cache=WeightsCache(
-            identity="i", phase="Prefetching", claim_name="models", downloaded_bytes=4 * 10**9, total_bytes=16 * 10**9
-        ),
+        cache=WeightsCache(identity="i", phase="Prefetching"),
         kv_cache=KVCache(denied=(denied,)),
         decisions=(entry,),
     )
@@ -113,13 +111,16 @@ def passes(telemetry: Telemetry) -> None:
     scrapes = tuple(replace(one, time=one.time + (now - NOW), recent_tokens=64, flows=flows) for one in seen)
     observed = running(asked, "auto", now=now, samples={observed.traffic: scrapes}, gpu_hour_micros=3_500_000)
     with telemetry.timed_reconcile():
-        plain = decide(observed).status
+        decision = decide(observed)
+    plain = decision.status
     past = eventful(now)
     kept = {name: getattr(past, name) for name in ("canary", "history", "accuracy", "cache", "decisions")}
     denied = msgspec.structs.replace(plain.kv_cache, denied=past.kv_cache.denied)
     telemetry.leads(True)
     series = ServiceSeries()
-    series.show(observed, Decision(msgspec.structs.replace(plain, kv_cache=denied, **kept)))
+    fetching = PrefetchView("i-1", False, None, (), 4 * 10**9, 16 * 10**9)
+    status = msgspec.structs.replace(plain, kv_cache=denied, **kept)
+    series.show(replace(observed, prefetch=fetching), replace(decision, status=status))
     telemetry.services(lambda: [(observed.key, series)])
     telemetry.engine_scraped(False)
     telemetry.scraped(0.4)

@@ -38,7 +38,7 @@ def seen(cluster: ModelCluster) -> dict[str, Any]:
 def tools_are_told_the_truth(cluster: ModelCluster) -> None:
     """What must hold after every single write."""
     status = cluster.parsed()
-    told = {one.type: one.status for one in status.conditions}
+    told: dict[str, str] = {one.type: one.status for one in status.conditions}
     assert not told or {told["Reconciling"], told["Stalled"]} <= {"True", "False"}
     assert (told.get("Reconciling"), told.get("Stalled")) != ("True", "True")
     assert not told or (told["Ready"] == "True") == ((told["Reconciling"], told["Stalled"]) == ("False", "False"))

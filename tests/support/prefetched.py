@@ -59,10 +59,10 @@ def deleted(decision: Decision) -> list[str]:
     return [] if decision.objects is None else [name for _, kind, name in decision.objects.absent if kind == "Job"]
 
 
-def kept(s: Snapshot, phase: CachePhase, **more: Any) -> Snapshot:
+def kept(s: Snapshot, phase: CachePhase) -> Snapshot:
     """With a status in which the claim is so far filled for this spec."""
     decided = decide(replace(s, prefetch=None)).status
     assert decided.cache is not None
-    cache = type(decided.cache)(identity=decided.cache.identity, phase=phase, claim_name="chat-weights", **more)
+    cache = type(decided.cache)(identity=decided.cache.identity, phase=phase)
     status = Status(cache=cache, stable=s.status.stable, conditions=decided.conditions)
     return replace(s, status=status)

@@ -17,7 +17,7 @@ from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.objects import disruption_budget, route_rules, service, workload
 from kvpilot_operator.state.decision import Decision, Event, Objects
 from kvpilot_operator.state.objects import DeploymentView, ObjectView, RouteView
-from kvpilot_operator.state.status import Condition, KVCache, Objective, Status
+from kvpilot_operator.state.status import Condition, KVCache, Status
 from support.services import KEY, NOW, manifest, snapshot, spec_of
 
 OBJ = manifest()
@@ -101,11 +101,8 @@ def figures(number: int, *, status: str = "True") -> Status:
     said = f"KV capacity {number} tokens"
     kinds = (ConditionType.METRICS_AVAILABLE, ConditionType.MEMORY_PRESSURED, ConditionType.OBJECTIVES_HELD)
     return Status(
-        kv_cache=KVCache(observed_dtype=f"d{number}", capacity_tokens=number, usage_percent=number % 100),
+        kv_cache=KVCache(capacity_tokens=number, usage_percent=number % 100),
         adapters=(f"a{number}",),
-        objectives=(
-            Objective(metric="TTFT", percentile=95, milliseconds=9, state="Held", observed_milliseconds=number),
-        ),
         conditions=tuple(
             Condition(
                 type=kind, status=status, reason="R", message=said, last_transition_time=NOW, observed_generation=1

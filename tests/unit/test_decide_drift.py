@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import msgspec
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpilot_operator.probes.stats import AnswerPair
 from kvpilot_operator.state.decision import ProbeFailed
-from kvpilot_operator.state.status import Denied, dump_status, parse_status
+from kvpilot_operator.state.status import MAX_MESSAGE, Denied, dump_status, parse_status
 from support.model_cluster import measurement
 from support.services import revision_of
 from support.serving_fleet import GARBAGE, PERIOD, SOUND, fixed, serving
@@ -127,6 +129,17 @@ def test_runs_without_a_verdict_never_turn_against_the_dtype(without):
     assert verified is not None
     assert (verified.status, verified.reason) == ("Unknown", "ProbeErrors")
     assert cluster.run_on(1).status.accuracy.errors == 0
+
+
+def test_a_failed_run_shows_both_answers_and_a_passed_one_none() -> None:
+    pair = AnswerPair("x" * 2000 + "and the capital?", "Paris.\x1b", "y" * 2000)
+    for outcome, shown in ((GARBAGE, True), (SOUND, False)):
+        cluster = serving()
+        cluster.outcomes = {0: replace(outcome, sample=pair)}
+        told = [one.message for one in cluster.run_on(1).events if one.reason == "AnswersDiffer"]
+        assert len(told) == shown
+        assert all("and the capital? | 16-bit: Paris." in one and "| k8v4: yyy" in one for one in told)
+        assert all(len(one) <= MAX_MESSAGE and "\x1b" not in one for one in told)
 
 
 def test_an_engine_that_was_busy_with_users_is_no_warning():

@@ -95,15 +95,14 @@ def test_a_canary_of_engines_that_are_alike_goes_on(stage):
     assert canary.stage != "RollingBack"
 
 
-def test_the_status_tells_the_recent_window_that_the_engines_report():
-    assert decide(serving(SAMPLE)).status.kv_cache.recent_tokens == 64
-    assert decide(serving(replace(SAMPLE, recent_tokens=0))).status.kv_cache.recent_tokens == 0
-    assert decide(serving(replace(SAMPLE, recent_tokens=None))).status.kv_cache.recent_tokens is None
+def test_metrics_have_the_recent_window_that_engines_report() -> None:
+    assert decide(serving(SAMPLE)).figures.recent_tokens == 64
+    assert decide(serving(replace(SAMPLE, recent_tokens=None))).figures.recent_tokens == 0
 
 
-def test_the_status_has_the_policy_that_the_engines_serve() -> None:
-    assert decide(serving(replace(SAMPLE, retention="SinksAndWindow"))).status.kv_cache.retention == "SinksAndWindow"
-    assert decide(serving(SAMPLE)).status.kv_cache.retention is None
+def test_metrics_have_the_policy_that_engines_report() -> None:
+    assert decide(serving(replace(SAMPLE, retention="SinksAndWindow"))).figures.retention == "SinksAndWindow"
+    assert decide(serving(SAMPLE)).figures.retention == ""
 
 
 def test_a_recent_window_that_the_engines_do_not_serve_is_told_with_field_value_and_remedy():

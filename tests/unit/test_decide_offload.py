@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvpilot_operator.control.service_metrics import HITS, rows
@@ -141,45 +140,30 @@ def test_the_journal_has_it_with_its_reason() -> None:
     assert parse_status(dump_status(decision.status)).decisions == decision.status.decisions
 
 
-def test_hits_by_tier_stand_in_the_status_and_the_metrics_of_a_service_with_two() -> None:
-    s = service(0.3, 0.45, **OFFLOADED)
-    status = decide(s).status
-    assert (status.kv_cache.gpu_hit_percent, status.kv_cache.host_hit_percent) == (30, 45)
-    assert status_faults(json.loads(json.dumps(dump_status(status)))) == ()
-    told = {labels: value for family, labels, value in rows(s, status) if family is HITS}
-    assert told == {("gpu",): 0.3, ("host",): 0.45}
+def shown(s: Snapshot) -> dict[str, float]:
+    """The metric by tier."""
+    return {tier: value for family, (tier, *_), value in (row for row in rows(s, decide(s)) if row[0] is HITS)}
+
+
+def test_hits_by_tier_stand_in_the_metrics_of_a_service_with_two() -> None:
+    assert shown(service(0.3, 0.45, **OFFLOADED)) == pytest.approx({"gpu": 0.3, "host": 0.45})
 
 
 def test_what_a_disk_gave_is_told_apart_from_what_host_memory_gave() -> None:
     below = {"kvCache": {"mode": "Auto", "offload": {"cpuMemoryGiB": 64, "disk": {"sizeGiB": 500}}}}
-    s = service(0.3, 0.45, disk=0.2, **below)
-    status = decide(s).status
-    kv = status.kv_cache
-    assert (kv.gpu_hit_percent, kv.host_hit_percent, kv.disk_hit_percent) == (30, 25, 20)
-    assert status_faults(json.loads(json.dumps(dump_status(status)))) == ()
-    told = {labels: value for family, labels, value in rows(s, status) if family is HITS}
-    assert told == {("gpu",): 0.3, ("host",): 0.25, ("disk",): 0.2}
-    assert decide(service(0.3, 1e300, disk=1e301, **below)).status.kv_cache.host_hit_percent == 0
+    found = shown(service(0.3, 0.45, disk=0.2, **below))
+    assert found == pytest.approx({"gpu": 0.3, "host": 0.25, "disk": 0.2})
+    assert shown(service(0.3, 1e300, disk=1e301, **below))["host"] == 0
 
 
 def test_a_service_with_one_tier_is_told_of_none() -> None:
-    s = service(0.3)
-    status = decide(s).status
-    assert (status.kv_cache.gpu_hit_percent, status.kv_cache.host_hit_percent) == (None, None)
-    assert HITS not in [family for family, _, _ in rows(s, status)]
+    assert shown(service(0.3)) == {}
 
 
-def test_hits_that_hardly_moved_are_not_written_anew_and_stay_while_nothing_is_looked_up() -> None:
+def test_no_hits_are_told_while_nothing_is_looked_up() -> None:
     s = service(0.3, 0.45, **OFFLOADED)
-    for said, gpu in ((33, 33), (40, 30)):
-        before = msgspec.structs.replace(s.status.kv_cache, gpu_hit_percent=said, host_hit_percent=45)
-        kept = msgspec.structs.replace(s.status, kv_cache=before)
-        assert decide(replace(s, status=kept)).status.kv_cache.gpu_hit_percent == gpu
-        quiet = {s.traffic: samples(usage=0.1, waiting=0)}
-        assert decide(replace(s, status=kept, samples=quiet)).status.kv_cache.gpu_hit_percent == said
+    assert shown(replace(s, samples={s.traffic: samples(usage=0.1, waiting=0)})) == {}
 
 
-def test_whatever_engines_say_of_hits_the_schema_takes_it() -> None:
-    status = decide(service(1e12, 1e300, **OFFLOADED)).status
-    assert (status.kv_cache.gpu_hit_percent, status.kv_cache.host_hit_percent) == (100, 100)
-    assert status_faults(json.loads(json.dumps(dump_status(status)))) == ()
+def test_whatever_engines_say_of_hits_it_is_a_share() -> None:
+    assert shown(service(1e12, 1e300, **OFFLOADED)) == {"gpu": 1, "host": 1}

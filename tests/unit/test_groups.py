@@ -263,7 +263,7 @@ def test_gpus_of_all_nodes_are_priced():
     name = revision_of(OBJ, "auto")
     view = DeploymentView(name, "auto", 3, kind="LeaderWorkerSet", nodes=2)
     s = running(OBJ, "auto", deployments={name: view}, gpu_hour_micros=1_000_000, node=NodeFacts("NVIDIA-H200"))
-    assert decide(s).status.cost.per_hour_micros == 3 * 2 * 8 * 1_000_000
+    assert decide(s).figures.cost_per_hour == 3 * 2 * 8
     assert spec_of(OBJ).engine.gpus == 16
 
 

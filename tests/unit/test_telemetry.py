@@ -21,7 +21,7 @@ from kvpilot_operator.control.service_metrics import MAX_REASONS, ServiceSeries
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import ClusterError, Conflict
 from kvpilot_operator.state.accuracy import Accuracy, Measured
-from kvpilot_operator.state.decision import Decision
+from kvpilot_operator.state.decision import Decision, Figures, Latency
 from kvpilot_operator.state.objects import PrefetchView
 from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.snapshot import ServiceKey
@@ -96,11 +96,6 @@ STATUS = Status(
         recommended_dtype="k4v4",
         usage_percent=91,
         capacity_tokens=8000,
-        recent_tokens=64,
-        gpu_hit_percent=30,
-        host_hit_percent=45,
-        disk_hit_percent=15,
-        retention="SinksAndWindow",
         denied=(denied("k8v4", 1), denied("k8v4", 3)),
     ),
     scaling=Scaling(desired_replicas=2, recommended_replicas=3),
@@ -126,6 +121,12 @@ STATUS = Status(
 )
 
 
+FIGURES = Figures(
+    recent_tokens=64, retention="SinksAndWindow", hits={"gpu": 0.3, "host": 0.45, "disk": 0.15}, cost_per_hour=7.0,
+    cost_per_million_tokens=1.5, latencies=(Latency("TTFT", 95, 0.5, 0.4), Latency("ITL", 99, 0.05, None)),
+)  # fmt: skip
+
+
 class Shown(Telemetry):
     """The operator's metrics, of which some services are a part."""
 
@@ -137,7 +138,7 @@ class Shown(Telemetry):
 
 def decided(telemetry: Shown, status: Status, key: ServiceKey = KEY, **changes: object) -> None:
     series = telemetry.known.setdefault(key, ServiceSeries())
-    series.show(replace(snapshot(manifest()), key=key, **changes), Decision(status))  # type: ignore[arg-type]
+    series.show(replace(snapshot(manifest()), key=key, **changes), Decision(status, figures=FIGURES))  # type: ignore[arg-type]
 
 
 def read(telemetry: Telemetry, name: str, key: ServiceKey = KEY, **labels: str) -> float | None:
@@ -158,6 +159,11 @@ LAST_CANARY = {"dtype": "k8v4", "verdict": "Failed", "reason": "AccuracyRegresse
         ("kvpilot_prefix_hit_ratio", {"tier": "host"}, 0.45),
         ("kvpilot_prefix_hit_ratio", {"tier": "disk"}, 0.15),
         ("kvpilot_retention", {"policy": "SinksAndWindow"}, 1),
+        ("kvpilot_cost_per_hour", {}, 7),
+        ("kvpilot_cost_per_million_tokens", {}, 1.5),
+        ("kvpilot_objective_seconds", {"metric": "ITL", "percentile": "99"}, 0.05),
+        ("kvpilot_objective_observed_seconds", {"metric": "TTFT", "percentile": "95"}, 0.4),
+        ("kvpilot_objective_observed_seconds", {"metric": "ITL", "percentile": "99"}, None),
         ("kvpilot_condition", {"type": "MemoryPressured", "status": "True", "reason": "MemoryBound"}, 1),
         ("kvpilot_condition", {"type": "AccuracyVerified", "status": "False", "reason": "AccuracyDrifted"}, 1),
         ("kvpilot_condition", {"type": "AccuracyVerified", "status": "True", "reason": "AccuracyDrifted"}, None),
@@ -198,21 +204,16 @@ def test_what_a_pass_found_and_decided_is_shown(name: str, labels: dict[str, str
 
 def test_a_prefetch_shows_its_bytes_as_its_pod_tells_them_until_the_claim_is_filled() -> None:
     telemetry, gigabyte = Shown(), 10**9
-    kept = WeightsCache(identity="abc", phase=CachePhase.PENDING, claim_name="models")
+    kept = WeightsCache(identity="abc", phase=CachePhase.PENDING)
     decided(telemetry, Status(cache=kept))
     bytes_, size = "kvpilot_prefetch_downloaded_bytes", "kvpilot_prefetch_size_bytes"
     assert read(telemetry, "kvpilot_prefetch_phase", phase="Pending") == 1
     assert (read(telemetry, bytes_), read(telemetry, size)) == (None, None)
-    moving = WeightsCache(
-        identity="abc", phase=CachePhase.PREFETCHING, claim_name="models", downloaded_bytes=2 * gigabyte,
-        total_bytes=16 * gigabyte,
-    )  # fmt: skip
+    moving = WeightsCache(identity="abc", phase=CachePhase.PREFETCHING)
     view = PrefetchView("abc-1", False, None, (), 2 * gigabyte + 7, 16 * gigabyte)
     decided(telemetry, Status(cache=moving), prefetch=view)
     assert (read(telemetry, bytes_), read(telemetry, size)) == (2 * gigabyte + 7, 16 * gigabyte)
-    decided(telemetry, Status(cache=moving), prefetch=replace(view, downloaded_bytes=None))
-    assert read(telemetry, bytes_) == 2 * gigabyte
-    decided(telemetry, Status(cache=WeightsCache(identity="abc", phase=CachePhase.READY, claim_name="models")))
+    decided(telemetry, Status(cache=WeightsCache(identity="abc", phase=CachePhase.READY)))
     assert read(telemetry, "kvpilot_prefetch_phase", phase="Ready") == 1
     assert (read(telemetry, bytes_), read(telemetry, size)) == (None, None)
     decided(telemetry, Status())

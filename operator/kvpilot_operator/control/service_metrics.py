@@ -17,7 +17,7 @@ from kvpilot_operator.api.words import CachePhase
 from kvpilot_operator.control.known_reasons import OTHER, known
 from kvpilot_operator.decide import canary_deadline, refused
 from kvpilot_operator.state.accuracy import Accuracy
-from kvpilot_operator.state.decision import Decision
+from kvpilot_operator.state.decision import Decision, Figures
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
 from kvpilot_operator.state.status import Status
 
@@ -158,7 +158,7 @@ class ServiceSeries:
 
     def show(self, s: Snapshot, decision: Decision) -> None:
         """Replace the gauges by the result of a reconcile, and count its decisions."""
-        self._rows = rows(s, decision.status)
+        self._rows = rows(s, decision)
         for entry in decision.status.decisions:
             if entry.time == s.now and entry not in s.status.decisions:
                 self._counts[self._bounded(DECISIONS, (entry.action, known(entry.reason)))] += 1
@@ -199,10 +199,12 @@ class ServiceMetrics(Collector):
         yield from metrics.values()
 
 
-def rows(s: Snapshot, status: Status) -> tuple[Row, ...]:
-    """Yield the rows of one service after a reconcile: `s` as it was observed, `status` as it was decided."""
+def rows(s: Snapshot, decision: Decision) -> tuple[Row, ...]:
+    """Return the rows of one service after a reconcile."""
+    status = decision.status
     found = (
         *_plain(s, status),
+        *_figures(decision.figures),
         *_prefetch(s, status),
         *_words(s, status),
         *_options(status),
@@ -220,10 +222,6 @@ def _plain(s: Snapshot, status: Status) -> _Rows:
     yield LAST_RECONCILE, (), s.now.timestamp()
     yield USAGE, (), usage / 100 if usage is not None else None
     yield CAPACITY, (), status.kv_cache.capacity_tokens
-    yield RECENT, (), status.kv_cache.recent_tokens or 0
-    kv = status.kv_cache
-    for tier, hits in (("gpu", kv.gpu_hit_percent), ("host", kv.host_hit_percent), ("disk", kv.disk_hit_percent)):
-        yield HITS, (tier,), hits / 100 if hits is not None else None
     yield REPLICAS, (), status.replicas
     yield READY_REPLICAS, (), status.ready_replicas
     yield DESIRED_REPLICAS, (), status.scaling.desired_replicas
@@ -233,14 +231,20 @@ def _plain(s: Snapshot, status: Status) -> _Rows:
     yield DOUBTED, (), sum(len(sample.implausible) for sample in newest)
     yield UNANSWERED, (), sum(sample.unanswered for sample in newest)
     yield BACKED_OFF, (), len(s.backed_off)
-    if status.cost is not None:
-        tokens = status.cost.per_million_tokens_micros
-        yield COST, (), status.cost.per_hour_micros / 1e6
-        yield COST_TOKENS, (), tokens / 1e6 if tokens is not None else None
-    for one in status.objectives:
-        observed, labels = one.observed_milliseconds, (one.metric, str(one.percentile))
-        yield OBJECTIVE, labels, one.milliseconds / 1000
-        yield OBSERVED, labels, observed / 1000 if observed is not None else None
+
+
+def _figures(figures: Figures) -> _Rows:
+    yield RECENT, (), figures.recent_tokens
+    if figures.retention:
+        yield RETENTION, (figures.retention,), 1
+    for tier, share in figures.hits.items():
+        yield HITS, (tier,), share
+    yield COST, (), figures.cost_per_hour
+    yield COST_TOKENS, (), figures.cost_per_million_tokens
+    for one in figures.latencies:
+        labels = (one.metric, str(one.percentile))
+        yield OBJECTIVE, labels, one.limit_seconds
+        yield OBSERVED, labels, one.observed_seconds
 
 
 def _prefetch(s: Snapshot, status: Status) -> _Rows:
@@ -248,11 +252,9 @@ def _prefetch(s: Snapshot, status: Status) -> _Rows:
     if kept is None:
         return
     yield PREFETCH_PHASE, (kept.phase,), 1
-    if kept.phase != CachePhase.READY:
-        # The status moves by whole percents, which is too seldom to tell a slow download from none.
-        told = view is not None and view.downloaded_bytes is not None
-        yield PREFETCHED, (), view.downloaded_bytes if view is not None and told else kept.downloaded_bytes
-        yield PREFETCH_SIZE, (), kept.total_bytes
+    if kept.phase != CachePhase.READY and view is not None:
+        yield PREFETCHED, (), view.downloaded_bytes
+        yield PREFETCH_SIZE, (), view.total_bytes
 
 
 def _words(s: Snapshot, status: Status) -> _Rows:
@@ -267,8 +269,6 @@ def _words(s: Snapshot, status: Status) -> _Rows:
     for family, dtype in ((ACTIVE, kv.active_dtype), (RECOMMENDED, kv.recommended_dtype)):
         if dtype is not None:
             yield family, (dtype,), 1
-    if kv.retention is not None:
-        yield RETENTION, (kv.retention,), 1
     denied: dict[str, float] = {}
     for entry in kv.denied:
         denied[entry.dtype] = max(entry.until.timestamp(), denied.get(entry.dtype, 0.0))

@@ -22,7 +22,7 @@ from kvpilot_operator.decide.steps.policy import PolicyDecision, nothing_weighed
 from kvpilot_operator.decide.traffic_plan import TrafficPlan, traffic_plan
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.engine import pod_template, revision
-from kvpilot_operator.state.decision import Event, Manifest, Objects, Request
+from kvpilot_operator.state.decision import Event, Figures, Manifest, Objects, Request
 from kvpilot_operator.state.questions import Unanswered
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import (
@@ -185,6 +185,7 @@ _NOT_JUDGED = Workload(WorkloadKind.NO_METRICS, "the metrics were not judged")
 _NOT_WEIGHED = nothing_weighed("", 0, ())
 _NOT_CHOSEN = Target("", "", Reason.RECONCILE_INCOMPLETE, "", startable=False)
 _NOTHING = Placed()
+_NO_FIGURES = Figures()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +211,8 @@ class Context(Draft):
     """The probe to run."""
     captured: Baseline | None = None
     """A baseline to keep before the status names it."""
+    figures: Figures = _NO_FIGURES
+    """Measurements for metrics alone."""
     wanted: Mapping[str, int] = field(default_factory=dict)
     """Replicas by revision."""
     engines: Mapping[str, Manifest] = field(default_factory=dict)

@@ -97,6 +97,7 @@ def decide(s: Snapshot) -> Decision:
         gates=c.gates,
         do_not_evict=c.do_not_evict,
         unanswered=c.unanswered,
+        figures=c.figures,
         again_seconds=_AGAIN_SECONDS if c.canary is not None or fills else None,
     )
 

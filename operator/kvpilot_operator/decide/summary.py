@@ -5,22 +5,18 @@ Each step is written with the options that were weighed, and each hold as it beg
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import replace
 
 from kvpilot_operator.api.names import REVISION_LABEL, SERVICE_LABEL, service_url
 from kvpilot_operator.api.words import Action, WorkloadKind
 from kvpilot_operator.decide.context import Context
-from kvpilot_operator.decide.load.objectives import ObjectiveResult
 from kvpilot_operator.decide.load.workload import USAGE_STEP_PERCENT
 from kvpilot_operator.decide.objects import traffic
 from kvpilot_operator.decide.step_rules import was_pressured
+from kvpilot_operator.state.decision import Figures, Latency
 from kvpilot_operator.state.questions import Question
-from kvpilot_operator.state.status import Cost, Objective
+from kvpilot_operator.state.samples import Sample
 
-# A figure that moved by less than this share is not worth a write to the API server.
-_MOVED = 0.1
-# The schema's limit, whatever a page says.
-_MOST = 1e12
 _MOST_ADAPTERS, _MOST_LETTERS = 16, 128
 # These kinds do not show that a pressure has ended.
 _QUIET = (
@@ -54,21 +50,12 @@ def summarise(c: Context) -> Context:
         selector=f"{SERVICE_LABEL}={s.key.name}{one}",
         adapters=_adapters(c, stable.revision, serves.adapters if serves is not None and stable.ever_ready else ()),
     )
-    c = c.set(objectives=tuple(_shown(c, one) for one in c.workload.objectives), cost=_cost(c))
-    loaded, from_disk = c.workload.host_hits, c.workload.disk_hits
-    in_host = None if loaded is None else loaded - (from_disk or 0.0)
-    disk = c.spec.kv_cache.offload is not None and c.spec.kv_cache.offload.disk is not None
+    c = replace(c, figures=_figures(c, sample))
     return c.set_kv(
         active_dtype=stable.dtype,
-        observed_dtype=sample.observed_dtype if sample is not None else kv.observed_dtype,
-        recent_tokens=sample.recent_tokens if sample is not None else kv.recent_tokens,
-        retention=(sample.retention or None) if sample is not None else kv.retention,
         recommended_dtype=c.target.recommended or c.target.dtype,
         capacity_tokens=sample.capacity_tokens if sample is not None else kv.capacity_tokens,
         usage_percent=_steady(usage, kv.usage_percent),
-        gpu_hit_percent=_hits(c, c.workload.gpu_hits, kv.gpu_hit_percent),
-        host_hit_percent=_hits(c, in_host, kv.host_hit_percent),
-        disk_hit_percent=_hits(c, c.workload.disk_hits, kv.disk_hit_percent) if disk else None,
     )
 
 
@@ -83,11 +70,32 @@ def _adapters(c: Context, revision: str, told: tuple[str, ...]) -> tuple[str, ..
     return tuple(name for name in names if name in everywhere and len(name) <= _MOST_LETTERS)[:_MOST_ADAPTERS]
 
 
-def _hits(c: Context, share: float | None, said: int | None) -> int | None:
-    """Return the hits of one tier, where there are several; the last figure where no prompt was looked up."""
-    if c.spec.kv_cache.offload is None:
-        return None
-    return said if share is None else _steady(min(100, round(100 * share)), said)
+def _figures(c: Context, sample: Sample | None) -> Figures:
+    """Return the measurements that only metrics show."""
+    an_hour, a_million = _costs(c)
+    return Figures(
+        recent_tokens=sample.recent_tokens or 0 if sample is not None else None,
+        retention=sample.retention if sample is not None else "",
+        hits=_hits(c),
+        cost_per_hour=an_hour,
+        cost_per_million_tokens=a_million,
+        latencies=tuple(
+            Latency(one.objective.metric, one.objective.percentile, one.limit, one.seconds)
+            for one in c.workload.objectives
+        ),
+    )
+
+
+def _hits(c: Context) -> dict[str, float]:
+    """Return the share of prompt tokens that each tier held; nothing if no prompt was looked up."""
+    w, offload = c.workload, c.spec.kv_cache.offload
+    if offload is None:
+        return {}
+    from_disk = w.disk_hits or 0.0
+    shares = {"gpu": w.gpu_hits, "host": None if w.host_hits is None else w.host_hits - from_disk}
+    if offload.disk is not None:
+        shares["disk"] = w.disk_hits
+    return {tier: min(1.0, max(0.0, share)) for tier, share in shares.items() if share is not None}
 
 
 def _steady(percent: int | None, said: int | None) -> int | None:
@@ -109,33 +117,15 @@ def _kept(c: Context, kind: str, question: Question, before: str | None) -> str 
     return s.key.name if asked or any(there.values()) or kept else None
 
 
-def _shown(c: Context, one: ObjectiveResult) -> Objective:
-    """Describe an objective in the status, with the last figure where it hardly moved."""
-    asked, seen = one.objective, None if one.seconds is None else round(min(one.seconds, _MOST) * 1000)
-    now = Objective(
-        metric=asked.metric, percentile=asked.percentile, milliseconds=asked.milliseconds, state=one.state,
-        observed_milliseconds=seen,
-    )  # fmt: skip
-    for said in c.before.objectives:
-        before = said.observed_milliseconds
-        if msgspec.structs.replace(now, observed_milliseconds=before) == said and before is not None:
-            return said if seen is not None and abs(seen - before) < _MOVED * before else now
-    return now
-
-
-def _cost(c: Context) -> Cost | None:
-    """Return the cost of all that runs, a canary included, and of a million generated tokens in the last window."""
-    each, w, before = c.snapshot.gpu_hour_micros, c.workload, c.before.cost
+def _costs(c: Context) -> tuple[float | None, float | None]:
+    """Return the cost of all GPUs an hour, a canary's included, and of a million tokens of the last window."""
+    each, w = c.snapshot.gpu_hour_micros, c.workload
     if each is None:
-        return None
+        return None, None
     pods = sum(view.replicas * view.nodes for view in c.snapshot.deployments.values())
-    gpus = pods * c.spec.engine.tensor_parallel_size
-    an_hour = 3600 * (w.requests_per_second or 0.0) * (w.mean_generation or 0.0) * w.pods
-    tokens = round(min(gpus * each / an_hour, _MOST) * 1e6) if an_hour >= 1 else None
-    said = before.per_million_tokens_micros if before is not None else None
-    if tokens is not None and said is not None and abs(tokens - said) < _MOVED * said:
-        tokens = said
-    return Cost(per_hour_micros=gpus * each, per_million_tokens_micros=tokens)
+    cost = pods * c.spec.engine.tensor_parallel_size * each / 1e6
+    tokens = 3600 * (w.requests_per_second or 0.0) * (w.mean_generation or 0.0) * w.pods
+    return cost, 1e6 * cost / tokens if tokens >= 1 else None
 
 
 def _counted(c: Context, serving: tuple[str, ...]) -> int:

@@ -29,17 +29,6 @@ class Baseline(Record, frozen=True, kw_only=True):
     """Positions, in thousandths, at which the control run finds the same token most likely."""
 
 
-class Sample(Record, frozen=True, kw_only=True):
-    """One prompt and the two answers, for people to compare."""
-
-    prompt: Annotated[str, Meta(max_length=2048)]
-    """The end of the prompt."""
-    stable: Annotated[str, Meta(max_length=2048)]
-    """The stable revision's answer."""
-    canary: Annotated[str, Meta(max_length=2048)]
-    """The probed revision's answer."""
-
-
 class Measured(Record, frozen=True, kw_only=True):
     """The last probe run."""
 
@@ -48,25 +37,24 @@ class Measured(Record, frozen=True, kw_only=True):
     dtype: Word
     """Its KV cache dtype."""
     verdict: Verdict
-    """Its outcome."""
+    """Its verdict."""
     probe_time: datetime
-    """When it ended."""
+    """Time at which it ended."""
     excess_kl_micronats: int
     """Mean KL divergence above that of the control run; negative when below it."""
     top1_agreement_permille: Permille
-    """Positions, in thousandths, at which the baseline's most likely token is this one's too."""
+    """Positions, in thousandths, at which both find the same token most likely."""
     pod: Annotated[str, Meta(max_length=253)] | None = None
     """The replica that was asked."""
-    sample: Sample | None = None
 
 
 class Accuracy(Record, frozen=True, kw_only=True):
-    """What the probes measured. KL divergences in millionths of a nat, agreement in thousandths."""
+    """Results of probes. KL divergences are in millionths of a nat, agreement in thousandths."""
 
     baseline: Baseline | None = None
     last: Measured | None = None
     checked_time: datetime | None = None
-    """When the serving replicas were last probed, or when they began to serve."""
+    """Time at which the serving replicas were last probed, or began to serve."""
     failures: Count = 0
     """Probe runs in a row that the serving replicas failed."""
     errors: Count = 0

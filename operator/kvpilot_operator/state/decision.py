@@ -1,6 +1,6 @@
-"""The decision of one reconcile: data for `act`, with the reason of every step in the status' journal.
+"""The decision of one reconcile: data for `act`. The status has the cause of each step.
 
-A later reconcile gets the result of a probe that it asks for: requests and results stand here side by side.
+A decision may ask for a probe. A later reconcile gets its result, so both are defined here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Cause(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Find:
-    """Look for a baseline that was captured before, in the ConfigMap of its identity."""
+    """A search for a captured baseline in its ConfigMap."""
 
     identity: str
     baseline: str
@@ -36,7 +36,7 @@ class Find:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Ask the 16-bit pod at `url` for the baseline and its control, unless the ConfigMap holds them already."""
+    """A capture of baseline and control by the 16-bit pod at `url`, unless the ConfigMap holds them."""
 
     identity: str
     pod: str
@@ -47,23 +47,23 @@ class Capture:
     """Identity of the baseline to capture."""
     config_map: str
     serving: bool = False
-    """True if users' requests go to that pod: the probe gives way to them for a while."""
+    """True if the pod serves users. The probe gives way to their requests for a while."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Compare the pod at `url` with the baseline kept in the ConfigMap."""
+    """A comparison of the pod at `url` with the baseline in the ConfigMap."""
 
     identity: str
     pod: str
-    """Name of the pod that is asked: what is found is said of it alone."""
+    """Name of the pod that is asked. The result is about this pod alone."""
     url: str
     model: str
     dtype: str
     """Its KV-cache dtype."""
     config_map: str
     serving: bool = False
-    """True if users' requests go to that pod: the probe gives way to them, or ends without a verdict."""
+    """True if the pod serves users. The probe gives way to their requests, or ends without a verdict."""
 
 
 Request = Find | Capture | Measure
@@ -71,7 +71,7 @@ Request = Find | Capture | Measure
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The baseline with its 16-bit-against-16-bit control; `adopted` where it was found kept and not captured anew."""
+    """A baseline with its 16-bit control; `adopted` if it was found in the ConfigMap."""
 
     baseline: Baseline
     adopted: bool = False
@@ -79,7 +79,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class NothingKept:
-    """A search for a kept baseline that found none that can be used."""
+    """A search that found no usable baseline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +125,42 @@ class Objects:
     """Replicas by revision."""
     keep: frozenset[str]
     absent: tuple[tuple[str, str, str], ...] = ()
-    """(apiVersion, kind, name) of objects of ours that must not be there."""
+    """(apiVersion, kind, name) of our objects that must not exist."""
     named: tuple[tuple[str, str, str], ...] = ()
-    """(apiVersion, kind, name) of objects of ours that pods name: none starts before they are there."""
+    """(apiVersion, kind, name) of our objects that pods need before they start."""
+
+
+class Latency(NamedTuple):
+    """A latency objective, and the latency that engines reached."""
+
+    metric: str
+    """TTFT or ITL."""
+    percentile: int
+    limit_seconds: float
+    observed_seconds: float | None
+    """None for too few samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Measurements for metrics alone: no decision needs them, and a restart forgets them."""
+
+    recent_tokens: int | None = None
+    """Recent window that engines report; None before their first scrape."""
+    retention: str = ""
+    """Policy by which engines free pages of a sequence; empty if they keep all."""
+    hits: Mapping[str, float] = field(default_factory=dict)
+    """Share of prompt tokens that a tier held, by tier; empty without kvCache.offload."""
+    cost_per_hour: float | None = None
+    """Cost of all GPUs of the service, a canary's included; None if they have no price."""
+    cost_per_million_tokens: float | None = None
+    """Cost of a million generated tokens, at the rate of the last window."""
+    latencies: tuple[Latency, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The outcome of one reconcile: status first, then objects, then a probe, then events."""
+    """The outcome of one reconcile. `act` writes the status first, then objects, and posts events last."""
 
     status: Status
     objects: Objects | None = None
@@ -142,10 +170,11 @@ class Decision:
     probe: Request | None = None
     events: tuple[Event, ...] = ()
     gates: Mapping[str, bool] = field(default_factory=dict)
-    """Readiness gates to be opened, after the status says why, or closed, after traffic was moved; by pod name."""
+    """Readiness gates by pod name. They open after the status is written, and close after traffic has moved."""
     do_not_evict: frozenset[str] = frozenset()
-    """Names of pods that cluster autoscalers are asked to leave where they are; no other pod is."""
+    """Names of all pods that cluster autoscalers should not evict."""
     unanswered: tuple[Unanswered, ...] = ()
-    """The questions that had no answer; what they decide is left as it is."""
+    """Questions without an answer; what they decide stays unchanged."""
+    figures: Figures = Figures()
     again_seconds: float | None = None
     """Reconcile again after this many seconds, even if nothing happens."""

@@ -30,7 +30,7 @@ class Histogram:
     def quantile(self, q: float) -> float:
         """Return the value below which a share `q` lies, interpolated as PromQL's histogram_quantile does.
 
-        The lowest bucket is taken to start at 0 and the open one to hold its lower bound. NaN for no observation.
+        The lowest bucket starts at 0, and the open one counts as its lower bound. NaN for no observation.
         """
         if self.count <= 0:
             return float("nan")
@@ -44,7 +44,7 @@ class Histogram:
         return self.bounds[-1] if self.bounds else float("nan")
 
     def __add__(self, other: Histogram) -> Histogram:
-        """Add both; an empty one takes the other's buckets. ValueError if the buckets of full ones differ."""
+        """Add both; an empty one adopts the other's buckets. Raise ValueError if filled ones differ in buckets."""
         if self.bounds == other.bounds:
             counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
             return Histogram(self.bounds, counts, self.total + other.total)
@@ -56,7 +56,7 @@ class Histogram:
 
     @classmethod
     def together(cls, histograms: Sequence[Histogram]) -> Histogram:
-        """Return their sum, without those of other buckets than the last full one (an engine of another version)."""
+        """Return their sum. Those with other buckets than the last filled one (another engine version) are left out."""
         full = [h for h in histograms if h.count]
         same = [h for h in full if h.bounds == full[-1].bounds]
         if len(same) < 2:

@@ -24,32 +24,31 @@ class PodView:
     terminating: bool
     restarts: int
     waiting_reason: str | None
-    """Why the container waits (ErrImagePull, CrashLoopBackOff, ...)."""
+    """Reason for which the container waits (ErrImagePull, CrashLoopBackOff, ...)."""
     exit_message: str | None
     """The words of the engine's last exit (kvpilot-serve's refusal, or the end of its log)."""
     unschedulable: str | None
     """The scheduler's message while no node fits, or a queue holds the pod back."""
     unheard_since: datetime | None = None
-    """Since when it is there without a node and without a word of the scheduler, who says nothing while it waits for a
-    volume to be made."""
+    """Time since which it has neither a node nor a message of the scheduler, which is silent while a volume is made."""
     held_up: tuple[str, str] | None = None
-    """Why an init container or a sidecar keeps the pod from being ready: reason and message."""
+    """Reason and message of an init container or sidecar that keeps the pod from being ready."""
     needs: tuple[str, ...] | None = None
-    """The objects that its volumes are made from, such as "Secret certificates"; None once a container has started."""
+    """Objects that its volumes need, such as "Secret certificates"; None once a container has started."""
     uid: str = ""
     do_not_evict: bool = False
-    """True if kvpilot has asked cluster autoscalers to leave it where it is."""
+    """True if kvpilot has asked cluster autoscalers not to evict it."""
     mesh: bool = False
     """True if it is reached by the mesh's mutual TLS."""
     containers_ready: bool = False
     admitted: bool | None = None
-    """True if kvpilot's readiness gate is open; None where the pod has none."""
+    """True if kvpilot's readiness gate is open; None if the pod has none."""
     workers: tuple[PodView, ...] = ()
-    """The other pods of the group that it leads, none of which takes requests."""
+    """Other pods of the group that it leads. They take no requests."""
 
     @property
     def group(self) -> tuple[PodView, ...]:
-        """All pods of the replica that it is, or leads."""
+        """All pods of its replica, itself first."""
         return (self, *self.workers)
 
     @property
@@ -66,29 +65,29 @@ class PrefetchView:
     """Its annotation: hashes of the claim's content and of the Job's own."""
     done: bool
     failure: str | None
-    """Why it ended without being done."""
+    """Cause of its failure; None if it has not failed."""
     pods: tuple[PodView, ...]
     downloaded_bytes: int | None
-    """The number that its pod reports now; None where none answers."""
+    """Number that its pod reports now; None if none answers."""
     total_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class DeploymentView:
-    """One revision's Deployment, or what else runs it."""
+    """The Deployment or other workload that runs a revision."""
 
     revision: str
     dtype: str
     replicas: int
     failure: str | None = None
-    """Why pods that it lacks cannot be created, in the API server's words (ReplicaFailure, or Events)."""
+    """Cause for which missing pods cannot be created, in the API server's words (ReplicaFailure, or Events)."""
     image: str | None = None
     model: str | None = None
-    """The engine's, as it is told."""
+    """Model argument of its engines."""
     arguments: tuple[str, ...] = ()
-    """All that the engine is told."""
+    """All arguments of its engines."""
     adapters: tuple[str, ...] = ()
-    """Names of the LoRA adapters that its engines load at start."""
+    """LoRA adapters that its engines load at start."""
     has_gate: bool = True
     """True if its pods have kvpilot's readiness gate."""
     kind: str = "Deployment"
@@ -98,22 +97,22 @@ class DeploymentView:
 
 @dataclass(frozen=True, slots=True)
 class ObjectView:
-    """An object that carries the service's label: which one it is, and whether it is the service's own."""
+    """An object with the service's label. It may belong to somebody else."""
 
     uid: str
     owned: bool
-    """By an owner reference with the service's uid: a label is easily copied."""
+    """True if an owner reference has the service's uid. A label alone proves nothing."""
     version: str
-    """Moves when somebody changes what the object should be."""
+    """Version that changes with the object's specification."""
     selects: str | None = None
-    """The revision that a Service sends requests to, "" for every one; None where its selector is not ours."""
+    """Revision that a Service selects, "" for every one; None if the selector is not ours."""
     picker: Mapping[str, Any] | None = None
-    """The endpoint picker that an InferencePool names, as it stands there."""
+    """The endpoint picker of an InferencePool, unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """An object that the API server would not have, in its own words."""
+    """An object that the API server refused, and its answer."""
 
     kind: str
     name: str
@@ -121,27 +120,27 @@ class Rejection:
     """The reason in the server's Status: Invalid, Forbidden, ...; may be empty."""
     message: str
     causes: tuple[tuple[str, str], ...] = ()
-    """Field and message, where it names them."""
+    """Fields and messages, if the server names any."""
 
 
 class Parent(NamedTuple):
     """A Gateway's answer to a route that asks to be attached to it."""
 
     name: str
-    """NAMESPACE/NAME, with the listener where one is named."""
+    """NAMESPACE/NAME, with the listener if one is named."""
     accepted: bool | None
-    """None where nothing has been said of the route as it is now."""
+    """None until the Gateway has judged the present route."""
     message: str = ""
-    """Why not."""
+    """Cause of a refusal."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteView:
-    """The Gateway API HTTPRoute that takes a canary's share, as it is now: ours, or the one that routeRef names."""
+    """The HTTPRoute that gives a canary its share: ours, or the one that routeRef names."""
 
     name: str
     resource_version: str
     rules: tuple[Mapping[str, Any], ...]
     """`spec.rules`, raw."""
     parents: tuple[Parent, ...] = ()
-    """In the order of `spec.parentRefs`."""
+    """Answers in the order of `spec.parentRefs`."""

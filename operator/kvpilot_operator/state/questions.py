@@ -39,7 +39,7 @@ class Question(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """A question that had no answer: the error's type, and where it was raised. No value, which may be a secret."""
+    """A question without an answer, and the type and place of the error. Values may be secrets and are left out."""
 
     question: Question
     error: str
@@ -52,11 +52,11 @@ class Unanswered:
 
 
 def keeps_probe(unanswered: Sequence[Unanswered]) -> bool:
-    """Return True if a running probe goes on: it is not known what to ask of the engines."""
+    """Return True if a running probe goes on, because the next probe could not be decided."""
     return any(one.question in (Question.PROBE_SETS, Question.ACCURACY) for one in unanswered)
 
 
 def unanswered(question: Question, error: Exception) -> Unanswered:
-    """Keep of an error its type, the HTTP status if the API server gave one, and the places in our code."""
+    """Keep the error's type, the API server's HTTP status if any, and the places in our code."""
     status = f" HTTP {error.status}" if isinstance(error, ClusterError) and error.status else ""
     return Unanswered(question, f"{type(error).__name__}{status}", places(error))

@@ -12,18 +12,18 @@ from kvpilot_operator.state.histogram import Histogram
 
 NOTHING_OBSERVED = Histogram()
 ROOMY = 0.5
-"""An engine with at most this share of the fullest one's use has room for requests that wait there."""
+"""Largest share of the fullest engine's use at which another engine has room for its waiting requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flows:
-    """Increments of one revision's pods since the scrape before, never counters.
+    """Increments of one revision's pods since the previous scrape, never counters.
 
-    A pod adds to it only with two pages of one engine process behind it; what a restart lost counts from zero.
+    A pod counts once two pages of one engine process exist. After a restart, counters start from zero.
     """
 
     seconds: float = 0.0
-    """Pod-seconds that the increments cover; 0 where nothing is known yet."""
+    """Pod-seconds that the increments cover; 0 while nothing is known."""
     preemptions: float = 0.0
     prompt_tokens: float = 0.0
     generation_tokens: float = 0.0
@@ -32,11 +32,11 @@ class Flows:
     prefix_hits: float = 0.0
     """Prompt tokens that it held."""
     host_hits: float = 0.0
-    """Prompt tokens that it did not hold, and that were loaded from where they had been offloaded to."""
+    """Prompt tokens that were loaded from host memory or disk instead."""
     finished: float = 0.0
     """Requests that ended, failed ones included."""
     failed: float = 0.0
-    """Requests that ended in an error of the engine (a client that left is none)."""
+    """Requests that ended in an error of the engine; a client that left does not count."""
     prefill_seconds: float = 0.0
     """Request-seconds spent in prefill."""
     decode_seconds: float = 0.0
@@ -51,7 +51,7 @@ class Flows:
 
     @classmethod
     def together(cls, flows: Sequence[Flows]) -> Flows:
-        """Return their sum, without histograms of other buckets than the last (an engine of another version)."""
+        """Return their sum. Histograms with other buckets than the last (another engine version) are left out."""
         columns: Iterator[tuple[Any, ...]] = zip(*map(_FIGURES, flows), strict=True)
         sums: list[Any] = [Histogram.together(c) if isinstance(c[0], Histogram) else sum(c) for c in columns]
         return cls(*sums)
@@ -62,21 +62,21 @@ _FIGURES = attrgetter(*(one.name for one in fields(Flows)))
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The fullest engine of one scrape beside the others; an engine is a pod, or a data-parallel rank of one."""
+    """The fullest engine of one scrape beside the others. An engine is a pod or a data-parallel rank."""
 
     name: str
     usage: float
     waiting: float
     mean: float
-    """Use of all engines, on average: what each would have if requests were spread evenly."""
+    """Mean use of all engines: the use of each if requests were spread evenly."""
     roomy: float
     """Share of the engines that are at most half as full."""
     roomy_waiting: float
-    """Requests that wait at each of these, on average."""
+    """Mean number of requests that wait at each of these."""
 
     @classmethod
     def of(cls, engines: Sequence[tuple[str, float, float]]) -> Spread | None:
-        """Compare engines by name, use and waiting requests; None where there is only one."""
+        """Compare engines, given as name, use and waiting requests; None for fewer than two."""
         if len(engines) < 2:
             return None
         fullest = max(engines, key=lambda one: (one[1], one[2], one[0]))
@@ -85,16 +85,16 @@ class Spread:
         return cls(*fullest, mean, len(roomy) / len(engines), sum(roomy) / len(roomy) if roomy else 0.0)
 
     def mixed(self, other: Spread, share: float) -> Spread:
-        """Return the mean of both, `share` of it the other one's; the name is the other one's."""
+        """Return the mean of both, in which `other` has this share, under the name of `other`."""
         ours, theirs = astuple(self)[1:], astuple(other)[1:]
         return Spread(other.name, *(a + (b - a) * share for a, b in zip(ours, theirs, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One scrape of one revision: sums over the pods whose pages are plausible and whose engines do not stand still.
+    """One scrape of one revision: sums over the pods with plausible pages and working engines.
 
-    Use is their token-weighted mean; of a pod with several engines that of the fullest one counts.
+    Use is their token-weighted mean. A pod with several engines counts with its fullest one.
     """
 
     time: datetime
@@ -106,28 +106,28 @@ class Sample:
     waiting: float
     capacity_tokens: int
     observed_dtype: str
-    """The KV-cache dtype that most pods report; empty where none has told it."""
+    """The KV-cache dtype that most pods report; empty if none reports any."""
     flows: Flows = Flows()
     implausible: tuple[str, ...] = ()
     """Pods that answered with an implausible page, each as "NAME: why"."""
     unanswered: int = 0
     """Ready pods that gave no page."""
     stalled: tuple[str, ...] = ()
-    """Pods whose engines have work and do none of it, each as "NAME: why"; nothing of them is added up."""
+    """Pods whose engines have work and do none of it, each as "NAME: why"; the sums leave them out."""
     spread: Spread | None = None
-    """None where there is only one engine."""
+    """None if there is only one engine."""
     recent_tokens: int | None = None
-    """The recent window of most pods; None where none has told it."""
+    """The recent window of most pods, in tokens; None if none reports any."""
     retention: str = ""
-    """The policy by which most pods free pages of a sequence; empty where most keep all."""
+    """The policy by which most pods free pages of a sequence; empty if most keep all."""
     factors: str = ""
-    """Hash of the calibration factors that most pods have; empty where none has told it."""
+    """Hash of the calibration factors of most pods; empty if none reports any."""
     other_dtypes: tuple[tuple[str, str], ...] = ()
-    """Pods that report another dtype, and which; the first few by name."""
+    """The first few pods, by name, with another dtype, and that dtype."""
     mixed: tuple[tuple[str, str], ...] = ()
-    """Pods that have other ones, and their hashes; the first few by name."""
+    """The first few pods, by name, with other factors, and their hash."""
 
 
 def names(pods: Sequence[str]) -> str:
-    """Return the pods of words such as "NAME: why", without the figures in them, which move."""
+    """Return the names from texts such as "NAME: why". The rest has figures that move."""
     return ", ".join(sorted(one.partition(":")[0] for one in pods))

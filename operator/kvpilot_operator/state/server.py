@@ -12,4 +12,4 @@ class ServerFacts:
     http_routes: bool = False
     inference_pools: bool = False
     assigns_users: bool = False
-    """True if each namespace has users and groups that its pods are given (OpenShift)."""
+    """True if the server assigns users and groups to the pods of each namespace (OpenShift)."""

@@ -1,4 +1,4 @@
-"""Everything known of one service at one moment: what `observe` gathers and `decide` reads. Frozen, no I/O."""
+"""All knowledge about one service at one moment: `observe` gathers it, `decide` reads it. Frozen, no I/O."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ServiceKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The model's architecture by an engine's metric kvpilot_model_info."""
+    """The model's architecture, from an engine's metric kvpilot_model_info."""
 
     head_dim: int
     kv_heads: int
@@ -54,7 +54,7 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class ProbePlan:
-    """The probe packs of a service, read and checked: their content hash, or why they cannot be used."""
+    """Hash of the service's probe packs, or the cause for which they cannot be used."""
 
     identity: str = ""
     fault: str | None = None
@@ -62,14 +62,14 @@ class ProbePlan:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One service, whole."""
+    """Everything that `decide` knows about one service."""
 
     now: datetime
     key: ServiceKey
     uid: str
     generation: int
     resource_version: str
-    """The resource version of the object that was judged: its status is written only while it is still this one."""
+    """Resource version of the object. Its status is written only if this is still the newest."""
     faults: tuple[Fault, ...]
     spec: Spec | None
     """None while there are faults."""
@@ -77,10 +77,10 @@ class Snapshot:
     deployments: Mapping[str, DeploymentView] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
     traffic: str | None = None
-    """The revision that the Service, and the pool if there is one, select now, "" for every one, or where they differ;
-    None while no Service of ours selects any."""
+    """Revision that the Service (and the pool, if any) selects now; "" for every one, or if both differ; None while
+    our Service selects none."""
     objects: Mapping[tuple[str, str], ObjectView] = field(default_factory=dict)
-    """Workloads and Services with the service's label, and InferencePools and HTTPRoutes of its names, by kind and
+    """Workloads and Services with the service's label, and InferencePools and HTTPRoutes of its names; by kind and
     name."""
     rejections: tuple[Rejection, ...] | None = None
     """Refusals of the last writes by the API server; None before anything was written."""
@@ -88,25 +88,25 @@ class Snapshot:
     """Scrapes by revision, oldest first."""
     node: NodeFacts = NodeFacts()
     model: ModelFacts | None = None
-    """None where no engine has said it."""
+    """None until an engine reports it."""
     route: RouteView | None = None
-    """None where no route is asked for, or it does not exist, or the one of that name is not ours."""
+    """None if no route is asked for, it does not exist, or it is not ours."""
     prefetch: PrefetchView | None = None
-    """The Job that fills the claim; None where there is none of ours, and where nothing waits for one."""
+    """Our Job that fills the claim; None if there is none, or nothing waits for it."""
     server: ServerFacts = field(default_factory=ServerFacts)
     probes: ProbePlan = ProbePlan()
     probe_result: ProbeResult | None = None
     unanswered: tuple[Unanswered, ...] = ()
-    """Questions that could not be observed this time: the field of each is empty, which says nothing."""
+    """Questions that could not be observed this time. Their fields are empty, which means nothing."""
     backed_off: Mapping[str, str] = field(default_factory=dict)
-    """Pods that are asked for their metrics less often, by name, with why: they failed more than once in a row."""
+    """Pods that are scraped less often, by name, with the cause: their scrapes failed repeatedly."""
     adapters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """LoRA adapters that pods say they have loaded, by name of the pod; asked are those that were told to load any."""
+    """LoRA adapters that pods report as loaded, by pod name. Only pods with adapters are asked."""
     gpu_hour_micros: int | None = None
-    """The price of one of its GPUs an hour, in millionths of the prices' currency; None where it is unknown."""
+    """Price of one of its GPUs an hour, in millionths of the currency; None if unknown."""
 
     def unread(self, question: Question) -> Unanswered | None:
-        """Return why this could not be observed; None where it was."""
+        """Return the error that kept this from being observed; None if it was observed."""
         return next((one for one in self.unanswered if one.question == question), None)
 
     def pods_of(self, revision: str) -> tuple[PodView, ...]:
@@ -114,13 +114,13 @@ class Snapshot:
         return tuple(p for p in self.pods if p.revision == revision and not p.terminating)
 
     def pod_to_ask(self, pods: tuple[PodView, ...]) -> PodView:
-        """Return the pod that is being asked, so that a new pod does not end a probe; else the first by name."""
+        """Return the pod that is already being probed, so that no new pod ends a probe; else the first of `pods`."""
         request = self.probe_result.request if self.probe_result is not None else None
         asked = None if request is None or isinstance(request, Find) else request.pod
         return next((pod for pod in pods if pod.name == asked), pods[0])
 
     def ready_pods(self, revision: str) -> tuple[PodView, ...]:
-        """Return the revision's pods that answer and get requests where a selector names them."""
+        """Return the revision's ready pods: they get requests if a selector names them."""
         return tuple(p for p in self.pods_of(revision) if p.ready and p.ip)
 
     def answering_pods(self, revision: str) -> tuple[PodView, ...]:
@@ -128,7 +128,7 @@ class Snapshot:
         return tuple(p for p in self.pods_of(revision) if p.answers)
 
     def rejection(self, kind: str, name: str) -> Rejection | None:
-        """Return the API server's refusal of this object; None where there is none."""
+        """Return the API server's refusal of this object, or None."""
         return next((one for one in self.rejections or () if (one.kind, one.name) == (kind, name)), None)
 
     def last_sample(self, revision: str) -> Sample | None:

@@ -6,20 +6,19 @@ taken off a candidate's damage, so a control without a bound would explain any d
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-
-import msgspec
+from dataclasses import dataclass
 
 from kvpilot_operator.api.rollout import Accuracy
 from kvpilot_operator.api.words import Reason, Verdict
 from kvpilot_operator.decide.intervals import share_change
 from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.state.accuracy import Baseline, Measured, Sample
+from kvpilot_operator.state.accuracy import Baseline, Measured
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import clip
 
-MAX_SAMPLE = 500
+# An Event holds a prompt's end and two answers of this length.
+MAX_SHOWN = 300
 # Fewer compared positions than this say nothing about a 99th percentile or a share in percent.
 MIN_POSITIONS = 100
 # How often a dtype whose agreement is just at the limit fails by chance: of 250 positions three in a hundred more or
@@ -80,9 +79,6 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
 
 def measured(s: Snapshot, m: Measurement, judgement: Judgement, *, revision: str, dtype: str, pod: str) -> Measured:
     """Return `status.accuracy.last` for a probe run of this pod."""
-    sample = m.sample
-    if sample is not None:
-        sample = replace(sample, **{side: clip(text, MAX_SAMPLE) for side, text in asdict(sample).items()})
     return Measured(
         revision=revision,
         dtype=dtype,
@@ -91,7 +87,6 @@ def measured(s: Snapshot, m: Measurement, judgement: Judgement, *, revision: str
         probe_time=s.now,
         excess_kl_micronats=judgement.excess_kl_micronats,
         top1_agreement_permille=m.top1_agreement_permille,
-        sample=msgspec.convert(sample, Sample | None, from_attributes=True),
     )
 
 
@@ -122,3 +117,13 @@ def surely_below(found: tuple[int, int], against: tuple[int, int], percent: int)
         return False
     shares = [(permille * positions / 1000, positions) for permille, positions in (found, against)]
     return share_change(shares[0], shares[1], ALPHA).high < percent / 100 - 1
+
+
+def both_answers(m: Measurement, dtype: str) -> str | None:
+    """Return the prompt with the largest damage and both answers, for an Event; None if none was asked."""
+    if m.sample is None:
+        return None
+    prompt, stable, canary = (
+        clip(text, MAX_SHOWN) for text in (m.sample.prompt[-MAX_SHOWN:], m.sample.stable, m.sample.canary)
+    )
+    return f"asked: …{prompt} | 16-bit: {stable} | {dtype}: {canary}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from kvpilot_operator.api.words import ConditionType, ObjectiveState, Outcome, Reason, Stage, Verdict, WorkloadKind
@@ -66,18 +67,19 @@ def memory_pressured(c: Context) -> Line:
 
 def objectives(c: Context) -> Line | None:
     """Say whether latencies meet spec.scaling.objectives; None where there are none."""
-    if not c.status.objectives:
+    measured = c.workload.objectives
+    if not measured:
         return None
-    found = "; ".join(
-        f"{one.metric} p{one.percentile} "
-        + ("not known" if one.observed_milliseconds is None else f"{one.observed_milliseconds} ms")
-        + f" (objective {one.milliseconds} ms)"
-        for one in c.status.objectives
-    )
-    states = {one.state for one in c.status.objectives}
+    found = "; ".join(str(replace(one, seconds=_two_digits(one.seconds))) for one in measured)
+    states = {one.state for one in measured}
     worst = next(state for state in _WORST_FIRST if state in states)
     words: dict[ObjectiveState, Word] = {ObjectiveState.HELD: "True", ObjectiveState.MISSED: "False"}
     return Line(words.get(worst, "Unknown"), worst, found)
+
+
+def _two_digits(seconds: float | None) -> float | None:
+    """Round a latency, so that the status is not written anew for each one that hardly moved."""
+    return None if seconds is None else float(f"{seconds:.2g}")
 
 
 def waiting(c: Context) -> str:

@@ -58,7 +58,7 @@ def problems(c: Context) -> Problems:
     )
 
 
-def lines(c: Context, found: Problems, serving: Line) -> dict[str, Line]:
+def lines(c: Context, found: Problems, serving: Line) -> dict[ConditionType, Line]:
     """Decide both conditions. The reason is the first cause's, and the message lists all causes."""
     stalled = _stalled(c, found)
     if stalled:
@@ -75,7 +75,7 @@ def lines(c: Context, found: Problems, serving: Line) -> dict[str, Line]:
     return both(ConditionType.RECONCILING, _joined([under_way, found.objects, found.probes, route]))
 
 
-def both(kind: ConditionType | None = None, cause: Cause = _SETTLED) -> dict[str, Line]:
+def both(kind: ConditionType | None = None, cause: Cause = _SETTLED) -> dict[ConditionType, Line]:
     """Return both conditions: the given type is True for this cause and the other False; without a type both are."""
     other = Cause(kind, f"see {kind}") if kind else cause
     return {one: Line("True", *cause) if one == kind else Line("False", *other) for one in BOTH}

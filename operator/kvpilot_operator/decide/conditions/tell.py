@@ -25,7 +25,7 @@ def tell(c: Context) -> Context:
     if keeps_probe(c.unanswered):
         verified = _line(c.before.condition(ConditionType.ACCURACY_VERIFIED)) or verified
     held = measured.objectives(c)
-    lines: dict[str, Line] = {
+    lines: dict[ConditionType, Line] = {
         ConditionType.READY: _ready(c, both, answers, verified),
         ConditionType.SERVING: answers,
         **both,
@@ -49,7 +49,7 @@ def refuse(draft: Draft) -> Draft:
     message = clip("; ".join(f"{fault.field}: {fault.message}" for fault in s.faults))
     serves, kept = any(pod.ready for pod in s.pods), "the last accepted spec keeps serving"
     refused = Line("False", Reason.SPEC_INVALID, message)
-    lines: dict[str, Line] = {
+    lines: dict[ConditionType, Line] = {
         ConditionType.READY: refused._replace(message=f"{message} ({kept})") if serves else refused,
         ConditionType.SERVING: Line("True", Reason.SERVING, kept) if serves else refused,
         **standing.both(ConditionType.STALLED, Cause(Reason.SPEC_INVALID, message)),
@@ -66,7 +66,7 @@ def leave(draft: D) -> D:
     return _written(draft, {**first, **lines})
 
 
-def _written(draft: D, lines: Mapping[str, Line]) -> D:
+def _written(draft: D, lines: Mapping[ConditionType, Line]) -> D:
     """Set the conditions. Questions without an answer come before whatever else holds the service up."""
     if draft.unanswered:
         cause = _unanswered(draft)
@@ -104,7 +104,7 @@ def _announce(draft: D, cause: Cause, kinds: tuple[ConditionType, ...] = (Condit
     return draft.event(cause.reason, cause.message, warning=True)
 
 
-def _stamped(s: Snapshot, lines: Mapping[str, Line]) -> Iterator[Condition]:
+def _stamped(s: Snapshot, lines: Mapping[ConditionType, Line]) -> Iterator[Condition]:
     """Add types and times; `lastTransitionTime` moves only with the status word."""
     for kind, one in lines.items():
         before = s.status.condition(kind)
@@ -119,7 +119,7 @@ def _stamped(s: Snapshot, lines: Mapping[str, Line]) -> Iterator[Condition]:
         )
 
 
-def _ready(c: Context, both: Mapping[str, Line], answers: Line, verified: Line) -> Line:
+def _ready(c: Context, both: Mapping[ConditionType, Line], answers: Line, verified: Line) -> Line:
     """Say whether the service does what its newest spec asks for: nothing is under way, and nothing holds it up."""
     for kind in (ConditionType.STALLED, ConditionType.RECONCILING):
         if both[kind].status == "True":

@@ -14,8 +14,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
 
-import msgspec
-
 from kvpilot_operator.api.names import prefetch_job
 from kvpilot_operator.api.words import CachePhase, Reason
 from kvpilot_operator.decide.context import Context, Placed
@@ -69,13 +67,13 @@ def wait(c: Context) -> Wait | None:
     if view.failure is not None:
         text = f"Job {name} has failed: {view.failure}. Delete it, and it is made anew"
         return Wait(Cause(Reason.PREFETCH_FAILED, clip(text)), True)
-    known = kept is not None and kept.total_bytes is not None
+    fetching = kept is not None and kept.phase == CachePhase.PREFETCHING
     stopped = _stopped(view) if view.downloaded_bytes is None else None
     if stopped is not None:
         way = "or set spec.cache.prefetch to false, and engines download for themselves"
         return Wait(stopped._replace(message=clip(f"Job {name}: {stopped.message} ({way})")), True)
-    if known and kept is not None:
-        return Wait(Cause(Reason.PREFETCHING, f"Job {name} fills {_claim(c)}: {_amount(kept)}"), False)
+    if fetching:
+        return Wait(Cause(Reason.PREFETCHING, f"Job {name} fills {_claim(c)}{_amount(view)}"), False)
     pending = held_up(c, view.pods)
     if pending is not None:
         return Wait(pending._replace(message=clip(f"Job {name}: {pending.message}")), False)
@@ -104,33 +102,25 @@ def _unheard(c: Context, pods: Sequence[PodView]) -> Cause | None:
     return None
 
 
-def told(c: Context) -> str:
-    """Describe the filled claim."""
-    kept = c.status.cache
-    return f"{_claim(c)} is filled{f': {_amount(kept)}' if kept is not None and kept.total_bytes else ''}"
-
-
 def _fill(c: Context) -> Context:
     s, kept = c.snapshot, c.status.cache
     wanted = identity(s.key.name, c.spec)
     if ready(c):
         return c
     if kept is None or kept.identity != wanted:
-        kept = WeightsCache(identity=wanted, phase=CachePhase.PENDING, claim_name=claim_name(s.key.name, c.spec))
-        c = c.set(cache=kept)
+        c = c.set(cache=WeightsCache(identity=wanted, phase=CachePhase.PENDING))
     if s.unread(Question.PREFETCH) is not None:
         return c
     manifest = job(s.key, s.uid, c.spec, assigned_user=s.server.assigns_users)
     view, content = s.prefetch, next(iter(manifest["metadata"]["annotations"].values()))
     if view is not None and view.done and view.content.startswith(f"{wanted}-"):
-        total = view.total_bytes if view.total_bytes is not None else kept.total_bytes
-        filled = msgspec.structs.replace(kept, phase=CachePhase.READY, downloaded_bytes=total, total_bytes=total)
-        c = c.set(cache=filled)
-        return c.event("WeightsPrefetched", told(c))
+        c = c.set(cache=WeightsCache(identity=wanted, phase=CachePhase.READY))
+        return c.event("WeightsPrefetched", f"{_claim(c)} is filled")
     if view is not None and view.content != content:
         return replace(c, storage=c.storage._replace(absent=((*_KIND, prefetch_job(s.key.name)),)))
     c = replace(c, storage=c.storage._replace(apply=(*c.storage.apply, manifest)))
-    return c if view is None or view.total_bytes is None else c.set(cache=_moved(kept, view))
+    begun = view is not None and view.total_bytes is not None
+    return c.set(cache=WeightsCache(identity=wanted, phase=CachePhase.PREFETCHING)) if begun else c
 
 
 def _leave(c: Context) -> Context:
@@ -143,15 +133,6 @@ def _leave(c: Context) -> Context:
     return replace(c, storage=c.storage._replace(absent=((*_KIND, prefetch_job(s.key.name)),)))
 
 
-def _moved(kept: WeightsCache, view: PrefetchView) -> WeightsCache:
-    """Note the bytes that its page reports, unless they hardly moved: not each is worth a write."""
-    there, total = view.downloaded_bytes or 0, view.total_bytes or 0
-    same = kept.phase == CachePhase.PREFETCHING and kept.total_bytes == total
-    if same and 100 * abs(there - (kept.downloaded_bytes or 0)) < total:
-        return kept
-    return msgspec.structs.replace(kept, phase=CachePhase.PREFETCHING, downloaded_bytes=there, total_bytes=total)
-
-
 def _stopped(view: PrefetchView) -> Cause | None:
     """Return the cause for which the container gave up; it waits for another attempt."""
     return next((cause for pod in view.pods if (cause := refusal(pod.exit_message)) is not None), None)
@@ -161,9 +142,10 @@ def _claim(c: Context) -> str:
     return f"PersistentVolumeClaim {claim_name(c.snapshot.key.name, c.spec)}"
 
 
-def _amount(kept: WeightsCache) -> str:
-    there, total = kept.downloaded_bytes or 0, kept.total_bytes or 0
-    return f"{there / 1e9:.1f} of {total / 1e9:.1f} GB ({100 * there // max(total, 1)}%)"
+def _amount(view: PrefetchView) -> str:
+    """Return the progress in whole percent: a status is written for each one, not for each byte."""
+    there, total = view.downloaded_bytes, view.total_bytes
+    return f": {100 * there // total}% of {total / 1e9:.1f} GB" if there is not None and total else ""
 
 
 def _unbound(c: Context) -> str:

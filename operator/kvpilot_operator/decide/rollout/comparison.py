@@ -32,14 +32,13 @@ _SLOWER = Reason.PERFORMANCE_REGRESSED
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The finding of one look. Changes are in percent of the stable side; None where nothing is known."""
+    """Verdict of one look at the figures."""
 
     outcome: Verdict
     reason: str
     message: str
-    ttft_p95_change_percent: int | None = None
     itl_p95_change_percent: int | None = None
-    throughput_change_percent: int | None = None
+    """In percent of the stable side; None if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +87,16 @@ def compare(
     share = alpha / len(figures)
     told = [(f, f.at(alpha), f.at(share)) for f in figures]
     wide = {f.name: at_alpha for f, at_alpha, _ in told}
-    changes = [_percent(wide.get(_TTFT)), _percent(wide.get(_ITL)), _percent(wide.get(_RATE), lower=True)]
+    change = _percent(wide.get(_ITL))
     message = "; ".join([_tell(f, wide[f.name]) for f in figures] + [sizes])
     failed = [f for f, _, strict in told if strict is not None and strict.low > f.limit]
     if failed:
-        return Finding(Verdict.FAILED, failed[0].reason, f"{failed[0].name} is worse beyond doubt: {message}", *changes)
+        return Finding(Verdict.FAILED, failed[0].reason, f"{failed[0].name} is worse beyond doubt: {message}", change)
     open_ = [f.name for f, found, _ in told if found is None or not found.high < f.limit]
     if open_:
         text = f"more requests are needed to tell {' and '.join(open_)}: {message}"
-        return Finding(Verdict.INCONCLUSIVE, Reason.TOO_FEW_SAMPLES, text, *changes)
-    return Finding(Verdict.PASSED, Reason.WITHIN_LIMITS, message, *changes)
+        return Finding(Verdict.INCONCLUSIVE, Reason.TOO_FEW_SAMPLES, text, change)
+    return Finding(Verdict.PASSED, Reason.WITHIN_LIMITS, message, change)
 
 
 def _figures(ours: _Side, theirs: _Side, limits: Canary) -> tuple[_Figure, ...]:
@@ -166,10 +165,8 @@ def _tell(figure: _Figure, found: Estimate | None) -> str:
     return f"{figure.name} {figure.text(found.value)} ({low} to {high}, limit {limit})"
 
 
-def _percent(found: Estimate | None, *, lower: bool = False) -> int | None:
-    if found is None or not math.isfinite(found.value):
-        return None
-    return round(100 * math.expm1(-found.value if lower else found.value))
+def _percent(found: Estimate | None) -> int | None:
+    return None if found is None or not math.isfinite(found.value) else round(100 * math.expm1(found.value))
 
 
 def _sides(canary: Sequence[Sample], stable: Sequence[Sample], start: datetime, end: datetime) -> tuple[_Side, _Side]:

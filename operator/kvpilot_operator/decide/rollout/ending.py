@@ -9,7 +9,7 @@ from kvpilot_operator.decide.changes import spec_changes
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.objects.traffic import routed
 from kvpilot_operator.decide.steps.ladder import RETRY_SECONDS, about, subject
-from kvpilot_operator.state.status import CHANGES, MAX_HISTORY, Canary, Experience, Stable
+from kvpilot_operator.state.status import MAX_HISTORY, Canary, Experience, Stable
 
 # Faults of engines: the revision waits before it is tried again (`target`), and no dtype is denied.
 NOT_OF_THE_DTYPE = (Reason.BASELINE_UNFIT, Reason.DTYPE_MISMATCH)
@@ -80,9 +80,8 @@ def finish_promotion(c: Context) -> Context:
 
 
 def _remember(c: Context) -> Context:
-    canary, last = in_flight(c), c.status.accuracy.last
+    canary = in_flight(c)
     capacity = round(100 * canary.capacity_ratio) if canary.capacity_ratio is not None else None
-    probed = last is not None and last.revision == canary.revision and last.probe_time >= canary.started_time
     experience = Experience(
         revision=canary.revision,
         dtype=canary.dtype,
@@ -98,8 +97,7 @@ def _remember(c: Context) -> Context:
         generation=canary.generation,
         traffic_mode=canary.traffic_mode,
         capacity_percent=capacity,
-        excess_kl_micronats=last.excess_kl_micronats if probed and last is not None else None,
-        **{name: getattr(canary, name) for name in CHANGES},
+        itl_p95_change_percent=canary.itl_p95_change_percent,
     )
     older = (msgspec.structs.replace(one, message="") for one in c.status.history)
     return c.set(history=(experience, *older)[:MAX_HISTORY])

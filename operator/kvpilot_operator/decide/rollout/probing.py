@@ -12,7 +12,7 @@ from datetime import timedelta
 from kvpilot_operator.api.words import Action, Reason, Stage, Verdict
 from kvpilot_operator.decide.accuracy import baseline, drift
 from kvpilot_operator.decide.accuracy.reported import as_asked
-from kvpilot_operator.decide.accuracy.verdict import Judgement, judge, measured
+from kvpilot_operator.decide.accuracy.verdict import Judgement, both_answers, judge, measured
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.rejections import finding
 from kvpilot_operator.decide.rollout.ending import NOT_OF_THE_DTYPE, roll_back
@@ -73,6 +73,8 @@ def _judge(c: Context, asked: Request, outcome: Found, kept: Baseline | None) ->
     side = c.canary or c.stable
     if isinstance(outcome, Measurement) and isinstance(asked, Measure) and kept is not None and side is not None:
         judgement = judge(outcome, kept, c.spec.accuracy)
+        answers = both_answers(outcome, side.dtype) if judgement.verdict == Verdict.FAILED else None
+        c = c if answers is None else c.event("AnswersDiffer", answers, warning=True)
         last = measured(c.snapshot, outcome, judgement, revision=side.revision, dtype=side.dtype, pod=asked.pod)
         return drift.count(c, last, judgement) if c.canary is None else _count(c.set_accuracy(last=last), judgement)
     if not isinstance(outcome, ProbeFailed) or isinstance(asked, Find):

@@ -22,7 +22,7 @@ from kvpilot_operator.decide.rollout.comparison import Finding, compare
 from kvpilot_operator.decide.rollout.ending import roll_back
 from kvpilot_operator.decide.traffic_plan import TrafficPlan, TrafficStep, counts
 from kvpilot_operator.render.route import backend, weighted
-from kvpilot_operator.state.status import CHANGES, Canary
+from kvpilot_operator.state.status import Canary
 
 ALPHA = 0.05
 EARLY_ALPHA = 0.001
@@ -158,8 +158,8 @@ def _not_in_effect(c: Context, step: TrafficStep) -> str | None:
 def _conclude(c: Context, plan: TrafficPlan, place: int, found: Finding) -> Context:
     """Act on a look."""
     canary, text = in_flight(c), f"{_named(plan, plan.steps[place])}: {found.message}"
-    known = {name: getattr(found, name) for name in CHANGES}
-    c = c.set_canary(**{name: change for name, change in known.items() if change is not None})
+    if found.itl_p95_change_percent is not None:
+        c = c.set_canary(itl_p95_change_percent=found.itl_p95_change_percent)
     if found.outcome == Verdict.INCONCLUSIVE:
         return c.set_canary(verdict=Verdict.INCONCLUSIVE, reason=found.reason, message=text)
     if found.outcome == Verdict.PASSED:
