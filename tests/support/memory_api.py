@@ -1,4 +1,4 @@
-"""An API server in memory, as far as it concerns whose an object is, with the operator's cache, decide and Actor."""
+"""An API server in memory that knows owners and versions, with the operator's cache, decide and Actor before it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,23 @@ from support.services import KEY, NOW
 What = tuple[str, str]
 
 
+class Killed(BaseException):
+    """The end of the operator's process before a write."""
+
+
 class MemoryApi:
-    """Objects by kind and name. Uids are checked as a server does, and `refuses` may have a word on each write.
+    """Objects by kind and name. It checks uids as a server does; `refuses` may refuse a write.
 
     Attributes:
         asked: method, kind and name of each request.
+        left: writes until the operator is killed; None is any number.
         on_change: called with an object that was written, or with (kind, name) of one that was deleted.
     """
 
     def __init__(self) -> None:
         self.objects: dict[What, Object] = {}
         self.asked: list[tuple[str, str, str]] = []
+        self.left: int | None = None
         self.refuses: Callable[[Object], ClusterError | None] = lambda _: None
         self.before_write: Callable[[str, What], None] = lambda *_: None
         self.on_change: Callable[[Object | What], None] = lambda _: None
@@ -57,9 +63,9 @@ class MemoryApi:
         known = self.objects.get(what)
         changed = known is not None and known.get("spec") != obj.get("spec")
         about["generation"] = (known["metadata"].get("generation", 1) if known else 1) + changed
-        self.objects[what] = {**obj, "metadata": about}
-        self.on_change(copy.deepcopy(self.objects[what]))
-        return copy.deepcopy(self.objects[what])
+        written = self.objects[what] = {**obj, "metadata": about}
+        self.on_change(copy.deepcopy(written))
+        return copy.deepcopy(written)
 
     def drop(self, *what: str) -> None:
         """Somebody deletes an object."""
@@ -106,8 +112,8 @@ class MemoryApi:
         if known is not None and subresource:
             # The operator alone writes what it applies to here, so what it leaves out is gone.
             known = {key: value for key, value in known.items() if key != subresource}
-        if known is not None and manifest["kind"] == "Service":
-            # A Service's selector is one value to an apply, whoever wrote its labels.
+        if known is not None and "selector" in known.get("spec", {}):
+            # A selector is one value to an apply, whoever wrote its labels.
             known = {**known, "spec": {key: value for key, value in known["spec"].items() if key != "selector"}}
         return self.put(_merged(known or {}, manifest))
 
@@ -117,6 +123,9 @@ class MemoryApi:
         if known is None:
             raise NotFound("PATCH", ref.name, 404, "not found")
         self._same(known, patch["metadata"].get("uid"))
+        version = known["metadata"]["resourceVersion"]
+        if patch["metadata"].get("resourceVersion", version) != version:
+            raise Conflict("PATCH", ref.name, 409, "changed")
         return self.put(_merged(known, patch))
 
     async def delete(self, ref: Ref, *, uid: str = "") -> None:
@@ -131,6 +140,10 @@ class MemoryApi:
         refused = self.refuses(written)
         if refused is not None:
             raise refused
+        if self.left is not None:
+            if self.left <= 0:
+                raise Killed
+            self.left -= 1
         return kind, name
 
     @staticmethod
