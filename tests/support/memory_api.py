@@ -18,7 +18,10 @@ from kvpilot_operator.errors import ClusterError, Conflict, NotFound
 from kvpilot_operator.observe.gather import Observations, Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.scrape import Scraper
+from kvpilot_operator.observe.views import deployment_view, named_view, pool_view, traffic_of
+from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.decision import Decision
+from kvpilot_operator.state.objects import DeploymentView, ObjectView
 from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.state.status import Condition, parse_status
 from support.services import KEY, NOW
@@ -46,6 +49,7 @@ class MemoryApi:
         self.refuses: Callable[[Object], ClusterError | None] = lambda _: None
         self.before_write: Callable[[str, What], None] = lambda *_: None
         self.on_change: Callable[[Object | What], None] = lambda _: None
+        self._seen: dict[What, tuple[Object, DeploymentView]] = {}
         self._numbers = itertools.count(100)
 
     async def serves(self, api_version: str) -> bool:
@@ -77,6 +81,34 @@ class MemoryApi:
         for (kind, name), obj in list(self.objects.items()):
             for n in range(obj["spec"]["replicas"] if kind == "Deployment" else 0):
                 self.put(_pod(name, obj["spec"]["selector"]["matchLabels"], n))
+
+    def of_kind(self, kind: str) -> list[Object]:
+        """Return the objects of a kind, which the caller must not change."""
+        return [obj for (known, _), obj in self.objects.items() if known == kind]
+
+    def workloads(self) -> dict[str, DeploymentView]:
+        """Return the view of each revision's workload."""
+        found = {}
+        for what, obj in self.objects.items():
+            if what[0] in KINDS:
+                if what not in self._seen or self._seen[what][0] is not obj:
+                    self._seen[what] = obj, deployment_view(obj, what[0])
+                view = self._seen[what][1]
+                found[view.revision] = view
+        return found
+
+    def views(self) -> dict[What, ObjectView]:
+        """Return the objects with a name of the service's, as observe shows them."""
+        uid = self.objects[KIND, KEY.name]["metadata"]["uid"]
+        found = {}
+        for (kind, name), obj in self.objects.items():
+            if kind in KINDS or (kind, name) == ("HTTPRoute", KEY.name):
+                found[kind, name] = named_view(kind, obj, uid)
+            elif kind == "Service":
+                found[kind, name] = replace(named_view(kind, obj, uid), selects=traffic_of(obj))
+            elif kind == "InferencePool":
+                found[kind, name] = pool_view(obj, uid)
+        return found
 
     async def find(self, ref: Ref) -> Object | None:
         self.asked.append(("find", ref.kind, ref.name))

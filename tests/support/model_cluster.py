@@ -7,7 +7,7 @@ forgets everything.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -18,12 +18,12 @@ from kvpilot_operator.api.spec import Spec, parse
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import ClusterError, Rejected
-from kvpilot_operator.observe.views import deployment_view, named_view, pool_view, together, traffic_of
+from kvpilot_operator.observe.views import together
 from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.decision import Capture, Captured, Decision, Find, Measure, NothingKept, ProbeResult
-from kvpilot_operator.state.objects import DeploymentView, ObjectView, Parent, PodView, RouteView
+from kvpilot_operator.state.objects import Parent, PodView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered, keeps_probe
 from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.server import ServerFacts
@@ -95,7 +95,6 @@ class ModelCluster:
     def __post_init__(self) -> None:
         self.api = MemoryApi()
         self.api.refuses = self._refusal
-        self._seen: dict[What, tuple[Object, DeploymentView]] = {}
         self.api.put(self.obj)
         if self.rules is not None:
             self.edit_route(self.rules)
@@ -122,59 +121,30 @@ class ModelCluster:
     @property
     def deployments(self) -> dict[str, tuple[str, int]]:
         """Dtype and replicas of each revision's workload."""
-        return {name: (view.dtype, view.replicas) for name, view in self.workloads().items()}
+        return {name: (view.dtype, view.replicas) for name, view in self.api.workloads().items()}
 
     @property
     def services(self) -> dict[str, dict[str, str]]:
         """Selectors by name; a Service that only claims its name has none."""
-        return {one["metadata"]["name"]: one["spec"].get("selector", {}) for one in self._of_kind("Service")}
+        return {one["metadata"]["name"]: one["spec"].get("selector", {}) for one in self.api.of_kind("Service")}
 
     @property
     def pools(self) -> dict[str, dict[str, str]]:
         """Selectors by name of the InferencePools."""
-        pools = self._of_kind("InferencePool")
+        pools = self.api.of_kind("InferencePool")
         return {one["metadata"]["name"]: one["spec"]["selector"]["matchLabels"] for one in pools}
 
     @property
     def budget(self) -> dict[str, Any] | None:
         """Spec of the PodDisruptionBudget."""
-        return next((one["spec"] for one in self._of_kind("PodDisruptionBudget")), None)
+        return next((one["spec"] for one in self.api.of_kind("PodDisruptionBudget")), None)
 
     @property
     def traffic(self) -> str | None:
         """The one revision that the Service and the pool select, or "" for every one, as observe reads it."""
-        views = self._views()
+        views = self.api.views()
         service = views.get(("Service", KEY.name))
         return together(service.selects if service else None, views.get(("InferencePool", KEY.name)))
-
-    def _of_kind(self, kind: str) -> list[Object]:
-        return [obj for (known, _), obj in self.api.objects.items() if known == kind]
-
-    def workloads(self) -> dict[str, DeploymentView]:
-        """Return the view of each revision's workload."""
-        found = {}
-        for what, obj in self.api.objects.items():
-            if what[0] not in KINDS:
-                continue
-            if what not in self._seen or self._seen[what][0] is not obj:
-                self._seen[what] = obj, deployment_view(obj, what[0])
-            view = self._seen[what][1]
-            found[view.revision] = view
-        return found
-
-    def _views(self) -> dict[What, ObjectView]:
-        """Return the objects with a name of ours, as observe shows them."""
-        found = {}
-        for (kind, name), obj in self.api.objects.items():
-            if kind in KINDS:
-                found[kind, name] = named_view(kind, obj, "u-1")
-            elif kind == "Service":
-                found[kind, name] = replace(named_view(kind, obj, "u-1"), selects=traffic_of(obj))
-            elif kind == "InferencePool":
-                found[kind, name] = pool_view(obj, "u-1")
-            elif (kind, name) == ("HTTPRoute", KEY.name):
-                found[kind, name] = named_view(kind, obj, "u-1")
-        return found
 
     def snapshot(self) -> Snapshot:
         """What observe would gather now."""
@@ -193,10 +163,10 @@ class ModelCluster:
             faults=broken,
             spec=spec,
             status=parse_status(self.status),
-            deployments=self.workloads(),
+            deployments=self.api.workloads(),
             pods=tuple(self._pods()),
             traffic=self.traffic,
-            objects=self._views(),
+            objects=self.api.views(),
             rejections=self._actor.rejections,
             samples={n: tuple(s) for n, s in self.samples.items()},
             route=self._route() if named and Question.ROUTE not in unread else None,
@@ -385,7 +355,7 @@ class ModelCluster:
         return {one.name for view in self._pods() for one in (view.group if workers else (view,))}
 
     def _pods(self) -> list[PodView]:
-        return self.engines.views({name: one.nodes for name, one in self.workloads().items()}, self.do_not_evict)
+        return self.engines.views({name: one.nodes for name, one in self.api.workloads().items()}, self.do_not_evict)
 
     def _answer(self, decision: Decision) -> None:
         request = decision.probe
