@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import signal
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,10 +16,36 @@ import pytest_asyncio
 
 from kvpilot_localcluster.podstatus import timestamp
 from kvpilot_operator.cluster.objects import Ref
-from support.faulty_memory import memory_limit
 from support.faulty_plane import Component, SecondNode, engine_process
 from support.faulty_record import record
 from support.faulty_world import NAMESPACE, FaultyWorld, until
+
+_MEMORY = Path("/sys/fs/cgroup/memory")
+
+
+@contextlib.contextmanager
+def memory_limit(pid: int, mebibytes: int) -> Iterator[bool]:
+    """Keep a process to so much memory while the block runs; False where this machine lets us limit nothing.
+
+    Control groups of version 1 only, and only for root.
+    """
+    group = _MEMORY / f"kvpilot-fault-{pid}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(mebibytes * 1024 * 1024))
+        (group / "cgroup.procs").write_text(str(pid))
+    except OSError:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        # Empty only once its process has ended.
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -7,6 +7,8 @@ A program is compiled once for each state of the kernels' source (`kernel_cache`
 machine code each time. Triton's key of a program covers all that its kernel reads.
 """
 
+import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -18,9 +20,38 @@ from typing import Any
 
 import pytest
 
+import kvpilot_formats
 import kvpilot_kernels
 from kvpilot_formats import formats
-from support import kernel_cache, kernel_keys
+from kvpilot_localcluster.cache import cache_folder
+from support import kernel_keys
+
+PACKAGES = (Path(kvpilot_kernels.__file__).parent, Path(kvpilot_formats.__file__).parent)
+UNUSED = 14 * 24 * 3600
+"""Seconds after which an unused folder is removed."""
+
+
+def source_key(*packages: Path) -> str:
+    """Return a hash of all source files below some folders, independent of the folders' own names."""
+    files = [(package, one) for package in packages for one in sorted(package.rglob("*.py"))]
+    told = "".join(f"{one.relative_to(top)} {hashlib.sha256(one.read_bytes()).hexdigest()}\n" for top, one in files)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def kernel_cache(*packages: Path) -> Path:
+    """Return Triton's cache for the current kernels, and remove unused ones: Triton itself never removes a program."""
+    cache = cache_folder() / "kernels"
+    cache.mkdir(parents=True, exist_ok=True)
+    found = cache / source_key(*(packages or PACKAGES))
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found.mkdir(exist_ok=True)
+        os.utime(found)
+        for one in cache.iterdir():
+            if one.is_dir() and one.stat().st_mtime < time.time() - UNUSED:
+                shutil.rmtree(one)
+    return found
+
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(kvpilot_kernels.__file__).parent
@@ -40,7 +71,7 @@ def python(*arguments: str, cache: Path, timeout: int, package: Path = PACKAGE) 
 @pytest.fixture(scope="module")
 def served() -> subprocess.CompletedProcess[str]:
     """Compile some programs of each kernel, for every GPU."""
-    return python(*RESOURCES, "--few", "--processes", "1", cache=kernel_cache.folder(), timeout=1800)
+    return python(*RESOURCES, "--few", "--processes", "1", cache=kernel_cache(), timeout=1800)
 
 
 @pytest.mark.timeout(2000)
@@ -79,7 +110,7 @@ own = gather_variant("k4v4", 96)
 for variant in (replace(own, registers=32), own):
     print(compile_for(variant, 80).misfit(80))
 """
-    done = python("-c", code, cache=kernel_cache.folder(), timeout=300)
+    done = python("-c", code, cache=kernel_cache(), timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     few, enough = done.stdout.splitlines()
     assert few.startswith("spills ")
@@ -160,12 +191,12 @@ def test_what_was_compiled_of_kernels_that_nobody_tests_any_more_goes(
     for name, package in sources.items():
         package.mkdir()
         (package / "kernel.py").write_text(name)
-    old, used = (kernel_cache.folder(sources[name]) for name in ("old", "used"))
+    old, used = (kernel_cache(sources[name]) for name in ("old", "used"))
     (used / "program").write_text("compiled")
-    past = time.time() - kernel_cache.UNUSED - 60
+    past = time.time() - UNUSED - 60
     for folder in (old, used):
         os.utime(folder, (past, past))
-    assert kernel_cache.folder(sources["used"]) == used
-    kernel_cache.folder(sources["new"])
+    assert kernel_cache(sources["used"]) == used
+    kernel_cache(sources["new"])
     assert not old.exists()
     assert (used / "program").read_text() == "compiled"

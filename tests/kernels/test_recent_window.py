@@ -42,26 +42,11 @@ def test_a_rings_page_has_the_bytes_of_a_page_and_no_room_for_one_token_more(nam
     assert end == ring.size <= page.size < ring.size // ring.tokens * (ring.tokens + 1)
 
 
-def test_64_tokens_of_k4v4_are_one_page_of_64_and_other_formats_as_the_table_says() -> None:
-    tokens = {name: formats.parse(name).ring_layout(128, 64).tokens for name in WITH_RING}
-    assert tokens == {"k8v4": 177, "k4v4": 64, "k4v2": 39, "k2v2": 23}
-    assert [formats.parse(name).ring_blocks(64, 128, 64) for name in WITH_RING] == [1, 1, 2, 3]
-
-
 @given(names, dims, block_sizes, st.integers(0, 600))
 def test_a_window_takes_the_fewest_pages_that_hold_it(name: str, dim: int, size: int, recent: int) -> None:
     fmt = formats.parse(name)
     blocks, tokens = fmt.ring_blocks(recent, dim, size), fmt.ring_layout(dim, size).tokens
     assert (blocks - 1) * tokens < recent <= blocks * tokens or recent == blocks == 0
-
-
-def test_each_format_has_the_default_window_of_its_row_and_takes_any_other_choice() -> None:
-    defaults = {name: formats.parse(name).recent_tokens() for name in formats.names()}
-    assert {name: tokens for name, tokens in defaults.items() if tokens} == {
-        "k8v4": 64, "k4v4": 64, "k4v2": 128, "k2v2": 512
-    }  # fmt: skip
-    for name in WITH_RING:
-        assert [formats.parse(name).recent_tokens(n) for n in formats.RECENT_CHOICES] == list(formats.RECENT_CHOICES)
 
 
 @given(names, st.integers(0, 1024))

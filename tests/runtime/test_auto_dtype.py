@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,28 @@ from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.check import check
 from kvpilot_runtime.preflight.request import Request
 from support.own_process import ask
+
+
+def main() -> None:
+    """Read objects from stdin and write vLLM's dtypes to stdout."""
+    print(json.dumps([resolved(scheme) for scheme in json.load(sys.stdin)]))
+
+
+def resolved(scheme: dict[str, Any] | None) -> str | None:
+    """Return the dtype of one checkpoint, as engine arguments resolve it."""
+    from transformers import PreTrainedConfig
+    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+    from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
+
+    config = PreTrainedConfig()
+    if scheme is not None:
+        config.quantization_config = scheme
+    try:
+        ModelArchConfigConvertorBase(config, config).get_quantization_config()
+    except ValueError:
+        return None
+    return str(resolve_kv_cache_dtype_string("auto", SimpleNamespace(hf_config=config)))
+
 
 CORPUS = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())["models"]
 STATIC = {"dynamic": False, "num_bits": 8, "type": "float"}
@@ -48,7 +72,7 @@ def written() -> list[dict[str, Any]]:
 def test_auto_is_what_vllm_resolves_it_to() -> None:
     published = [entry["config"].get("quantization_config") for entry in CORPUS]
     schemes = [scheme for scheme in (*published, *written()) if scheme is None or isinstance(scheme, dict)]
-    theirs = ask("support.vllm_auto", schemes)
+    theirs = ask("test_auto_dtype", schemes)
     wrong = [
         (scheme, found, auto_dtype({"quantization_config": scheme}))
         for scheme, found in zip(schemes, theirs, strict=True)

@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvpilot_runtime.backends import page_check
 from kvpilot_runtime.config import retention
 from kvpilot_runtime.config.retention import HeavyHitters, SinksAndWindow
 from kvpilot_runtime.errors import UnsupportedEngineError
 from kvpilot_runtime.vllm_api import compat
-from support import page_checked
+from support.own_process import ask
+
+
+def measured(loses: bool = False, **environment: str) -> float:
+    """Return the error of a real engine's answers.
+
+    `loses` replaces the first entry of each block table before the step of all requests.
+    """
+    asked = {"KVPILOT_CALIBRATION": "off", **environment}
+    return float(ask("test_page_check", {"loses": loses}, **asked)["off"])
+
+
+def main() -> None:
+    """Run an engine for the request on stdin."""
+    loses = json.load(sys.stdin)["loses"]
+    from vllm import LLM
+
+    from kvpilot_runtime.backends import page_check
+    from kvpilot_smallmodels.models import tiny_llama
+
+    found: list[float] = []
+    stock_off, stock_step = page_check._off, page_check._step
+
+    def noted(*args: Any) -> float:
+        found.append(stock_off(*args))
+        return 0.0
+
+    def step(config: Any, layer: Any, requests: Any, table: torch.Tensor) -> torch.Tensor:
+        if loses and len(requests) > 1:
+            table[:, 0] = 0
+        return stock_step(config, layer, requests, table)
+
+    vars(page_check).update(_off=noted, _step=step)
+    LLM(model=str(tiny_llama()), kv_cache_dtype="k4v4", max_model_len=256, kv_cache_memory_bytes=16 << 20,
+        max_num_batched_tokens=48, max_num_seqs=8, enforce_eager=True)  # fmt: skip
+    print(json.dumps({"off": max(found)}), flush=True)
+
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -82,10 +121,6 @@ def test_where_no_step_can_be_made_a_version_that_ran_on_a_gpu_is_served(
         return
     with pytest.raises(UnsupportedEngineError, match="TypeError: another step"):
         page_check.check(worker("cuda"))
-
-
-def measured(loses: bool = False, **environment: str) -> float:
-    return page_checked.off(loses, KVPILOT_CALIBRATION="off", **environment)
 
 
 @pytest.mark.parametrize("bound", ["", str(BOUND)])

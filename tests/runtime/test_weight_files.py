@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,24 @@ from kvpilot_runtime.preflight.check import check
 from kvpilot_runtime.preflight.request import Request
 from support.own_process import ask
 from support.weight_folders import write_index, write_safetensors
+
+
+def main() -> None:
+    """Read folders from stdin and write the names of their files to stdout."""
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    loader = DefaultModelLoader(LoadConfig())
+    found: list[list[str] | None] = []
+    for folder in json.load(sys.stdin):
+        try:
+            files = loader._prepare_weights(folder, None, None, True, None)[1]
+        except (RuntimeError, FileNotFoundError):
+            found.append(None)
+        else:
+            found.append(sorted(Path(file).name for file in files))
+    print(json.dumps(found))
+
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 PARTS = {
@@ -65,7 +84,7 @@ def test_files_are_those_that_vllms_default_loader_reads(tmp_path: Path) -> None
         for i, chosen in enumerate(kinds)
         for j, index in enumerate(INDICES)
     ]
-    theirs = ask("support.vllm_loader", [str(folder) for folder in folders])
+    theirs = ask("test_weight_files", [str(folder) for folder in folders])
     assert any(found and len(found) == 2 for found in theirs)
     differs = {
         tuple(file.name for file in folder.rglob("*")): (found, ours(folder))

@@ -1,4 +1,4 @@
-"""An API server in memory, as far as it concerns whose an object is, with the operator's cache, decide and Actor."""
+"""An API server in memory that knows owners and versions, with the operator's cache, decide and Actor before it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from kvpilot_operator.errors import ClusterError, Conflict, NotFound
 from kvpilot_operator.observe.gather import Observations, Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.scrape import Scraper
+from kvpilot_operator.observe.views import deployment_view, named_view, pool_view, traffic_of
+from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.decision import Decision
+from kvpilot_operator.state.objects import DeploymentView, ObjectView
 from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.state.status import Condition, parse_status
 from support.services import KEY, NOW
@@ -26,20 +29,27 @@ from support.services import KEY, NOW
 What = tuple[str, str]
 
 
+class Killed(BaseException):
+    """The end of the operator's process before a write."""
+
+
 class MemoryApi:
-    """Objects by kind and name. Uids are checked as a server does, and `refuses` may have a word on each write.
+    """Objects by kind and name. It checks uids as a server does; `refuses` may refuse a write.
 
     Attributes:
         asked: method, kind and name of each request.
+        left: writes until the operator is killed; None is any number.
         on_change: called with an object that was written, or with (kind, name) of one that was deleted.
     """
 
     def __init__(self) -> None:
         self.objects: dict[What, Object] = {}
         self.asked: list[tuple[str, str, str]] = []
+        self.left: int | None = None
         self.refuses: Callable[[Object], ClusterError | None] = lambda _: None
         self.before_write: Callable[[str, What], None] = lambda *_: None
         self.on_change: Callable[[Object | What], None] = lambda _: None
+        self._seen: dict[What, tuple[Object, DeploymentView]] = {}
         self._numbers = itertools.count(100)
 
     async def serves(self, api_version: str) -> bool:
@@ -57,9 +67,9 @@ class MemoryApi:
         known = self.objects.get(what)
         changed = known is not None and known.get("spec") != obj.get("spec")
         about["generation"] = (known["metadata"].get("generation", 1) if known else 1) + changed
-        self.objects[what] = {**obj, "metadata": about}
-        self.on_change(copy.deepcopy(self.objects[what]))
-        return copy.deepcopy(self.objects[what])
+        written = self.objects[what] = {**obj, "metadata": about}
+        self.on_change(copy.deepcopy(written))
+        return copy.deepcopy(written)
 
     def drop(self, *what: str) -> None:
         """Somebody deletes an object."""
@@ -71,6 +81,34 @@ class MemoryApi:
         for (kind, name), obj in list(self.objects.items()):
             for n in range(obj["spec"]["replicas"] if kind == "Deployment" else 0):
                 self.put(_pod(name, obj["spec"]["selector"]["matchLabels"], n))
+
+    def of_kind(self, kind: str) -> list[Object]:
+        """Return the objects of a kind, which the caller must not change."""
+        return [obj for (known, _), obj in self.objects.items() if known == kind]
+
+    def workloads(self) -> dict[str, DeploymentView]:
+        """Return the view of each revision's workload."""
+        found = {}
+        for what, obj in self.objects.items():
+            if what[0] in KINDS:
+                if what not in self._seen or self._seen[what][0] is not obj:
+                    self._seen[what] = obj, deployment_view(obj, what[0])
+                view = self._seen[what][1]
+                found[view.revision] = view
+        return found
+
+    def views(self) -> dict[What, ObjectView]:
+        """Return the objects with a name of the service's, as observe shows them."""
+        uid = self.objects[KIND, KEY.name]["metadata"]["uid"]
+        found = {}
+        for (kind, name), obj in self.objects.items():
+            if kind in KINDS or (kind, name) == ("HTTPRoute", KEY.name):
+                found[kind, name] = named_view(kind, obj, uid)
+            elif kind == "Service":
+                found[kind, name] = replace(named_view(kind, obj, uid), selects=traffic_of(obj))
+            elif kind == "InferencePool":
+                found[kind, name] = pool_view(obj, uid)
+        return found
 
     async def find(self, ref: Ref) -> Object | None:
         self.asked.append(("find", ref.kind, ref.name))
@@ -106,8 +144,8 @@ class MemoryApi:
         if known is not None and subresource:
             # The operator alone writes what it applies to here, so what it leaves out is gone.
             known = {key: value for key, value in known.items() if key != subresource}
-        if known is not None and manifest["kind"] == "Service":
-            # A Service's selector is one value to an apply, whoever wrote its labels.
+        if known is not None and "selector" in known.get("spec", {}):
+            # A selector is one value to an apply, whoever wrote its labels.
             known = {**known, "spec": {key: value for key, value in known["spec"].items() if key != "selector"}}
         return self.put(_merged(known or {}, manifest))
 
@@ -117,6 +155,9 @@ class MemoryApi:
         if known is None:
             raise NotFound("PATCH", ref.name, 404, "not found")
         self._same(known, patch["metadata"].get("uid"))
+        version = known["metadata"]["resourceVersion"]
+        if patch["metadata"].get("resourceVersion", version) != version:
+            raise Conflict("PATCH", ref.name, 409, "changed")
         return self.put(_merged(known, patch))
 
     async def delete(self, ref: Ref, *, uid: str = "") -> None:
@@ -131,6 +172,10 @@ class MemoryApi:
         refused = self.refuses(written)
         if refused is not None:
             raise refused
+        if self.left is not None:
+            if self.left <= 0:
+                raise Killed
+            self.left -= 1
         return kind, name
 
     @staticmethod

@@ -1,33 +1,35 @@
-"""A model of the cluster for properties of decide: objects as act would write them, engines that come up by themselves.
+"""A model of the cluster for properties of decide: an API server in memory, and engines that come up by themselves.
 
-It runs the real decide and the real Actor, and can kill the operator at any write, as kill -9 would: what it remembered
-is lost then.
+It runs the real decide and the real Actor. It can kill the operator at any write, as kill -9 would: the operator then
+forgets everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.api.faults import Fault, faults
-from kvpilot_operator.api.names import REVISION_LABEL
+from kvpilot_operator.api.names import DO_NOT_EVICT_ANNOTATION, KIND, REVISION_LABEL
 from kvpilot_operator.api.spec import Spec, parse
+from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.decide import decide
+from kvpilot_operator.errors import ClusterError, Rejected
 from kvpilot_operator.observe.views import together
 from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.render.workloads import kind_for
+from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.decision import Capture, Captured, Decision, Find, Measure, NothingKept, ProbeResult
-from kvpilot_operator.state.objects import DeploymentView, Parent, PodView, RouteView
+from kvpilot_operator.state.objects import Parent, PodView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered, keeps_probe
 from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.state.snapshot import ProbePlan, Snapshot
 from kvpilot_operator.state.status import Status, parse_status
-from support.model_api import Killed, ModelApi, run_to_end
+from support.memory_api import Killed, MemoryApi, What
 from support.model_engines import ModelEngines, flows
 from support.services import KEY, NOW, PROBES
 
@@ -70,20 +72,9 @@ class ModelCluster:
     """By dtype: the one that such engines report instead; "" is none."""
     rules: list[dict[str, Any]] | None = None
     """Of the HTTPRoute; None is no route."""
-    route_name: str = "web"
-    """The HTTPRoute's; one of the service's own name is the operator's."""
     parents: tuple[Parent, ...] = (Parent("Gateway web/web", True),)
     """What Gateways say of it."""
     now: datetime = NOW
-    status: dict[str, Any] = field(default_factory=dict)
-    deployments: dict[str, tuple[str, int]] = field(default_factory=dict)
-    nodes: dict[str, int] = field(default_factory=dict)
-    """Pods of a replica by revision."""
-    services: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Selector by name."""
-    pools: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Selector by name of the InferencePools."""
-    budget: dict[str, Any] | None = None
     baseline: str | None = None
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     do_not_evict: set[str] = field(default_factory=set)
@@ -99,31 +90,61 @@ class ModelCluster:
     engines: ModelEngines = field(default_factory=ModelEngines)
     refuses: Callable[[dict[str, Any]], str | None] = lambda _: None
     """Why the API server will not have a manifest; None where it takes it."""
-    _version: int = 0
     _read: tuple[dict[str, Any], tuple[Fault, ...], Spec | None] | None = None
 
     def __post_init__(self) -> None:
-        self._api = ModelApi(self)
+        self.api = MemoryApi()
+        self.api.refuses = self._refusal
+        self.api.put(self.obj)
+        if self.rules is not None:
+            self.edit_route(self.rules)
+        self.api.on_change = self._happened
         self.restart()
 
     def restart(self) -> None:
         """The operator's process ends, if there is one, and another one begins."""
-        self._actor = Actor(self._api, self._clock)  # type: ignore[arg-type]
+        self._actor = Actor(self.api, self._clock)  # type: ignore[arg-type]
 
     def _clock(self) -> float:
         return (self.now - NOW).total_seconds()
 
     @property
-    def traffic(self) -> str | None:
-        """The one revision that the Service and the pool select, or "" for every one, as observe reads it."""
-        selector = self.services.get(KEY.name)
-        selected = selector.get(REVISION_LABEL, "") if selector else None
-        return together(selected, self._api.views().get(("InferencePool", KEY.name)))
+    def status(self) -> dict[str, Any]:
+        """The service's status, as the operator wrote it."""
+        status: dict[str, Any] = self.api.objects[KIND, KEY.name].setdefault("status", {})
+        return status
+
+    @status.setter
+    def status(self, status: dict[str, Any]) -> None:
+        self.api.objects[KIND, KEY.name]["status"] = status
 
     @property
-    def route_version(self) -> str:
-        """The route's resourceVersion."""
-        return str(self._version)
+    def deployments(self) -> dict[str, tuple[str, int]]:
+        """Dtype and replicas of each revision's workload."""
+        return {name: (view.dtype, view.replicas) for name, view in self.api.workloads().items()}
+
+    @property
+    def services(self) -> dict[str, dict[str, str]]:
+        """Selectors by name; a Service that only claims its name has none."""
+        return {one["metadata"]["name"]: one["spec"].get("selector", {}) for one in self.api.of_kind("Service")}
+
+    @property
+    def pools(self) -> dict[str, dict[str, str]]:
+        """Selectors by name of the InferencePools."""
+        pools = self.api.of_kind("InferencePool")
+        return {one["metadata"]["name"]: one["spec"]["selector"]["matchLabels"] for one in pools}
+
+    @property
+    def budget(self) -> dict[str, Any] | None:
+        """Spec of the PodDisruptionBudget."""
+        return next((one["spec"] for one in self.api.of_kind("PodDisruptionBudget")), None)
+
+    @property
+    def traffic(self) -> str | None:
+        """The one revision that the Service and the pool select, or "" for every one, as observe reads it."""
+        views = self.api.views()
+        service = views.get(("Service", KEY.name))
+        return together(service.selects if service else None, views.get(("InferencePool", KEY.name)))
 
     def snapshot(self) -> Snapshot:
         """What observe would gather now."""
@@ -132,7 +153,7 @@ class ModelCluster:
             self._read = (self.obj, broken, None if broken else parse(self.obj))
         _, broken, spec = self._read
         unread = {one.question for one in self.unread}
-        named = spec is not None and spec.route_of(KEY.name) == self.route_name
+        named = spec is not None and spec.route_of(KEY.name) == self._route_name()
         return Snapshot(
             now=self.now,
             key=KEY,
@@ -142,13 +163,10 @@ class ModelCluster:
             faults=broken,
             spec=spec,
             status=parse_status(self.status),
-            deployments={
-                n: DeploymentView(n, *made, kind=self.kind(n), nodes=self.nodes[n])
-                for n, made in self.deployments.items()
-            },
+            deployments=self.api.workloads(),
             pods=tuple(self._pods()),
             traffic=self.traffic,
-            objects=self._api.views(),
+            objects=self.api.views(),
             rejections=self._actor.rejections,
             samples={n: tuple(s) for n, s in self.samples.items()},
             route=self._route() if named and Question.ROUTE not in unread else None,
@@ -168,9 +186,9 @@ class ModelCluster:
         decision = decide(before)
         broken = [one for one in decision.unanswered[len(self.unread) :] if one.question not in self.unanswered]
         assert not broken, broken
-        self._api.left = cut_after
+        self.api.left = cut_after
         try:
-            run_to_end(self._actor.perform(before, decision))
+            _run_to_end(self._actor.perform(before, decision))
         except Killed:
             self.probe = None
             self.restart()
@@ -183,11 +201,34 @@ class ModelCluster:
         """The status as it is now."""
         return parse_status(self.status)
 
-    def happened(self) -> None:
-        """A write has gone through: controllers act on it, and what must hold is looked at."""
+    def _refusal(self, manifest: Object) -> ClusterError | None:
+        refused = self.refuses(manifest) if "kind" in manifest else None
+        return Rejected("PATCH", manifest["metadata"]["name"], 422, refused, "Invalid") if refused else None
+
+    def _happened(self, change: Object | What) -> None:
+        """A write has gone through: controllers act on it, and the test's watch looks at it."""
+        if not isinstance(change, tuple):
+            if change["kind"] == "Pod":
+                self._mark(change)
+            elif change["kind"] == "ConfigMap" and "binaryData" in change:
+                self.keep(change["metadata"]["name"])
+        route = self.api.objects.get(("HTTPRoute", self._route_name()))
+        self.rules = route["spec"].get("rules", []) if route is not None else None
         self.writes += 1
         self._controllers()
         self.watch(self)
+
+    def _mark(self, pod: Object) -> None:
+        """Take over a condition or an annotation: pods live in the engines, and marks on one that is gone are void."""
+        name = pod["metadata"]["name"]
+        del self.api.objects["Pod", name]
+        if "status" in pod:
+            admitted = pod["status"]["conditions"][0]["status"] == "True"
+            self.engines.admitted = self.engines.admitted | {name} if admitted else self.engines.admitted - {name}
+        elif DO_NOT_EVICT_ANNOTATION in pod["metadata"]["annotations"]:
+            self.do_not_evict = self.do_not_evict | {name}
+        else:
+            self.do_not_evict = self.do_not_evict - {name}
 
     def settle(self, ticks: int = 200) -> Status:
         """Tick until nothing is in flight and nothing has changed for a while."""
@@ -215,10 +256,31 @@ class ModelCluster:
         """The user changes the spec."""
         generation = self.obj["metadata"]["generation"] + 1
         self.obj = {**obj, "metadata": {**obj["metadata"], "generation": generation}}
+        self.api.put({**self.obj, "status": self.status})
+
+    def scale(self, revision: str, replicas: int) -> None:
+        """Somebody else scales the workload of a revision."""
+        what = f"{KEY.name}-{revision}"
+        found = next(obj for (kind, name), obj in self.api.objects.items() if kind in KINDS and name == what)
+        self.api.put({**found, "spec": {**found["spec"], "replicas": replicas}})
+
+    def drop_services(self) -> None:
+        """Somebody else deletes all Services."""
+        for name in self.services:
+            self.api.drop("Service", name)
 
     def edit_route(self, rules: list[dict[str, Any]] | None) -> None:
         """The user changes the route."""
-        self.rules, self._version = rules, self._version + 1
+        name = self._route_name()
+        if rules is not None:
+            known = self.api.objects.get(("HTTPRoute", name), {"kind": "HTTPRoute", "metadata": {"name": name}})
+            self.api.put({**known, "spec": {"rules": rules}})
+        elif ("HTTPRoute", name) in self.api.objects:
+            self.api.drop("HTTPRoute", name)
+
+    def _route_name(self) -> str:
+        """Return the name of the operator's own route, or of the user's if there is no other."""
+        return KEY.name if ("HTTPRoute", KEY.name) in self.api.objects else "web"
 
     def shares(self) -> dict[str, float]:
         """What share of the requests each revision gets now, over those of its pods that answer."""
@@ -238,7 +300,11 @@ class ModelCluster:
         return sum(self.engines.ready(name) for name in self.shares())
 
     def _route(self) -> RouteView | None:
-        return RouteView("web", self.route_version, tuple(self.rules), self.parents) if self.rules else None
+        route = self.api.objects.get(("HTTPRoute", self._route_name()))
+        if route is None or not self.rules:
+            return None
+        about = route["metadata"]
+        return RouteView(about["name"], about["resourceVersion"], tuple(self.rules), self.parents)
 
     def _behind(self, selector: dict[str, str]) -> dict[str, float]:
         one = selector.get(REVISION_LABEL)
@@ -284,20 +350,12 @@ class ModelCluster:
         """A baseline was written to this ConfigMap."""
         self.baseline = PROBES
 
-    def keeps(self, config_map: str) -> bool:
-        """Whether this ConfigMap holds a baseline."""
-        return self.baseline is not None
-
-    def kind(self, revision: str) -> str:
-        """Of what runs a revision."""
-        return kind_for(self.nodes[revision]).name
-
     def pod_names(self, *, workers: bool = False) -> set[str]:
         """Of the pods that take requests, or of all."""
         return {one.name for view in self._pods() for one in (view.group if workers else (view,))}
 
     def _pods(self) -> list[PodView]:
-        return self.engines.views(self.nodes, self.do_not_evict)
+        return self.engines.views({name: one.nodes for name, one in self.api.workloads().items()}, self.do_not_evict)
 
     def _answer(self, decision: Decision) -> None:
         request = decision.probe
@@ -313,3 +371,12 @@ class ModelCluster:
             self.probe = ProbeResult(request, outcome)
         else:
             self.probe = None
+
+
+def _run_to_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that never waits for anything."""
+    try:
+        work.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("it waits for something")

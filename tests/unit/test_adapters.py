@@ -17,6 +17,7 @@ from kvpilot_operator.observe.views import deployment_view
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.objects import workload
 from kvpilot_operator.state.status import Stable, Status
+from support.answering_server import Answer, Server
 from support.observed import OURS, World
 from support.observed import pod as pod_object
 from support.scrape_loop import ignore, scraping
@@ -105,43 +106,35 @@ def test_the_status_names_what_every_pod_says_it_has_loaded(
     assert decide(replace(observed, status=status)).status.adapters == told
 
 
-class Engine:
-    """An engine that answers /v1/models with `text`."""
+LISTED = """{"object": "list", "data": [{"id": "m", "parent": null}, {"id": "sql", "parent": "m"}]}"""
 
-    def __init__(self) -> None:
-        self.text = """{"object": "list", "data": [{"id": "m", "parent": null}, {"id": "sql", "parent": "m"}]}"""
-        self.asked: list[str] = []
-        self.url = ""
 
-    async def answer(self, request: web.Request) -> web.Response:
-        self.asked.append(request.path)
-        return web.Response(text=self.text)
+def says(text: str) -> Answer:
+    """Answer every request with this text."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text=text)
+
+    return answer
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[Engine]:
-    engine, app = Engine(), web.Application()
-    app.router.add_route("*", "/{path:.*}", engine.answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
+async def serving() -> AsyncIterator[Server]:
+    async with Server.up() as engine:
+        engine.answer = says(LISTED)
         yield engine
-    finally:
-        await runner.cleanup()
 
 
 async def test_an_engine_lists_its_adapters_as_models_with_a_parent() -> None:
     async with serving() as engine, scraping() as scraper:
         assert await scraper.adapters(KEY, engine.url, ignore) == ("sql",)
-        assert engine.asked == ["/v1/models"]
+        assert [request.path for request in engine.asked] == ["/v1/models"]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"data": [{"id": 5}]}', '{"data": []}' + " " * 65536, "\ud7ff" * 9])
 async def test_what_is_no_list_of_models_is_refused_with_its_address(text: str) -> None:
     async with serving() as engine, scraping() as scraper:
-        engine.text = text
+        engine.answer = says(text)
         with pytest.raises(ScrapeError, match=f"{engine.url}/v1/models: "):
             await scraper.adapters(KEY, engine.url, ignore)
 
@@ -162,10 +155,10 @@ async def test_only_pods_that_were_told_to_load_adapters_are_asked_and_a_failure
         world.put({"kind": "Deployment", "metadata": about, "spec": {"replicas": 1, **template}})
         await world.scrape()
         assert (await world.snapshot()).adapters == {"a": ("sql",)}
-        engine.text = "none"
+        engine.answer = says("none")
         await world.scrape()
         assert (await world.snapshot()).adapters == {}
-        engine.text = """{"data": [{"id": "late", "parent": "m"}]}"""
+        engine.answer = says("""{"data": [{"id": "late", "parent": "m"}]}""")
         await world.scrape()
         assert (await world.snapshot()).adapters == {"a": ("late",)}
         world.drop("Pod", "a")

@@ -57,9 +57,6 @@ class Archive(ModelCluster):
         self.kept.add(identity)
         self.written.append(identity)
 
-    def keeps(self, config_map: str) -> bool:
-        return config_map.removeprefix(baseline_name(KEY.name, "")) in self.kept
-
     def _answer(self, decision: Decision) -> None:
         request = decision.probe
         self.borrowed |= set(self.deployments)

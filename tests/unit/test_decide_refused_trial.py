@@ -87,7 +87,7 @@ def test_a_baseline_that_cannot_be_kept_ends_the_trial_and_keeps_nothing_else_wa
     cluster = on_trial(3)
     cluster.refuses = lambda manifest: QUOTA if manifest["kind"] == "ConfigMap" else None
     cluster.until(lambda s: s.canary is not None and s.canary.errors > 0)
-    cluster.services.clear()
+    cluster.drop_services()
     cluster.until(lambda s: s.canary is not None and s.canary.errors > 1)
     assert cluster.traffic == revision_of(service(OLD), OLD)
     status = cluster.until(ended)

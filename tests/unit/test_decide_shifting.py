@@ -136,7 +136,7 @@ def test_a_stable_side_that_is_down_is_nothing_to_compare_with():
     old = revision_of(cluster.obj, OLD)
     began = cluster.now
     while stage("Probing")(parse_status(cluster.status)):
-        cluster.deployments[old] = (OLD, 0)
+        cluster.scale(old, 0)
         cluster.tick()
     assert parse_status(cluster.status).canary.stage == "Promoting"
     assert cluster.now - began >= timedelta(seconds=60)

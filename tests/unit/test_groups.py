@@ -72,7 +72,7 @@ def over(nodes, obj):
 
 
 def kinds(cluster):
-    return {cluster.kind(name) for name in cluster.deployments}
+    return {one.kind for one in cluster.api.workloads().values()}
 
 
 def test_a_leader_is_an_engine_and_a_worker_carries_nothing_that_sends_requests_to_it():
@@ -208,7 +208,7 @@ def test_a_service_goes_to_nodes_and_back_by_trials_of_revisions_of_two_kinds():
         for _ in range(300):
             cluster.tick()
             seen.add(frozenset(kinds(cluster)))
-            if {cluster.nodes[name] for name in cluster.deployments} == {nodes}:
+            if {one.nodes for one in cluster.api.workloads().values()} == {nodes}:
                 break
         cluster.settle()
     assert frozenset({"Deployment", "LeaderWorkerSet"}) in seen

@@ -219,7 +219,8 @@ def test_a_refused_spec_stalls_whatever_could_not_be_observed() -> None:
 
 def test_a_service_whose_requests_go_elsewhere_is_not_current_until_that_is_mended() -> None:
     cluster = settled()
-    cluster.services[KEY.name] = {SERVICE_LABEL: KEY.name}
+    service = cluster.api.objects["Service", KEY.name]
+    cluster.api.put({**service, "spec": {**service["spec"], "selector": {SERVICE_LABEL: KEY.name}}})
     obj = after(cluster, 1)
     assert (compute(obj), shown(obj, "Reconciling")) == ("InProgress", "True `TrafficMoving`")
     assert compute(after(cluster)) == "Current"

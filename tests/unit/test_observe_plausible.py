@@ -7,77 +7,101 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpilot_cli.backtest.costs import Costs
+from kvpilot_cli.backtest.engine import Engine
+from kvpilot_cli.backtest.request import Limits, Request
 from kvpilot_operator.observe.plausible import LASTING_PAGES, MOST_NAMED
-from kvpilot_operator.observe.pod_metrics import PodMetrics
+from kvpilot_operator.observe.pod_metrics import PodMetrics, Totals
 from kvpilot_operator.state.samples import Flows
-from support.engine_model import EngineModel
 from support.scrape_loop import BUSY, IDLE, START, ScrapeLoop, at, busy, counted
 
 
-def engines(rng: random.Random, count: int) -> list[EngineModel]:
+class Paged:
+    """A simulated engine and its page of metrics; each of its steps takes half a second."""
+
+    def __init__(self, blocks: int, size: int, limits: Limits, start: float | None) -> None:
+        self._blocks, self._size, self._limits = blocks, size, limits
+        self._number = 0
+        self.restart(0, start)
+
+    def restart(self, now: float, start: float | None) -> None:
+        """End the process with all its requests, and start a new one."""
+        self.start = start
+        self._engine = Engine(Costs(0.5, 0, 0, 0, 0, self._blocks * self._size, self._size), self._limits)
+        self._engine.advance(now)
+        self._engine.scrape()
+        self.totals = Totals()
+
+    def arrive(self, now: float, prompt: int, output: int, session: int) -> None:
+        self._number += 1
+        self._engine.submit(Request(self._number, now, prompt, output, session))
+
+    def page(self, now: float) -> PodMetrics:
+        self._engine.advance(now)
+        seen = self._engine.scrape()
+        self.totals = Totals.together((self.totals, seen.flows))
+        return PodMetrics(
+            seen.usage, seen.running, seen.waiting, self._blocks * self._size, self._blocks, "auto",
+            process_start=self.start, totals=self.totals,
+        )  # fmt: skip
+
+
+def engines(rng: random.Random, count: int) -> list[Paged]:
     blocks, size, seqs = rng.choice([8, 60, 200]), rng.choice([16, 128]), rng.choice([2, 8, 32])
-    chunk, start = rng.choice([64, 512, 4096]), rng.choice([None, START])
-    return [
-        EngineModel(rng, blocks=blocks, block_size=size, max_seqs=seqs, chunk=chunk, process_start=start)
-        for _ in range(count)
-    ]
+    limits, start = Limits(seqs, rng.choice([64, 512, 4096]), timeout=rng.choice([5, 120])), rng.choice([None, START])
+    return [Paged(blocks, size, limits, start) for _ in range(count)]
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32), pods=st.integers(1, 4), load=st.floats(0, 3), shared=st.sampled_from([0.0, 0.9]))
-@example(seed=25525, pods=1, load=1.0, shared=0.0)
-@example(seed=8070, pods=4, load=2.28125, shared=0.0)
+@given(seed=st.integers(0, 2**32), pods=st.integers(1, 4), load=st.floats(0, 3), sessions=st.sampled_from([0, 3]))
 def test_honest_engines_are_never_doubted_and_all_of_their_work_is_counted(
-    seed: int, pods: int, load: float, shared: float
+    seed: int, pods: int, load: float, sessions: int
 ) -> None:
     rng = random.Random(seed)
     fleet, models = ScrapeLoop(), engines(rng, pods)
     prompt, output = rng.choice([(20, 200), (400, 40), (3000, 4)])
     quiet_from = rng.randrange(40)
-    seen, before = Flows(), [model.totals for model in models]
-    fleet.scrape(0, {str(i): model.page() for i, model in enumerate(models)})
+    seen = Flows()
+    fleet.scrape(0, {str(i): model.page(0) for i, model in enumerate(models)})
     restarts = 0
     for scrape in range(1, 40):
-        for _ in range(10):
+        for tenth in range(10):
             for model in models:
                 if scrape < quiet_from and rng.random() < load / 3:
-                    model.arrive(rng.randrange(1, 2 * prompt), rng.randrange(1, 2 * output), shared=shared)
-                if rng.random() < 0.02:
-                    model.leave()
-                model.step(0.5)
+                    session = rng.randrange(sessions) if sessions else -1
+                    lengths = rng.randrange(1, 2 * prompt), rng.randrange(1, 2 * output)
+                    model.arrive(5 * (scrape - 1) + tenth / 2, *lengths, session)
         if rng.random() < 0.03:
             restarts += 1
-            model = rng.choice(models)
-            model.restart(None if model.start is None else at(5 * scrape - 1).timestamp())
-        pages = {str(i): model.page() for i, model in enumerate(models) if scrape == 39 or rng.random() < 0.9}
+            model, now = rng.choice(models), 5 * scrape - 1
+            model.restart(now, None if model.start is None else at(now).timestamp())
+        told = {str(i): model.page(5 * scrape) for i, model in enumerate(models)}
+        pages = {name: page for name, page in told.items() if scrape == 39 or rng.random() < 0.9}
         judged = fleet.scrape(5 * scrape, pages)
         assert judged.sample.implausible == judged.sample.stalled == ()
         seen = Flows.together((seen, judged.sample.flows))
     # A page on which nothing has moved while a prompt is computed may be left out: it has no work to count.
-    for name in ("prompt_tokens", "generation_tokens", "finished", "prefill_seconds", "decode_seconds"):
-        did = sum(getattr(m.totals, name) - getattr(b, name) for m, b in zip(models, before, strict=True))
-        if not restarts:
-            assert getattr(seen, name) == pytest.approx(did)
-    if not restarts and pods < 3:
-        assert seen.preemptions == sum(model.totals.preemptions for model in models)
     if not restarts:
-        assert seen.itl.count == sum(model.totals.itl.count for model in models)
+        did = Flows.together([model.totals for model in models])
+        for name in ("prompt_tokens", "generation_tokens", "finished", "prefill_seconds", "decode_seconds"):
+            assert getattr(seen, name) == pytest.approx(getattr(did, name))
+        assert seen.itl.count == pytest.approx(did.itl.count)
+        if pods < 3:
+            assert seen.preemptions == did.preemptions
 
 
-def test_the_model_of_an_engine_does_preempt_and_does_queue() -> None:
-    model = EngineModel(random.Random(0), blocks=60)
-    full = waited = 0
-    for _ in range(400):
-        model.arrive(60, 100)
-        model.step(0.5)
-        full += model.page().usage > 0.95
-        waited += model.page().waiting > 0
-    assert model.totals.preemptions > 0
-    assert full > 100
-    assert waited > 100
+def test_the_simulated_engine_preempts_and_queues_under_this_load() -> None:
+    model = Paged(60, 16, Limits(16, 512), None)
+    pages = []
+    for second in range(200):
+        model.arrive(second, 60, 100, -1)
+        pages.append(model.page(second))
+    assert pages[-1].totals.preemptions > 0
+    assert sum(page.usage > 0.95 for page in pages) > 50
+    assert sum(page.waiting > 0 for page in pages) > 50
 
 
 def held(i: int) -> PodMetrics:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.views import is_ours
 from kvpilot_operator.probes.client import EngineClient, http_client
 from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer
+from support.answering_server import Server
 from support.scrape_loop import ignore, scraping
 from support.services import KEY
 
@@ -49,41 +49,29 @@ def test_a_pod_with_our_labels_and_another_owner_is_not(stranger: dict[str, Any]
     assert not is_ours(stranger, "chat")
 
 
-@dataclass
-class Listener:
-    """A server on loopback that notes what it is asked, and sends everyone to `elsewhere` where there is one."""
+@asynccontextmanager
+async def listening(elsewhere: str = "") -> AsyncIterator[Server]:
+    """Serve a page without metrics, or send everyone to `elsewhere`."""
 
-    elsewhere: str = ""
-    url: str = ""
-    asked: list[str] = field(default_factory=list)
-
-    async def answer(self, request: web.Request) -> web.Response:
-        self.asked.append(f"{request.method} {request.path}")
-        if self.elsewhere:
-            return web.Response(status=307, headers={"Location": f"{self.elsewhere}{request.path}"})
+    async def answer(request: web.Request) -> web.Response:
+        if elsewhere:
+            return web.Response(status=307, headers={"Location": f"{elsewhere}{request.path}"})
         return web.Response(text="# nothing here\n")
 
+    async with Server.up() as server:
+        server.answer = answer
+        yield server
 
-@asynccontextmanager
-async def listening(elsewhere: str = "") -> AsyncIterator[Listener]:
-    listener = Listener(elsewhere)
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", listener.answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    listener.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
-        yield listener
-    finally:
-        await runner.cleanup()
+
+def asked(server: Server) -> list[str]:
+    return [f"{request.method} {request.path}" for request in server.asked]
 
 
 async def test_a_pod_cannot_send_a_scrape_elsewhere() -> None:
     async with listening() as other, listening(other.url) as engine, scraping() as scraper:
         with pytest.raises(ScrapeError, match="307"):
             await scraper.scrape(KEY, engine.url, ignore)
-    assert (engine.asked, other.asked) == (["GET /metrics"], [])
+    assert (asked(engine), asked(other)) == (["GET /metrics"], [])
 
 
 async def test_a_pod_cannot_send_a_probe_elsewhere() -> None:
@@ -92,7 +80,7 @@ async def test_a_pod_cannot_send_a_probe_elsewhere() -> None:
         with pytest.raises(EngineRefused):
             async for _ in engine.decode([1, 2, 3], 1, 1):
                 pass
-    assert (pod_of_ours.asked, other.asked) == (["POST /v1/completions"], [])
+    assert (asked(pod_of_ours), asked(other)) == (["POST /v1/completions"], [])
 
 
 async def test_no_proxy_of_the_environment_sees_a_scrape_or_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +95,8 @@ async def test_no_proxy_of_the_environment_sees_a_scrape_or_a_probe(monkeypatch:
             with pytest.raises(MalformedAnswer):
                 async for _ in EngineClient(engine.url, "chat", http).decode([1, 2, 3], 1, 1):
                     pass
-    assert proxy.asked == []
-    assert engine.asked == ["GET /metrics", "POST /v1/completions"]
+    assert asked(proxy) == []
+    assert asked(engine) == ["GET /metrics", "POST /v1/completions"]
 
 
 def test_the_operators_client_knows_no_way_to_a_secret() -> None:

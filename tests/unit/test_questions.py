@@ -65,7 +65,7 @@ def test_what_serves_is_repaired_and_scaled_whatever_question_fails(question):
         cluster.settle()
     (stable,) = cluster.deployments
     cluster.edit(service(OLD, 4))
-    cluster.services.clear()
+    cluster.drop_services()
     with failing([question]):
         for _ in range(3):
             cluster.tick()
