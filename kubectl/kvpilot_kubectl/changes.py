@@ -45,7 +45,7 @@ def undeny(cluster: Cluster, name: str, dtype: str | None, now: datetime) -> Don
     """Set spec.rollout.denySeconds to 0. No denial counts while it is 0.
 
     Raises:
-        ToolError: the dtype is not denied, or others are denied, too. The API lifts all denials at once.
+        ToolError: the dtype is not denied, or others are denied, too. The API can only lift all denials together.
     """
     before = read(cluster.service(name))
     standing = before.standing(now)

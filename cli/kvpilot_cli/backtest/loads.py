@@ -42,7 +42,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One conversation: (prompt, output, pause before) of its turns. A prompt holds the conversation so far."""
+    """One conversation: (prompt, output, pause before) of its turns. A prompt contains the whole earlier
+    conversation."""
 
     number: int
     start: float

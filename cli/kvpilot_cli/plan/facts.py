@@ -20,13 +20,13 @@ class Model:
 
     Attributes:
         name: the model's name at its publisher, or the folder it was read from.
-        layers: decoder layers with a KV cache of their own.
+        layers: decoder layers with their own KV cache.
         parameters: all of them, embeddings included; None when the architecture cannot be counted from its config.
         max_positions: longest context in tokens, or None when the model does not say.
-        sliding_layers: layers that attend to the last `window` tokens only, or with `chunked` to a chunk of so many.
-        window_kv_heads, window_head_dim: of these, where they differ from the other layers'; 0 where they do not.
-        state_layers, shared_layers: layers with a state of fixed size, and those that read another layer's cache.
-        experts: experts in a layer (0: dense), of which a token uses `experts_per_token`; each has a hidden size of
+        sliding_layers: layers that attend to the last `window` tokens only, or, if `chunked`, to a chunk of `window`
+        tokens. window_kv_heads, window_head_dim: of these, where they differ from the other layers'; 0 where they do
+        not. state_layers, shared_layers: layers with a state of fixed size, and those that read another layer's cache.
+        experts: experts in a layer (0: dense); a token uses `experts_per_token` of them; each has a hidden size of
             `expert_intermediate`. The first `dense_layers` layers have none.
         latent_dim: elements of a token's compressed cache entry under multi-head latent attention (0: plain
             attention).

@@ -49,7 +49,7 @@ def from_config(raw: Mapping[str, Any], name: str, weight_bytes: int | None = No
     """Return the facts of a Hugging Face config. For a model with images they cover its text part.
 
     Raises:
-        PlanError: a field is missing, has a wrong type, or contradicts another one; or the model has no decoder alone.
+        PlanError: a field is missing, has a wrong type, or contradicts another one; or the model is not decoder-only.
     """
     try:
         return _model(raw, name, weight_bytes)
@@ -122,7 +122,7 @@ def _unlike_value(main: Group, found: Architecture) -> int:
 
 
 def _published(raw: Mapping[str, Any]) -> Published | None:
-    """Return the format of the weights, or None if config.json does not tell their size."""
+    """Return the format of the weights, or None if config.json does not give their size."""
     scheme = raw.get("quantization_config")
     if not isinstance(scheme, Mapping):
         return "bfloat16"
@@ -137,7 +137,7 @@ def _published(raw: Mapping[str, Any]) -> Published | None:
 def _counted(model: Model, fields: Fields) -> Model:
     """Return the model with its parameters counted from the shapes: matrices and routers, without norms and biases.
 
-    Latent attention, states and layers that are not alike have shapes of their own, and are left uncounted.
+    Models with latent attention, states or unequal layers have other shapes and are not counted.
     """
     unlike = model.window_kv_heads or model.window_head_dim or model.value_dim or model.shared_layers
     if model.latent_dim or model.state_layers or model.other_layers or unlike:

@@ -1,4 +1,4 @@
-"""Make a plan: what fits for every KV dtype and context, and the cost of a load."""
+"""Make a plan: sequences that fit for every KV dtype and context, and the cost of a load."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Request:
     """A planning request. `weights` and `kv` are bytes of all GPUs together that replace the estimates.
 
     `dtypes` are the usual ones for the model where none is named.
-    `recent_tokens` are those of the recent window, None for each dtype's default. `bound` is planned beside the whole
-    cache. `host` are bytes of host memory of one engine for offloaded blocks, 0 for none.
+    `recent_tokens` is the length of the recent window, None for each dtype's default. The plan covers `bound` in
+    addition to the whole cache. `host` are bytes of host memory of one engine for offloaded blocks, 0 for none.
     """
 
     model: Model
@@ -79,9 +79,9 @@ class Row:
             layers have a window, in these, as long as a token is within it.
         window_bytes: of one sequence's full windows, in all GPUs.
         recent_tokens, recent_bytes: of one sequence's recent window, in all GPUs; 0 where dtype or model have none.
-        bounded: what fits with the bound; empty where none was asked for.
-        bounded_bytes: what a sequence takes with it at most, in all GPUs.
-        host_tokens: that host memory holds; None where none was asked for, or none is told.
+        bounded: tokens and sequences that fit with the bound; empty where none was asked for.
+        bounded_bytes: most bytes of a sequence with the bound, over all GPUs.
+        host_tokens: that host memory holds; None if it was not requested or is unknown.
         cost: of the load, or None where none was asked for or no speed is known.
     """
 
@@ -117,7 +117,7 @@ def make(request: Request) -> Plan:
     """Make the plan.
 
     Raises:
-        PlanError: the heads cannot be cut, or the weights do not fit; the message names what would fit.
+        PlanError: the heads cannot be cut, or the weights do not fit; the message names a setting that would fit.
         UnknownFormatError: no dtype has this name.
     """
     model = request.model

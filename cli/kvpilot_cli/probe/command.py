@@ -1,8 +1,8 @@
 """Compare the accuracy of two engines: `kvpilot probe --baseline URL --candidate URL`.
 
 Both serve the same model through vLLM's OpenAI-compatible API. The candidate is judged as the operator judges a canary:
-its answers are compared with the baseline's token by token, and what the baseline differs from itself is not held
-against it. See docs/accuracy-gate.md.
+its answers are compared with the baseline's token by token, and differences between two runs of the baseline do not
+count against it. See docs/accuracy-gate.md.
 
 Exit codes: 0 passed, 1 regressed, 2 no measurement or a wrong argument, 3 inconclusive.
 """
