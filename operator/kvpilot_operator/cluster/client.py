@@ -22,7 +22,7 @@ _METADATA_PAGE = 4
 _METADATA_ALONE = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _FIELD_MANAGER = {"fieldManager": "kvpilot"}
 
-# Called after every write: kind, namespace, name, and the object as it is now, or None if it was deleted.
+# Called after every write with kind, namespace, name, and the new object, or None if it was deleted.
 OnWrite = Callable[[str, str, str, Object | None], None]
 
 
@@ -171,7 +171,7 @@ class Cluster:
         return await self._write(Request("PUT", manifest["kind"], Ref.to(manifest).path, _FIELD_MANAGER, manifest))
 
     async def delete(self, ref: Ref, *, uid: str = "") -> None:
-        """Delete an object and, in the background, what it owns; do nothing if it is gone already.
+        """Delete an object and, in the background, its dependents; do nothing if it is gone already.
 
         Raises:
             Conflict: the object of that name has another uid.

@@ -43,7 +43,7 @@ _COLLECTIONS = {
 
 
 class Ref(NamedTuple):
-    """Names one object; `namespace` is empty where its kind has none."""
+    """Names one object; `namespace` is empty for a cluster-scoped kind."""
 
     api_version: str
     kind: str
@@ -88,7 +88,7 @@ def name_of(answer: Object) -> str:
 
 
 def version_of(kind: str, obj: Object) -> str:
-    """Return a version that moves when somebody changes the spec; empty for kinds that are not watched."""
+    """Return a version that changes with the spec; empty for kinds that are not watched."""
     if kind in ("Deployment", "LeaderWorkerSet", "InferencePool", "HTTPRoute"):
         # Their resourceVersion also moves with every change of their status.
         return str(obj["metadata"].get("generation", ""))

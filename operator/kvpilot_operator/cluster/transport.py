@@ -27,7 +27,7 @@ from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, Conflict, NotFound, OverBudget, Rejected, Throttled
 from kvpilot_operator.numbers import whole
 
-# The shortest time between the last moment that a write may start and the moment that it must be over.
+# Shortest time between the last permitted start of a write and its required end.
 UNACKNOWLEDGED_MILLISECONDS = 4000
 
 
@@ -43,7 +43,7 @@ class _Rest(RESTClientObject):  # type: ignore[misc]  # the official client has 
 
 def give_up_early(api: ApiClient) -> None:
     """Make every future connection of this client give up when nothing is acknowledged for 4 s."""
-    # Take neither a proxy nor credentials from the environment.
+    # Do not take a proxy or credentials from the environment.
     api.configuration.client_session_kwargs = {"trust_env": False}
     api.rest_client = _Rest(api.configuration)
 
@@ -214,7 +214,7 @@ def _typed(request: Request, status: int, body: bytes, headers: Mapping[str, str
     causes = _causes(said.get("details"))
     lasting = status == 500 and any(words in message for words in _LASTING)
     if len(message) > 1000:
-        # A refused value may be long, and the reason stands at the end.
+        # A refused value may be long, and the reason comes at the end.
         message = f"{message[:300]} … {message[-600:]}"
     if status == 409 or (status == 422 and causes and all(field == "metadata.uid" for field, _ in causes)):
         # Another object has taken the place of the one that the write names by its uid.
