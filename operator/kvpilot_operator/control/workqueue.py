@@ -170,7 +170,7 @@ class WorkQueue:
         try:
             again = await self._run(key)
         except Conflict as error:
-            # Somebody wrote first (a user, an autoscaler): observe again, at once for the first time.
+            # Another client wrote first (a user, an autoscaler): observe again, the first time without a delay.
             if known.failures:
                 self._retry(key, known, error.request, error)
             else:

@@ -1,4 +1,4 @@
-"""Differences between the spec and the serving revision beside the dtype, in words for people."""
+"""Describe differences other than the dtype between the spec and the serving revision, for people."""
 
 from __future__ import annotations
 

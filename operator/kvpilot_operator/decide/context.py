@@ -1,5 +1,5 @@
-"""One reconcile of a service: the status while it is being decided, with the journal entries and events that explain
-each change, what every rule is given, and what the rules before it found.
+"""One reconcile of a service: the status under decision, the journal entries and events that explain each change, the
+input of every rule, and the findings of earlier rules.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvpilot_operator.state.status import (
 )
 from kvpilot_operator.times import utc
 
-# Decisions that neither begin nor end a hold.
+# Decisions that do not begin or end a hold.
 _BESIDE = (Action.SCALE_OUT, Action.SCALE_IN, Action.KEEP_BASELINE, Action.RECOMMEND)
 
 
@@ -222,7 +222,7 @@ class Context(Draft):
     shared: Placed = _NOTHING
     """The canary's Service, and the HTTPRoute."""
     objects: Objects | None = None
-    """All of these in the order in which they go out; None leaves every object as it is."""
+    """All of these in the order in which they go out; None leaves every object unchanged."""
 
     @classmethod
     def of(cls, s: Snapshot, spec: Spec) -> Context:

@@ -1,6 +1,6 @@
 """Faults of engines: why one does not start, and which of them have other calibration factors.
 
-An engine tells its fault by kvpilot-serve's refusal or the end of its log. Other factors give other answers.
+An engine reports its fault by kvpilot-serve's refusal or the end of its log. Other factors give other answers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvpilot_operator.state.objects import ON_ITS_WAY, PodView
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import clip
 
-# An engine may be killed once or twice by a busy node; the third time is no accident.
+# A busy node may kill an engine once or twice; a third time is not an accident.
 MAX_RESTARTS = 3
 # The form of a condition's reason; a container may write anything.
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-# What the scheduler says of a pod whose claim has no volume, at once, or after it has waited for one to be made. Where
-# some nodes lack room and others a volume, room may help.
+# Scheduler messages for a claim without a volume: immediate, or after a wait for provisioning. If some nodes lack room
+# and others a volume, more room may help.
 _UNBOUND = re.compile(
     r'unbound immediate PersistentVolumeClaims|persistentvolumeclaim "[^"]*" not found|VolumeBinding'
     r"|^(?!.*Insufficient).*(?:didn't find available persistent volumes to bind|did not have enough free storage)"
@@ -71,7 +71,7 @@ def engine_failure(pods: Sequence[PodView]) -> Cause | None:
 
 
 def made_anew(s: Snapshot, revision: str) -> list[PodView]:
-    """Return terminating leaders of groups: a group that fails is deleted whole, and its last words count."""
+    """Return terminating leaders of groups: a failing group is deleted whole, and its last messages count."""
     view = s.deployments.get(revision)
     groups = view is not None and view.nodes > 1
     return [pod for pod in s.pods if groups and pod.terminating and pod.revision == revision]
@@ -118,7 +118,7 @@ def waits_for_volume(pod: PodView) -> bool:
 
 
 def not_started(pod: PodView) -> str:
-    """Say where to look for the kubelet's reason: it stands in Events, which the operator may not read."""
+    """Say where to find the kubelet's reason: it is in Events, which the operator may not read."""
     volumes = f" It needs {', '.join(pod.needs)}." if pod.needs else ""
     return (
         f"pod {pod.name} has a node, and nothing of it has started yet.{volumes} Where it stays so, `kubectl kvpilot "

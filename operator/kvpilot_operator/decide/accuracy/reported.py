@@ -1,7 +1,7 @@
 """The dtype that engines report (`cache_dtype` on their metrics pages), compared with the dtype in the spec.
 
-An image, an argument or a checkpoint may choose another one, and the engine looks healthy. What is measured of such an
-engine is not the dtype's.
+An image, an argument or a checkpoint may choose another one, and the engine looks healthy. Measurements of such an
+engine do not describe the dtype.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def tell(c: Context) -> Context:
 
 
 def refuse(draft: Draft) -> Draft:
-    """Write the conditions of a service whose spec is invalid: what runs is left as it is."""
+    """Write the conditions of a service with an invalid spec: its objects stay unchanged."""
     s = draft.snapshot
     message = clip("; ".join(f"{fault.field}: {fault.message}" for fault in s.faults))
     serves, kept = any(pod.ready for pod in s.pods), "the last accepted spec keeps serving"
