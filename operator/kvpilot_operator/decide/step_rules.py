@@ -112,7 +112,7 @@ def _yields(c: Context) -> bool:
 
 
 def _no_canary(c: Context) -> str | None:
-    """Return the reason why no dtype change may begin. Two changes in one canary could not be told apart."""
+    """Return the reason why no dtype change may begin. The effects of two changes in one canary cannot be separated."""
     if c.spec.rollout.paused:
         return "spec.rollout.paused is set"
     if c.stable is not None and c.render(c.stable.dtype).name != c.stable.revision:

@@ -24,7 +24,7 @@ def choose(c: Context) -> Context:
 
 
 def _explained(c: Context, target: Target) -> Target:
-    """Add to the target's message the changes beside the dtype."""
+    """Add the changes other than the dtype to the target's message."""
     stable = c.stable
     if stable is None or c.canary is not None or target.held is not None or target.revision == stable.revision:
         return target

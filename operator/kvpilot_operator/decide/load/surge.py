@@ -1,9 +1,9 @@
 """Surges: a load that runs away from the replicas, found in a fifth of the window as burn-rate alerts do.
 
-A queue, or a late token, has to last for the whole window before it calls for a step. Where the last fifth of it alone
-has used up what the whole window may spend, there is nothing to wait for: a replica takes minutes to come up, and users
-leave meanwhile. Only replicas are taken on so short a notice. A canary would come too late and lasts far longer.
-Without objectives nothing says what late is: a queue that grows may end with a smaller dtype, which costs no GPU.
+Queues or late tokens must persist for the whole window before they cause a step. If the last fifth of the window alone
+has spent the budget of the whole window, waiting is useless: a replica takes minutes to start, and users leave
+meanwhile. Only replicas are taken on so short a notice. A canary would come too late and lasts far longer. Without
+objectives there is no definition of late. Then a smaller dtype, which needs no extra GPU, may end a growing queue.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _drains(window: Sequence[Sample]) -> bool:
 
 
 def _late(flows: Sequence[Flows], objectives: Sequence[Objective], seconds: float) -> str:
-    """Name the objective whose budget of late samples for the whole window was spent in each half of this one."""
+    """Name the objective that spent the whole window's budget of late samples in each half of this part."""
     half = len(flows) // 2
     for one in objectives:
         share = _PART * (1 - one.percentile / 100)

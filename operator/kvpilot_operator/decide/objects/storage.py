@@ -2,9 +2,9 @@
 
     none --spec.cache.prefetch--> Pending --its pod says how much--> Prefetching --the Job is complete--> Ready
 
-`status.cache` is its state. What has to be on the claim has an identity; another one (a revision of the model, say)
-begins anew, and until it is Ready no engine is started for it: what serves goes on. A Job cannot be changed, so one of
-an older spec is deleted, and made anew once it is seen to be gone.
+`status.cache` is its state. The content required on the claim has an identity; another identity (a new revision of the
+model, for example) starts a new Job. No engine starts for it until it is Ready, and the serving revision continues. A
+Job cannot be changed, so one of an older spec is deleted, and made anew once it is seen to be gone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Wait(NamedTuple):
 
 
 def keep(c: Context) -> Context:
-    """Keep the claim and the Job. A claim that the spec no longer asks for stays: pods may use it."""
+    """Keep the claim and the Job. A claim stays after the spec drops it, because pods may use it."""
     s, asked = c.snapshot, c.spec.cache.weights
     if asked is not None:
         c = replace(c, storage=Placed((claim(s.key, s.uid, asked),)))
@@ -149,7 +149,8 @@ def _amount(view: PrefetchView) -> str:
 
 
 def _unbound(c: Context) -> str:
-    """Explain an unbound claim: the scheduler does not name it, nor Kubernetes the access modes of a class."""
+    """Explain an unbound claim: the scheduler does not name the claim, and Kubernetes does not list a class's access
+    modes."""
     text = "a claim of its pods has no volume: `kubectl get pvc` shows which, and `kubectl describe pvc` why."
     asked = c.spec.cache.weights
     if asked is None:

@@ -54,7 +54,7 @@ class Effect:
 
 
 def weighed(action: Action, dtype: str, replicas: int, effect: Effect, closed: Closed | None) -> Weighed:
-    """Describe a step: why it is ruled out, if it is, and what it would lead to."""
+    """Describe a step: the reason if it is ruled out, and its expected result."""
     outcome, why = closed or (Outcome.POSSIBLE if effect.fits else Outcome.INSUFFICIENT, effect.late or "")
     who, gained = (f"{replicas} replicas", "") if effect.times is None else (dtype, f" ({effect.times:.2f}x)")
     when = " at the peak" if action in (Action.SCALE_IN, Action.DTYPE_UP) else ""
@@ -82,8 +82,8 @@ def option_of(action: Action, to: tuple[str, int], outcome: Outcome, message: st
 _MOST_GROWTH = 2
 # In a surge so many more, as an autoscaler may: replicas that come too late do not help.
 _QUICK = 4
-# Prompts that a replica may have in hand on average after one has left. They grow faster than the load, and one at all
-# moments is the most that an engine can serve (Little's law; docs/pilot-rules.md).
+# Mean number of prompts in progress that a replica may have after a scale-in. It grows faster than the load, and an
+# engine can serve at most one at all moments (Little's law; docs/pilot-rules.md).
 _MOST_PROMPTS = 0.6
 
 
@@ -92,7 +92,7 @@ _EXTERNAL = (Outcome.NOT_OWNER, "scaling.mode is External: an autoscaler or a pe
 
 
 def stay(s: PolicyInput, outcome: Outcome, message: str) -> Option:
-    """Leave everything as it is."""
+    """Change nothing."""
     tokens = int(s.workload.capacity_per_pod * s.counted)
     return option_of(Action.STAY, (s.dtype, s.replicas), outcome, message, tokens)
 
@@ -105,7 +105,7 @@ def down(s: PolicyInput) -> list[Weighed]:
 def instead_of_replicas(s: PolicyInput) -> list[Weighed]:
     """Weigh smaller dtypes, the safest first, of a calm service that has replicas because memory ran out with fewer.
 
-    Open are those that could do with at least one replica fewer: memory is what a replica is kept for.
+    A dtype is open if it needs at least one replica less, because memory is the reason for the replica.
     """
     w, scaling = s.workload, s.spec.scaling
     known = next((k for k in s.saturations if k.dtype == s.dtype), None)
@@ -182,7 +182,7 @@ def _scale_in(s: PolicyInput, replicas: int) -> Weighed:
 
 
 def costs(s: PolicyInput, steps: Sequence[Option]) -> str:
-    """Say what each step would cost an hour; empty where no price is known. The price of a host's memory is not."""
+    """Give the cost of each step per hour; empty where no price is known. The price of a host's memory is not."""
     if s.gpu_hour_micros is None:
         return ""
     each = s.gpu_hour_micros * s.spec.engine.gpus / 1e6
@@ -299,7 +299,7 @@ def _in_closed(s: PolicyInput, replicas: int, left: int, use: int, margin: int, 
 def needed(s: PolicyInput) -> int:
     """Return the replicas that the demand needs: below `highPercent`, or where memory does not bind for the queue.
 
-    Of a load that runs away, as many as what comes and what waits needs at the best that a replica is known to do.
+    In a surge, add as many replicas as arriving and waiting requests need at the best known rate of a replica.
     """
     w = s.workload
     if w.surge is not None:
