@@ -91,7 +91,7 @@ class Rejected(ClusterError):
 
 
 class NameTaken(Rejected):
-    """An object of the name that a service needs belongs to somebody else; nothing was sent."""
+    """An object with a name that a service needs has another owner; nothing was sent."""
 
     def __init__(self, kind: str, namespace: str, name: str) -> None:
         words = f"{kind} {namespace}/{name} exists and is not kvpilot's: {_way_out(kind)}"
@@ -99,7 +99,7 @@ class NameTaken(Rejected):
 
 
 class NotStarted(Rejected):
-    """Pods were not started: an object that they name is missing, or belongs to somebody else; nothing was sent."""
+    """Pods were not started: a named object is missing, or has another owner; nothing was sent."""
 
     def __init__(self, kind: str, needed: str, namespace: str, name: str, *, missing: bool) -> None:
         state = "does not exist" if missing else f"exists and is not kvpilot's: {_way_out(needed)}"
@@ -148,7 +148,7 @@ class NoIdentity(KvpilotError):
 
 
 class OverBudget(KvpilotError):
-    """Somebody sent more than one service may cost; the limits are in `kvpilot_operator.budget`."""
+    """A sender exceeded the budget of one service; the limits are in `kvpilot_operator.budget`."""
 
 
 class PermitLost(KvpilotError):

@@ -20,7 +20,7 @@ class Gpu:
     """One kind of GPU.
 
     Attributes:
-        name: what people call it, and what `kvpilot plan --gpu` takes.
+        name: common name, as in `kvpilot plan --gpu`.
         products: values of the node label nvidia.com/gpu.product.
         memory_mib: memory of the whole GPU, in MiB.
         bandwidth_gb_s: peak memory bandwidth, in 10^9 bytes a second.

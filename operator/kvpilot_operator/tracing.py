@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 # A collector that is away does not hold up the end of the process for longer.
 CLOSE_SECONDS = 5.0
-# A conflict is repeated, and a cancelled task is not wanted any more: neither is a fault.
+# Not faults: a conflict is retried, and a cancelled task is not needed any more.
 _NO_FAULT = (Conflict, asyncio.CancelledError)
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 

@@ -98,7 +98,8 @@ class GroupEvents:
 
 
 def incomplete(key: ServiceKey, view: DeploymentView, leaders: Sequence[PodView]) -> str | None:
-    """Return the StatefulSet of a revision's groups that lacks pods: that of leaders, or of one leader's workers."""
+    """Return the StatefulSet of a revision's groups that lacks pods: the leaders' set, or the set of one leader's
+    workers."""
     if view.kind != LEADER_WORKER_SET.name:
         return None
     there = [one for one in leaders if one.revision == view.revision]

@@ -103,7 +103,7 @@ def _nodes_of(pods: Sequence[PodView]) -> list[str]:
 
 
 def node_facts(node: Mapping[str, Any]) -> NodeFacts:
-    """Return the accelerator of a Node, as the API server gives it; NodeFacts() where it shows none.
+    """Return the accelerator of a Node, as the API server gives it; NodeFacts() if it shows none.
 
     Never raises: whatever is not text where Kubernetes has text counts as not there.
     """

@@ -35,14 +35,14 @@ _MOST = 2**60
 
 
 class Progress(NamedTuple):
-    """Bytes that are on the claim, and those of the whole model."""
+    """Bytes on the claim, and bytes of the whole model."""
 
     there: int
     total: int
 
 
 class ProgressReader:
-    """Takes one page of the Job's pod in chunks, as PageReader does an engine's; ScrapeError where it says neither."""
+    """Takes one page of the Job's pod in chunks, as PageReader does an engine's; ScrapeError if it has neither."""
 
     def __init__(self) -> None:
         self._found: dict[str, int] = {}
@@ -73,7 +73,7 @@ class ProgressReader:
 async def read_prefetch(
     cluster: Cluster, scraper: Scraper, key: ServiceKey, service: ServiceView
 ) -> PrefetchView | None:
-    """Return the service's Job; None where it has none, or none is asked for and none was.
+    """Return the service's Job; None if it has none, or if none is or was requested.
 
     It is read, and watched never: few services fill a claim at a time, and each once.
     """

@@ -134,13 +134,14 @@ class Scraper:
         except TimeoutError as error:
             raise ScrapeTimeout(f"{address}: no whole page within {TIMEOUT_SECONDS:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            # What the server sent may be part of the text.
+            # The text may include data from the server.
             raise ScrapeError(f"{address}: {type(error).__name__}: {shown(str(error))[:_EXCERPT]}") from error
 
     async def waiting(self, service: ServiceKey, url: str) -> float:
-        """Return the requests that wait for room in one pod; 0 where it does not say, 1 where it is too busy."""
+        """Return the requests that wait for room in one pod; 0 if the answer does not give it, 1 if the engine is too
+        busy."""
         try:
-            # What this takes is bounded by the questions of the probe that asks.
+            # The number of questions in the probe bounds the size of this.
             return (await self.scrape(service, url, lambda _: None)).waiting
         except ScrapeTimeout:
             return 1.0
@@ -170,7 +171,7 @@ class Scraper:
             if (answer.content_length or 0) > METRICS.read_bytes:
                 raise ScrapeError(f"{answer.content_length} bytes, more than {METRICS.read_bytes}")
             async for chunk in answer.content.iter_chunked(METRICS_CHUNK_BYTES):
-                # The engine is not to blame for what it waits here.
+                # This wait is not the engine's fault.
                 came, until = clock(), limit.when() or 0.0
                 limit.reschedule(None)
                 await self._read(page.steps(chunk))

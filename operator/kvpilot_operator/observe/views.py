@@ -28,7 +28,7 @@ from kvpilot_operator.state.snapshot import ServiceKey
 
 Object = Mapping[str, Any]
 
-# A queue (Kueue's, say) holds a pod by a scheduling gate while it has no room: the same as no room on a node.
+# A queue such as Kueue holds a pod by a scheduling gate while it is full: treat this like a lack of room on nodes.
 _NO_NODE = ("Unschedulable", "SchedulingGated")
 _SOURCES = (
     ("Secret", "secret", "secretName"),
@@ -83,7 +83,7 @@ def _no_volume(scheduled: Object) -> str | None:
 
 
 def _held_up(status: Object, container_name: str) -> tuple[str, str] | None:
-    """Return reason and message of the first other container that waits for what may never come."""
+    """Return reason and message of the first other container with a wait that may never end."""
     for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
         waiting = (container.get("state") or {}).get("waiting") or {}
         reason = waiting.get("reason") or ON_ITS_WAY[0]
@@ -102,7 +102,7 @@ def _begun(status: Object) -> bool:
 
 
 def _needs(pod: Object) -> tuple[str, ...]:
-    """Return the objects that a pod's volumes need and the kubelet waits for, in their order."""
+    """Return the objects of a pod's volumes that the kubelet waits for, in their order."""
     volumes = (pod.get("spec") or {}).get("volumes") or ()
     parts = [part for one in volumes for part in ((one.get("projected") or {}).get("sources") or (one,))]
     found = [
@@ -217,7 +217,7 @@ def _parents(route: Object, key: ServiceKey) -> tuple[Parent, ...]:
 
 
 def _answer(name: str, conditions: Sequence[Object], generation: int) -> Parent:
-    """Return a parent's answer to the route as it is now; older conditions do not count."""
+    """Return a parent's answer to the present route; older conditions do not count."""
     now = [one for one in conditions if one.get("observedGeneration", generation) >= generation]
     for one in now:
         if one.get("type") in ("Accepted", "ResolvedRefs") and one.get("status") == "False":

@@ -35,11 +35,11 @@ class SampleRetention:
     far: float = 3600.0
     bucket: float = 12.5
     pressure: float = 300.0
-    """Without a trial, histograms are kept of these last seconds alone, and those of latencies only for objectives."""
+    """Without a trial, histograms cover only these last seconds, and latency histograms exist only for objectives."""
     trial: bool = True
     """A canary is compared with the stable side."""
     latencies: bool = False
-    """Histograms of latencies are kept without a trial, for objectives."""
+    """Keep latency histograms without a trial, too, for objectives."""
 
     @property
     def far_bucket(self) -> float:
@@ -48,7 +48,7 @@ class SampleRetention:
 
 
 def retention_of(spec: Spec, *, trial: bool) -> SampleRetention:
-    """Return the windows of a spec: those of the workload, and beyond them the longest time of a step."""
+    """Return the windows of a spec: the workload's windows, and beyond them the longest time of a step."""
     canary, sustained = spec.canary, spec.kv_cache.pressure.sustained_seconds
     holds = [step.hold_seconds for step in canary.steps if step.hold_seconds]
     near = max(sustained, spec.scaling.scale_down_stabilization_seconds)
@@ -98,11 +98,11 @@ class _Merged:
 
 @dataclass(slots=True)
 class _Series:
-    """One revision's samples, oldest first, and the last pages of its pods."""
+    """Samples of one revision, oldest first, and the last pages of its pods."""
 
     known: Mapping[str, Known] = field(default_factory=dict)
     odd: frozenset[str] = frozenset()
-    """Oddities of the last pages."""
+    """Contradictions in the last pages."""
     far: deque[_Merged] = field(default_factory=deque)
     near: deque[_Merged] = field(default_factory=deque)
 
@@ -194,7 +194,7 @@ class Windows:
         return said.most_common(1)[0][0] if said else None
 
     def keep_only(self, revisions: Collection[str]) -> None:
-        """Forget revisions that no longer run."""
+        """Forget revisions that have stopped."""
         for name in [name for name in self._series if name not in revisions]:
             del self._series[name]
 
