@@ -31,7 +31,7 @@ def pause(cluster: Cluster, name: str, *, paused: bool) -> Done:
     word = "paused" if paused else "not paused"
     already = "" if before.paused != paused else " already"
     meaning = (
-        "no canary starts, and a running one is neither promoted nor rolled back; serving and scaling continue"
+        "no canary starts, and a running one is not promoted or rolled back; serving and scaling continue"
         if paused
         else "changes continue where they stopped"
     )

@@ -110,10 +110,10 @@ class NotStarted(Rejected):
 def _way_out(kind: str) -> str:
     if kind == "PersistentVolumeClaim":
         return (
-            "rename the QuantizedLLMService, or delete the claim if nobody needs it; to use its weights, name it in "
+            "rename the QuantizedLLMService, or delete the claim if it is not needed; to use its weights, name it in "
             "spec.cache.weightsClaimName instead of spec.cache.weights"
         )
-    return "rename the QuantizedLLMService, or delete the other object if nobody needs it"
+    return "rename the QuantizedLLMService, or delete the other object if it is not needed"
 
 
 class BadName(ClusterError):

@@ -111,7 +111,7 @@ def span_sender(environment: Mapping[str, str]) -> SpanSender | None:
     try:
         sender = SpanSender()
     except ImportError as error:
-        log.warning("%s is set, but there are no traces: %s; install kvpilot with its extra `tracing`", name, error)
+        log.warning("%s is set, but no traces are sent: %s; install kvpilot with its extra `tracing`", name, error)
         return None
     except ValueError as error:
         raise TracingError(f"OTEL_*: the SDK refuses a variable: {error}; correct it, or leave it out") from error

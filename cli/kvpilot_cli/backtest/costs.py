@@ -84,7 +84,7 @@ class Profile:
         if source is None:
             known = ", ".join(self.costs)
             raise BacktestError(
-                f"dtype: {dtype} has no costs in profile {self.name}; use one of {known}, or measure it"
+                f"dtype: {dtype} is missing from the costs of profile {self.name}; use one of {known}, or measure it"
             )
         costs = self.costs[source]
         return replace(costs, kv_tokens=int(costs.kv_tokens * gain(source, dtype)))

@@ -66,9 +66,12 @@ def _model(raw: Mapping[str, Any], name: str, weight_bytes: int | None) -> Model
     full = [group for group in found.groups if group.kind is Kind.FULL]
     others = [group for group in found.groups if group.kind is not Kind.FULL]
     if len(full) > 1 or len(others) > 1:
-        raise PlanError(f"MODEL {name!r}: config.json has layers whose keys and values differ in size, which are not planned; plan a model whose layers are alike")  # fmt: skip  # noqa: E501
+        raise PlanError(
+            f"MODEL {name!r}: config.json has layers with keys and values of different sizes; "
+            "plan a model with equal layers"
+        )
     if not found.groups:
-        raise PlanError(f"MODEL {name!r}: config.json has no layers that attend, so there is no KV cache to plan")
+        raise PlanError(f"MODEL {name!r}: config.json has no attention layers, and so no KV cache to plan")
     main, window = (full or others)[0], next(iter(others), None)
     hidden, published = fields.needed("hidden_size"), _published(raw)
     experts = fields.size("num_local_experts", "num_experts", "n_routed_experts")
@@ -108,7 +111,10 @@ def _model(raw: Mapping[str, Any], name: str, weight_bytes: int | None) -> Model
     )
     if published is None and weight_bytes is None:
         method = raw["quantization_config"].get("quant_method")
-        return replace(model, uncounted=f"quantization_config.quant_method in config.json is {method!r}, whose size is unknown without the weights")  # fmt: skip  # noqa: E501
+        unknown = (
+            f"quantization_config.quant_method in config.json is {method!r}: the size is unknown without the weights"
+        )
+        return replace(model, uncounted=unknown)
     return _counted(model, fields)
 
 

@@ -209,7 +209,9 @@ def _cost(request: Request, dtype: str, layout: Cache, kv: int, weights: int) ->
 def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:
     model, found = request.model, [request.model.doubt] if request.model.doubt else []
     if model.auto != "auto":
-        found.append(f"auto is {model.auto} for this checkpoint, whose quantization_config says so; bfloat16 is 16 bits by name")  # fmt: skip  # noqa: E501
+        found.append(
+            f"auto is {model.auto} for this checkpoint, as its quantization_config says; bfloat16 is 16 bits by name"
+        )
     if model.max_positions is not None and (beyond := [c for c in contexts if c > model.max_positions]):
         found.append(f"contexts of {', '.join(f'{c:,}' for c in beyond)} are longer than the model's {model.max_positions:,}")  # fmt: skip  # noqa: E501
     if request.gpus > model.kv_heads and not model.latent_dim:
@@ -234,7 +236,7 @@ def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:
     if request.bound is not None and request.host:
         found.append("kvCache.retention and kvCache.offload do not go together: a service has one or the other")
     if model.source == "config.json" and model.weight_bytes is None and request.weights is None and request.kv is None:
-        found.append("no weights beside config.json: their size is counted from the shapes of the text model")
+        found.append("no weights next to config.json: their size is counted from the shapes of the text model")
     return tuple(found)
 
 

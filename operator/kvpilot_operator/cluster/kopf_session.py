@@ -169,7 +169,7 @@ async def _decoded(response: aiohttp.ClientResponse, kind: type[T], broken: type
     try:
         return msgspec.json.decode(await response.read(), type=kind)
     except msgspec.DecodeError as error:
-        raise broken(f"{response.url.path}: the answer is not what it should be: {error}") from None
+        raise broken(f"{response.url.path}: the answer has an unexpected form: {error}") from None
 
 
 class _Lines:

@@ -113,7 +113,7 @@ class Transport:
         try:
             return msgspec.json.decode(body, type=Object)
         except msgspec.DecodeError:
-            words = f"the answer is no JSON object but {shown(body.decode(errors='replace'))[:100]!r}"
+            words = f"the answer must be a JSON object, but is {shown(body.decode(errors='replace'))[:100]!r}"
             raise ClusterError(request.method, request.path, 200, words) from None
 
     async def read(self, request: Request, *, most: float = math.inf, verb: str = "") -> bytes:
@@ -157,7 +157,7 @@ class Transport:
                         status = _code(event.object)
                         raise ClusterError("WATCH", request.path, status, str(event.object.get("message")))
                     if not isinstance((event.object.get("metadata") or {}).get("resourceVersion"), str):
-                        raise ClusterError("WATCH", request.path, status, "an event's object has no resourceVersion")
+                        raise ClusterError("WATCH", request.path, status, "an event's object lacks a resourceVersion")
                     yield event.type, event.object
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
             raise ClusterError("WATCH", request.path, 0, f"{type(error).__name__}: {error}") from error

@@ -94,5 +94,5 @@ def _told(one: Rejection) -> str:
 
 def _remedy(one: Rejection, words: str) -> str:
     if _FORBIDDEN.search(words):
-        return f"give the operator this right ({_RIGHTS.get(one.kind, 'the roles of its own version')})"
+        return f"give the operator this right ({_RIGHTS.get(one.kind, 'the roles of the same version')})"
     return next((text for kind, part, text in _REMEDIES if kind in ("", one.kind) and part in words), "")

@@ -45,7 +45,7 @@ def stay(c: Context) -> Context:
     """Keep the revision that is under way where no target could be chosen, and start nothing new."""
     part = c.canary or c.stable
     dtype, name = (part.dtype, part.revision) if part is not None else (c.spec.kv_cache.baseline, "")
-    held, recommended = "no target could be chosen: what serves stays as it is", c.status.kv_cache.recommended_dtype
+    held, recommended = "no target could be chosen: no change is made", c.status.kv_cache.recommended_dtype
     return replace(c, target=Target(dtype, name, Reason.RECONCILE_INCOMPLETE, held, held, recommended, startable=False))
 
 

@@ -102,7 +102,7 @@ class PackTexts:
             answer = await self._cluster.find_json(Ref("v1", "ConfigMap", key.namespace, name), most=most)
         except OverBudget as error:
             raise PackTooLarge(
-                f"configmap/{name}: the ConfigMap has more than {most} bytes; give the pack one of its own"
+                f"configmap/{name}: the ConfigMap has more than {most} bytes; give the pack a separate one"
             ) from error
         return None if answer is None else texts_of(answer)
 

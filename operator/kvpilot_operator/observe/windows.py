@@ -169,7 +169,7 @@ class Windows:
         series = self._series.setdefault(revision, _Series())
         if series.turned_back(time):
             log.warning(
-                "the clock was set back: scrapes of later than now are forgotten", extra={"service": str(self._key)}
+                "the clock was set back: scrapes from the future are dropped", extra={"service": str(self._key)}
             )
         judged = plausible_sample(time, series.known, pages, unanswered=unanswered, gpus=gpus)
         series.known = judged.known

@@ -57,7 +57,7 @@ def what_binds(
         return WorkloadKind.WARMING, f"{memory}: full on average, and not in nine of ten scrapes"
     if queue and seen.queued >= SHARE * seen.count:
         if not sustained:
-            return WorkloadKind.WARMING, f"{memory}: a queue beside a cache with room, not sustained yet"
+            return WorkloadKind.WARMING, f"{memory}: a queue although the cache has room, not sustained yet"
         if seen.mostly_prompts or seen.always_prompts:
             return WorkloadKind.PREFILL_BOUND, f"{memory}; {_prompts(seen)}: prompts bind, not memory"
         batch = f"{seen.running / seen.pods:.1f} requests run on a replica"

@@ -36,7 +36,7 @@ from kvpilot_operator.state.samples import Sample, names
 _LEAST_RUNNING = 1e-3
 # A usage that moved by less than this many points is not worth a write to the API server.
 USAGE_STEP_PERCENT = 5
-_UNREACHED = "in the last minute no scrape reached enough of the engines"
+_UNREACHED = "in the last minute no scrape reached enough engines"
 _TIME = attrgetter("time")
 _BOUND = (WorkloadKind.MEMORY_BOUND, WorkloadKind.PREFILL_BOUND, WorkloadKind.COMPUTE_BOUND)
 

@@ -78,7 +78,7 @@ def wait(c: Context) -> Wait | None:
     if pending is not None:
         return Wait(pending._replace(message=clip(f"Job {name}: {pending.message}")), False)
     if not view.pods:
-        text = f"Job {name} has no pod yet; where it stays so, `kubectl describe job {name}` says why"
+        text = f"Job {name} has no pod yet; if it persists, `kubectl describe job {name}` says why"
         return Wait(Cause(Reason.PREFETCHING, text), False)
     return Wait(Cause(Reason.PREFETCHING, f"Job {name} fills {_claim(c)}"), False)
 

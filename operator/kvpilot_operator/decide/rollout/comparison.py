@@ -80,9 +80,7 @@ def compare(
         )
     both = ((ours.total.ttft, theirs.total.ttft), (ours.total.itl, theirs.total.itl))
     if any(a.count and b.count and not common(a, b) for a, b in both):
-        return Finding(
-            Verdict.ERROR, Reason.TOO_FEW_SAMPLES, f"{sizes}; their latency histograms have no bucket in common"
-        )
+        return Finding(Verdict.ERROR, Reason.TOO_FEW_SAMPLES, f"{sizes}; their latency histograms share no bucket")
     figures = _figures(ours, theirs, limits)
     share = alpha / len(figures)
     told = [(f, f.at(alpha), f.at(share)) for f in figures]

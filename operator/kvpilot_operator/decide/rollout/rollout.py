@@ -110,9 +110,9 @@ def _advance_canary(c: Context) -> Context:
             return c.set_canary(stage_time=c.now, step_time=None if canary.step_time is None else c.now)
         return c
     if c.target.revision != canary.revision:
-        return roll_back(c, Verdict.ERROR, Reason.SUPERSEDED, "the spec changed while the canary was on trial")
+        return roll_back(c, Verdict.ERROR, Reason.SUPERSEDED, "the spec changed during the canary")
     if c.replicas == 0 and canary.stage != Stage.PROMOTING:
-        zero = "the service was scaled to 0 while the canary was on trial"
+        zero = "the service was scaled to 0 during the canary"
         return roll_back(c, Verdict.ERROR, Reason.SUPERSEDED, zero)
     if c.policy.chosen.action == Action.SCALE_OUT and c.spec.kv_cache.mode == "Auto":
         # The policy adds replicas during a trial only in a surge that may abort the trial.
@@ -210,7 +210,7 @@ def _replace_one(c: Context, no_node: str) -> Context:
         )
         return _advance_stage(shifting.noted(c, text))
     room = f"no node had room for the canary in {SURGE_SECONDS} s ({no_node})"
-    text = f"{room}: one of {c.replicas} replicas gives way to it"
+    text = f"{room}: one of {c.replicas} replicas makes room for it"
     return c.set_canary(replaces_one=True, stage_time=c.now).record_trial(Action.REPLACE_ONE, "NoSpareCapacity", text)
 
 

@@ -30,7 +30,7 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
     needed = (Question.POOLS, Question.PROBE_SETS, Question.NODE)
     unread = next((one for one in map(c.snapshot.unread, needed) if one is not None), None)
     if unread is not None:
-        return Cause(Reason.RECONCILE_INCOMPLETE, f"no canary is started while it is not known what it needs: {unread}")
+        return Cause(Reason.RECONCILE_INCOMPLETE, f"no canary starts while its needs are unknown: {unread}")
     broken = c.snapshot.probes.fault
     if broken is not None:
         return Cause(
@@ -131,7 +131,7 @@ def _dtype_not_told(c: Context) -> str:
     waits = canary.stage == Stage.PROBING and c.now >= canary.stage_time + timedelta(seconds=TOLD_SECONDS)
     if not waits or not s.answering_pods(canary.revision) or s.reported_dtype(canary.revision) is not None:
         return ""
-    return "its engine has not told its dtype (vllm:cache_config_info on /metrics), and is not probed before"
+    return "its engine has not reported its dtype (vllm:cache_config_info on /metrics), and is not probed yet"
 
 
 def _held_back(pod: PodView) -> str:

@@ -112,7 +112,7 @@ def _attention_seconds(s: PolicyInput, dtype: str) -> float | str:
     if gpu is None:
         return f"the bandwidth of {node.gpu} is not in the table"
     if model is None or model.head_dim <= 0:
-        return "the engine has not told the model's architecture"
+        return "the engine has not reported the model's architecture"
     if model.mla:
         return "the model has multi-head latent attention"
     efficiency = EFFICIENCY.get(dtype)

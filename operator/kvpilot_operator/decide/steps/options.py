@@ -87,7 +87,7 @@ _QUICK = 4
 _MOST_PROMPTS = 0.6
 
 
-ALONE = "less than one request runs on each replica: another would make none of them faster"
+ALONE = "less than one request runs on each replica: another would not make them faster"
 _EXTERNAL = (Outcome.NOT_OWNER, "scaling.mode is External: an autoscaler or a person writes /scale")
 
 
@@ -207,7 +207,7 @@ def _down(s: PolicyInput, rung: Rung) -> Weighed:
     effect = _in_dtype(s, rung.dtype, Action.DTYPE_DOWN, s.spec.kv_cache.pressure.high_percent, peak=False)
     closed = _dtype_closed(s, rung, effect.itl, climb=False)
     if closed is None and s.workload.kind != WorkloadKind.MEMORY_BOUND:
-        closed = Outcome.NOT_MEMORY, "memory is not what binds"
+        closed = Outcome.NOT_MEMORY, "memory is not the limit"
     return weighed(Action.DTYPE_DOWN, rung.dtype, s.replicas, effect, closed)
 
 
@@ -263,7 +263,7 @@ def _offload_closed(s: PolicyInput) -> Closed:
     if any(engine.arguments.on(option) for option in rules.SEVERAL_ENGINES):
         return Outcome.VETOED, "kvCache.offload is for one engine in a pod, and engine.extraArgs starts several"
     if dtypes.parse(s.dtype).ours and s.model is not None and s.model.window_layers:
-        return Outcome.VETOED, f"{s.dtype} is not offloaded beside layers with a sliding window"
+        return Outcome.VETOED, f"{s.dtype} cannot be offloaded in a model with sliding-window layers"
     return Outcome.NOT_OWNER, "kvCache.offload is not set, and the memory of your hosts is yours to give"
 
 
