@@ -62,7 +62,9 @@ def _model(raw: Mapping[str, Any], name: str, weight_bytes: int | None) -> Model
     if found.encoder_decoder:
         raise PlanError(f"MODEL {name!r}: is_encoder_decoder is true; kvpilot plans decoder-only models")
     if found.other_layers:
-        raise PlanError(f"MODEL {name!r}: {found.doubt}, so its tokens have no size here; start an engine, whose log says how many fit")  # fmt: skip  # noqa: E501
+        raise PlanError(
+            f"MODEL {name!r}: {found.doubt}, so its tokens cannot be sized; start an engine: its log says how many fit"
+        )
     full = [group for group in found.groups if group.kind is Kind.FULL]
     others = [group for group in found.groups if group.kind is not Kind.FULL]
     if len(full) > 1 or len(others) > 1:
@@ -111,9 +113,7 @@ def _model(raw: Mapping[str, Any], name: str, weight_bytes: int | None) -> Model
     )
     if published is None and weight_bytes is None:
         method = raw["quantization_config"].get("quant_method")
-        unknown = (
-            f"quantization_config.quant_method in config.json is {method!r}: the size is unknown without the weights"
-        )
+        unknown = f"quantization_config.quant_method in config.json is {method!r}: size unknown without the weights"
         return replace(model, uncounted=unknown)
     return _counted(model, fields)
 
