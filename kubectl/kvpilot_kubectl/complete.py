@@ -1,7 +1,7 @@
 """Shell completion of commands, options and names from the cluster.
 
 kubectl 1.26 and newer runs `kubectl_complete-kvpilot WORD... LAST` to complete `kubectl kvpilot`. Shells with
-argcomplete's register-python-argcomplete complete `kubectl-kvpilot` by itself.
+argcomplete's register-python-argcomplete complete `kubectl-kvpilot` without it.
 """
 
 from __future__ import annotations

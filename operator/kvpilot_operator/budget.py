@@ -38,7 +38,7 @@ class InputLimits:
 # within 10 ms; 450 pages a second (control/pilot.py) then take 5 permits, which leaves the others for slow engines.
 METRICS = InputLimits("a page of metrics", 1 * _MIB, permits=256, share=8, patience_seconds=2.0)
 METRICS_SOCKET_BYTES = 32 * _KIB
-# The longest line of a vLLM 0.32 (its cache_config_info) has 1.1 KiB. A rank has some 300 lines.
+# The longest line of a vLLM 0.32 (its cache_config_info) has 1.1 KiB. A rank has about 300 lines.
 METRICS_LINE_BYTES = 16 * _KIB
 METRICS_LINES = 16_384
 METRICS_CHUNK_BYTES = 32 * _KIB
@@ -51,8 +51,8 @@ METRICS_STEPS = 4
 METRICS_WORK_BYTES = 128
 METRICS_WORK_PER_SECOND = 2_000
 
-# A pack has 32 KiB at most (probes/packs.py). The API server sends whole objects, of up to 1.5 MiB: a ConfigMap with
-# more beside the pack than this is refused before it is parsed.
+# A pack has at most 32 KiB (probes/packs.py), but the API server sends whole objects of up to 1.5 MiB. A larger
+# ConfigMap than this is refused before it is parsed.
 CONFIG_MAP_BYTES = 256 * _KIB
 CONFIG_MAPS = 4
 
@@ -137,10 +137,10 @@ class Permits:
     """Semaphore that shares its permits fairly and can revoke them.
 
     A service waits for its share first, in the order of its requests. The next permit is the tenant's that holds the
-    fewest. Where all are taken, a tenant with at least two more than the waiting one loses one that it has had for a
-    second; among tenants with as many, a permit is lost that has been silent for longer than its patience. So another
-    tenant gets a permit within a second or two, however many engines of one tenant hang. Within one tenant a request
-    waits for about `patience_seconds * (1 + requests before it / permits)`.
+    fewest. If all are taken, a tenant with at least two more than the waiting one loses one after a second; among
+    tenants with equally many, a permit is lost after a silence beyond its patience. So another tenant gets a permit
+    within a second or two, however many engines of one tenant hang. Within one tenant a request waits for about
+    `patience_seconds * (1 + requests before it / permits)`.
     """
 
     def __init__(self, limits: InputLimits) -> None:
@@ -160,7 +160,7 @@ class Permits:
     ) -> AsyncIterator[Permit]:
         """Wait for a permit for one piece of work of a tenant's service, and give it back in the end.
 
-        Work that lost its permit and begins anew may be given more patience than the others, or it might never end.
+        Work that restarts after losing its permit may get more patience than others, or it might never end.
 
         Raises:
             PermitLost: others have got the permit; the work is cancelled.
@@ -230,7 +230,8 @@ class Permits:
         return min(self._waiting, key=self._tenants.__getitem__, default=None)
 
     def _take_back(self, tenant: Hashable, now: float) -> bool:
-        """Take a permit back for this tenant: from one with at least two more, or one that is silent for too long."""
+        """Revoke a permit for this tenant: from a tenant with at least two more, or from a holder that is silent for
+        too long."""
         most = max(self._tenants[permit.tenant] for permit in self._held)
         if most >= self._tenants[tenant] + 2:
             losers = [p for p in self._held if self._tenants[p.tenant] == most and now >= p.since + self._least]

@@ -48,7 +48,7 @@ class ClusterError(KvpilotError):
 
     @property
     def away(self) -> bool:
-        """True where the API server cannot be reached (0), or says itself that it is away."""
+        """True if the API server cannot be reached (0), or says itself that it is away."""
         return self.status in (0, 502, 503, 504)
 
 
@@ -117,7 +117,7 @@ def _way_out(kind: str) -> str:
 
 
 class BadName(ClusterError):
-    """The name is not one that an object can have; nothing was sent."""
+    """No object can have the name; nothing was sent."""
 
     def __init__(self, kind: str, name: str) -> None:
         words = f"not sent: {name[:80]!r} is not a name of a {kind}: use lower-case letters, digits, '-' and '.'"
@@ -144,7 +144,7 @@ class ScrapeTimeout(ScrapeError):
 
 
 class NoIdentity(KvpilotError):
-    """The certificates by which engines in a mesh are reached cannot be read."""
+    """The certificates for engines in a mesh cannot be read."""
 
 
 class OverBudget(KvpilotError):

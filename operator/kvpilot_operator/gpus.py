@@ -97,5 +97,5 @@ def prices(given: Iterable[tuple[str, object]]) -> dict[str, int]:
 
 
 def by_product(label: str) -> Gpu | None:
-    """Return the GPU behind a value of nvidia.com/gpu.product, or None where the table does not know it."""
+    """Return the GPU behind a value of nvidia.com/gpu.product, or None if the table does not know it."""
     return _BY_PRODUCT.get(label)

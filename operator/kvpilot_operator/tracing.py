@@ -1,4 +1,4 @@
-"""OpenTelemetry's spans. The API package makes spans that do nothing; the SDK sends them where an endpoint is named.
+"""OpenTelemetry's spans. The API package makes spans that do nothing; the SDK sends them if an endpoint is named.
 
 Attributes have the names of docs/tracing.md. They never hold text of users or engines: no prompt, no answer, no
 message of an error.

@@ -1,8 +1,8 @@
 """Pilots of a fleet. They are asked only when they may not answer Stay.
 
-`candidates` is a condition that every step needs, computed over all services at once with the decide code's own
-thresholds, never narrower than them: whoever is left out would have been told to stay, and to forget an old pressure.
-A test holds a run with it against one that asks every pilot every minute.
+`candidates` is a condition that every step needs, computed over all services together with the decide code's own
+thresholds, never narrower than them. So for every other service the decision would be Stay, and an old pressure would
+end. A test compares a run with it to one that asks every pilot every minute.
 """
 
 from __future__ import annotations

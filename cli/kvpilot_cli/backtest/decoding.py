@@ -59,7 +59,7 @@ class Decoding:
         self.tokens += requests * count
 
     def needed(self) -> int:
-        """Return the blocks for the next token: one for each request whose blocks are full."""
+        """Return the blocks for the next token: one for each request with full blocks."""
         return self._by_remainder[-self._steps % self._size]
 
     def needed_for(self, count: int) -> int:

@@ -62,8 +62,7 @@ def memory(gpu: Gpu, gpus: int, utilization: float, weights: int) -> Memory:
 def kv_heads_per_gpu(model: Model, gpus: int) -> int:
     """Return the KV heads of one GPU.
 
-    Raises:
-        PlanError: vLLM cannot cut this model's heads into so many parts.
+    Raises: PlanError: vLLM cannot split this model's heads into so many parts.
     """
     if model.heads % gpus or (model.kv_heads % gpus and gpus % model.kv_heads):
         fits = [n for n in (1, 2, 4, 8, 16, 32) if not model.heads % n and not (model.kv_heads % n and n % model.kv_heads)]  # fmt: skip  # noqa: E501
@@ -87,7 +86,7 @@ class Cache:
         full_token_bytes, window_token_bytes: of one token in all full layers, and in all layers with a window.
         ring_blocks: blocks of the recent window that a sequence holds at most, in each full group; 0 without one.
         ring_tokens: of a ring's page.
-        most_pages: that a sequence holds at most in each full group; 0 where nothing bounds them.
+        most_pages: that a sequence holds at most in each full group; 0 if nothing bounds them.
     """
 
     block: int

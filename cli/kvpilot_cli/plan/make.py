@@ -25,7 +25,7 @@ CONTEXTS = (2_048, 8_192, 32_768, 131_072)
 class Request:
     """A planning request. `weights` and `kv` are bytes of all GPUs together that replace the estimates.
 
-    `dtypes` are the usual ones for the model where none is named.
+    `dtypes` default to the usual ones for the model.
     `recent_tokens` is the length of the recent window, None for each dtype's default. The plan covers `bound` in
     addition to the whole cache. `host` are bytes of host memory of one engine for offloaded blocks, 0 for none.
     """
@@ -79,10 +79,10 @@ class Row:
             layers have a window, in these, as long as a token is within it.
         window_bytes: of one sequence's full windows, in all GPUs.
         recent_tokens, recent_bytes: of one sequence's recent window, in all GPUs; 0 where dtype or model have none.
-        bounded: tokens and sequences that fit with the bound; empty where none was asked for.
+        bounded: tokens and sequences that fit with the bound; empty if none was asked for.
         bounded_bytes: most bytes of a sequence with the bound, over all GPUs.
         host_tokens: that host memory holds; None if it was not requested or is unknown.
-        cost: of the load, or None where none was asked for or no speed is known.
+        cost: of the load, or None if none was asked for or no speed is known.
     """
 
     dtype: str

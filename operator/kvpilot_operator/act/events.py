@@ -1,4 +1,4 @@
-"""Kubernetes Events about a service, for people who watch.
+"""Kubernetes Events about a service, for people.
 
 The same words within an hour raise the count of one core/v1 Event ("3m (x5 over 12m)") instead of making five. Every
 kubectl shows such a count, but not each shows the `series` of events.k8s.io/v1.

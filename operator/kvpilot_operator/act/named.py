@@ -50,7 +50,7 @@ async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: 
 
 
 async def _claim_names_of_groups(cluster: Cluster, s: Snapshot, name: str) -> None:
-    """Create the headless Service by which workers find their leader, or check that it is ours or the set's own.
+    """Create the headless Service that leads workers to their leader, or check that we or the set own it.
 
     LeaderWorkerSet takes any Service of the set's name, and creates one only if there is none.
     """

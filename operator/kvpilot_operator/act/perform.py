@@ -125,7 +125,7 @@ class Actor:
         await self._cluster.apply(service, subresource="status")
 
     async def _set_gates(self, s: Snapshot, names: Collection[str], *, admitted: bool) -> None:
-        """Open or close the readiness gates of these pods; skip one that has just gone."""
+        """Open or close the readiness gates of these pods; skip a pod that was just deleted."""
         for pod in (one for one in s.pods if one.name in names):
             manifest = pod_admission(s.key, pod, admitted, s.now)
             write = partial(self._cluster.apply, manifest, subresource="status")
@@ -256,7 +256,7 @@ class Actor:
         return "" if claimed is None else str((await self._cluster.create(claimed))["metadata"]["uid"])
 
     async def _remove(self, s: Snapshot, api_version: str, kind: str, name: str) -> None:
-        """Delete an object of ours. Look for one that is not watched only once, and after each apply."""
+        """Delete an object of ours. Read an unwatched object only once, and after each apply."""
         what, ref = (kind, name), Ref(api_version, kind, s.key.namespace, name)
         if kind in _WATCHED:
             seen = s.objects.get(what)
@@ -272,7 +272,7 @@ class Actor:
 
 
 async def mark_do_not_evict(cluster: Cluster, s: Snapshot, wanted: frozenset[str]) -> None:
-    """Ask cluster autoscalers to leave these pods and their workers where they are, and only these.
+    """Ask cluster autoscalers not to move these pods and their workers, and no others.
 
     Annotate single pods, under our field manager: a change of the pod template would roll them, and a user's own
     annotations stay. Log a pod that cannot be annotated, and go on.

@@ -1,6 +1,6 @@
 """Remembers the refused objects of a service, and when to write them again.
 
-After a restart of the operator everything is written anew, and refusals are known again.
+A restarted operator writes every object again, and so learns the refusals again.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _explained(error: str, obj: Mapping[str, Json]) -> Fault:
 
 
 def _at(value: Json, field: str) -> Json:
-    """Return the value at a place such as a.b[0]; None where there is none."""
+    """Return the value at a place such as a.b[0]; None if there is none."""
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", field):
         if key:
             value = value.get(key) if isinstance(value, Mapping) else None

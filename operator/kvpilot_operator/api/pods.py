@@ -89,8 +89,8 @@ class Model(Record, frozen=True):
     served_name: ServedName = ""
     """The model name that requests carry. Without it the name of this object. A change starts a new revision."""
     adapters: Annotated[tuple[Adapter, ...], Meta(max_length=16, extra=keyed_by("name"))] = ()
-    """LoRA adapters, each served under its own name beside the model. Loaded when an engine starts: one that cannot be
-    loaded keeps it from starting. A change starts a new revision."""
+    """LoRA adapters, each served under its own name beside the model. Loaded when an engine starts: a broken adapter
+    prevents the start. A change starts a new revision."""
     revision: Revision | None = None
     """Branch, tag or commit of an hf:// model; without it the hub's default branch. Pin a commit so that two pods can
     never serve two models. A change starts a new revision."""
@@ -199,8 +199,8 @@ class Engine(Record, frozen=True):
     replica has nodes times tensorParallelSize GPUs, and each pod asks for what engine.resources says."""
     gpu_memory_utilization_percent: Annotated[int, Meta(ge=10, le=99)] = 90
     """Share of each GPU's memory, in percent, that the engine may take for weights, activations and KV cache. The rest
-    of it, after the first two, becomes KV cache. Without effect on CPU, where VLLM_CPU_KVCACHE_SPACE in engine.env
-    gives the KV cache in GiB."""
+    of it, after the first two, becomes KV cache. Without effect on CPU: VLLM_CPU_KVCACHE_SPACE in engine.env sets the
+    KV cache there in GiB."""
     extra_args: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=1024)], ...], Meta(max_length=64)] = ()
     """Further arguments for vllm serve, passed through unchanged, one list item each: OPTION=VALUE, or option and value
     as two items. Refused, in every spelling that vLLM takes (underscores, beginnings of a name, short forms), are those
@@ -238,14 +238,14 @@ class Claim(Record, frozen=True):
     removed."""
 
     size: Annotated[str, Meta(min_length=2, max_length=9, pattern=r"^[1-9][0-9]{0,5}(M|G|T|Mi|Gi|Ti)$")]
-    """How much storage is asked for, a whole number with a unit (200Gi). It may be raised where the class allows
+    """How much storage is asked for, a whole number with a unit (200Gi). It may be raised if the class allows
     expansion, and never lowered. The files of two revisions of a model, or of two models, have to fit while one follows
     the other."""
     access_mode: Literal["ReadWriteMany", "ReadWriteOnce"] = "ReadWriteMany"
     """ReadWriteMany lets replicas run on several nodes, if the storage class supports it (a shared file system).
     ReadWriteOnce (a disk) keeps all pods of the service on one node."""
     storage_class_name: Name | None = None
-    """StorageClass of the claim; without it the cluster's default. The claim keeps the one that it was made with."""
+    """StorageClass of the claim; without it the cluster's default. The claim keeps its original class."""
 
 
 class Cache(Record, frozen=True):

@@ -56,7 +56,7 @@ class Cluster:
     def session_for_kopf(
         self, api_version: str, kind: str, namespaces: Sequence[str], listed: Listed
     ) -> kopf.AiohttpSession:
-        """Return a session by which kopf watches this kind: with the same server, credentials, fence and counts."""
+        """Return kopf's session for watching this kind, with the same server, credentials, fence and counts."""
         return KopfSession(self._transport, api_version, kind, namespaces, listed).login()
 
     async def close(self) -> None:
@@ -64,7 +64,7 @@ class Cluster:
         await self._transport.close()
 
     async def get(self, ref: Ref) -> Object:
-        """Read one object; raise NotFound where there is none."""
+        """Read one object; raise NotFound if there is none."""
         request = Request("GET", ref.kind, ref.path)
         answer = await self._transport.send(request)
         if name_of(answer) != ref.name:
@@ -72,7 +72,7 @@ class Cluster:
         return answer
 
     async def find(self, ref: Ref) -> Object | None:
-        """Read one object; return None where there is none."""
+        """Read one object; return None if there is none."""
         try:
             return await self.get(ref)
         except NotFound:

@@ -188,12 +188,12 @@ class _Lines:
 
 
 async def _gone() -> AsyncIterator[bytes]:
-    """Yield the event after which kopf lists anew."""
+    """Yield the event that makes kopf list again."""
     yield _GONE
 
 
 async def _checked(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield a watch's events up to one that kopf would end at: the connection breaks there."""
+    """Yield a watch's events, and break the connection before an event that would end kopf."""
     async for line in whole_lines(content.iter_any()):
         try:
             event = msgspec.json.decode(line, type=_Event)

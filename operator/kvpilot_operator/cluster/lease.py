@@ -1,4 +1,4 @@
-"""One replica's view of the Lease by which replicas elect their leader. Pure: callers pass the time.
+"""One replica's view of the Lease for leader election. Pure: callers pass the time.
 
 The times in a Lease are for people. A replica trusts its own steady clock alone: the holder counts from before it sent
 a renewal, the others from after they saw the Lease change. The second is always later than the first. So no replica
@@ -97,7 +97,7 @@ class Candidate:
         return max(0.0, self._changed + lasts - now)
 
     def claim(self, wall: datetime, now: float) -> Object:
-        """Return the Lease to write to claim or renew it; the server refuses it if it changed meanwhile.
+        """Return the Lease to write to claim or renew it; the server refuses the write if the Lease has changed since.
 
         A missing Lease was perhaps deleted under a leader that still counts on it. So any other replica that creates
         it is `blind`: it claims the Lease once more after the Lease's whole duration.

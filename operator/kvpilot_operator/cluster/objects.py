@@ -65,7 +65,7 @@ class Ref(NamedTuple):
 def path_of(api_version: str, kind: str, namespace: str = "", name: str | None = None) -> str:
     """Return the REST path of a collection (of all namespaces if none is named), or of one object in it.
 
-    A tenant may have chosen the name. One that no object can have (`..`) would lead elsewhere, and is a BadName.
+    A tenant may have chosen the name. An impossible name (`..`) would lead to another path, and raises BadName.
     """
     collection = _COLLECTIONS[(api_version, kind)]
     if not namespace:

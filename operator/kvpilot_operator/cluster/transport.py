@@ -32,7 +32,7 @@ UNACKNOWLEDGED_MILLISECONDS = 4000
 
 
 def connector(tls: ssl.SSLContext) -> aiohttp.TCPConnector:
-    """Return a connector whose connections give up early; their number is unlimited, since each watch holds one."""
+    """Return a connector with connections that give up early; their number is unlimited, since each watch holds one."""
     return aiohttp.TCPConnector(limit=0, ssl=tls, socket_factory=_socket)
 
 

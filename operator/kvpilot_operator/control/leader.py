@@ -53,7 +53,7 @@ class FleetOptions:
 
 @dataclass(eq=False)
 class Leader:
-    """The work of a replica that leads; made anew each time, so that it believes nothing that was seen before."""
+    """The work of a replica that leads; made anew each time, so that it has no outdated state."""
 
     cluster: Cluster
     fence: WriteFence

@@ -48,7 +48,7 @@ class ServiceRecord:
     scraping: bool = False
 
     def close(self) -> None:
-        """Stop everything that goes on by itself: the service is gone."""
+        """Stop all background tasks: the service is gone."""
         self.probe.close()
         self.attempts.stop()
 
@@ -85,7 +85,7 @@ class Registry:
         return known
 
     async def close(self) -> None:
-        """Stop everything that goes on by itself, and wait for it."""
+        """Stop all background tasks, and wait for them."""
         for record in self:
             record.close()
         await asyncio.gather(*(record.probe.ended() for record in self))

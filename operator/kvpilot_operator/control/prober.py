@@ -68,7 +68,7 @@ class Probe:
 
     @property
     def result(self) -> ProbeResult | None:
-        """The result of a probe that is done and still of interest, or the one that runs."""
+        """Result of a completed probe that is still needed, or the running probe."""
         return self._result or (ProbeResult(self._running, None) if self._running is not None else None)
 
     def ensure(self, spec: Spec, request: Request | None) -> None:

@@ -1,7 +1,7 @@
 """The state of each service as Prometheus gauges.
 
 Each reconcile replaces all series of its service, and a deleted service leaves none. Words (a dtype, a stage, a reason)
-are labels, and only the current word is shown, with the value 1. So a service has some 30 series, and at most 70.
+are labels, and only the current word is shown, with the value 1. So a service has about 30 series, and at most 70.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Draft:
         return self.set(kv_cache=msgspec.structs.replace(self.status.kv_cache, **changes))
 
     def set_canary(self, **changes: Any) -> Self:
-        """Replace fields of `status.canary`; LookupError where there is none."""
+        """Replace fields of `status.canary`; LookupError if there is none."""
         canary = in_flight(self)
         if changes.get("stage", canary.stage) != canary.stage:
             changes.setdefault("stage_time", self.now)
@@ -145,7 +145,7 @@ class Draft:
 
 
 def in_flight(draft: Draft) -> Canary:
-    """Return the canary; LookupError where there is none."""
+    """Return the canary; LookupError if there is none."""
     if draft.canary is None:
         raise LookupError("no canary is in flight")
     return draft.canary

@@ -98,7 +98,7 @@ def pending_reason(pods: Sequence[PodView]) -> Cause | None:
 
 
 def _missing(message: str) -> Cause | None:
-    """Name the object that a container's variables are taken from, where the kubelet says that it is not there."""
+    """Name the missing source of a container's variables, if the kubelet reports one."""
     found = _NOT_THERE.search(message)
     if found is None:
         return None
@@ -127,7 +127,7 @@ def not_started(pod: PodView) -> str:
 
 
 def mixed_factors(s: Snapshot, revision: str) -> str | None:
-    """Name the pods of a revision with other factors than most, with the remedy; None where there are none.
+    """Name the pods of a revision with other factors than most, with the remedy; None if there are none.
 
     Within a revision, model, text, context and tensor parallelism are the same, and so are the factors on one kind of
     GPU (docs/calibration.md). Accuracy is measured on one pod, and holds for those with its factors.

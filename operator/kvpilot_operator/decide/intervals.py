@@ -36,7 +36,7 @@ class Estimate:
 
 
 def p95_change(ours: Sequence[Histogram], theirs: Sequence[Histogram]) -> Callable[[float], Estimate | None]:
-    """Return the log ratio of two p95s, by level; None where one lies above every bucket.
+    """Return the log ratio of two p95s, by level; None if one lies above every bucket.
 
     The correlation of both sides' slices counts: load that both share at the same time is not blamed on either.
     """
@@ -63,7 +63,7 @@ def p95_change(ours: Sequence[Histogram], theirs: Sequence[Histogram]) -> Callab
 def ratio_change(
     ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]], alpha: float
 ) -> Estimate | None:
-    """Return the log ratio of two ratios, from (numerator, denominator) of each slice; None where a sum is 0."""
+    """Return the log ratio of two ratios, from (numerator, denominator) of each slice; None if a sum is 0."""
     strays: list[list[float]] = []
     logs: list[float] = []
     for slices in (ours, theirs):

@@ -32,7 +32,7 @@ from kvpilot_operator.state.status import Status, parse_status
 
 
 class ServiceFeed:
-    """Keeps a Store like the services of some namespaces (of all, where "" is the one).
+    """Watch that keeps a Store equal to the services of some namespaces (all, if the only one is "").
 
     `filled` is set once each of them has been listed.
     """

@@ -232,7 +232,7 @@ class PageReader:
         return _count(name, self._sums.get(name, 0.0))
 
     def _histogram(self, name: str) -> Histogram:
-        """Return the histogram over all of its series; an empty one where there are none."""
+        """Return the histogram over all of its series; an empty one if there are none."""
         reached = self._buckets.get(name)
         if not reached:
             return NOTHING_OBSERVED
@@ -283,7 +283,7 @@ def _bounds(name: str, edges: tuple[str, ...]) -> tuple[float, ...]:
 
 
 def _model_facts(labels: Mapping[str, str]) -> ModelFacts | None:
-    """Return the model's sizes; None where one of them is not a number."""
+    """Return the model's sizes; None if one of them is not a number."""
     sizes = {f.name: whole(labels.get(f.name), 10**15) for f in fields(ModelFacts) if f.name != "mla"}
     mla = labels.get("mla")
     if None in sizes.values() or mla not in ("true", "false"):

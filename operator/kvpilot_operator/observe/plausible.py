@@ -137,7 +137,7 @@ def plausible_sample(
 
 
 def _most(values: Iterable[_T]) -> _T | None:
-    """Return the most common value, the largest of several; None where there is none."""
+    """Return the most common value, the largest of several; None if there is none."""
     counts = Counter(values)
     return max(counts, key=lambda value: (counts[value], value), default=None)
 

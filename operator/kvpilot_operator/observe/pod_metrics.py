@@ -107,20 +107,20 @@ class PodMetrics:
     waiting: float
     """Requests that wait for room in a batch or in the cache."""
     capacity_tokens: int
-    """0 where the page does not say it."""
+    """0 if the page does not say it."""
     blocks: int
-    """KV blocks, 0 where the page does not say it."""
+    """KV blocks, 0 if the page does not say it."""
     dtype: str
     process_start: float | None = None
     """Unix time at which the API server's process started; vLLM with several API servers does not say it."""
     totals: Totals = Totals()
     model: ModelFacts | None = None
     factors: str = ""
-    """Hash of the static factors that keys and values are quantized with; empty where the page does not say it."""
+    """Hash of the static factors that keys and values are quantized with; empty if the page does not say it."""
     recent_tokens: int | None = None
-    """Number of last tokens of each sequence that are read at 8 bits; None where the page does not say it."""
+    """Number of last tokens of each sequence that are read at 8 bits; None if the page does not say it."""
     retention: str = ""
-    """The policy by which pages of a sequence are freed; empty where the page names none."""
+    """The policy by which pages of a sequence are freed; empty if the page names none."""
     ranks: tuple[Rank, ...] = ()
     """The engines of a page that has several."""
 

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 Object = Mapping[str, Any]
 
-# Its own pod is one of two at most, and a tenant may give its label to any number: so many are looked at.
+# The Job has at most two pods, but a tenant may put its label on any number: read at most so many.
 _PODS = 2
 
 _THERE = "kvpilot_prefetch_bytes"

@@ -26,7 +26,7 @@ from kvpilot_operator.state.snapshot import ProbePlan, ServiceKey
 # A service's packs are read again after this long, or when its spec has changed: each of up to 16 ConfigMaps takes a
 # request, too many for a reconcile after every scrape.
 PACKS_SECONDS = 15.0
-# Of a ConfigMap without the key so many others are named to the user.
+# For a ConfigMap without the key, the message names at most so many other keys.
 _OTHER_KEYS = 8
 
 
@@ -41,7 +41,7 @@ class PlanRead(NamedTuple):
     read: datetime
     spec: Spec
     about: object
-    """All that the plan depends on; None where the packs could not be used."""
+    """All that the plan depends on; None if the packs could not be used."""
     plan: ProbePlan
 
 

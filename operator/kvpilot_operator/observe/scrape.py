@@ -32,7 +32,7 @@ from kvpilot_operator.state.snapshot import ServiceKey
 TIMEOUT_SECONDS = 5.0
 _EXCERPT = 200
 _MODELS_PATH = "/v1/models"
-# A model takes some 500 bytes of it.
+# A model takes about 500 bytes of it.
 _MAX_MODELS_BYTES = 64 * 1024
 
 T_co = TypeVar("T_co", covariant=True)
@@ -77,7 +77,7 @@ class _ModelsPage:
 
 
 class Scraper:
-    """Fetches pages; whoever opens one closes it. `identity` is for engines that are reached by TLS.
+    """Fetches pages; the caller that opens one closes it. `identity` is for engines that are reached by TLS.
 
     No proxy from the environment, no cookies, and plain bytes only: a few KiB of a compressed page may be gigabytes.
     """
@@ -183,7 +183,7 @@ class Scraper:
         while more:
             async with self._steps:
                 more = next(steps, steps) is None
-                # Whatever else is ready comes before the next steps, whoever's they are.
+                # Other ready tasks run before the next steps.
                 await asyncio.sleep(0)
 
 

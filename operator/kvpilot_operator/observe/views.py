@@ -72,7 +72,7 @@ def pod_view(pod: Object, mesh: bool = False, container_name: str = ENGINE_CONTA
 
 
 def _words(said: Object, field: str = "message") -> str | None:
-    """Return the words of a kubelet, a scheduler or a controller; None where there are none."""
+    """Return the words of a kubelet, a scheduler or a controller; None if there are none."""
     return None if said.get(field) is None else lines(str(said[field]))
 
 
@@ -165,7 +165,7 @@ def without_pod_name(message: str) -> str:
 
 
 def traffic_of(service: Object) -> str | None:
-    """Return the revision that a Service sends requests to, "" for all; None where the selector is not ours."""
+    """Return the revision that a Service sends requests to, "" for all; None if the selector is not ours."""
     return _selected(service, (service.get("spec") or {}).get("selector") or {})
 
 
@@ -184,7 +184,7 @@ def named_view(kind: str, obj: Object, uid: str) -> ObjectView:
 
 
 def together(service: str | None, pool: ObjectView | None) -> str | None:
-    """Return the revision behind a Service (`traffic_of`) and a pool: every revision where they differ."""
+    """Return the revision behind a Service (`traffic_of`) and a pool: every revision if they differ."""
     if service is None or pool is None or not pool.owned or pool.selects == service:
         return service
     return ""

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _PRESSURE_BUCKETS = 24
 # Samples in a canary's step: as many slices as its two sides are compared in.
 _STEP_BUCKETS = 20
-# Samples are this close at most where a gap between them would read as missing scrapes.
+# Largest distance between samples: a wider gap would read as missing scrapes.
 _LONGEST_BUCKET_SECONDS = 45.0
 # Samples that are kept of a window of a day, and beyond the windows of the workload.
 _MOST_BUCKETS = 2400
@@ -188,7 +188,7 @@ class Windows:
         return {name: tuple(bucket.sample for bucket in (*one.far, *one.near)) for name, one in self._series.items()}
 
     def model(self) -> ModelFacts | None:
-        """Return the architecture of most of the service's pods; None where no pod has said it."""
+        """Return the architecture of most of the service's pods; None if no pod has said it."""
         every = self._series.values()
         said = Counter(pod.page.model for one in every for pod in one.known.values() if pod.page.model is not None)
         return said.most_common(1)[0][0] if said else None

@@ -84,7 +84,7 @@ class EngineClient:
         """Return the chat rendered by the engine's own template, ready for an answer.
 
         `tools` is a JSON list of functions. A template that does not know tools gets them as text in the first message.
-        A model without a chat template, or whose template refuses these roles, gets plain text: role and content.
+        A model without a chat template, or with one that refuses these roles, gets plain text: role and content.
         """
         chat = [{"role": m.role, "content": m.content} for m in messages]
         if not tools:

@@ -3,8 +3,8 @@
 A prefill need not read what it has just stored: backends with packed caches attend to the fresh 16-bit keys and
 values of a first chunk, so logprobs of a *prompt* may see no damage at all. Every backend decodes from its pages, and
 users live on decode. So the candidate decodes: it continues the baseline's prompt greedily. As long as its token
-equals the baseline's, both sides have the same context, and their distributions can be compared. Where they part,
-that position still counts; the request is closed, and a new one resumes with the baseline's tokens up to there as its
+equals the baseline's, both sides have the same context, and their distributions can be compared. The position of a
+divergence still counts; the request is closed, and a new one resumes with the baseline's tokens up to there as its
 prompt. A request's first token comes from a prefill and is judged only if it differs.
 
 Before a prompt is followed, its first half is asked alone: the rest is then prefilled onto cached pages, like the
@@ -161,7 +161,7 @@ async def _answer(
 async def _follow(
     engine: EngineClient, throttle: Throttle, index: int, prompt: BaselinePrompt, settings: Settings
 ) -> tuple[list[Compared], int]:
-    """Decode along the baseline's answer, with a new request after every position where the candidate parts from it.
+    """Decode along the baseline's answer, with a new request after every divergence of the candidate.
 
     Returns the prompt's judged positions and the number of requests that they took.
     """

@@ -119,7 +119,7 @@ class Measurement:
 
 
 def impossible(top: Mapping[int, float], chosen: int) -> str | None:
-    """Name an impossible value among a position's logprobs from the engine; None where nothing is wrong.
+    """Name an impossible value among a position's logprobs from the engine; None if nothing is wrong.
 
     A token that is masked may have minus infinity, the chosen one may not.
     """
@@ -135,7 +135,7 @@ def impossible(top: Mapping[int, float], chosen: int) -> str | None:
 def kl_nats(baseline: Mapping[int, float], candidate: Mapping[int, float]) -> float:
     """Return KL(baseline || candidate) in nats, in [0, MAX_KL], over the baseline's tokens and one cell for the rest.
 
-    Both map token ids to logprobs. An empty candidate (an engine whose logits are not numbers) is MAX_KL.
+    Both map token ids to logprobs. An empty candidate (an engine with logits that are not numbers) is MAX_KL.
     """
     if not baseline or not candidate:
         return MAX_KL

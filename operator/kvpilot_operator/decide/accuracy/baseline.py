@@ -29,13 +29,13 @@ def known(c: Context) -> Baseline | None:
 
 
 def misreported(c: Context) -> Cause | None:
-    """Say that the engines which give the 16-bit answers report another dtype; None where they do not."""
+    """Say that the engines which give the 16-bit answers report another dtype; None if they do not."""
     found = mismatch(c.snapshot, c.reference, c.spec.kv_cache.baseline)
     return None if found is None else Cause(Reason.BASELINE_UNFIT, found)
 
 
 def reference_fault(c: Context) -> Cause | None:
-    """Explain why the 16-bit engine cannot be a reference for the present model and probe sets; None where nothing is
+    """Explain why the 16-bit engine cannot be a reference for the present model and probe sets; None if nothing is
     known."""
     named, result = c.status.accuracy.baseline, c.snapshot.probe_result
     if known(c) is not None:
@@ -94,7 +94,7 @@ def measure(c: Context, kept: Baseline, pod: PodView, dtype: str, identity: str,
 
 
 def borrowed(c: Context) -> str | None:
-    """Return the 16-bit revision that is borrowed to capture a baseline, where none is kept and none serves."""
+    """Return the 16-bit revision to borrow for capturing a baseline, if none is stored and none serves."""
     s = c.snapshot
     if s.probes.fault is not None or not on_trial(c) or known(c) is not None:
         return None

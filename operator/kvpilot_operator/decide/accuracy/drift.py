@@ -30,7 +30,7 @@ from kvpilot_operator.state.status import Stable
 
 
 def begin(c: Context) -> Context:
-    """Start counting anew when another revision serves, and forget the counts where nothing is watched."""
+    """Reset the counts when another revision serves, and drop them if no watch is requested."""
     accuracy, stable = c.status.accuracy, c.stable
     if stable is None:
         return c
@@ -53,7 +53,7 @@ def check(c: Context, kept: Baseline) -> Measure | None:
     pods = _watched(c)
     if stable is None or not pods or not due(c.snapshot, c.spec, accuracy):
         return None
-    # Replicas that come and go meanwhile do not end a run of one that stays.
+    # Added or removed replicas do not end the run of a remaining one.
     pod = c.snapshot.pod_to_ask(pods)
     if running is None or running.request.identity != _identity(kept, stable, pod, accuracy):
         pod = next_pod(pods, accuracy, stable.revision)
@@ -98,7 +98,7 @@ def due(s: Snapshot, spec: Spec, accuracy: Accuracy) -> bool:
 def next_pod(pods: Sequence[PodView], accuracy: Accuracy, revision: str) -> PodView:
     """Return the next replica in the order of names, so that every GPU gets its turn.
 
-    A replica that has just failed is asked again: another one that passes would only hide it.
+    A replica that has just failed is probed again: a pass of another one would only hide the failure.
     """
     ordered = sorted(pods, key=lambda pod: pod.name)
     last = accuracy.last

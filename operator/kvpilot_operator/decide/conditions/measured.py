@@ -83,7 +83,7 @@ def _two_digits(seconds: float | None) -> float | None:
 
 
 def waiting(c: Context) -> str:
-    """Return the cause that keeps canary pods from starting, as the end of a message; empty where nothing does."""
+    """Return the cause that keeps canary pods from starting, as the end of a message; empty if nothing does."""
     canary, why = c.canary, why_waiting(c) if c.canary is not None else ""
     if canary is None or canary.stage == Stage.ROLLING_BACK or why.removeprefix(": ") in canary.message:
         return ""

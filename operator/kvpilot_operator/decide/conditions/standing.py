@@ -1,6 +1,6 @@
 """The conditions that tools wait for, `Reconciling` and `Stalled`, as kstatus (sigs.k8s.io/cli-utils) defines them.
 
-`Reconciling` is True while the service is on its way to its newest spec, `Stalled` where only a person can help. They
+`Reconciling` is True while the service is on its way to its newest spec, `Stalled` if only a person can help. They
 are never both True; if both are False, the newest spec is reached. docs/conditions.md lists the states.
 """
 
@@ -140,7 +140,7 @@ def _under_way(c: Context, found: Problems, serving: Line) -> Cause | None:
 
 
 def _reached(c: Context) -> bool:
-    """Return True if the serving revision is the one that the spec asks for, and is not denied for its answers.
+    """Return True if the spec asks for the serving revision, and its dtype is not denied for its answers.
 
     A blocked step of mode Auto to another dtype does not count, because the spec does not ask for it.
     """
@@ -157,7 +157,7 @@ def _cause(line: Line) -> Cause:
 
 
 def _route(c: Context) -> Line | None:
-    """Report the Gateways' answers to kvpilot's HTTPRoute; None where they accept it, or none is asked for."""
+    """Report the Gateways' answers to kvpilot's HTTPRoute; None if they accept it, or none is asked for."""
     s, name = c.snapshot, c.snapshot.key.name
     if c.spec.route is None or s.unread(Question.ROUTE) is not None:
         return None
@@ -175,8 +175,8 @@ def _route(c: Context) -> Line | None:
 
 
 def _progress(c: Context) -> Line:
-    """Report the progress of the rollout (True), or the cause that holds it; the reason is Settled where nothing is to
-    be done."""
+    """Report the progress of the rollout (True), or the cause that holds it; the reason is Settled if there is nothing
+    to do."""
     canary, stable, target, paused = c.canary, c.stable, c.target, c.spec.rollout.paused
     if canary is not None:
         stopped = paused and canary.stage != Stage.ROLLING_BACK

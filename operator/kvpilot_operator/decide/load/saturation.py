@@ -61,7 +61,7 @@ def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Satur
 
 
 def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, replicas: int) -> str | None:
-    """Return the reason why so many replicas of this dtype would be too few again, or None.
+    """Return the reason why this number of replicas of this dtype would be too small again, or None.
 
     A calm replica that clearly does more than that shows that something else was in the way then.
     """
@@ -104,7 +104,7 @@ def backoff(
 
 
 def backing_off(now: datetime, dtype: str, replicas: int, known: ScaleInBackoff | None) -> str | None:
-    """Return the reason why so few replicas are not tried now, without moving figures; None where they may be."""
+    """Return the reason why so few replicas are not tried now, without moving figures; None if they may be."""
     if known is None or known.dtype != dtype or replicas > known.replicas or now >= known.time + HOLD:
         return None
     return f"{known.replicas} replicas of {dtype} were too few at {utc(known.time)}: they are not tried again for a day"

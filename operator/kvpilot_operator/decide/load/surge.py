@@ -21,10 +21,10 @@ from kvpilot_operator.decide.load.objectives import LEAST, latencies
 from kvpilot_operator.state.samples import Flows, Sample
 
 DRAIN_SECONDS = 120.0
-"""A queue is to drain in this many seconds, about as long as clients are willing to wait."""
+"""Time in seconds in which a queue must drain, about as long as clients are willing to wait."""
 # The short window is this part of the long one, and burns its budget this many times as fast as it may.
 _PART = 5
-# A long window of less than so many times this is short enough by itself.
+# A long window below so many times this length is already short enough.
 _LEAST_SECONDS = 30.0
 _LEAST_SCRAPES = 3
 _SIGMAS = 3.0
@@ -101,7 +101,7 @@ def _in_hand(s: Sample) -> float:
 
 
 def _drains(window: Sequence[Sample]) -> bool:
-    """Return True if requests in hand become fewer throughout: late requests have then waited before."""
+    """Return True if unfinished requests decrease throughout: late requests have then waited earlier."""
     first, middle, last = (_in_hand(window[i]) for i in (0, len(window) // 2, -1))
     return first > middle > last
 
@@ -124,7 +124,7 @@ def _late(flows: Sequence[Flows], objectives: Sequence[Objective], seconds: floa
 
 
 def _left_behind(window: Sequence[Sample], rates: _Rates, pressure: Pressure, objectives: Sequence[Objective]) -> str:
-    """Say that at the window's end a request would take too long, since requests in hand grow (Little's law)."""
+    """Report that a request at the window's end would take too long, because running requests grow (Little's law)."""
     first, middle, last = (_in_hand(window[i]) for i in (0, len(window) // 2, -1))
     passed = (window[-1].time - window[0].time).total_seconds()
     chance = _SIGMAS * math.sqrt(rates.arrivals * passed)

@@ -17,7 +17,7 @@ GAP = timedelta(seconds=STALE_SECONDS)
 # A scrape in which fewer than this share of the pods is plausible says nothing of the service.
 _ENOUGH = 2 / 3
 # Prompts dominate if they take half of the requests' time, or if a replica has a prompt at half of all moments and
-# computes at least so many prompt tokens in a step. A GPU of 2020 to 2026 multiplies some 200 to 300 tokens by the
+# computes at least so many prompt tokens in a step. A GPU of 2020 to 2026 multiplies about 200 to 300 tokens by the
 # weights in the time in which it reads them (data sheets: peak FLOP/s over bytes/s), and up to four times as many while
 # it also reads a full cache: from about 1,000 on the prompts are the larger part of the step.
 _PREFILL_SHARE = 0.5
@@ -84,7 +84,7 @@ class Sums:
 
     @property
     def reuse(self) -> float | None:
-        """Return the share of prompt tokens from a cache; None where none was looked up."""
+        """Return the share of prompt tokens from a cache; None if none was looked up."""
         return self.hits / self.queried if self.queried else None
 
     @property
@@ -197,7 +197,8 @@ def computed(flows: Flows | Sums) -> float:
 def thrown_out(seen: Sums, samples: Sequence[Sample], seconds: int) -> str | None:
     """Return the evidence for evicted prefixes (the prefix cache recently hit more of the prompts), or None.
 
-    Not where the window wrote less than the cache has free: then all that it saw is there, and users ask otherwise.
+    None if the window wrote less than the cache has free: nothing was evicted then, and the users' prompts have
+    changed.
     """
     if seen.reuse is None or not (seen.waiting or seen.preempted):
         return None

@@ -66,7 +66,7 @@ class Workload:
     prompts_in_hand: float | None = None
     """Prompts that one replica is computing, on average."""
     gpu_hits: float | None = None
-    """Share of the prompts' tokens that the prefix cache of a GPU held, 0 to 1; None where none was looked up."""
+    """Share of the prompts' tokens that the prefix cache of a GPU held, 0 to 1; None if none was looked up."""
     host_hits: float | None = None
     """Share that was loaded from host memory or from a disk below it."""
     disk_hits: float | None = None
@@ -108,7 +108,7 @@ class Workload:
 
     @property
     def missed(self) -> str:
-        """Name the objectives that are missed, in words and numbers; empty where none is."""
+        """Name the objectives that are missed, in words and numbers; empty if none is."""
         return "; ".join(str(one) for one in self.objectives if one.state == ObjectiveState.MISSED)
 
     @property

@@ -54,7 +54,7 @@ def in_order(c: Context) -> Context:
 
 
 def in_any_order(c: Context) -> Context:
-    """Keep all objects of a service that serves, where their order could not be decided."""
+    """Keep all objects of a serving service if their order could not be decided."""
     if c.stable is None:
         return c
     return replace(c, objects=_objects(c, (*c.engines.values(), *c.own.apply, *c.shared.apply), ()))
@@ -182,7 +182,7 @@ def _has_gate(s: Snapshot, revision: str) -> bool:
 
 
 def _lets_go(c: Context, covered: int) -> bool:
-    """Return True if a budget over so many pods lets one leave at some time: else it keeps a node for ever.
+    """Return True if a budget over so many pods can ever let one leave: otherwise it blocks a node drain for ever.
 
     A replica that a canary has replaced comes back when the trial ends. Only a paused trial may never end.
     """

@@ -48,7 +48,7 @@ def admit_serving(draft: D) -> D:
 
 
 def _gate(c: Context, pod: PodView) -> bool | None:
-    """Return True if the pod's gate is to be open; None leaves it unchanged."""
+    """Return True if the pod's gate must be open; None leaves it unchanged."""
     if c.stable is not None and pod.revision == c.stable.revision:
         return True
     canary = c.canary

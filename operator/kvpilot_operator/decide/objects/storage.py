@@ -4,7 +4,7 @@
 
 `status.cache` is its state. The content required on the claim has an identity; another identity (a new revision of the
 model, for example) starts a new Job. No engine starts for it until it is Ready, and the serving revision continues. A
-Job cannot be changed, so one of an older spec is deleted, and made anew once it is seen to be gone.
+Job cannot be changed, so the Job of an older spec is deleted, and created again once it is gone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def ready(c: Context) -> bool:
 
 
 def wait(c: Context) -> Wait | None:
-    """Return the cause of the wait for weights; None where nothing waits."""
+    """Return the cause of the wait for weights; None if nothing waits."""
     if ready(c):
         return None
     view, kept, name = c.snapshot.prefetch, c.status.cache, prefetch_job(c.snapshot.key.name)
@@ -124,7 +124,7 @@ def _fill(c: Context) -> Context:
 
 
 def _leave(c: Context) -> Context:
-    """Delete the Job where nothing is to be filled, and then its status."""
+    """Delete the Job if there is nothing to fill, and then its status."""
     s = c.snapshot
     if c.status.cache is None or s.unread(Question.PREFETCH) is not None:
         return c

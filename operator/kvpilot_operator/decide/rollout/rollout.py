@@ -106,7 +106,7 @@ def _advance_canary(c: Context) -> Context:
     overdue = c.now > shifting.deadline(c.spec, canary)
     if c.spec.rollout.paused:
         if overdue:
-            # A pause stops the clock: it starts again where it ran out.
+            # A pause stops the clock; restart it if it ran out.
             return c.set_canary(stage_time=c.now, step_time=None if canary.step_time is None else c.now)
         return c
     if c.target.revision != canary.revision:

@@ -80,7 +80,7 @@ def option_of(action: Action, to: tuple[str, int], outcome: Outcome, message: st
 
 # One step out at most doubles the replicas: the demand of a moment is an estimate.
 _MOST_GROWTH = 2
-# In a surge so many more, as an autoscaler may: replicas that come too late do not help.
+# Most replicas to add at once in a surge, as in autoscalers: replicas that come too late do not help.
 _QUICK = 4
 # Mean number of prompts in progress that a replica may have after a scale-in. It grows faster than the load, and an
 # engine can serve at most one at all moments (Little's law; docs/pilot-rules.md).
@@ -127,7 +127,7 @@ def _instead(s: PolicyInput, rung: Rung, enough: float) -> Weighed:
 
 
 def _in_dtype(s: PolicyInput, dtype: str, action: Action, limit: int, *, peak: bool) -> Effect:
-    """Forecast another dtype under the load of now, or at the `peak` of a calm service."""
+    """Forecast another dtype under the present load, or at the `peak` of a calm service."""
     times, itl = _gain(s, dtype), expected_itl_change(s, dtype)
     tokens = int(s.workload.capacity_per_pod * s.counted * times)
     parts = (s.workload.peak_load, s.counted * times) if peak else (s.workload.demand_tokens, tokens)
@@ -151,7 +151,7 @@ def out(s: PolicyInput) -> Weighed:
 
 
 def offload(s: PolicyInput) -> list[Weighed]:
-    """Weigh host memory for as many tokens as the GPUs hold, where prefixes are thrown out. Never open."""
+    """Weigh host memory for as many tokens as the GPUs hold, if prefixes are evicted. Never open."""
     if not s.workload.thrown_out:
         return []
     tokens = int(2 * s.workload.capacity_per_pod * s.counted)
@@ -182,7 +182,7 @@ def _scale_in(s: PolicyInput, replicas: int) -> Weighed:
 
 
 def costs(s: PolicyInput, steps: Sequence[Option]) -> str:
-    """Give the cost of each step per hour; empty where no price is known. The price of a host's memory is not."""
+    """Give the cost of each step per hour; empty if no price is known. The price of a host's memory is not."""
     if s.gpu_hour_micros is None:
         return ""
     each = s.gpu_hour_micros * s.spec.engine.gpus / 1e6
@@ -281,7 +281,7 @@ def _in_closed(s: PolicyInput, replicas: int, left: int, use: int, margin: int, 
     scaling = s.spec.scaling
     if s.replicas <= scaling.min_replicas or s.replicas <= 1:
         return Outcome.AT_LIMIT, f"scaling.minReplicas is {scaling.min_replicas}"
-    # The calm has to be seen anew with as many replicas as there are now.
+    # The calm period must be observed again with the present number of replicas.
     seconds = max(s.spec.kv_cache.pressure.sustained_seconds, scaling.scale_down_stabilization_seconds)
     if s.replicas_changed is not None and s.now < s.replicas_changed + timedelta(seconds=seconds):
         return Outcome.COOLING_DOWN, "the number of replicas has just changed"

@@ -22,7 +22,7 @@ CLIMB_DWELLS = 4
 
 @dataclass(frozen=True, slots=True)
 class PolicyInput:
-    """One service at one moment. The fields without a default are needed, the others only where there is something."""
+    """One service at one moment. The fields without a default are required, the others only if they apply."""
 
     now: datetime
     spec: Spec
