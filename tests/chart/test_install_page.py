@@ -35,7 +35,7 @@ NOT_RUN = {
     "kubectl -n models port-forward": "the node agent forwards no ports",
     "curl": "it asks the forwarded port, and the cheap engine that stands for the page's model does not chat",
 }
-# The OpenAPI schema of definitions stops at Kubernetes 1.20, without CEL rules: clients must not validate by it.
+# The core describes definitions as Kubernetes 1.20 knows them, without CEL rules: clients must not check them by that.
 UNCHECKED = {"helm": "--disable-openapi-validation", "kubectl": "--validate=false"}
 # Definitions of the Prometheus operator, which nobody installed.
 ABSENT = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
