@@ -123,7 +123,7 @@ def kernels_ms(run: Callable[[], Any]) -> float:
 
 
 def host_functions(beside: Beside, new: int) -> list[dict[str, Any]]:
-    """Return the functions that take most of the host's own time in the steps of several arrivals, the most first."""
+    """Return the host functions with the most own time in steps with several arrivals, slowest first."""
     profile = cProfile.Profile()
     for _ in range(REPEATS):
         tokens = beside.store()

@@ -117,8 +117,9 @@ def table(result: dict[str, Any]) -> str:
         "    python -m benchmarks.operator.parsers --out docs/benchmarks/operator-parsers.json\n",
         f"{result['date']}, {result['machine']}; {', '.join(f'{k} {v}' for k, v in result['versions'].items())}.\n",
         "Processor time in nanoseconds for each byte, with texts of doubling size, the best of three or five runs. A\n"
-        "row that stays level is linear; early refusals get cheaper with size. Limits on a page's size are lifted, so\n"
-        "that the slope shows beyond them. *memory* is the peak of Python's allocations at the largest size, in bytes\n"
+        "constant row means linear time; early refusals take less for each byte at larger sizes.\n"
+        "Limits on a page's size are lifted, so that the slope shows beyond them.\n"
+        "*memory* is the peak of Python's allocations at the largest size, in bytes\n"
         "for each byte of the text. A stored baseline counts its bytes before it is unpacked (at most to 2 MiB).\n",
     ]
     for which, kinds in result["parsers"].items():

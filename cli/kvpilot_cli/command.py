@@ -18,7 +18,7 @@ EXTRAS = {"backtest": "cli", "calibrate": "runtime", "plan": "cli", "probe": "op
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names with the others, and return its exit status.
 
-    The status is 2 for a wrong name, and for a command whose dependencies are not installed. It is 130 after an
+    Exit with status 2 for an unknown command, and for a command with missing dependencies. It is 130 after an
     interrupt and 141 after a broken pipe, a shell's statuses for SIGINT and SIGPIPE.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)

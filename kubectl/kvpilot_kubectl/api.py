@@ -29,8 +29,7 @@ _SHOWN = 300
 def contexts(kubeconfig: str | None) -> tuple[dict[str, str], str]:
     """Return the default namespace of each context by its name, and the current context.
 
-    Raises:
-        ToolError: there is no client configuration, or it cannot be read.
+    Raises: ToolError: the client configuration is missing or unreadable.
     """
     found, current = _configured(lambda: config.list_kube_config_contexts(config_file=kubeconfig))
     return {text(one, "name"): text(one, "context", "namespace") or "default" for one in found}, text(current, "name")
@@ -66,7 +65,7 @@ class Cluster:
             yield from items(page, "items")
 
     def service(self, name: str) -> Json:
-        """Return one service. Raise Missing if there is none of this name."""
+        """Return one service. Raise Missing if no object has this name."""
         about = {"group": GROUP, "version": VERSION, "plural": PLURAL, "namespace": self.namespace, "name": name}
         return self._ask("get", PLURAL, self._custom.get_namespaced_custom_object, **about)
 

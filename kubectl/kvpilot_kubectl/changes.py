@@ -31,7 +31,7 @@ def pause(cluster: Cluster, name: str, *, paused: bool) -> Done:
     word = "paused" if paused else "not paused"
     already = "" if before.paused != paused else " already"
     meaning = (
-        "no canary starts, and a running one is neither promoted nor rolled back; serving and scaling continue"
+        "no canary starts, and a running one is not promoted or rolled back; serving and scaling continue"
         if paused
         else "changes continue where they stopped"
     )
@@ -45,7 +45,7 @@ def undeny(cluster: Cluster, name: str, dtype: str | None, now: datetime) -> Don
     """Set spec.rollout.denySeconds to 0. No denial counts while it is 0.
 
     Raises:
-        ToolError: the dtype is not denied, or others are denied, too. The API lifts all denials at once.
+        ToolError: the dtype is not denied, or others are denied, too. The API can only lift all denials together.
     """
     before = read(cluster.service(name))
     standing = before.standing(now)

@@ -28,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands. Common options may also stand before the command."""
+    """Return the parser of all commands. Accept common options before the command, too."""
     common = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
     common.add_argument("-n", "--namespace", type=_name, metavar="NAME", help="namespace (default: the context's)")
     common.add_argument(

@@ -1,7 +1,7 @@
 """Shell completion of commands, options and names from the cluster.
 
 kubectl 1.26 and newer runs `kubectl_complete-kvpilot WORD... LAST` to complete `kubectl kvpilot`. Shells with
-argcomplete's register-python-argcomplete complete `kubectl-kvpilot` by itself.
+argcomplete's register-python-argcomplete complete `kubectl-kvpilot` without it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from argcomplete.finders import CompletionFinder
 from kvpilot_kubectl.commands import cluster, parser
 from kvpilot_kubectl.errors import ToolError
 
-# kubectl reads a directive in the last line (cobra's ShellCompDirective): complete file names, or do not.
+# kubectl reads a directive in the last line (cobra's ShellCompDirective): whether to complete file names.
 _FILES, _NO_FILES = ":0", ":4"
 _PROGRAM = "kubectl-kvpilot"
 

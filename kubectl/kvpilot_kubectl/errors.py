@@ -27,4 +27,4 @@ class Missing(ToolError):
 
 
 class Forbidden(ToolError):
-    """A request that the user has no permission for."""
+    """A request without the needed permission."""

@@ -34,7 +34,7 @@ def text(value: Json, *path: str) -> str:
 
 
 def whole(value: Json, *path: str) -> int | None:
-    """Return the integer there, or None. It has at most 64 bits, like those of the API."""
+    """Return the integer there, or None. It has at most 64 bits, like integers in the API."""
     found = at(value, *path)
     return found if isinstance(found, int) and not isinstance(found, bool) and -_INT64 <= found < _INT64 else None
 

@@ -62,7 +62,7 @@ def arguments(obj: Json, gpu: str, model: str | None = None) -> list[str]:
 
 
 def gpu_of(cluster: Cluster, obj: Json) -> str:
-    """Return the GPU of the service: of its pods' nodes, else the one that its spec selects, else of its last trial.
+    """Return the service's GPU: from its pods' nodes, else from its spec's selector, else from its last trial.
 
     Raises:
         ToolError: no source names a GPU, or one names several.

@@ -10,7 +10,7 @@ from typing import Any
 from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole
 
 SHOWN = 5
-"""Largest number of pods whose Events are read: the other pods of a service mostly have the same ones."""
+"""Read the Events of at most so many pods: the other pods of a service mostly have the same ones."""
 _WARNINGS = 3
 _BEGINNING = datetime.min.replace(tzinfo=UTC)
 
@@ -28,7 +28,7 @@ class Warned:
 
 
 def unready(pods: Iterable[Json]) -> tuple[Json, ...]:
-    """Return the pods whose engines do not answer, by name, without those that ended or are being deleted."""
+    """Return the pods with silent engines by name, except pods that ended or are being deleted."""
     there = (one for one in pods if text(one, "status", "phase") not in ("Failed", "Succeeded"))
     found = [one for one in there if not _answers(one) and not text(one, "metadata", "deletionTimestamp")]
     return tuple(sorted(found, key=lambda one: text(one, "metadata", "name")))

@@ -124,7 +124,7 @@ class Service:
 
     @property
     def load(self) -> str:
-        """Return the operator's judgement of what binds the engines."""
+        """Return the resource that limits the engines, as the operator judges it."""
         found = self.condition(ConditionType.MEMORY_PRESSURED)
         return found.reason if found is not None else ""
 

@@ -1,10 +1,10 @@
-"""Limits on the input that one service sends: what it may cost the operator.
+"""Limits on the input of one service, and so on its cost for the operator.
 
-Three things are bounded. Bytes: an answer beyond `read_bytes` is refused while it is read. Work: parsers are linear
-in their input, whose size is bounded; pages of metrics, which are read for ever, have a rate besides
-(`METRICS_WORK_PER_SECOND`). Concurrency: a service holds at most `share` permits, and tenants (namespaces) get
-them by round robin. A holder that is silent for longer than `patience_seconds` gives way to others (`Permits`).
-docs/benchmarks/operator-parsers.md has what each input takes.
+Three things are bounded. Bytes: an answer beyond `read_bytes` is refused while it is read. Work: parsers are linear in
+their input, which has a bounded size; pages of metrics, which are read again and again, also have a rate
+(`METRICS_WORK_PER_SECOND`). Concurrency: a service holds at most `share` permits, and tenants (namespaces) get them by
+round robin. A holder that is silent for longer than `patience_seconds` may lose its permit (`Permits`).
+docs/benchmarks/operator-parsers.md has the cost of each input.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ class InputLimits:
     patience_seconds: float
 
 
-# A page of vLLM is some 50 KiB for each data parallel rank, so 20 ranks behind one server. It is read chunk by chunk
-# and never held: the socket's buffers, a chunk and a line are, some 192 KiB. A healthy engine answers within 10 ms; 450
-# pages a second (control/pilot.py) then take 5 permits, and the rest are for engines that are slow.
+# A page of vLLM is about 50 KiB for each data parallel rank, so this is 20 ranks behind one server. It is read by
+# chunks and never held whole: the socket's buffers, a chunk and a line take about 192 KiB. A healthy engine answers
+# within 10 ms; 450 pages a second (control/pilot.py) then take 5 permits, which leaves the others for slow engines.
 METRICS = InputLimits("a page of metrics", 1 * _MIB, permits=256, share=8, patience_seconds=2.0)
 METRICS_SOCKET_BYTES = 32 * _KIB
-# The longest line of a vLLM 0.32 (its cache_config_info) has 1.1 KiB. A rank has some 300 lines.
+# The longest line of a vLLM 0.32 (its cache_config_info) has 1.1 KiB. A rank has about 300 lines.
 METRICS_LINE_BYTES = 16 * _KIB
 METRICS_LINES = 16_384
 METRICS_CHUNK_BYTES = 32 * _KIB
-# A chunk is read in steps of so many lines, 0.7 ms of the event loop at most, 0.3 ms for a real page. So many steps are
-# taken before other ready tasks have their turn: a fleet of 2,000 services has some 1,400 a second.
+# Read a chunk in steps of so many lines: at most 0.7 ms of the event loop, 0.3 ms for a real page. Other ready tasks
+# run after so many steps: a fleet of 2,000 services has about 1,400 steps a second.
 METRICS_STEP_LINES = 256
 METRICS_STEPS = 4
-# Work is counted in lines, and a line more for each 128 bytes: 2.5 us. A service may take so much for each of its pods:
-# one with 20 ranks, of 9,000, is asked every 4.5 s, and one whose page is as large as it may be every 12 s.
+# Work is counted in lines (2.5 us each), plus a line for each 128 bytes. This is the rate for each pod of a service: a
+# pod with 20 ranks (9,000 lines) is scraped every 4.5 s, and one with the largest allowed page every 12 s.
 METRICS_WORK_BYTES = 128
 METRICS_WORK_PER_SECOND = 2_000
 
-# A pack has 32 KiB at most (probes/packs.py). The API server sends whole objects, of up to 1.5 MiB: a ConfigMap with
-# more beside the pack than this is refused before it is parsed.
+# A pack has at most 32 KiB (probes/packs.py), but the API server sends whole objects of up to 1.5 MiB. A larger
+# ConfigMap than this is refused before it is parsed.
 CONFIG_MAP_BYTES = 256 * _KIB
 CONFIG_MAPS = 4
 
@@ -60,15 +60,15 @@ CONFIG_MAPS = 4
 PACKS_BYTES = 128 * _KIB
 
 # A run holds its prompts (0.5 MiB of text, or a baseline of 1.1 MiB), one question, and a line of the answer or the
-# tokens of a prompt, 2 MiB at most; with the built-in packs some 0.5 MiB. It takes some seconds on a GPU and half a
-# minute on a CPU, and no engine is silent for longer than the patience but one that hangs, or that computes a very long
-# prompt. No prompt has more than the 65,536 tokens that a baseline keeps, of 10 bytes each.
+# tokens of a prompt, 2 MiB at most; with the built-in packs some 0.5 MiB. It takes seconds on a GPU and half a minute
+# on a CPU. Only an engine that hangs or computes a very long prompt is silent for longer than the patience. No prompt
+# has more than the 65,536 tokens that a baseline keeps, of 10 bytes each.
 CANARY_PROBE = InputLimits("a probe of a canary", 640 * _KIB, permits=16, share=1, patience_seconds=5.0)
 # Probes of serving replicas have permits of their own: a canary never waits behind a thousand of them.
 CHECK = InputLimits("a check of a replica", 640 * _KIB, permits=16, share=1, patience_seconds=5.0)
 
-# A reader of /metrics costs two requests to the API server. Each address has its share, so one that tries tokens leaves
-# the others theirs; a request takes 15 s at most.
+# A reader of /metrics costs two requests to the API server. Each address has its own share, so an address that tries
+# tokens cannot starve others; a request takes 15 s at most.
 TOKEN_REVIEW = InputLimits("a review of a token", 0, permits=4, share=2, patience_seconds=60.0)
 
 
@@ -120,11 +120,11 @@ class Permit:
     turn: asyncio.Future[None]
     since: float = 0.0
     moved: float = 0.0
-    """When its holder last got on (the loop's clock)."""
+    """Time of the holder's last progress (the loop's clock)."""
     lost: bool = False
 
     def progress(self) -> None:
-        """Tell that the work goes on: the holder that is silent for longest is the first to lose its permit."""
+        """Report progress: the holder that has been silent for longest loses its permit first."""
         self.moved = asyncio.get_running_loop().time()
 
     @property
@@ -134,13 +134,13 @@ class Permit:
 
 
 class Permits:
-    """A semaphore whose permits are shared out fairly, and can be taken back.
+    """Semaphore that shares its permits fairly and can revoke them.
 
     A service waits for its share first, in the order of its requests. The next permit is the tenant's that holds the
-    fewest. Where all are taken, a tenant with at least two more than the waiting one loses one that it has had for a
-    second; among tenants with as many, a permit is lost that has been silent for longer than its patience. So another
-    tenant gets a permit within a second or two, however many engines of one tenant hang. Within one tenant a request
-    waits for about `patience_seconds * (1 + requests before it / permits)`.
+    fewest. If all are taken, a tenant with at least two more than the waiting one loses one after a second; among
+    tenants with equally many, a permit is lost after a silence beyond its patience. So another tenant gets a permit
+    within a second or two, however many engines of one tenant hang. Within one tenant a request waits for about
+    `patience_seconds * (1 + requests before it / permits)`.
     """
 
     def __init__(self, limits: InputLimits) -> None:
@@ -160,7 +160,7 @@ class Permits:
     ) -> AsyncIterator[Permit]:
         """Wait for a permit for one piece of work of a tenant's service, and give it back in the end.
 
-        Work that lost its permit and begins anew may be given more patience than the others, or it might never end.
+        Work that restarts after losing its permit may get more patience than others, or it might never end.
 
         Raises:
             PermitLost: others have got the permit; the work is cancelled.
@@ -221,7 +221,7 @@ class Permits:
             self._timer = asyncio.get_running_loop().call_later(self._least, self._share_out)
 
     def _next_tenant(self) -> Hashable | None:
-        """Return the waiting tenant with the fewest permits, None where nobody waits."""
+        """Return the waiting tenant with the fewest permits, or None if no tenant waits."""
         for tenant, queue in list(self._waiting.items()):
             while queue and queue[0].turn.done():  # cancelled while it waited
                 queue.popleft()
@@ -230,7 +230,8 @@ class Permits:
         return min(self._waiting, key=self._tenants.__getitem__, default=None)
 
     def _take_back(self, tenant: Hashable, now: float) -> bool:
-        """Take a permit back for this tenant: from one with at least two more, or one that is silent for too long."""
+        """Revoke a permit for this tenant: from a tenant with at least two more, or from a holder that is silent for
+        too long."""
         most = max(self._tenants[permit.tenant] for permit in self._held)
         if most >= self._tenants[tenant] + 2:
             losers = [p for p in self._held if self._tenants[p.tenant] == most and now >= p.since + self._least]

@@ -1,7 +1,7 @@
 """Connections to engines, on which everything around an answer's body is bounded, too.
 
-aiohttp reads interim answers (100 Continue), chunk extensions and trailers without an end. The reader of the body gets
-none of it, so its limits do not count it.
+aiohttp reads interim answers (100 Continue), chunk extensions and trailers without an end. It does not reach the reader
+of the body, so its limits do not count it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEAD_BYTES = 32 * 1024
 INTERIM_ANSWERS = 8
 # A chunk of one byte has five around it: an engine that streams tokens sends some hundred bytes a chunk.
 AROUND_A_BYTE = 8
-# What the parser gets at once: the limits are looked at in between.
+# Bytes that the parser gets in one call: the limits are checked in between.
 _STEP_BYTES = 4 * 1024
 
 
@@ -38,7 +38,7 @@ class _Answer(ResponseHandler):
         self._refused: TooMuchAround | None = None
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, a step at a time."""
+        """Parse the received bytes step by step."""
         for start in range(0, len(data), _STEP_BYTES) if data else (0,):
             if self._refused is not None:
                 return

@@ -48,7 +48,7 @@ class ClusterError(KvpilotError):
 
     @property
     def away(self) -> bool:
-        """True where the API server cannot be reached (0), or says itself that it is away."""
+        """True if the API server cannot be reached (0), or says itself that it is away."""
         return self.status in (0, 502, 503, 504)
 
 
@@ -91,7 +91,7 @@ class Rejected(ClusterError):
 
 
 class NameTaken(Rejected):
-    """An object of the name that a service needs belongs to somebody else; nothing was sent."""
+    """An object with a name that a service needs has another owner; nothing was sent."""
 
     def __init__(self, kind: str, namespace: str, name: str) -> None:
         words = f"{kind} {namespace}/{name} exists and is not kvpilot's: {_way_out(kind)}"
@@ -99,7 +99,7 @@ class NameTaken(Rejected):
 
 
 class NotStarted(Rejected):
-    """Pods were not started: an object that they name is missing, or belongs to somebody else; nothing was sent."""
+    """Pods were not started: a named object is missing, or has another owner; nothing was sent."""
 
     def __init__(self, kind: str, needed: str, namespace: str, name: str, *, missing: bool) -> None:
         state = "does not exist" if missing else f"exists and is not kvpilot's: {_way_out(needed)}"
@@ -110,14 +110,14 @@ class NotStarted(Rejected):
 def _way_out(kind: str) -> str:
     if kind == "PersistentVolumeClaim":
         return (
-            "rename the QuantizedLLMService, or delete the claim if nobody needs it; to use its weights, name it in "
+            "rename the QuantizedLLMService, or delete the claim if it is not needed; to use its weights, name it in "
             "spec.cache.weightsClaimName instead of spec.cache.weights"
         )
-    return "rename the QuantizedLLMService, or delete the other object if nobody needs it"
+    return "rename the QuantizedLLMService, or delete the other object if it is not needed"
 
 
 class BadName(ClusterError):
-    """The name is not one that an object can have; nothing was sent."""
+    """No object can have the name; nothing was sent."""
 
     def __init__(self, kind: str, name: str) -> None:
         words = f"not sent: {name[:80]!r} is not a name of a {kind}: use lower-case letters, digits, '-' and '.'"
@@ -144,11 +144,11 @@ class ScrapeTimeout(ScrapeError):
 
 
 class NoIdentity(KvpilotError):
-    """The certificates by which engines in a mesh are reached cannot be read."""
+    """The certificates for engines in a mesh cannot be read."""
 
 
 class OverBudget(KvpilotError):
-    """Somebody sent more than one service may cost; the limits are in `kvpilot_operator.budget`."""
+    """A sender exceeded the budget of one service; the limits are in `kvpilot_operator.budget`."""
 
 
 class PermitLost(KvpilotError):

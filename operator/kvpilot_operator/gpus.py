@@ -20,7 +20,7 @@ class Gpu:
     """One kind of GPU.
 
     Attributes:
-        name: what people call it, and what `kvpilot plan --gpu` takes.
+        name: common name, as in `kvpilot plan --gpu`.
         products: values of the node label nvidia.com/gpu.product.
         memory_mib: memory of the whole GPU, in MiB.
         bandwidth_gb_s: peak memory bandwidth, in 10^9 bytes a second.
@@ -97,5 +97,5 @@ def prices(given: Iterable[tuple[str, object]]) -> dict[str, int]:
 
 
 def by_product(label: str) -> Gpu | None:
-    """Return the GPU behind a value of nvidia.com/gpu.product, or None where the table does not know it."""
+    """Return the GPU behind a value of nvidia.com/gpu.product, or None if the table does not know it."""
     return _BY_PRODUCT.get(label)

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @kopf.on.startup()
 async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> None:
-    """Connect, and answer /healthz and /metrics, also while this replica stands by."""
+    """Connect, and answer /healthz and /metrics, also as a standby."""
     configure_kopf(settings)
     await memo.operator.start()
 
@@ -109,8 +109,8 @@ class Operator:
         agent = f"kvpilot-operator ({self.identity})"
         self._cluster = await Cluster.connect(self._fence, agent, self._telemetry.api_request)
         self._closing.push_async_callback(self._cluster.close)
-        # Without the fence, because a replica that stands by is asked for its metrics, too. With connections of its
-        # own, because a renewal must not wait behind a fleet's reads.
+        # Without the fence, because a standby replica serves metrics, too. With separate connections, because a renewal
+        # must not wait behind a fleet's reads.
         beside = await Cluster.connect(WriteFence.opened(), agent, self._telemetry.api_request)
         self._closing.push_async_callback(beside.close)
         access = MetricsAccess(beside) if options.metrics_authentication else None

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 CHAIN, KEY, ROOT = "cert-chain.pem", "key.pem", "root-cert.pem"
 """Istio's agent's names for them (OUTPUT_CERTS)."""
 
-# A sidecar that also lets plain traffic pass recognises mutual TLS by the first two; the last is the protocol inside.
+# A sidecar that also accepts plain traffic recognises mutual TLS by the first two; the last is the inner protocol.
 _PROTOCOLS = ["istio-http/1.1", "istio", "http/1.1"]
 
 
@@ -27,7 +27,7 @@ class Identity:
         self._fault = ""
 
     def tls(self) -> ssl.SSLContext:
-        """Return the context for a new connection, from the newest files or the last ones that fitted together.
+        """Return the context for a new connection, from the newest files or the last consistent ones.
 
         Raises:
             NoIdentity: no files could be read yet.
@@ -59,7 +59,7 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 
 def _context(folder: Path) -> ssl.SSLContext:
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # A workload's certificate names its service account, neither a host nor an address.
+    # A workload's certificate names its service account, not a host or an address.
     tls.check_hostname = False
     tls.load_verify_locations(folder / ROOT)
     tls.load_cert_chain(folder / CHAIN, folder / KEY)

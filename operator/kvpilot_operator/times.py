@@ -1,4 +1,4 @@
-"""The form of times, in messages and objects alike."""
+"""Format of times, in messages and in objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry's spans. The API package makes spans that do nothing; the SDK sends them where an endpoint is named.
+"""OpenTelemetry's spans. The API package makes spans that do nothing; the SDK sends them if an endpoint is named.
 
 Attributes have the names of docs/tracing.md. They never hold text of users or engines: no prompt, no answer, no
 message of an error.
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 # A collector that is away does not hold up the end of the process for longer.
 CLOSE_SECONDS = 5.0
-# A conflict is repeated, and a cancelled task is not wanted any more: neither is a fault.
+# Not faults: a conflict is retried, and a cancelled task is not needed any more.
 _NO_FAULT = (Conflict, asyncio.CancelledError)
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
@@ -111,7 +111,7 @@ def span_sender(environment: Mapping[str, str]) -> SpanSender | None:
     try:
         sender = SpanSender()
     except ImportError as error:
-        log.warning("%s is set, but there are no traces: %s; install kvpilot with its extra `tracing`", name, error)
+        log.warning("%s is set, but no traces are sent: %s; install kvpilot with its extra `tracing`", name, error)
         return None
     except ValueError as error:
         raise TracingError(f"OTEL_*: the SDK refuses a variable: {error}; correct it, or leave it out") from error

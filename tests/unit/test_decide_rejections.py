@@ -71,7 +71,7 @@ def test_a_newer_server_that_stops_looking_is_not_quoted() -> None:
         ),
         (
             refused("Deployment", 'User "operator" cannot patch resource "deployments" in API group "apps"'),
-            "the roles of its own version",
+            "the roles of the same version",
         ),
         (refused("Service", NameTaken("Service", "team", "chat").message), "rename the QuantizedLLMService"),
         (

@@ -90,11 +90,11 @@ def test_a_canary_is_probed_once_its_page_has_told_the_dtype_and_not_before():
 def test_a_canary_that_never_tells_its_dtype_ends_at_its_deadline_with_what_is_missing():
     s = at_stage("Probing", None)
     waits = told(decide(replace(s, now=NOW + timedelta(seconds=90))), "CanaryHealthy")
-    assert "has not told its dtype (vllm:cache_config_info on /metrics)" in waits.message
+    assert "has not reported its dtype (vllm:cache_config_info on /metrics)" in waits.message
     canary = decide(replace(s, now=NOW + timedelta(days=1))).status.canary
     assert canary is not None
     assert (canary.stage, canary.reason) == ("RollingBack", "ProgressDeadlineExceeded")
-    assert "has not told its dtype" in canary.message
+    assert "has not reported its dtype" in canary.message
 
 
 def test_a_16_bit_engine_that_reports_8_bits_is_no_reference():

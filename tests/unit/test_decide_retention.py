@@ -24,7 +24,7 @@ def service(window: int | None, dtype: str = "auto", **spec: Any) -> dict[str, A
 
 @dataclass
 class Forgetful(ModelCluster):
-    """Engines with a window of less than `asked` tokens answer garbage, and so would a baseline of theirs."""
+    """Engines with a window of less than `asked` tokens answer garbage, so a baseline from them would be useless."""
 
     asked: int = 1024
     captured: list[str] = field(default_factory=list)

@@ -154,7 +154,7 @@ async def test_an_engine_that_cannot_be_reached_or_is_none_is_no_verdict(capsys:
         (("--tokens", "4"), "--tokens: '4': give a whole number from 8 to 128"),
         (("--min-top1-agreement-percent", "101"), "give a whole number from 0 to 100"),
         (("--max-excess-kl-millinats", "-1"), "--max-excess-kl-millinats: "),
-        (("--candidate-key-variable", "NO_SUCH_KEY"), "the environment has no such variable"),
+        (("--candidate-key-variable", "NO_SUCH_KEY"), "this environment variable is not set"),
     ],
 )
 def test_a_wrong_argument_is_one_line_with_the_remedy_and_no_request(

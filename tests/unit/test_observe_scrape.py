@@ -85,7 +85,7 @@ async def test_a_good_service_is_scraped_while_all_of_forty_others_hang(namespac
         while served.open < METRICS.permits:
             await asyncio.sleep(0.01)
         page = await scraper.scrape(GOOD, f"{served.url}/good", ignore)
-        # It had its turn long before the others' end.
+        # It ran long before the others ended.
         assert page.running == 8
         assert served.asked["hang"] < 400
         assert served.most_open <= METRICS.permits + 1

@@ -293,7 +293,7 @@ def test_what_is_wrong_is_said_in_one_line_and_ends_with_2(capsys, argv, said):
         ({"num_attention_heads": "many"}, "num_attention_heads in config.json is 'many', which is not a size"),
         ({"num_key_value_heads": -8}, "num_key_value_heads in config.json is -8, which is not a size"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder is true"),
-        ({"layer_types": ["linear_attention"] * 32}, "config.json has no layers that attend"),
+        ({"layer_types": ["linear_attention"] * 32}, "config.json has no attention layers"),
         (
             {"layer_types": ["full_attention"] * 31},
             "layer_types in config.json has 31 entries and num_hidden_layers is 32",

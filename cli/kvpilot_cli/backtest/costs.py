@@ -5,8 +5,8 @@ A step that decodes n sequences over K cached tokens in all and prefills p token
 
     base + per_sequence * n + per_kv_token * K + per_prefill_token * p + per_prefill_pair * c      seconds.
 
-Decode reads every cached token once (memory-bound, linear in K); prefill is linear in its tokens plus the attention of
-each to what stands before it.
+Decode reads every cached token once (memory-bound, linear in K); prefill is linear in its tokens, plus the attention of
+each token to the tokens before it.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ class Profile:
     """vLLM's default for a server on an H100 or H200."""
 
     def of(self, dtype: str) -> Costs:
-        """Return the costs of a dtype. One without a measurement gets those of the nearest dtype with fewer bits.
+        """Return the costs of a dtype. A dtype without a measurement gets the costs of the nearest dtype with fewer
+        bits.
 
-        Its capacity goes by bits.
+        Its capacity follows from its bits.
 
         Raises:
             BacktestError: no comparable dtype was measured.
@@ -83,7 +84,7 @@ class Profile:
         if source is None:
             known = ", ".join(self.costs)
             raise BacktestError(
-                f"dtype: {dtype} has no costs in profile {self.name}; use one of {known}, or measure it"
+                f"dtype: {dtype} is missing from the costs of profile {self.name}; use one of {known}, or measure it"
             )
         costs = self.costs[source]
         return replace(costs, kv_tokens=int(costs.kv_tokens * gain(source, dtype)))

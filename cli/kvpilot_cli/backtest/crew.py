@@ -1,8 +1,8 @@
 """Pilots of a fleet. They are asked only when they may not answer Stay.
 
-`candidates` is a condition that every step needs, computed over all services at once with the decide code's own
-thresholds, never narrower than them: whoever is left out would have been told to stay, and to forget an old pressure.
-A test holds a run with it against one that asks every pilot every minute.
+`candidates` is a condition that every step needs, computed over all services together with the decide code's own
+thresholds, never narrower than them. So for every other service the decision would be Stay, and an old pressure would
+end. A test compares a run with it to one that asks every pilot every minute.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Crew:
         self._rings = {name: np.zeros((self._depth, size)) for name in (*_KEPT, "pods")}
         self._built: dict[int, dict[int, Sample]] = {}
         self._minute = -1
-        self._since = np.zeros(size, dtype=np.int64)  # the first minute whose sample is of the revision that serves
+        self._since = np.zeros(size, dtype=np.int64)  # the first minute with a sample of the serving revision
         self._grown = np.zeros(size, dtype=np.int64)
         self._prompt = np.array([m.prompt for m in moments])
         self._output = np.array([m.output for m in moments])
@@ -53,7 +53,7 @@ class Crew:
         self._flipped = np.full(size, -np.inf)
         # Requests a second of one replica above which the pilot keeps its replicas: see `_limit`.
         self._limits = np.full(size, np.inf)
-        # Services whose requests last queued for memory: a smaller dtype may replace a replica.
+        # Services with requests that last queued for memory: a smaller dtype may replace a replica.
         self._memory = np.zeros(size, dtype=bool)
         self._rise = np.array([self._gain_up(p.dtype) for p in self.pilots])
 
@@ -102,7 +102,7 @@ class Crew:
         return decisions
 
     def candidates(self, asked: Array, ready: Array, busy: Bools) -> Bools:
-        """Return the services whose decision may not be Stay, or whose pressure must be noted."""
+        """Return the services that may need a step other than Stay, or a note of their pressure."""
         spec, pressure = self._spec, self._spec.kv_cache.pressure
         window = self._within(pressure.sustained_seconds, self._since)
         calm = self._within(spec.scaling.scale_down_stabilization_seconds, self._since)
@@ -140,7 +140,7 @@ class Crew:
         return np.asarray(queue | (preempted >= pressure.preemptions_per_minute * (1 - _SLACK)))
 
     def _rate(self, window: Bools) -> Array:
-        """Return the requests a second that all replicas finish."""
+        """Return the requests that all replicas finish in a second."""
         return np.asarray((self._rings["finished"] * window).sum(axis=0) / self._pod_seconds(window) * self._pods())
 
     def _mean(self, name: str, window: Bools) -> Array:
@@ -160,7 +160,7 @@ class Crew:
         return np.asarray((taken[:, None] >= since) & (taken[:, None] >= 0) & (age[:, None] * STEP <= seconds))
 
     def _samples(self, i: int) -> list[Sample]:
-        """Return the window of one service. Most of it was built for the last question."""
+        """Return the window of one service. Reuse most of it from the last question."""
         first = max(int(self._since[i]), self._minute - self._depth + 1, 0)
         built = self._built.setdefault(i, {})
         for minute in [m for m in built if m < first]:

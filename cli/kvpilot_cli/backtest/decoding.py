@@ -1,7 +1,7 @@
 """Decoding requests of an engine: the blocks of their next tokens, and their ends.
 
-They are kept by the remainder of their length, and all grow by one token a step: what a step needs is one look-up,
-however many there are.
+They are grouped by the remainder of their length, and all grow by one token a step. So one look-up gives the blocks
+that a step needs, for any number of requests.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Decoding:
         self.tokens += requests * count
 
     def needed(self) -> int:
-        """Return the blocks for the next token: one for each request whose blocks are full."""
+        """Return the blocks for the next token: one for each request with full blocks."""
         return self._by_remainder[-self._steps % self._size]
 
     def needed_for(self, count: int) -> int:

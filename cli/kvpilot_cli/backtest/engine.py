@@ -143,7 +143,7 @@ class Engine:
             return 1
         horizon = (min(until, self.arriving[0].arrival) if self.arriving else until) - self.now
         most = min(_ALIKE, self.decoding.until_one_ends(), self.blocks.available // n * self.costs.block_size)
-        # Steps grow with the contexts, so count with the length of the last one.
+        # A step takes longer as contexts grow, so use the time of the last one.
         longest = self.costs.decode_step(n, self.decoding.tokens + n * most)
         return min(most, int(horizon / longest))
 
@@ -272,7 +272,7 @@ class Engine:
 
 
 _ALIKE = 64
-"""Largest number of steps at once: their time grows by less than a percent."""
+"""Largest number of steps taken together: their time grows by less than a percent."""
 _COUNTS = (
     "preemptions", "prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "finished",
     "prefill_seconds", "decode_seconds",

@@ -76,7 +76,7 @@ class Pods:
         return np.asarray(self.ready + self._starting.sum(axis=0))
 
     def pass_minute(self) -> None:
-        """Let starting replicas answer whose time has come."""
+        """Let replicas answer once their start time is over."""
         self.ready = self.ready + self._starting[0]
         self._starting = np.roll(self._starting, -1, axis=0)
         self._starting[-1] = 0

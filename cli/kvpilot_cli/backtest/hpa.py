@@ -2,7 +2,7 @@
 
 As of Kubernetes 1.34's documentation: desired = ceil(current * use / target), nothing within a tolerance of 0.1; a pod
 that is not ready yet counts as 0% used when that would scale up; at most four pods or twice as many within 15 s;
-downwards the highest recommendation of the last 300 s holds. All replicas may go at once downwards.
+a scale-in takes the highest recommendation of the last 300 s. A scale-in may remove all replicas in one step.
 """
 
 from __future__ import annotations

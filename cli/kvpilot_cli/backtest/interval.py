@@ -1,9 +1,9 @@
-"""Fluid model of many services, ten seconds at a time, where `engine` simulates single requests.
+"""Fluid model of many services in steps of ten seconds; `engine` simulates single requests.
 
 A service is a closed network: sessions pause, ask, wait, run and pause again. Arrivals are Poisson; what runs is
 bounded by KV memory, by max_num_seqs and by what prefill can feed; a step's time follows from `costs` with what runs,
 and prefill takes its share of it first (processor sharing). Prefixes survive a pause as long as freed blocks are not
-needed for others. Held against `engine` in docs/benchmarks/backtest.md, where the error is stated.
+needed for others. docs/benchmarks/backtest.md compares it with `engine` and states the error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Loads of a service over time: seeded synthetic traces of sessions with several turns, lengths in tokens.
 
 The time of every session's start, its turns, lengths and pauses are fixed by the seed, so that every policy is asked
-the same. A turn is asked when the one before has been answered and the pause is over: a slow service stretches a
-session, and one that lets a request time out has lost the rest of its session.
+the same. A turn starts after the previous answer and a pause. So a slow service stretches a session, and a request that
+times out ends its session.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One conversation: (prompt, output, pause before) of its turns. A prompt holds the conversation so far."""
+    """One conversation: (prompt, output, pause before) of its turns. A prompt contains the whole earlier
+    conversation."""
 
     number: int
     start: float
@@ -127,8 +128,8 @@ def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float 
 
     agents: contexts that grow to tens of thousands of tokens over many turns with short pauses, busy at night, too.
     chat: medium contexts, a day's curve with quiet nights. rag: long prompts, short answers, no reuse. bursts: chat at
-    half the rate with bursts of five times as many sessions for ten minutes, six a day on average. The day begins
-    `zone` hours later than the simulation's.
+    half the rate, with six bursts a day on average: five times the sessions for ten minutes. The day begins `zone`
+    hours later than the simulation's.
     """
     if name not in NAMES:
         raise BacktestError(f"trace: {name!r} is unknown: use one of {', '.join(NAMES)}, or all")

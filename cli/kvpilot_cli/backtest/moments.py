@@ -30,7 +30,7 @@ class Moments:
     held: float
     """Mean tokens of a decoding request."""
     held_cv: float
-    """Standard deviation of `held` between requests, over its mean."""
+    """Standard deviation of `held` over requests, divided by its mean."""
     first: float
     """The same for a session's first turn."""
     reusable: float

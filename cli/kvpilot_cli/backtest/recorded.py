@@ -1,7 +1,7 @@
 """Recorded load from CSV or JSON lines: arrival and lengths of each request.
 
-Columns are known by the names in FORMS, ours and those of published traces; others beside them are not read. What a
-request shares with others is in none of them that this reads: each is a session of its own, and nothing is reused.
+Columns have the names in FORMS: our own and the names in published traces; other columns are ignored. The traces
+do not say which prefixes requests share. So each request is a session of its own and reuses nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Column names of a trace. `unit` is that of `arrival` in seconds, None for a date with a time."""
+    """Column names of a trace. `unit` is the unit of `arrival` in seconds, or None for a date with a time."""
 
     arrival: str
     prompt: str
@@ -78,7 +78,7 @@ class Recorded:
     def scaled(self, size: float, seed: int) -> Recorded:
         """Return the load with `size` times the requests: copies within a minute, or a random part below 1.
 
-        A day's curve and the bursts that last for minutes stay what they are; gaps between single requests do not.
+        The curve of a day and bursts of several minutes stay unchanged; gaps between single requests do not.
         """
         if size == 1:
             return self

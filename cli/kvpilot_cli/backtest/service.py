@@ -1,8 +1,8 @@
 """A service of several simulated engines behind a router, request by request.
 
 A session stays with its replica, so that its cached prefix is found again, until requests wait there and another
-replica has room; a new one goes to the replica with the fewest requests. Replicas take `start_seconds` until they
-answer and are paid for from the moment they are asked for until the last request has left them.
+replica has room; a new one goes to the replica with the fewest requests. Replicas answer after `start_seconds`. Their
+cost runs from the request for them until their last request ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokens and sequences that fit beside the weights and vLLM's own memory.
+"""Count the tokens and sequences that fit into the memory left by the weights and vLLM.
 
 All sizes are those of one GPU under tensor parallelism. Weights and KV heads are cut evenly; with more GPUs than KV
 heads, each GPU keeps a copy of one. Every GPU keeps a latent cache (MLA) whole.
@@ -62,8 +62,7 @@ def memory(gpu: Gpu, gpus: int, utilization: float, weights: int) -> Memory:
 def kv_heads_per_gpu(model: Model, gpus: int) -> int:
     """Return the KV heads of one GPU.
 
-    Raises:
-        PlanError: vLLM cannot cut this model's heads into so many parts.
+    Raises: PlanError: vLLM cannot split this model's heads into so many parts.
     """
     if model.heads % gpus or (model.kv_heads % gpus and gpus % model.kv_heads):
         fits = [n for n in (1, 2, 4, 8, 16, 32) if not model.heads % n and not (model.kv_heads % n and n % model.kv_heads)]  # fmt: skip  # noqa: E501
@@ -87,7 +86,7 @@ class Cache:
         full_token_bytes, window_token_bytes: of one token in all full layers, and in all layers with a window.
         ring_blocks: blocks of the recent window that a sequence holds at most, in each full group; 0 without one.
         ring_tokens: of a ring's page.
-        most_pages: that a sequence holds at most in each full group; 0 where nothing bounds them.
+        most_pages: that a sequence holds at most in each full group; 0 if nothing bounds them.
     """
 
     block: int
@@ -133,14 +132,14 @@ class Cache:
 def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None) -> Cache:
     """Return the layout of this dtype.
 
-    Layers with a window stay in 16 bits, as the operator starts engines by default. Layers with chunks do not, and a
-    model that has them has no recent window.
+    Layers with a window stay in 16 bits, as the operator starts engines by default. Layers with chunks do not: a model
+    with such layers has no recent window.
 
-    `recent_tokens` are those of the recent window (None for the dtype's default), where the dtype has one.
+    `recent_tokens` is the length of the recent window, None for the dtype's default. Other dtypes ignore it.
 
     Raises:
         PlanError: the heads cannot be cut into `gpus` parts.
-        FormatError: the dtype has no layout for the model's head_dim, or the window cannot be served.
+        FormatError: the dtype has no layout for the model's head_dim, or does not support the window.
     """
     stored = dtypes.parse(model.served(dtype))
     recent = stored.recent_tokens(recent_tokens, model.max_positions)

@@ -1,4 +1,4 @@
-"""Show what fits on a GPU for every KV-cache dtype and context, and the cost of a load in GPUs: `kvpilot plan MODEL`.
+"""Plan GPU capacity for each KV-cache dtype and context, and GPUs for a load: `kvpilot plan MODEL`.
 
 MODEL is a folder with a config.json, or a name of the built-in table. See docs/planning.md.
 """

@@ -20,23 +20,24 @@ class Model:
 
     Attributes:
         name: the model's name at its publisher, or the folder it was read from.
-        layers: decoder layers with a KV cache of their own.
+        layers: decoder layers with their own KV cache.
         parameters: all of them, embeddings included; None when the architecture cannot be counted from its config.
         max_positions: longest context in tokens, or None when the model does not say.
-        sliding_layers: layers that attend to the last `window` tokens only, or with `chunked` to a chunk of so many.
-        window_kv_heads, window_head_dim: of these, where they differ from the other layers'; 0 where they do not.
-        state_layers, shared_layers: layers with a state of fixed size, and those that read another layer's cache.
-        experts: experts in a layer (0: dense), of which a token uses `experts_per_token`; each has a hidden size of
+        sliding_layers: layers that attend to the last `window` tokens only, or, if `chunked`, to a chunk of `window`
+        tokens. window_kv_heads, window_head_dim: values of sliding layers, if they differ from the other layers; 0 if
+        they do not. state_layers, shared_layers: layers with a state of fixed size, and those that read another layer's
+        cache.
+        experts: experts in a layer (0: dense); a token uses `experts_per_token` of them; each has a hidden size of
             `expert_intermediate`. The first `dense_layers` layers have none.
         latent_dim: elements of a token's compressed cache entry under multi-head latent attention (0: plain
             attention).
         alibi, other_layers: biases by distance, and layers with an unknown cache, which kvpilot does not serve.
-        value_dim: elements of a value, where it is shorter than a key; 0 where it is not.
+        value_dim: elements of a value, if it is shorter than a key; 0 if it is not.
         auto: the KV-cache dtype that vLLM uses for `auto` if the checkpoint names one; else `auto`.
         published: how the publisher stores the weights.
         weight_bytes: bytes of the weights found beside a config.json, or None.
         uncounted: the reason why `parameters` is None, if it is not the architecture.
-        source: where the facts come from.
+        source: source of the facts.
         doubt: uncertainty of these facts, for people.
         also: other names of models with exactly these facts.
     """

@@ -49,7 +49,7 @@ def from_config(raw: Mapping[str, Any], name: str, weight_bytes: int | None = No
     """Return the facts of a Hugging Face config. For a model with images they cover its text part.
 
     Raises:
-        PlanError: a field is missing, has a wrong type, or contradicts another one; or the model has no decoder alone.
+        PlanError: a field is missing, has a wrong type, or contradicts another one; or the model is not decoder-only.
     """
     try:
         return _model(raw, name, weight_bytes)
@@ -62,13 +62,18 @@ def _model(raw: Mapping[str, Any], name: str, weight_bytes: int | None) -> Model
     if found.encoder_decoder:
         raise PlanError(f"MODEL {name!r}: is_encoder_decoder is true; kvpilot plans decoder-only models")
     if found.other_layers:
-        raise PlanError(f"MODEL {name!r}: {found.doubt}, so its tokens have no size here; start an engine, whose log says how many fit")  # fmt: skip  # noqa: E501
+        raise PlanError(
+            f"MODEL {name!r}: {found.doubt}, so its tokens cannot be sized; start an engine: its log says how many fit"
+        )
     full = [group for group in found.groups if group.kind is Kind.FULL]
     others = [group for group in found.groups if group.kind is not Kind.FULL]
     if len(full) > 1 or len(others) > 1:
-        raise PlanError(f"MODEL {name!r}: config.json has layers whose keys and values differ in size, which are not planned; plan a model whose layers are alike")  # fmt: skip  # noqa: E501
+        raise PlanError(
+            f"MODEL {name!r}: config.json has layers with keys and values of different sizes; "
+            "plan a model with equal layers"
+        )
     if not found.groups:
-        raise PlanError(f"MODEL {name!r}: config.json has no layers that attend, so there is no KV cache to plan")
+        raise PlanError(f"MODEL {name!r}: config.json has no attention layers, and so no KV cache to plan")
     main, window = (full or others)[0], next(iter(others), None)
     hidden, published = fields.needed("hidden_size"), _published(raw)
     experts = fields.size("num_local_experts", "num_experts", "n_routed_experts")
@@ -108,7 +113,8 @@ def _model(raw: Mapping[str, Any], name: str, weight_bytes: int | None) -> Model
     )
     if published is None and weight_bytes is None:
         method = raw["quantization_config"].get("quant_method")
-        return replace(model, uncounted=f"quantization_config.quant_method in config.json is {method!r}, whose size is unknown without the weights")  # fmt: skip  # noqa: E501
+        unknown = f"quantization_config.quant_method in config.json is {method!r}: size unknown without the weights"
+        return replace(model, uncounted=unknown)
     return _counted(model, fields)
 
 
@@ -122,7 +128,7 @@ def _unlike_value(main: Group, found: Architecture) -> int:
 
 
 def _published(raw: Mapping[str, Any]) -> Published | None:
-    """Return the format of the weights, or None if config.json does not tell their size."""
+    """Return the format of the weights, or None if config.json does not give their size."""
     scheme = raw.get("quantization_config")
     if not isinstance(scheme, Mapping):
         return "bfloat16"
@@ -137,7 +143,7 @@ def _published(raw: Mapping[str, Any]) -> Published | None:
 def _counted(model: Model, fields: Fields) -> Model:
     """Return the model with its parameters counted from the shapes: matrices and routers, without norms and biases.
 
-    Latent attention, states and layers that are not alike have shapes of their own, and are left uncounted.
+    Models with latent attention, states or unequal layers have other shapes and are not counted.
     """
     unlike = model.window_kv_heads or model.window_head_dim or model.value_dim or model.shared_layers
     if model.latent_dim or model.state_layers or model.other_layers or unlike:

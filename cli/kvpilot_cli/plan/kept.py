@@ -48,7 +48,7 @@ def check_bound(model: Model) -> None:
 
 
 def host_tokens(model: Model, layout: Cache, gpus: int, host_bytes: int) -> int | None:
-    """Return the tokens whose whole blocks fit `host_bytes`, for all GPUs of an engine together.
+    """Return the number of tokens in whole blocks that fit `host_bytes`, for all GPUs of an engine together.
 
     Return None for layers with a window and for latents, which vLLM stores differently.
     """

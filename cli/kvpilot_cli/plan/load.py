@@ -5,8 +5,8 @@ rho = r * prompt_seconds(P) of the time, so a token of every sequence takes step
 law N = r * G * that time are decoding at once. A step grows with N, so N is where both agree: the least fixed point,
 found by iteration from 0. Sequences hold P + G/2 tokens on average while they decode, and P while their prompt runs.
 
-The fewest replicas are sought for which a token takes at most the time wanted, the KV cache is at most FILL full, and
-no more sequences run than vLLM allows. Averages only: bursts need room, which FILL leaves.
+The plan takes the fewest replicas that meet three limits: a token takes at most the requested time, the KV cache is at
+most FILL full, and no more sequences run than vLLM allows. Averages only: bursts need room, which FILL leaves.
 """
 
 from __future__ import annotations

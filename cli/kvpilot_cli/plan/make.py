@@ -1,4 +1,4 @@
-"""Make a plan: what fits for every KV dtype and context, and the cost of a load."""
+"""Make a plan: sequences that fit for every KV dtype and context, and the cost of a load."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ CONTEXTS = (2_048, 8_192, 32_768, 131_072)
 class Request:
     """A planning request. `weights` and `kv` are bytes of all GPUs together that replace the estimates.
 
-    `dtypes` are the usual ones for the model where none is named.
-    `recent_tokens` are those of the recent window, None for each dtype's default. `bound` is planned beside the whole
-    cache. `host` are bytes of host memory of one engine for offloaded blocks, 0 for none.
+    `dtypes` default to the usual ones for the model.
+    `recent_tokens` is the length of the recent window, None for each dtype's default. The plan covers `bound` in
+    addition to the whole cache. `host` are bytes of host memory of one engine for offloaded blocks, 0 for none.
     """
 
     model: Model
@@ -79,10 +79,10 @@ class Row:
             layers have a window, in these, as long as a token is within it.
         window_bytes: of one sequence's full windows, in all GPUs.
         recent_tokens, recent_bytes: of one sequence's recent window, in all GPUs; 0 where dtype or model have none.
-        bounded: what fits with the bound; empty where none was asked for.
-        bounded_bytes: what a sequence takes with it at most, in all GPUs.
-        host_tokens: that host memory holds; None where none was asked for, or none is told.
-        cost: of the load, or None where none was asked for or no speed is known.
+        bounded: tokens and sequences that fit with the bound; empty if none was asked for.
+        bounded_bytes: most bytes of a sequence with the bound, over all GPUs.
+        host_tokens: that host memory holds; None if it was not requested or is unknown.
+        cost: of the load, or None if none was asked for or no speed is known.
     """
 
     dtype: str
@@ -117,7 +117,7 @@ def make(request: Request) -> Plan:
     """Make the plan.
 
     Raises:
-        PlanError: the heads cannot be cut, or the weights do not fit; the message names what would fit.
+        PlanError: the heads cannot be cut, or the weights do not fit; the message names a setting that would fit.
         UnknownFormatError: no dtype has this name.
     """
     model = request.model
@@ -209,7 +209,9 @@ def _cost(request: Request, dtype: str, layout: Cache, kv: int, weights: int) ->
 def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:
     model, found = request.model, [request.model.doubt] if request.model.doubt else []
     if model.auto != "auto":
-        found.append(f"auto is {model.auto} for this checkpoint, whose quantization_config says so; bfloat16 is 16 bits by name")  # fmt: skip  # noqa: E501
+        found.append(
+            f"auto is {model.auto} for this checkpoint, as its quantization_config says; bfloat16 is 16 bits by name"
+        )
     if model.max_positions is not None and (beyond := [c for c in contexts if c > model.max_positions]):
         found.append(f"contexts of {', '.join(f'{c:,}' for c in beyond)} are longer than the model's {model.max_positions:,}")  # fmt: skip  # noqa: E501
     if request.gpus > model.kv_heads and not model.latent_dim:
@@ -234,7 +236,7 @@ def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:
     if request.bound is not None and request.host:
         found.append("kvCache.retention and kvCache.offload do not go together: a service has one or the other")
     if model.source == "config.json" and model.weight_bytes is None and request.weights is None and request.kv is None:
-        found.append("no weights beside config.json: their size is counted from the shapes of the text model")
+        found.append("no weights next to config.json: their size is counted from the shapes of the text model")
     return tuple(found)
 
 

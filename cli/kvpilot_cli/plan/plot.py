@@ -1,4 +1,4 @@
-"""Plot of a plan: sequences that fit at once by their context, a line for each dtype."""
+"""Plot a plan: the number of sequences that fit by their context, with a line for each dtype."""
 
 from __future__ import annotations
 

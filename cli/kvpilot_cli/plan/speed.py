@@ -4,7 +4,7 @@
     attention = cache read / (bandwidth * the dtype's efficiency)
     prompt token = flops / (peak * FLOPS)
 
-Flops of a token are 2 for every parameter that it uses, and 4 * heads * head_dim for every token that it attends to,
+A token takes 2 flops for every parameter that it uses, and 4 * heads * head_dim for every token that it attends to,
 in every layer. Not in it: the exchange between GPUs under tensor parallelism, sampling, the scheduler.
 """
 
@@ -48,7 +48,7 @@ class Speed:
 
     Attributes:
         weights: bytes of all weights.
-        efficiency: as `attention_efficiency` gives it; `wide_efficiency` is that of the layers with a window or chunks.
+        efficiency: as `attention_efficiency` gives it; `wide_efficiency` applies to the layers with a window or chunks.
     """
 
     model: Model

@@ -68,7 +68,7 @@ def _capacities(plan: Plan) -> str:
 def _bounded(plan: Plan) -> str:
     bound = plan.request.bound
     if bound is None:
-        raise LookupError("a plan without a bound has no such table")
+        raise LookupError("only a plan with a bound has this table")
     head = ["dtype", "MB a sequence", "KV tokens", "x All", *(f"at {c:,}" for c in plan.contexts)]
     rows = []
     for row in plan.rows:
@@ -98,7 +98,7 @@ def _hosted(plan: Plan) -> str:
 def _costs(plan: Plan) -> str:
     load = plan.request.load
     if load is None:
-        raise LookupError("a plan without a load has no costs")
+        raise LookupError("only a plan with a load has costs")
     title = (
         f"Cost of {load.requests_per_second:g} requests/s, {load.prompt_tokens:,} prompt and {load.generated_tokens:,} "
         f"generated tokens, at most {load.token_seconds * 1000:g} ms a token, KV at most {FILL:.0%} full"

@@ -1,1 +1,1 @@
-"""`kvpilot probe`: the operator's accuracy gate for two endpoints that somebody else runs, without a cluster."""
+"""`kvpilot probe`: run the operator's accuracy gate on any two endpoints, without a cluster."""

@@ -1,8 +1,8 @@
 """Compare the accuracy of two engines: `kvpilot probe --baseline URL --candidate URL`.
 
 Both serve the same model through vLLM's OpenAI-compatible API. The candidate is judged as the operator judges a canary:
-its answers are compared with the baseline's token by token, and what the baseline differs from itself is not held
-against it. See docs/accuracy-gate.md.
+its answers are compared with the baseline's token by token, and differences between two runs of the baseline do not
+count against it. See docs/accuracy-gate.md.
 
 Exit codes: 0 passed, 1 regressed, 2 no measurement or a wrong argument, 3 inconclusive.
 """
@@ -152,7 +152,7 @@ def _endpoint(options: argparse.Namespace, side: str) -> Endpoint:
     variable = getattr(options, f"{side}_key_variable")
     key = os.environ.get(variable) if variable is not None else None
     if variable is not None and not key:
-        raise GateError(f"{option}-key-variable {variable!r}: the environment has no such variable; set it to the key")
+        raise GateError(f"{option}-key-variable {variable!r}: this environment variable is not set; set it to the key")
     base = url.rstrip("/").removesuffix("/v1")
     return Endpoint(option, base, getattr(options, f"{side}_model"), key)
 
@@ -167,7 +167,7 @@ def _prompts(options: argparse.Namespace) -> tuple[packs.ProbePrompt, ...]:
             raise GateError(f"--prompts {str(path)!r} cannot be read ({error}); give a YAML file") from error
     names = [name for name in sets if not name.startswith("configmap/")]
     if len(names) < len(sets):
-        raise GateError("--probe-set configmap/...: there is no cluster here; give the pack's file with --prompts")
+        raise GateError("--probe-set configmap/...: this command has no cluster; give the pack's file with --prompts")
     return packs.load([*names, *(f"configmap/{name}" for name in given)], given, options.context_tokens)
 
 

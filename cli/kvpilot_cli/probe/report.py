@@ -101,7 +101,7 @@ def _percent(found: Measurement) -> str:
 
 
 def plot(found: Comparison, file: Path) -> None:
-    """Plot the damage by context position beside the baseline's noise; `plots.check` must have passed.
+    """Plot the damage and the baseline's noise by context position; `plots.check` must have passed.
 
     Raises:
         PlotError: the file cannot be written.

@@ -75,7 +75,7 @@ def _by_sparsity(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_index(fields: Fields, layers: int) -> list[str] | None:
-    """Return the layers of configs that number the layers which attend."""
+    """Return the layers of a config that lists its attention layers by number."""
     for field, other in (("attn_layer_indices", "mamba"), ("full_attn_idxs", "conv")):
         found = fields.listed(field)
         if found is not None:

@@ -1,4 +1,4 @@
-"""Kubernetes Events about a service, for people who watch.
+"""Kubernetes Events about a service, for people.
 
 The same words within an hour raise the count of one core/v1 Event ("3m (x5 over 12m)") instead of making five. Every
 kubectl shows such a count, but not each shows the `series` of events.k8s.io/v1.
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 REPORTER = "kvpilot-operator"
 # Within this time the same words are the same event.
 SAME_SECONDS = 3600
-# Events that are remembered, newest last.
+# Number of remembered Events, newest last.
 MAX_REMEMBERED = 32
 
 
@@ -57,7 +57,7 @@ class Events:
             try:
                 await self._cluster.merge(Ref("v1", "Event", s.key.namespace, known.name), patch)
             except NotFound:
-                pass  # Deleted by a person, or forgotten by the server: it stands there anew.
+                pass  # A person deleted the Event, or the server expired it: create it again.
             else:
                 self._posted[event] = _Posted(known.name, known.count + 1, s.now)
                 return

@@ -1,6 +1,6 @@
 """Pods start only once every object that they name is the service's own.
 
-A pod names a claim or a Service and gets whichever object has that name: an owner is not part of the reference. So the
+A pod refers to a claim or a Service by name alone: the reference does not include an owner. So the
 operator reads each of them from the API server right before it adds replicas or creates a Job.
 """
 
@@ -34,8 +34,7 @@ def starts_pods(s: Snapshot, manifest: Manifest) -> bool:
 async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: str, name: str) -> None:
     """Return once the pods of this workload or Job may start.
 
-    Raises:
-        NotStarted: an object that they name is missing, or belongs to somebody else.
+    Raises: NotStarted: a named object is missing, or has another owner.
         Conflict: it belongs to an earlier service of this name, and is about to be collected.
     """
     for api_version, needed, about in named:
@@ -51,7 +50,7 @@ async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: 
 
 
 async def _claim_names_of_groups(cluster: Cluster, s: Snapshot, name: str) -> None:
-    """Create the headless Service by which workers find their leader, or check that it is ours or the set's own.
+    """Create the headless Service that leads workers to their leader, or check that we or the set own it.
 
     LeaderWorkerSet takes any Service of the set's name, and creates one only if there is none.
     """

@@ -2,7 +2,7 @@
 
 Each write carries the uid of the object that it is meant for. If another object has taken the name meanwhile, the
 server answers with a conflict. Server-side apply cannot say "only if there is none", so the operator claims a free name
-first: it creates the object without the parts that make it act, which fails if somebody was quicker.
+first: it creates the object without the parts that make it act, which fails if the name is taken meanwhile.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ def is_owned(obj: Object, uid: str) -> bool:
 def own(s: Snapshot, kind: str, found: Object) -> str:
     """Return the uid of an object that the service owns.
 
-    Raises:
-        NameTaken: it belongs to somebody else.
+    Raises: NameTaken: the object has another owner.
         Conflict: it belongs to an earlier service of this name, and is about to be collected.
     """
     metadata = found["metadata"]
@@ -45,8 +44,8 @@ def claim(manifest: Manifest) -> dict[str, Any] | None:
     empty. A claim, a Job or a LeaderWorkerSet is whole. A Deployment needs no claim: its selector is immutable, so the
     server refuses to merge ours into another one.
 
-    Leave out fields that a later apply may drop: their creator keeps them. A pool cannot be without its endpoint
-    picker, so a write of its own takes it away.
+    Leave out fields that a later apply may drop: their creator keeps them. A pool needs an endpoint picker, so a
+    separate write removes ours.
     """
     if manifest["kind"] == "Deployment":
         return None

@@ -1,8 +1,8 @@
 """Carries out one Decision: first the baseline, then the status, then objects and pods, then events.
 
-A refusal (a quota, a webhook, a field) is data: it is noted with the service, the other objects are written all the
-same, and the next decision takes it into account. Only errors that pass by themselves (a conflict, a server that is
-away) end the reconcile.
+A refusal (a quota, a webhook, a field) is data: the operator records it with the service, writes the other objects all
+the same, and considers it in the next decision. Only errors that pass by themselves (a conflict, a server that is away)
+end the reconcile.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from kvpilot_operator.state.status import dump_status, without_figures
 
 log = logging.getLogger(__name__)
 
-# An object is applied again after this time, or half of it, to mend changes by others. The cache tells of a changed
-# workload or Service at once, but of labels or a budget nobody does.
+# Apply an object again after this time, or half of it, to undo changes by others. The cache reports a changed workload
+# or Service immediately, but not changed labels or a changed budget.
 REAPPLY_SECONDS = 600.0
 # A status in which only figures changed is written this often at most: metrics have all of them.
 FIGURES_SECONDS = 30.0
@@ -53,11 +53,12 @@ class _Applied(NamedTuple):
     """When to apply it again, on the actor's clock."""
     uid: str
     version: str
-    """The version in the answer; another one means that somebody else has changed the object."""
+    """The version in the answer; another version means that another client has changed the object."""
 
 
 class Actor:
-    """Writes what one service needs. Every write is idempotent, so a reconcile that is cut off is repeated whole."""
+    """Writer of the objects of one service. Every write is idempotent, so a reconcile that is cut off is repeated
+    whole."""
 
     __slots__ = ("_applied", "_clock", "_cluster", "_events", "_rejections", "_told")
 
@@ -87,13 +88,13 @@ class Actor:
             await self._place(s, decision.objects)
         await self._set_gates(s, {name for name, admitted in decision.gates.items() if not admitted}, admitted=False)
         await mark_do_not_evict(self._cluster, s, decision.do_not_evict)
-        # Events tell of the change of a status: where that waits, the next reconcile finds both again.
+        # Events report a change of the status. If the status write waits, the next reconcile finds both again.
         for event in () if waits else decision.events:
             await self._events.post(s, event)
 
     @property
     def rejections(self) -> tuple[Rejection, ...] | None:
-        """Objects that the API server refused when it was last asked; None before anything was written."""
+        """Objects that the API server refused at the last write; None before anything was written."""
         return self._rejections.now()
 
     async def _keep(self, s: Snapshot, baseline: Baseline) -> bool:
@@ -124,7 +125,7 @@ class Actor:
         await self._cluster.apply(service, subresource="status")
 
     async def _set_gates(self, s: Snapshot, names: Collection[str], *, admitted: bool) -> None:
-        """Open or close the readiness gates of these pods; skip one that has just gone."""
+        """Open or close the readiness gates of these pods; skip a pod that was just deleted."""
         for pod in (one for one in s.pods if one.name in names):
             manifest = pod_admission(s.key, pod, admitted, s.now)
             write = partial(self._cluster.apply, manifest, subresource="status")
@@ -146,7 +147,7 @@ class Actor:
             if manifest not in fewer:
                 await self._write(s, manifest, objects.named)
         if any(s.rejection(one.kind, one.name) is None for one in self.rejections or ()):
-            # What gives way was decided for what has just been refused: it is decided anew, with this known.
+            # The scale-down was decided for an object that has just been refused: decide again, knowing the refusal.
             return
         for manifest in fewer:
             await self._write(s, manifest)
@@ -176,7 +177,7 @@ class Actor:
                 log.warning("refused: %s", error, extra={"service": str(s.key)})
             return False
         except Conflict:
-            # It is not the object that it was: whose it is has to be looked up anew.
+            # The object was replaced: look up its owner again.
             self._applied.pop(what, None)
             raise
         self._rejections.accepted(what)
@@ -218,19 +219,20 @@ class Actor:
         """Apply a manifest, unless it was applied already and the object has not changed since."""
         kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)
-        # The Job is in a snapshot for as long as it is asked for.
+        # The snapshot contains the Job as long as the spec asks for it.
         there = s.prefetch is not None if kind == "Job" else kind not in _WATCHED or (seen is not None and seen.owned)
         same = last is not None and last.content == content and self._clock() < last.due
         if there and last is not None and same and last.version == (seen.version if seen is not None else ""):
             return
         uid = await self._uid(s, manifest)
         if kind == "InferencePool" and seen is not None and seen.picker and "endpointPickerRef" not in manifest["spec"]:
-            # Who has claimed the name, or changed the pool, keeps the picker beside us: an apply would leave it there.
+            # The field manager that claimed the name or changed the pool co-owns the picker, so an apply would not
+            # remove it.
             none = {"metadata": {"uid": uid}, "spec": {"endpointPickerRef": None}}
             await self._cluster.merge(Ref.to(manifest), none)
         pinned = {**manifest, "metadata": {**manifest["metadata"], **({"uid": uid} if uid else {})}}
         answer = await self._cluster.apply(pinned)
-        # What was applied together, at the operator's start, is not to be due together for ever after.
+        # Spread the next writes: objects applied together at startup would otherwise stay due together.
         due = self._clock() + REAPPLY_SECONDS * (1 + content[0] / 255) / 2
         self._applied[what] = _Applied(content, due, answer["metadata"]["uid"], version_of(kind, answer))
 
@@ -239,8 +241,7 @@ class Actor:
 
         Create the object, without the parts that make it act, if there is none.
 
-        Raises:
-            NameTaken: the object of this name belongs to somebody else.
+        Raises: NameTaken: the object of this name has another owner.
         """
         kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)
@@ -255,7 +256,7 @@ class Actor:
         return "" if claimed is None else str((await self._cluster.create(claimed))["metadata"]["uid"])
 
     async def _remove(self, s: Snapshot, api_version: str, kind: str, name: str) -> None:
-        """Delete an object of ours. Look for one that is not watched only once, and after each apply."""
+        """Delete an object of ours. Read an unwatched object only once, and after each apply."""
         what, ref = (kind, name), Ref(api_version, kind, s.key.namespace, name)
         if kind in _WATCHED:
             seen = s.objects.get(what)
@@ -271,7 +272,7 @@ class Actor:
 
 
 async def mark_do_not_evict(cluster: Cluster, s: Snapshot, wanted: frozenset[str]) -> None:
-    """Ask cluster autoscalers to leave these pods and their workers where they are, and only these.
+    """Ask cluster autoscalers not to move these pods and their workers, and no others.
 
     Annotate single pods, under our field manager: a change of the pod template would roll them, and a user's own
     annotations stay. Log a pod that cannot be annotated, and go on.
@@ -282,7 +283,7 @@ async def mark_do_not_evict(cluster: Cluster, s: Snapshot, wanted: frozenset[str
         try:
             await cluster.apply(pod_do_not_evict(s.key, pod, asked))
         except ClusterError as error:
-            # Most often it has just gone: its uid keeps the server from taking the annotations for a new pod.
+            # The pod has usually just been deleted: its uid keeps the server from annotating a new pod of that name.
             log.info("pod not annotated: %s", error, extra={"service": str(s.key), "pod": pod.name})
 
 

@@ -1,6 +1,6 @@
 """Remembers the refused objects of a service, and when to write them again.
 
-After a restart of the operator everything is written anew, and refusals are known again.
+A restarted operator writes every object again, and so learns the refusals again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.errors import Rejected
 from kvpilot_operator.state.objects import Rejection
 
-# Nobody tells us when a quota is raised or a webhook mended.
+# No watch reports a raised quota or a repaired webhook.
 BACKOFF = Backoff(5.0, 60.0)
 
 What = tuple[str, str]
@@ -68,6 +68,6 @@ class Rejections:
         self._written = True
 
     def keep(self, asked: Collection[What]) -> None:
-        """Forget refusals of objects that nobody asks for any more, except baselines."""
+        """Forget refusals of objects that are not requested any more, except baselines."""
         self._held = {what: one for what, one in self._held.items() if what in asked or what[0] == "ConfigMap"}
         self._written = True

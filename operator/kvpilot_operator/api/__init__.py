@@ -1,4 +1,4 @@
-"""The API: the spec as frozen structs, from which `make generate` writes the CRD, and what is wrong with an object.
+"""The API: the spec as frozen structs, from which `make generate` writes the CRD, and the faults of an object.
 
 Nothing here talks to a cluster.
 """

@@ -1,7 +1,7 @@
-"""Faults of an object that the API server let through: the last check before anything is done about it.
+"""Faults of an object that the API server let through: the last check before the operator acts.
 
-The server enforces the CRD. Here are the questions that take the operator: arguments in every spelling that vLLM takes,
-access to nodes, and objects that were stored before a limit or a rule existed.
+The server enforces the CRD. These checks need the operator: arguments in every spelling that vLLM takes, access to
+nodes, and objects that are older than a limit or a rule.
 """
 
 import re
@@ -25,10 +25,10 @@ MAX_FAULTS = 100
 _PRIVATE = re.compile(
     r"\bengine\.(extraArgs|(?:podTemplate\..*)?(?:env\[\d+\]\.value|command|args|volumeAttributes))\b"
 )
-"""Fields whose values may be keys and tokens. Messages go into the status, events and logs, and do without them."""
+"""Fields that may hold keys and tokens. Messages go into the status, events and logs, and do without them."""
 
 _BEFORE_QUERY = re.compile("^([^?]*://[^?]*|[^?]*([?]([^=]*$)?)?)")
-"""All of a text, or the part of an address before `?`, whose query may hold a signature."""
+"""Whole text, or the part of an address before `?`, because a query may hold a signature."""
 
 
 class Fault(NamedTuple):
@@ -37,11 +37,11 @@ class Fault(NamedTuple):
     field: str
     """The faulty field, such as spec.a.b[0]."""
     message: str
-    """The value, where it may be shown, and the remedy."""
+    """Value, if it may be shown, and remedy."""
 
 
 def judge(obj: Json, allowed: Collection[str] = ()) -> Spec | tuple[Fault, ...]:
-    """Return the spec of a QuantizedLLMService, or what is wrong with it.
+    """Return the spec of a QuantizedLLMService, or its faults.
 
     `allowed` is the access to nodes (of pod_template.KINDS) that engines may have.
     """
@@ -61,7 +61,7 @@ def judge(obj: Json, allowed: Collection[str] = ()) -> Spec | tuple[Fault, ...]:
 
 
 def faults(obj: Json, allowed: Collection[str] = ()) -> tuple[Fault, ...]:
-    """Return what is wrong with a QuantizedLLMService; () if nothing."""
+    """Return the faults of a QuantizedLLMService; () if nothing."""
     judged = judge(obj, allowed)
     return () if isinstance(judged, Spec) else judged
 
@@ -79,7 +79,7 @@ def _explained(error: str, obj: Mapping[str, Json]) -> Fault:
 
 
 def _at(value: Json, field: str) -> Json:
-    """Return the value at a place such as a.b[0]; None where there is none."""
+    """Return the value at a place such as a.b[0]; None if there is none."""
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", field):
         if key:
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -89,7 +89,7 @@ def _at(value: Json, field: str) -> Json:
 
 
 def _shown(value: Json, field: str) -> str:
-    """Return a value in words, without secrets: no private value, and of an address neither query nor credentials."""
+    """Return a value in words without secrets: omit private values, and the query and credentials of an address."""
     if _PRIVATE.search(field):
         return "a value that is not shown"
     if isinstance(value, Mapping | list):
@@ -104,7 +104,7 @@ def _shown(value: Json, field: str) -> str:
 
 
 def _rules(spec: Spec) -> Iterator[Fault]:
-    """Yield what a CEL rule of the CRD refuses today and code relies on, for objects that are older than the rule."""
+    """Yield violations of CEL rules that code relies on, for stored objects that are older than the rule."""
     if spec.kv_cache.mode == "Fixed" and spec.kv_cache.dtype is None:
         yield Fault("spec.kvCache.dtype", "is missing, and kvCache.mode is Fixed: set dtype, or use another mode")
 

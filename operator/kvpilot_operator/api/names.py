@@ -18,20 +18,20 @@ SERVICE_LABEL = "kvpilot.io/service"
 REVISION_LABEL = "kvpilot.io/revision"
 DTYPE_LABEL = "kvpilot.io/dtype"
 GROUP_LABEL = "kvpilot.io/group"
-"""On all pods of groups, leaders and workers, with the service's name: workers have no SERVICE_LABEL, so that whatever
-sends requests by it finds leaders alone."""
+"""Label with the service's name on all pods of groups, leaders and workers. Workers have no SERVICE_LABEL, so that a
+selector for requests finds leaders alone."""
 CLAIM_LABEL = "kvpilot.io/claim"
 """On pods that have to be on one node for the claim of this name."""
 PREFETCH_LABEL = "kvpilot.io/prefetch"
 """On the pod of the Job that fills a claim, with the service's name."""
 IDENTITY_ANNOTATION = "kvpilot.io/identity"
-"""On that Job: what has to be on the claim, and the Job's own content, as hashes."""
+"""Annotation on that Job: hashes of the content required on the claim and of the Job itself."""
 
 MESH_LABEL, MESH_VALUE = "security.istio.io/tlsMode", "istio"
-"""Istio's mark of a pod whose sidecar takes mutual TLS; its proxies decide by it, too."""
+"""Istio's mark of a pod with a sidecar that takes mutual TLS; its proxies decide by it, too."""
 
 DO_NOT_EVICT_ANNOTATION = "kvpilot.io/do-not-evict"
-"""On a pod that a cluster autoscaler is asked to leave where it is for now."""
+"""Annotation on a pod that a cluster autoscaler should leave in place for now."""
 
 ADMITTED = "kvpilot.io/admitted"
 """A pod's readiness gate, and the condition that opens it: requests may be sent to the pod."""
@@ -70,7 +70,7 @@ OWN_LABELS = frozenset((*owned_labels(""), REVISION_LABEL, DTYPE_LABEL, GROUP_LA
 
 
 def deployment_name(service: str, revision: str) -> str:
-    """`NAME-<revision>`: one workload a revision, so that two can stand side by side."""
+    """`NAME-<revision>`: one workload for each revision, so that two can run side by side."""
     return f"{service}-{revision}"
 
 
@@ -80,7 +80,7 @@ def canary_service(service: str) -> str:
 
 
 def weights_claim(service: str) -> str:
-    """`NAME-weights`: the claim that keeps what engines download."""
+    """`NAME-weights`: the claim that keeps the engines' downloads."""
     return f"{service}-weights"
 
 

@@ -1,4 +1,5 @@
-"""spec.engine.podTemplate: what it may hold, which of it the API server refuses, and which an administrator allows.
+"""spec.engine.podTemplate: its allowed fields, those that the API server refuses, and those that an administrator
+allows.
 
 The schema has the shapes of Kubernetes' own client. It holds the fields in `ALLOWED` and is judged by `RULES`.
 Kubernetes itself refuses the rest, such as a volume of two kinds, when it is given the pods.
@@ -57,7 +58,7 @@ KEYS = {
     "claims": "name",
     "volumeMounts": "mountPath",
 }
-"""Field of a list -> field by which its items are told apart and merged; every other list is replaced as a whole."""
+"""Field of a list -> field that identifies its items for a merge; every other list is replaced as a whole."""
 
 _QUANTITY = {
     "anyOf": [{"type": "integer"}, {"type": "string"}],

@@ -89,8 +89,8 @@ class Model(Record, frozen=True):
     served_name: ServedName = ""
     """The model name that requests carry. Without it the name of this object. A change starts a new revision."""
     adapters: Annotated[tuple[Adapter, ...], Meta(max_length=16, extra=keyed_by("name"))] = ()
-    """LoRA adapters, each served under its own name beside the model. Loaded when an engine starts: one that cannot be
-    loaded keeps it from starting. A change starts a new revision."""
+    """LoRA adapters, each served under its own name beside the model. Loaded when an engine starts: a broken adapter
+    prevents the start. A change starts a new revision."""
     revision: Revision | None = None
     """Branch, tag or commit of an hf:// model; without it the hub's default branch. Pin a commit so that two pods can
     never serve two models. A change starts a new revision."""
@@ -143,7 +143,7 @@ class ValueFrom(Record, frozen=True):
     ),
 )
 class EnvVar(Record, frozen=True):
-    """One item of spec.engine.env: a value, or the one place it comes from, or neither for an empty value."""
+    """One item of spec.engine.env: a value, or its one source, or neither for an empty value."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
     """Name of the variable."""
@@ -175,7 +175,7 @@ class Resources(Record, frozen=True):
         f"{_NO_GPUS} || {_GPUS}.matches('^(-.*|[0-9]+([.]0+)?(k|[MGTPE]|[KMGTPE]i)?|[0-9]*000m|0{{1,2}}m)$')",
         "nvidia.com/gpu of resources.limits must be a whole number of GPUs: write it in digits alone, such as 1",
     ),
-    # The second line lets a quantity pass that the rule above refuses, and 100000 or more, which is above every
+    # The second line passes quantities that the rule above refuses, and 100000 or more. The latter exceeds every
     # tensorParallelSize even in thousandths and may be too long for int().
     Rule(
         ".tensorParallelSize",
@@ -198,9 +198,9 @@ class Engine(Record, frozen=True):
     makes (the cluster needs that definition). Tensor parallelism is within a node, pipeline parallelism across nodes: a
     replica has nodes times tensorParallelSize GPUs, and each pod asks for what engine.resources says."""
     gpu_memory_utilization_percent: Annotated[int, Meta(ge=10, le=99)] = 90
-    """Share of each GPU's memory, in percent, that the engine may take for weights, activations and KV cache. What is
-    left after the first two becomes KV cache. Without effect on CPU, where VLLM_CPU_KVCACHE_SPACE in engine.env gives
-    the KV cache in GiB."""
+    """Share of each GPU's memory, in percent, that the engine may take for weights, activations and KV cache. The rest
+    of it, after the first two, becomes KV cache. Without effect on CPU: VLLM_CPU_KVCACHE_SPACE in engine.env sets the
+    KV cache there in GiB."""
     extra_args: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=1024)], ...], Meta(max_length=64)] = ()
     """Further arguments for vllm serve, passed through unchanged, one list item each: OPTION=VALUE, or option and value
     as two items. Refused, in every spelling that vLLM takes (underscores, beginnings of a name, short forms), are those
@@ -233,37 +233,37 @@ class Engine(Record, frozen=True):
 
 
 class Claim(Record, frozen=True):
-    """The PersistentVolumeClaim NAME-weights, which kvpilot makes for the weights of an hf:// model. Engines keep what
-    they compiled on it, too, unless compileClaimName is set. It goes with the service, and not when this field is
+    """The PersistentVolumeClaim NAME-weights, which kvpilot makes for the weights of an hf:// model. Engines keep
+    compiled code on it, too, unless compileClaimName is set. It goes with the service, and not when this field is
     removed."""
 
     size: Annotated[str, Meta(min_length=2, max_length=9, pattern=r"^[1-9][0-9]{0,5}(M|G|T|Mi|Gi|Ti)$")]
-    """How much storage is asked for, a whole number with a unit (200Gi). It may be raised where the class allows
+    """How much storage is asked for, a whole number with a unit (200Gi). It may be raised if the class allows
     expansion, and never lowered. The files of two revisions of a model, or of two models, have to fit while one follows
     the other."""
     access_mode: Literal["ReadWriteMany", "ReadWriteOnce"] = "ReadWriteMany"
-    """ReadWriteMany lets replicas run on several nodes, where the class can (a shared file system). ReadWriteOnce (a
-    disk) keeps all pods of the service on one node."""
+    """ReadWriteMany lets replicas run on several nodes, if the storage class supports it (a shared file system).
+    ReadWriteOnce (a disk) keeps all pods of the service on one node."""
     storage_class_name: Name | None = None
-    """StorageClass of the claim; without it the cluster's default. The claim keeps the one that it was made with."""
+    """StorageClass of the claim; without it the cluster's default. The claim keeps its original class."""
 
 
 class Cache(Record, frozen=True):
-    """Claims that outlive pods, so that a restart neither downloads nor compiles again. A change starts a new revision,
+    """Claims that outlive pods, so that a restart does not download or compile again. A change starts a new revision,
     but for a claim's size."""
 
     prefetch: bool = False
     """Fill the claim of weights or weightsClaimName by a Job, NAME-prefetch, before engines are started; without it
-    engines download to it. The Job takes no GPU. What serves goes on while another revision of the model is fetched. A
-    change restarts no engine."""
+    engines download to it. The Job takes no GPU. The serving revision continues while another revision of the model is
+    fetched. A change restarts no engine."""
     weights: Claim | None = None
     weights_claim_name: Name | None = None
     """PersistentVolumeClaim of this namespace, made by you, that keeps the weights of an hf:// model. Without it and
     weights every pod downloads them. Use ReadWriteMany for more than one replica."""
     compile_claim_name: Name | None = None
-    """PersistentVolumeClaim of this namespace that keeps what engines compiled, an archive for each image, kind of GPU
-    and set of arguments; the next engine of the kind compiles nothing. Engines run what is on it: it may be that of
-    weightsClaimName where only engines write to it."""
+    """PersistentVolumeClaim of this namespace that keeps compiled code, an archive for each image, kind of GPU and set
+    of arguments; the next engine of the kind compiles nothing. Engines run its content. It may equal weightsClaimName
+    if only engines write to that claim."""
 
     @property
     def on_one_node(self) -> bool:

@@ -1,7 +1,7 @@
-"""The base of the API's structs, and what their fields may say for the CRD that `make generate` writes.
+"""Base of the API's structs, and the constraints of their fields for the generated CRD (`make generate`).
 
-A field's type, default and limits are the schema's; the text below the field is its description. A field without one
-has the docstring of its own struct. CEL rules stand above a struct, or in the `Meta` of a field.
+A field's type, default and limits are the schema's; the text below the field is its description. A field without a
+docstring takes the docstring of its struct. CEL rules belong above a struct, or in the `Meta` of a field.
 """
 
 import re
@@ -65,7 +65,7 @@ _R = TypeVar("_R", bound=type[Record])
 def rules(*given: Rule) -> Callable[[_R], _R]:
     """Let the API server judge each value of a struct by these rules.
 
-    A struct that has the default {} takes none: the server judges the default before it fills in what is within.
+    A struct with the default {} takes none: the server checks the default before it fills in the nested defaults.
     """
 
     def attach(record: _R) -> _R:
@@ -76,11 +76,11 @@ def rules(*given: Rule) -> Callable[[_R], _R]:
 
 
 SET: dict[str, Json] = {"x-kubernetes-list-type": "set"}
-"""`extra` of a list whose items are all different."""
+"""`extra` of a list with distinct items."""
 
 
 def keyed_by(*fields: str) -> dict[str, Json]:
-    """Return the `extra` of a list whose items differ in these fields."""
+    """Return the `extra` of a list with items that differ in these fields."""
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(fields)}
 
 

@@ -36,7 +36,7 @@ class TrafficMode(StrEnum):
 
 
 class Action(StrEnum):
-    """Decisions; the last six are steps that are weighed."""
+    """Decisions; the last six are steps that the policy compares."""
 
     SERVE = "Serve"
     START_CANARY = "StartCanary"
@@ -138,7 +138,7 @@ class Reason(StrEnum):
     PREFETCHING = "Prefetching"
     PREFETCH_FAILED = "PrefetchFailed"
 
-    # Its metrics, and what the policy concludes from them.
+    # Its metrics, and the conclusions of the policy.
     SCRAPED = "Scraped"
     BUSY = "Busy"
     MEMORY_PRESSURED = "MemoryPressured"

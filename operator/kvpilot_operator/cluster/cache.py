@@ -32,9 +32,9 @@ class Store(Generic[K, V]):
     """Views of objects by name and by the service that they belong to.
 
     An object is not kept if its view is None or it belongs to no service. An older version never replaces a newer one,
-    so the watch and the answer to a write of ours may come in any order: Kubernetes allows to compare resourceVersions
-    of one kind as numbers. `changed` is called with the service whenever a view changes. If a view cannot be made, the
-    last one stays.
+    so the watch event and the answer to our own write may come in any order. Kubernetes allows comparing
+    resourceVersions of one kind as numbers. `changed` is called with the service whenever a view changes. If building a
+    view fails, the last one stays.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Store(Generic[K, V]):
         return [self._entries[name].view for name in sorted(self._names.get(service, ()))]
 
     def put(self, obj: Object) -> None:
-        """Take in an object as it is, or was, at its resourceVersion."""
+        """Store the state of an object at its resourceVersion."""
         name, version = _name(obj), _version(obj)
         known = self._entries.get(name)
         if known is not None and version and version <= known.version:

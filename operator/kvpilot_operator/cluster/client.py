@@ -22,7 +22,7 @@ _METADATA_PAGE = 4
 _METADATA_ALONE = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _FIELD_MANAGER = {"fieldManager": "kvpilot"}
 
-# Called after every write: kind, namespace, name, and the object as it is now, or None if it was deleted.
+# Called after every write with kind, namespace, name, and the new object, or None if it was deleted.
 OnWrite = Callable[[str, str, str, Object | None], None]
 
 
@@ -56,7 +56,7 @@ class Cluster:
     def session_for_kopf(
         self, api_version: str, kind: str, namespaces: Sequence[str], listed: Listed
     ) -> kopf.AiohttpSession:
-        """Return a session by which kopf watches this kind: with the same server, credentials, fence and counts."""
+        """Return kopf's session for watching this kind, with the same server, credentials, fence and counts."""
         return KopfSession(self._transport, api_version, kind, namespaces, listed).login()
 
     async def close(self) -> None:
@@ -64,7 +64,7 @@ class Cluster:
         await self._transport.close()
 
     async def get(self, ref: Ref) -> Object:
-        """Read one object; raise NotFound where there is none."""
+        """Read one object; raise NotFound if there is none."""
         request = Request("GET", ref.kind, ref.path)
         answer = await self._transport.send(request)
         if name_of(answer) != ref.name:
@@ -72,7 +72,7 @@ class Cluster:
         return answer
 
     async def find(self, ref: Ref) -> Object | None:
-        """Read one object; return None where there is none."""
+        """Read one object; return None if there is none."""
         try:
             return await self.get(ref)
         except NotFound:
@@ -171,7 +171,7 @@ class Cluster:
         return await self._write(Request("PUT", manifest["kind"], Ref.to(manifest).path, _FIELD_MANAGER, manifest))
 
     async def delete(self, ref: Ref, *, uid: str = "") -> None:
-        """Delete an object and, in the background, what it owns; do nothing if it is gone already.
+        """Delete an object and, in the background, its dependents; do nothing if it is gone already.
 
         Raises:
             Conflict: the object of that name has another uid.

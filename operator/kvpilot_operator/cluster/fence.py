@@ -1,7 +1,7 @@
 """The fence that every write passes: open for ever, open until a time, or closed.
 
-A replica may write while no other can hold its Lease. So the fence closes by the clock alone: a process that was
-stopped or starved finds it closed when it wakes, before its other tasks have noticed anything.
+A replica may write while no other can hold its Lease. So the clock alone closes the fence. A process that was stopped
+or starved finds it closed on waking, before its other tasks run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpilot_operator.errors import ClusterError, NotLeader
 
 
 def steady_time() -> float:
-    """Return seconds on a clock that nobody sets. On Linux it goes on while the machine sleeps."""
+    """Return seconds on a clock that cannot be set. On Linux it goes on while the machine sleeps."""
     if sys.platform == "linux":
         return time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.monotonic()

@@ -1,8 +1,8 @@
 """kopf's connection to the API server: our sockets, the official client's credentials, and no failure that is final.
 
 kopf ends the operator if a request is refused (401, 403, 404, 410), after an error event other than 410, or after an
-answer that is not JSON. It also reopens a watch at once, however soon the server ends it. All of these pass by
-themselves, or once somebody mends the cluster. Here they become a broken connection, after which kopf lists or watches
+answer that is not JSON. It also reopens a watch immediately, however soon the server ends it. All of these are
+temporary, or end once the cluster is repaired. Here they become a broken connection, after which kopf lists or watches
 again (docs/upstream/kopf-watch-errors.patch).
 """
 
@@ -57,7 +57,7 @@ class _Event(msgspec.Struct):
 class KopfSession:
     """A middleware of kopf's HTTP session, which watches one kind in some namespaces.
 
-    kopf never says what is missing from a list that it makes after a 410. So the session reads each list, too, and
+    kopf never reports objects that are missing from the new list after a 410. So the session reads each list, too, and
     hands it to `listed` when it is whole.
     """
 
@@ -169,11 +169,11 @@ async def _decoded(response: aiohttp.ClientResponse, kind: type[T], broken: type
     try:
         return msgspec.json.decode(await response.read(), type=kind)
     except msgspec.DecodeError as error:
-        raise broken(f"{response.url.path}: the answer is not what it should be: {error}") from None
+        raise broken(f"{response.url.path}: the answer has an unexpected form: {error}") from None
 
 
 class _Lines:
-    """Stands for the stream of a watch: kopf reads these lines, and aiohttp asks the stream for the rest."""
+    """Replacement for the stream of a watch: kopf reads these lines, and aiohttp uses the rest of the stream."""
 
     def __init__(self, content: aiohttp.StreamReader, lines: AsyncIterator[bytes]) -> None:
         self._content = content
@@ -188,12 +188,12 @@ class _Lines:
 
 
 async def _gone() -> AsyncIterator[bytes]:
-    """Yield the event after which kopf lists anew."""
+    """Yield the event that makes kopf list again."""
     yield _GONE
 
 
 async def _checked(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield a watch's events up to one that kopf would end at: the connection breaks there."""
+    """Yield a watch's events, and break the connection before an event that would end kopf."""
     async for line in whole_lines(content.iter_any()):
         try:
             event = msgspec.json.decode(line, type=_Event)

@@ -1,8 +1,8 @@
-"""One replica's view of the Lease by which replicas elect their leader. Pure: callers pass the time.
+"""One replica's view of the Lease for leader election. Pure: callers pass the time.
 
 The times in a Lease are for people. A replica trusts its own steady clock alone: the holder counts from before it sent
-a renewal, the others from after they saw the Lease change. The second is always later than the first. So nobody takes a
-Lease that its holder still counts on, however wrong wall clocks are.
+a renewal, the others from after they saw the Lease change. The second is always later than the first. So no replica
+takes a Lease while its holder still relies on it, however wrong wall clocks are.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Timing:
 
     @property
     def look(self) -> float:
-        """Pause between two looks of a replica that stands by."""
+        """Pause between two reads by a standby replica."""
         return self.lease / 15
 
     @property
@@ -97,7 +97,7 @@ class Candidate:
         return max(0.0, self._changed + lasts - now)
 
     def claim(self, wall: datetime, now: float) -> Object:
-        """Return the Lease to write to claim or renew it; the server refuses it if it changed meanwhile.
+        """Return the Lease to write to claim or renew it; the server refuses the write if the Lease has changed since.
 
         A missing Lease was perhaps deleted under a leader that still counts on it. So any other replica that creates
         it is `blind`: it claims the Lease once more after the Lease's whole duration.
@@ -117,7 +117,7 @@ class Candidate:
         )
 
     def release(self, wall: datetime) -> Object:
-        """Return the Lease to write to let it go: the next replica that looks may take it at once."""
+        """Return the Lease as a release writes it: the next replica that reads it may take it."""
         return self._with({**self._spec, "holderIdentity": "", "renewTime": _micro_time(wall)})
 
     def renewed(self, answer: Object, sent: float) -> None:
@@ -130,7 +130,7 @@ class Candidate:
         return -math.inf if self._renewed is None else self._renewed + self.timing.renew_deadline - now
 
     def lost(self) -> bool:
-        """Return True if somebody else holds the Lease, or nobody."""
+        """Return True if another replica holds the Lease, or no replica does."""
         return self._found is not None and self.holder != self.identity
 
     @property
@@ -143,7 +143,7 @@ class Candidate:
         return (self._found or {}).get("spec") or {}
 
     def _with(self, spec: Object) -> Object:
-        """Keep what others wrote beside the spec (labels, an owner), and the version that was read."""
+        """Keep the parts outside the spec (labels, an owner) and the version that was read."""
         found = self._found or {"metadata": {"namespace": self.namespace, "name": self.name}}
         return {**found, "apiVersion": API_VERSION, "kind": KIND, "spec": spec}
 

@@ -43,7 +43,7 @@ _COLLECTIONS = {
 
 
 class Ref(NamedTuple):
-    """Names one object; `namespace` is empty where its kind has none."""
+    """Names one object; `namespace` is empty for a cluster-scoped kind."""
 
     api_version: str
     kind: str
@@ -65,7 +65,7 @@ class Ref(NamedTuple):
 def path_of(api_version: str, kind: str, namespace: str = "", name: str | None = None) -> str:
     """Return the REST path of a collection (of all namespaces if none is named), or of one object in it.
 
-    A tenant may have chosen the name. One that no object can have (`..`) would lead elsewhere, and is a BadName.
+    A tenant may have chosen the name. An impossible name (`..`) would lead to another path, and raises BadName.
     """
     collection = _COLLECTIONS[(api_version, kind)]
     if not namespace:
@@ -88,7 +88,7 @@ def name_of(answer: Object) -> str:
 
 
 def version_of(kind: str, obj: Object) -> str:
-    """Return a version that moves when somebody changes the spec; empty for kinds that are not watched."""
+    """Return a version that changes with the spec; empty for kinds that are not watched."""
     if kind in ("Deployment", "LeaderWorkerSet", "InferencePool", "HTTPRoute"):
         # Their resourceVersion also moves with every change of their status.
         return str(obj["metadata"].get("generation", ""))

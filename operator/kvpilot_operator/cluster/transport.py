@@ -27,12 +27,12 @@ from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, Conflict, NotFound, OverBudget, Rejected, Throttled
 from kvpilot_operator.numbers import whole
 
-# The shortest time between the last moment that a write may start and the moment that it must be over.
+# Shortest time between the last permitted start of a write and its required end.
 UNACKNOWLEDGED_MILLISECONDS = 4000
 
 
 def connector(tls: ssl.SSLContext) -> aiohttp.TCPConnector:
-    """Return a connector whose connections give up early; their number is unlimited, since each watch holds one."""
+    """Return a connector with connections that give up early; their number is unlimited, since each watch holds one."""
     return aiohttp.TCPConnector(limit=0, ssl=tls, socket_factory=_socket)
 
 
@@ -43,7 +43,7 @@ class _Rest(RESTClientObject):  # type: ignore[misc]  # the official client has 
 
 def give_up_early(api: ApiClient) -> None:
     """Make every future connection of this client give up when nothing is acknowledged for 4 s."""
-    # Take neither a proxy nor credentials from the environment.
+    # Do not take a proxy or credentials from the environment.
     api.configuration.client_session_kwargs = {"trust_env": False}
     api.rest_client = _Rest(api.configuration)
 
@@ -113,7 +113,7 @@ class Transport:
         try:
             return msgspec.json.decode(body, type=Object)
         except msgspec.DecodeError:
-            words = f"the answer is no JSON object but {shown(body.decode(errors='replace'))[:100]!r}"
+            words = f"the answer must be a JSON object, but is {shown(body.decode(errors='replace'))[:100]!r}"
             raise ClusterError(request.method, request.path, 200, words) from None
 
     async def read(self, request: Request, *, most: float = math.inf, verb: str = "") -> bytes:
@@ -157,7 +157,7 @@ class Transport:
                         status = _code(event.object)
                         raise ClusterError("WATCH", request.path, status, str(event.object.get("message")))
                     if not isinstance((event.object.get("metadata") or {}).get("resourceVersion"), str):
-                        raise ClusterError("WATCH", request.path, status, "an event's object has no resourceVersion")
+                        raise ClusterError("WATCH", request.path, status, "an event's object lacks a resourceVersion")
                     yield event.type, event.object
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
             raise ClusterError("WATCH", request.path, 0, f"{type(error).__name__}: {error}") from error
@@ -214,7 +214,7 @@ def _typed(request: Request, status: int, body: bytes, headers: Mapping[str, str
     causes = _causes(said.get("details"))
     lasting = status == 500 and any(words in message for words in _LASTING)
     if len(message) > 1000:
-        # A refused value may be long, and the reason stands at the end.
+        # A refused value may be long, and the reason comes at the end.
         message = f"{message[:300]} … {message[-600:]}"
     if status == 409 or (status == 422 and causes and all(field == "metadata.uid" for field, _ in causes)):
         # Another object has taken the place of the one that the write names by its uid.

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 # Notice soon that a server is back after an outage.
 _BACKOFF = Backoff(0.2, 5.0)
-# A server or a proxy may end every watch at once.
+# A server or a proxy may end every watch immediately.
 _SHORT_WATCH_SECONDS = 1.0
 # A definition may be installed later.
 MISSING_SECONDS = 30.0
@@ -32,9 +32,9 @@ _DENIALS = 6
 class Reflector:
     """Follows one collection (of one namespace, or of all if it is empty) into a Store; `filled` once it was listed.
 
-    The server may lack the kind of an `optional` one, or not show it to us: then the Store is empty, and the kind is
-    asked for again every MISSING_SECONDS. A kind that was served counts as missing only after several denials, because
-    a server that starts may not know its definitions yet.
+    The server may lack the kind of an `optional` watch, or not let us see it. The Store is empty then, and the watch
+    retries every MISSING_SECONDS. A kind that was served counts as missing only after several denials, because a server
+    that starts may not know its definitions yet.
     """
 
     cluster: Cluster

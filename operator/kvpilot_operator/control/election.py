@@ -1,4 +1,4 @@
-"""Leader election among the operator's replicas by a Lease: stand by, lead, let go."""
+"""Leader election among the operator's replicas by a Lease: wait as a standby, lead, release."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Election:
                 write = self.leases.replace if self.candidate.exists else self.leases.create
                 answer = await write(claim)
         except Conflict:
-            # Another replica was quicker, or a claim of ours whose answer was lost: the next look tells.
+            # Another replica was quicker, or the answer to our own claim was lost: the next read shows which.
             return False
         except (ClusterError, TimeoutError) as error:
             log.warning("the Lease could not be read or written: %s", _words(error))

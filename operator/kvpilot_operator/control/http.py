@@ -26,16 +26,16 @@ log = logging.getLogger(__name__)
 PATH = "/metrics"
 # How long a right holds: a scrape in 15 s then costs two requests to the API server a minute.
 KEPT_SECONDS = 60.0
-# A client without the right may have any number of tokens. It must not keep the API server busy or take a reader's
-# place: refusals are not kept, and a reader that was known once is reviewed at any time.
+# A client without access may have any number of tokens. It must not keep the API server busy or crowd out a reader. So
+# refusals are not cached, and a known reader is always reviewed.
 MAX_KEPT = 256
-# Requests of one address whose tokens are reviewed, or wait for it (budget.TOKEN_REVIEW).
+# Requests of one address with a token under review or waiting for review (budget.TOKEN_REVIEW).
 MAX_OF_A_PEER = 8
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """An HTTP status, 200 where the request may pass, and what to tell the client otherwise."""
+    """HTTP status (200 if the request may pass) and the message for the client otherwise."""
 
     status: int
     text: str = ""
@@ -52,7 +52,7 @@ class MetricsAccess:
     """
 
     def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
-        """Take a client that no fence stops, because a replica that stands by is asked, too."""
+        """Take a client without a fence, because a standby replica is asked, too."""
         self._cluster = cluster
         self._clock = clock
         self._kept: dict[bytes, tuple[float, Verdict]] = {}
@@ -65,7 +65,7 @@ class MetricsAccess:
         token = token.strip()
         if scheme.lower() != "bearer" or not token:
             return _NOBODY
-        # A token is never kept, nor logged.
+        # A token is never kept or logged.
         key = hashlib.sha256(token.encode(errors="surrogateescape")).digest()
         until, verdict = self._kept.get(key, (-math.inf, _BUSY))
         if self._clock() < until:
@@ -125,10 +125,10 @@ async def serve_http(
     ready: asyncio.Event,
     access: MetricsAccess | None = None,
 ) -> web.AppRunner:
-    """Serve until the returned runner is cleaned up; without a host at all addresses of IPv4 and IPv6.
+    """Serve until the returned runner is cleaned up; without a host on all addresses of IPv4 and IPv6.
 
-    `ready` turns /readyz to 200. `access` judges readers of /metrics; without it everybody may read. The kubelet has no
-    token and reads the other two paths.
+    `ready` turns /readyz to 200. `access` judges readers of /metrics; without it everybody may read. The kubelet reads
+    the other two paths without a token.
     """
 
     async def healthz(_: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""The life of one replica: it stands by, leads while it holds the Lease, and hands over.
+"""Lifecycle of one replica: it waits as a standby, leads while it holds the Lease, and hands over.
 
 Only the leading replica has watches, reconciles, scrapes and probes.
 """
@@ -32,13 +32,13 @@ from kvpilot_operator.state.server import ServerFacts
 log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 1.0
-# Every write has a time-out of its own, well below this.
+# Every write has its own timeout, well below this.
 DRAIN_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class FleetOptions:
-    """The services that an operator looks after, and what it may know and do of them."""
+    """Services of an operator, and its access to them."""
 
     namespaces: Sequence[str]
     """Empty for all."""
@@ -53,7 +53,7 @@ class FleetOptions:
 
 @dataclass(eq=False)
 class Leader:
-    """The work of a replica that leads; made anew each time, so that it believes nothing that was seen before."""
+    """The work of a replica that leads; made anew each time, so that it has no outdated state."""
 
     cluster: Cluster
     fence: WriteFence
@@ -102,9 +102,9 @@ class Leader:
 
 
 class Replica:
-    """One replica: `lead` returns once it leads, `ended` when it no longer may or can, and `end` hands over in order.
+    """One replica: `lead` returns once it leads, `ended` when it must stop leading, and `end` hands over in order.
 
-    Without an election it leads at once, and for ever.
+    Without an election it leads from the start and for ever.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Replica:
         self.leader: Leader | None = None
 
     async def lead(self) -> Leader:
-        """Stand by, then begin to lead.
+        """Wait as a standby, then begin to lead.
 
         Raises:
             LeadershipLost: it led and may not any more.
@@ -142,7 +142,7 @@ class Replica:
         await first_of(self.leader.ended(), *holding)
 
     async def end(self) -> None:
-        """Stop working, and let the Lease go as soon as the last write has its answer."""
+        """Stop working, and release the Lease as soon as the last write has its answer."""
         lost = self._hold is not None and self._hold.done()
         if self._hold is not None:
             # First of all: a renewal would open the fence again.
@@ -153,7 +153,7 @@ class Replica:
         self._fence.close()
         if self._election is not None and not lost:
             if quiet:
-                # Even if it stood by: its last claim may have come through.
+                # Even as a standby: its last claim may have succeeded.
                 await self._election.release()
             else:
                 log.warning("the Lease has to run out: a write that got no answer may still arrive")

@@ -10,7 +10,7 @@ from types import TracebackType
 
 from kvpilot_formats.untrusted import lines
 
-# A list, so that nothing gets into a log line because somebody happened to have it at hand.
+# A fixed list keeps other values, such as secrets, out of log lines.
 FIELDS = ("service", "pod", "action", "reason", "from_dtype", "to_dtype", "probe")
 _CHATTY = ("asyncio", "aiohttp.access")
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class JsonLines(logging.Formatter):
     """time (RFC 3339, UTC), level, logger, message; of `FIELDS` those that are set; exception with its traceback.
 
-    Text of others is printable, and has no credentials.
+    Foreign text is made printable, without credentials.
 
     `service` is the NAMESPACE/NAME that the line is about.
     """

@@ -26,8 +26,8 @@ from kvpilot_operator.tracing import span
 
 log = logging.getLogger(__name__)
 
-# At most so many pages are fetched a second: a page with its part of a reconcile takes up to 2 ms of a core. A larger
-# fleet is scraped less often, 6,000 pods every 13 s.
+# Fetch at most so many pages a second: a page and its part of a reconcile take up to 2 ms of a core. A larger fleet is
+# scraped less often: 6,000 pods every 13 s.
 PAGES_PER_SECOND = 450.0
 
 
@@ -35,7 +35,7 @@ PAGES_PER_SECOND = 450.0
 class ServiceRecord:
     """The operator's memory of one service: observations, writes, probe, series, and place in the queue.
 
-    It lasts as long as the service is in the cache. Facts that must outlive the process stand in the status.
+    It exists as long as the service is in the cache. Facts that must outlive the process are in the status.
     """
 
     key: ServiceKey
@@ -48,7 +48,7 @@ class ServiceRecord:
     scraping: bool = False
 
     def close(self) -> None:
-        """Stop everything that goes on by itself: the service is gone."""
+        """Stop all background tasks: the service is gone."""
         self.probe.close()
         self.attempts.stop()
 
@@ -85,7 +85,7 @@ class Registry:
         return known
 
     async def close(self) -> None:
-        """Stop everything that goes on by itself, and wait for it."""
+        """Stop all background tasks, and wait for them."""
         for record in self:
             record.close()
         await asyncio.gather(*(record.probe.ended() for record in self))
@@ -158,12 +158,12 @@ class Pilot:
                 record.probe.ensure(snapshot.spec, decision.probe)
         record.series.show(snapshot, decision)
         _tell(snapshot, decision)
-        # A new refusal, or the end of one, is decided upon at once.
+        # Decide immediately on a new refusal, or on the end of one.
         anew = (record.actor.rejections or ()) != (snapshot.rejections or ())
         return 0.0 if anew else decision.again_seconds
 
     async def _scrape_for_ever(self, group: asyncio.TaskGroup) -> None:
-        """Scrape every service once a cycle, evenly spread; skip one whose last scrape still hangs."""
+        """Scrape every service once a cycle, evenly spread; skip a service if its last scrape still runs."""
         clock = asyncio.get_running_loop().time
         while True:
             began = clock()

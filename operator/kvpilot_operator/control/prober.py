@@ -1,4 +1,4 @@
-"""Runs probes beside the reconciles: one at a time for a service, under shared permits, and gently to users."""
+"""Run probes in parallel to the reconciles: one at a time for a service, under shared permits, yielding to users."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Run = Callable[[ServiceKey, Spec, Request], Awaitable[Found]]
 
 
 class Probe:
-    """The probe of one service: `ensure` starts what a decision asks for, `on_result` is called at its end."""
+    """The probe of one service: `ensure` starts the requested probe, and `on_result` is called at its end."""
 
     __slots__ = ("_closed", "_failures", "_key", "_on_result", "_result", "_retry", "_run", "_running", "_task")
 
@@ -68,7 +68,7 @@ class Probe:
 
     @property
     def result(self) -> ProbeResult | None:
-        """The result of a probe that is done and still of interest, or the one that runs."""
+        """Result of a completed probe that is still needed, or the running probe."""
         return self._result or (ProbeResult(self._running, None) if self._running is not None else None)
 
     def ensure(self, spec: Spec, request: Request | None) -> None:
@@ -136,14 +136,14 @@ class Probe:
 # A probe loses its permit if its engine is silent for too long while others wait. It begins anew with twice the
 # patience, so that a slow engine gets through in the end.
 MAX_PATIENCE_SECONDS = 80.0
-# Beside users' requests a probe waits this long in all while requests are queued.
+# A probe waits at most this long in all while users' requests are queued.
 GIVE_WAY_SECONDS = 120.0
-# An engine that schedules by priority serves these after all other requests, whose default is 0.
+# An engine that schedules by priority serves these after all other requests (their default is 0).
 LOW_PRIORITY = 1_000_000
 
 
 class Prober:
-    """Carries out what a decision asks of an engine."""
+    """Worker that carries out a decision's requests to an engine."""
 
     def __init__(self, cluster: Cluster, scraper: Scraper, tracer: Tracer) -> None:
         self._cluster = cluster
@@ -210,7 +210,7 @@ class Prober:
         """Read the baseline in a ConfigMap; raise `MalformedBaseline` if it is missing, broken or not ours."""
         found = await self._cluster.find(Ref("v1", "ConfigMap", key.namespace, config_map))
         if found is not None and not is_owned(found, uid):
-            # Otherwise anybody who may write ConfigMaps decides which answers are right.
+            # Otherwise any writer of ConfigMaps could decide which answers are right.
             raise MalformedBaseline(f"ConfigMap {config_map} is not the service's own: delete it to capture a baseline")
         try:
             content = base64.b64decode((found or {})["binaryData"]["baseline"], validate=True)
@@ -231,7 +231,7 @@ class Prober:
         return Captured(captured)
 
     def _settings(self, key: ServiceKey, spec: Spec, request: Request) -> Settings:
-        """Return settings with which a probe gives way to users; a capture goes on in the end, as pressure needs it."""
+        """Return settings that make a probe yield to users; a capture goes on in the end, as pressure needs it."""
         priority = LOW_PRIORITY if schedules_by_priority(spec.engine) else None
         from_host = isinstance(request, Measure) and spec.offloads
         if isinstance(request, Find) or not request.serving:

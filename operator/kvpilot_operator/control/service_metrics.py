@@ -1,7 +1,7 @@
 """The state of each service as Prometheus gauges.
 
 Each reconcile replaces all series of its service, and a deleted service leaves none. Words (a dtype, a stage, a reason)
-are labels, and only the current word is shown, with the value 1. So a service has some 30 series, and at most 70.
+are labels, and only the current word is shown, with the value 1. So a service has about 30 series, and at most 70.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvpilot_operator.state.status import Status
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A metric of a service: its name, its help text, its labels beside namespace and name."""
+    """Metric of a service: name, help text, and labels in addition to namespace and name."""
 
     name: str
     help: str
@@ -148,7 +148,7 @@ UNANSWERED_QUESTIONS = _family(
 
 
 class ServiceSeries:
-    """One service's newest rows, and what is counted of it."""
+    """Newest rows of one service, and its counters."""
 
     __slots__ = ("_counts", "_rows")
 

@@ -113,9 +113,9 @@ class Telemetry:
         self._scrapes.labels("ok" if ok else "error").inc()
 
     def api_request(self, method: str, kind: str, status: int, seconds: float) -> None:
-        """Count a request to the Kubernetes API by its HTTP status, 0 where there was no answer."""
+        """Count a request to the Kubernetes API by its HTTP status, 0 if there was no answer."""
         self._api_requests.labels(method, kind, str(status) if status else "none").inc()
-        if method != "WATCH":  # It lasts as long as it is let.
+        if method != "WATCH":  # It runs until it is cancelled.
             self._api_seconds.labels(method).observe(seconds)
 
     def leads(self, yes: bool) -> None:

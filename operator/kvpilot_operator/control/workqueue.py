@@ -21,7 +21,7 @@ WORKERS = 32
 _BACKOFF = Backoff(0.5, 60.0)
 # A server that could not be reached is tried often, so that its return is noticed soon.
 _LAST_UNREACHED_SECONDS = 5.0
-# One of so many reconciles has low priority, however many services have changed.
+# One in so many reconciles takes a low priority, even if many services have changed.
 _LOW_PRIORITY_EACH = 4
 
 
@@ -49,7 +49,7 @@ class Attempts:
 class FairQueue:
     """Services that wait, once each. The next one belongs to the namespace with the fewest reconciles under way.
 
-    Namespaces with as many take turns, and within a namespace the first comes first.
+    Namespaces with equally many take turns, and within a namespace the first comes first.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class FairQueue:
         return key in self._namespaces.get(key.namespace, ())
 
     def put(self, key: ServiceKey) -> None:
-        """Add a service; one that waits already keeps its place."""
+        """Add a service; a waiting service keeps its place."""
         self._namespaces.setdefault(key.namespace, {}).setdefault(key)
 
     def drop(self, key: ServiceKey) -> None:
@@ -88,7 +88,7 @@ class WorkQueue:
     """Two queues of services: changed ones (`add`), and those that are merely due (`add_low_priority`).
 
     Changed services come first, but not always, and namespaces share the workers evenly. A service waits once, however
-    often it is added; one that is being reconciled is reconciled again afterwards. After a failure it comes back with
+    often it is added; a service in reconcile is queued again afterwards. After a failure it comes back with
     exponential back-off while the same request fails. A change shortens the back-off, unless the API server itself has
     asked for the pause. `attempts` returns the memory of a service, None if it is gone.
     """
@@ -159,7 +159,7 @@ class WorkQueue:
             finally:
                 self._running.discard(key)
                 self._under_way -= Counter((key.namespace,))
-                # Another service may have taken the name meanwhile.
+                # Another service may have taken the name since.
                 known = self._attempts(key)
                 if known is not None and known.again is not None:
                     changed, known.again = known.again, None
@@ -170,7 +170,7 @@ class WorkQueue:
         try:
             again = await self._run(key)
         except Conflict as error:
-            # Somebody wrote first (a user, an autoscaler): observe again, at once for the first time.
+            # Another client wrote first (a user, an autoscaler): observe again, the first time without a delay.
             if known.failures:
                 self._retry(key, known, error.request, error)
             else:

@@ -1,4 +1,4 @@
-"""Differences between the spec and the serving revision beside the dtype, in words for people."""
+"""Describe differences other than the dtype between the spec and the serving revision, for people."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SECRET = re.compile("key|token|secret|password|credential", re.IGNORECASE)
 
 
 def spec_changes(c: Context, stable: Stable) -> str:
-    """Name the changes of image, model and arguments; empty where the spec asks for the serving revision."""
+    """Name the changes of image, model and arguments; empty if the spec asks for the serving revision."""
     asked, there = c.render(stable.dtype), c.snapshot.deployments.get(stable.revision)
     if asked.name == stable.revision:
         return ""

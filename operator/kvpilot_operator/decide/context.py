@@ -1,5 +1,5 @@
-"""One reconcile of a service: the status while it is being decided, with the journal entries and events that explain
-each change, what every rule is given, and what the rules before it found.
+"""One reconcile of a service: the status under decision, the journal entries and events that explain each change, the
+input of every rule, and the findings of earlier rules.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvpilot_operator.state.status import (
 )
 from kvpilot_operator.times import utc
 
-# Decisions that neither begin nor end a hold.
+# Decisions that do not begin or end a hold.
 _BESIDE = (Action.SCALE_OUT, Action.SCALE_IN, Action.KEEP_BASELINE, Action.RECOMMEND)
 
 
@@ -90,7 +90,7 @@ class Draft:
         return self.set(kv_cache=msgspec.structs.replace(self.status.kv_cache, **changes))
 
     def set_canary(self, **changes: Any) -> Self:
-        """Replace fields of `status.canary`; LookupError where there is none."""
+        """Replace fields of `status.canary`; LookupError if there is none."""
         canary = in_flight(self)
         if changes.get("stage", canary.stage) != canary.stage:
             changes.setdefault("stage_time", self.now)
@@ -145,7 +145,7 @@ class Draft:
 
 
 def in_flight(draft: Draft) -> Canary:
-    """Return the canary; LookupError where there is none."""
+    """Return the canary; LookupError if there is none."""
     if draft.canary is None:
         raise LookupError("no canary is in flight")
     return draft.canary
@@ -222,7 +222,7 @@ class Context(Draft):
     shared: Placed = _NOTHING
     """The canary's Service, and the HTTPRoute."""
     objects: Objects | None = None
-    """All of these in the order in which they go out; None leaves every object as it is."""
+    """All of these in the order in which they go out; None leaves every object unchanged."""
 
     @classmethod
     def of(cls, s: Snapshot, spec: Spec) -> Context:

@@ -25,7 +25,7 @@ def unchanged(draft: D) -> D:
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[D]):
-    """One step of a decision, a pure function. `otherwise`, which never fails, stands where `answer` raises."""
+    """One step of a decision, a pure function. `otherwise`, which never fails, is the result if `answer` raises."""
 
     question: Question
     answer: Callable[[D], D]
@@ -63,14 +63,14 @@ RULES: tuple[Rule[Context], ...] = (
     Rule(Question.JOURNAL, summary.explain),
     Rule(Question.CONDITIONS, conditions.tell, otherwise=conditions.leave),
 )
-"""A rule sees what the ones above it decided, in the Context that they return."""
+"""A rule sees earlier decisions in the Context that the rules above it return."""
 
 REFUSED: tuple[Rule[Draft], ...] = (
     Rule(Question.ADMISSION, pod_marks.admit_serving),
     Rule(Question.DO_NOT_EVICT, pod_marks.keep_while_refused),
     Rule(Question.CONDITIONS, conditions.refuse, otherwise=conditions.leave),
 )
-"""For a service whose spec breaks the API's rules: what runs is left as it is."""
+"""For a service with a spec that breaks the API's rules: its objects stay unchanged."""
 
 _AGAIN_SECONDS = 10.0
 

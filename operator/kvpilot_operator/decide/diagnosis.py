@@ -1,6 +1,6 @@
 """Faults of engines: why one does not start, and which of them have other calibration factors.
 
-An engine tells its fault by kvpilot-serve's refusal or the end of its log. Other factors give other answers.
+An engine reports its fault by kvpilot-serve's refusal or the end of its log. Other factors give other answers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvpilot_operator.state.objects import ON_ITS_WAY, PodView
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import clip
 
-# An engine may be killed once or twice by a busy node; the third time is no accident.
+# A busy node may kill an engine once or twice; a third time is not an accident.
 MAX_RESTARTS = 3
 # The form of a condition's reason; a container may write anything.
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-# What the scheduler says of a pod whose claim has no volume, at once, or after it has waited for one to be made. Where
-# some nodes lack room and others a volume, room may help.
+# Scheduler messages for a claim without a volume: immediate, or after a wait for provisioning. If some nodes lack room
+# and others a volume, more room may help.
 _UNBOUND = re.compile(
     r'unbound immediate PersistentVolumeClaims|persistentvolumeclaim "[^"]*" not found|VolumeBinding'
     r"|^(?!.*Insufficient).*(?:didn't find available persistent volumes to bind|did not have enough free storage)"
@@ -71,7 +71,7 @@ def engine_failure(pods: Sequence[PodView]) -> Cause | None:
 
 
 def made_anew(s: Snapshot, revision: str) -> list[PodView]:
-    """Return terminating leaders of groups: a group that fails is deleted whole, and its last words count."""
+    """Return terminating leaders of groups: a failing group is deleted whole, and its last messages count."""
     view = s.deployments.get(revision)
     groups = view is not None and view.nodes > 1
     return [pod for pod in s.pods if groups and pod.terminating and pod.revision == revision]
@@ -98,7 +98,7 @@ def pending_reason(pods: Sequence[PodView]) -> Cause | None:
 
 
 def _missing(message: str) -> Cause | None:
-    """Name the object that a container's variables are taken from, where the kubelet says that it is not there."""
+    """Name the missing source of a container's variables, if the kubelet reports one."""
     found = _NOT_THERE.search(message)
     if found is None:
         return None
@@ -118,7 +118,7 @@ def waits_for_volume(pod: PodView) -> bool:
 
 
 def not_started(pod: PodView) -> str:
-    """Say where to look for the kubelet's reason: it stands in Events, which the operator may not read."""
+    """Say where to find the kubelet's reason: it is in Events, which the operator may not read."""
     volumes = f" It needs {', '.join(pod.needs)}." if pod.needs else ""
     return (
         f"pod {pod.name} has a node, and nothing of it has started yet.{volumes} Where it stays so, `kubectl kvpilot "
@@ -127,7 +127,7 @@ def not_started(pod: PodView) -> str:
 
 
 def mixed_factors(s: Snapshot, revision: str) -> str | None:
-    """Name the pods of a revision with other factors than most, with the remedy; None where there are none.
+    """Name the pods of a revision with other factors than most, with the remedy; None if there are none.
 
     Within a revision, model, text, context and tensor parallelism are the same, and so are the factors on one kind of
     GPU (docs/calibration.md). Accuracy is measured on one pod, and holds for those with its factors.

@@ -1,15 +1,15 @@
 """Differences between two sides' figures, with one-sided confidence limits.
 
 * a p95 from the engines' buckets: Woodruff's intervals (1952, JASA 47:635): the ranks q -+ t se(share above the
-  quantile) are read back as values. Both sides' intervals are joined on the log scale by MOVER, for estimates that
-  depend on each other (Zou and Donner 2008, Statistics in Medicine 27:1693).
+  quantile) are converted back to values. MOVER joins the intervals of both sides on the log scale, for dependent
+  estimates (Zou and Donner 2008, Statistics in Medicine 27:1693).
 * means and rates: ratios of sums, with the variance of the linearised log ratio (Cochran 1977, Sampling Techniques,
   section 6.3).
 * shares: their difference by Newcombe's method 10 (1998, Statistics in Medicine 17:873).
 
-Requests that follow one another are alike (one burst, one batch), so the variances of p95s and ratios come from batch
+Consecutive requests resemble each other (one burst, one batch), so the variances of p95s and ratios come from batch
 means (Schmeiser 1982, Operations Research 30:556) over equal slices of time, the same for both sides, with Student's t;
-a p95's is never taken to be less than that of independent requests.
+the variance of a p95 is at least that of independent requests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Estimate:
 
 
 def p95_change(ours: Sequence[Histogram], theirs: Sequence[Histogram]) -> Callable[[float], Estimate | None]:
-    """Return the log ratio of two p95s, by level; None where one lies above every bucket.
+    """Return the log ratio of two p95s, by level; None if one lies above every bucket.
 
     The correlation of both sides' slices counts: load that both share at the same time is not blamed on either.
     """
@@ -63,7 +63,7 @@ def p95_change(ours: Sequence[Histogram], theirs: Sequence[Histogram]) -> Callab
 def ratio_change(
     ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]], alpha: float
 ) -> Estimate | None:
-    """Return the log ratio of two ratios, from (numerator, denominator) of each slice; None where a sum is 0."""
+    """Return the log ratio of two ratios, from (numerator, denominator) of each slice; None if a sum is 0."""
     strays: list[list[float]] = []
     logs: list[float] = []
     for slices in (ours, theirs):
@@ -151,7 +151,7 @@ def _mover(a: float, b: float, rho: float) -> float:
 
 
 def _woodruff(batches: Sequence[Histogram]) -> _Woodruff | None:
-    """Estimate a p95; None where it lies above every bucket."""
+    """Estimate a p95; None if it lies above every bucket."""
     total = sum(batches, Histogram())
     n, m = total.count, len(batches)
     value = log_quantile(total, QUANTILE) if n > 0 else math.inf
@@ -182,7 +182,7 @@ def _share_above(h: Histogram, log_value: float) -> float:
 
 
 def _score(below: float, count: float) -> float:
-    """Return the normal score of a rank; half an observation stands for none."""
+    """Return the normal score of a rank; half an observation replaces zero."""
     half = min(0.5, count / 4) / count
     return _NORMAL.inv_cdf(min(1 - half, max(half, below / count)))
 

@@ -1,4 +1,4 @@
-"""Objects that the API server refuses: its field and words, and a remedy for what kvpilot itself renders."""
+"""Objects that the API server refuses: its field and message, and a remedy for objects that kvpilot renders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
-# A whole structure as the refused value: it is long, and may hold what a variable is set to.
+# The refused value may be a whole structure: it is long, and may hold values of variables.
 _STRUCTURE = re.compile(r"Invalid value: [\w.*&\[\]]*\{.*\}(?=: )", re.DOTALL)
 _FORBIDDEN = re.compile(r'User "[^"]*" cannot \S+ resource')
 
@@ -34,7 +34,7 @@ _REMEDIES = (
         "or install the Gateway API Inference Extension v1.6.0 or newer, or remove spec.inferencePool",
     ),
 )  # fmt: skip
-"""Kind of the object (any where it is empty), the part of it that is refused, and the remedy."""
+"""Kind of the object (empty for any), the refused part of it, and the remedy."""
 _RIGHTS = {"InferencePool": "rbac.inferencePools of the chart", "HTTPRoute": "rbac.httpRoutes of the chart"}
 
 
@@ -60,7 +60,7 @@ def of_workload(s: Snapshot, revision: str, rejections: Sequence[Rejection]) -> 
 
 
 def _not_served(s: Snapshot) -> Iterator[Rejection]:
-    """Yield the pools and the route that the spec asks for and whose kind the API server does not have."""
+    """Yield the requested pools and routes of kinds that the API server does not serve."""
     if s.spec is None or s.unread(Question.ROUTE):
         return
     if s.spec.inference_pool is not None and not s.server.inference_pools:
@@ -77,7 +77,7 @@ def _kind_not_served(s: Snapshot, kind: str, field: str, api: str, needed: str) 
 
 
 def finding(rejections: Sequence[Rejection]) -> Cause:
-    """Tell of all rejections (at least one) in one message, with the reason of the first."""
+    """Report all rejections (at least one) in one message, with the reason of the first."""
     reason = rejections[0].reason
     return Cause(reason if _REASON.fullmatch(reason) else "Rejected", "; ".join(map(_told, rejections)))
 
@@ -94,5 +94,5 @@ def _told(one: Rejection) -> str:
 
 def _remedy(one: Rejection, words: str) -> str:
     if _FORBIDDEN.search(words):
-        return f"give the operator this right ({_RIGHTS.get(one.kind, 'the roles of its own version')})"
+        return f"give the operator this right ({_RIGHTS.get(one.kind, 'the roles of the same version')})"
     return next((text for kind, part, text in _REMEDIES if kind in ("", one.kind) and part in words), "")

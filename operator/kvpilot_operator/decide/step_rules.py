@@ -39,7 +39,7 @@ def weigh_steps(c: Context) -> Context:
 
 
 def weigh_nothing(c: Context) -> Context:
-    """Take no step where none could be weighed."""
+    """Take no step if none could be weighed."""
     return replace(c, policy=nothing_weighed(serving_dtype(c), c.replicas, c.status.scaling.saturations))
 
 
@@ -78,7 +78,7 @@ def policy_input(c: Context) -> PolicyInput:
 
 
 def serving_dtype(c: Context) -> str:
-    """Return the dtype that serves, or the one that a service starts with."""
+    """Return the serving dtype, or the initial dtype of a service."""
     return c.stable.dtype if c.stable is not None else c.spec.kv_cache.baseline
 
 
@@ -112,7 +112,7 @@ def _yields(c: Context) -> bool:
 
 
 def _no_canary(c: Context) -> str | None:
-    """Return the reason why no dtype change may begin. Two changes in one canary could not be told apart."""
+    """Return the reason why no dtype change may begin. The effects of two changes in one canary cannot be separated."""
     if c.spec.rollout.paused:
         return "spec.rollout.paused is set"
     if c.stable is not None and c.render(c.stable.dtype).name != c.stable.revision:

@@ -41,7 +41,7 @@ def summarise(c: Context) -> Context:
     one = f",{REVISION_LABEL}={names[0]}" if len(names) == 1 else ""
     c = c.set(
         observed_revision=c.asked,
-        # Where the name is somebody else's Service, requests to it would not be ours.
+        # If another owner's Service has the name, requests to it would not reach ours.
         url=service_url(s.key.namespace, s.key.name) if s.traffic is not None else None,
         inference_pool=_kept(c, "InferencePool", Question.POOLS, c.before.inference_pool),
         route=_kept(c, "HTTPRoute", Question.ROUTE, c.before.route),
@@ -60,7 +60,7 @@ def summarise(c: Context) -> Context:
 
 
 def _adapters(c: Context, revision: str, told: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the adapters that all pods report as loaded; until one reports, those that they were told to load."""
+    """Return the adapters that all pods report as loaded; until one reports, the adapters in the engines' arguments."""
     s = c.snapshot
     said = [s.adapters[pod.name] for pod in s.ready_pods(revision) if pod.name in s.adapters]
     if not said:
@@ -99,19 +99,19 @@ def _hits(c: Context) -> dict[str, float]:
 
 
 def _steady(percent: int | None, said: int | None) -> int | None:
-    """Return a figure, or the last one where it hardly moved."""
+    """Return a figure, or the last one if it hardly changed."""
     if percent is None or said is None:
         return percent
     return said if abs(percent - said) < USAGE_STEP_PERCENT else percent
 
 
 def _kept(c: Context, kind: str, question: Question, before: str | None) -> str | None:
-    """Name an object before it is made and until it is gone, so that a new operator knows what to look for."""
+    """Name an object before its creation and until its deletion, so that a new operator finds it."""
     s = c.snapshot
     there = {name: one.owned for (its, name), one in s.objects.items() if its == kind}
     pool, route = c.spec.inference_pool is not None, c.spec.route is not None
     wanted = pool and s.server.inference_pools if kind == "InferencePool" else route and s.server.http_routes
-    # An object of somebody else's is not ours.
+    # An object with another owner is not ours.
     asked = wanted and there.get(s.key.name, True)
     kept = s.unread(question) is not None and before is not None
     return s.key.name if asked or any(there.values()) or kept else None
@@ -129,10 +129,9 @@ def _costs(c: Context) -> tuple[float | None, float | None]:
 
 
 def _counted(c: Context, serving: tuple[str, ...]) -> int:
-    """Return the replicas for /scale: those that are asked for, serving or on trial.
+    """Return the replicas for /scale: the requested ones, serving or on trial.
 
-    The one pod more that a trial brings, and the place that is empty while two pods change over, do not count: they are
-    no reason to change the number.
+    The additional pod of a trial and the empty place between two pods do not count: they must not change the number.
     """
     there = c.snapshot.deployments
     if c.canary is None and c.before.canary is None:
@@ -150,7 +149,8 @@ def _announce_pressure(c: Context) -> Context:
 
 
 def explain(c: Context) -> Context:
-    """Write the policy's decision into the journal where it is new. What starts a canary is written with the canary."""
+    """Write the policy's decision into the journal if it is new. A decision that starts a canary is written with the
+    canary."""
     if c.before.stable is None:
         return c if c.target.warning is None else c.event("PreflightWarning", c.target.warning, warning=True)
     policy, step = c.policy, c.policy.chosen

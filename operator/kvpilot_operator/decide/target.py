@@ -24,7 +24,7 @@ def choose(c: Context) -> Context:
 
 
 def _explained(c: Context, target: Target) -> Target:
-    """Add to the target's message the changes beside the dtype."""
+    """Add the changes other than the dtype to the target's message."""
     stable = c.stable
     if stable is None or c.canary is not None or target.held is not None or target.revision == stable.revision:
         return target
@@ -37,20 +37,20 @@ def _explained(c: Context, target: Target) -> Target:
 
 
 def after_rollback(c: Context) -> Context:
-    """Choose again where a rollback has just ended: until then the target was the revision that failed."""
+    """Choose again after a rollback has ended: until then the target was the failed revision."""
     return choose(c) if c.before.canary is not None and c.canary is None and c.stable == c.before.stable else c
 
 
 def stay(c: Context) -> Context:
-    """Keep the revision that is under way where no target could be chosen, and start nothing new."""
+    """Keep the revision in rollout if no target could be chosen, and start no new one."""
     part = c.canary or c.stable
     dtype, name = (part.dtype, part.revision) if part is not None else (c.spec.kv_cache.baseline, "")
-    held, recommended = "no target could be chosen: what serves stays as it is", c.status.kv_cache.recommended_dtype
+    held, recommended = "no target could be chosen: no change is made", c.status.kv_cache.recommended_dtype
     return replace(c, target=Target(dtype, name, Reason.RECONCILE_INCOMPLETE, held, held, recommended, startable=False))
 
 
 def _away_from_harm(c: Context) -> Target | None:
-    """Return the next safer dtype, whatever the dwell and the mode, where the serving one is denied for its answers.
+    """Return the next safer dtype, in any mode and without a dwell, if the serving one is denied for its answers.
 
     A canary that already leads away from it goes on; one that leads further down does not.
     """

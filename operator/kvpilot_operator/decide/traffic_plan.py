@@ -9,7 +9,7 @@ from kvpilot_operator.api.words import TrafficMode
 from kvpilot_operator.render import route
 from kvpilot_operator.state.snapshot import Snapshot
 
-# A replica ratio may be above the step it stands for by one point: 1 of 3 replicas will do for 33%.
+# A replica ratio may exceed its step by one point: 1 of 3 replicas serves a step of 33%.
 _ROUNDING_PERCENT = 1
 
 
@@ -55,15 +55,15 @@ def floor(spec: Spec, replicas: int) -> int:
 
 
 def one_can_leave(spec: Spec, replicas: int) -> bool:
-    """Return True if minAvailable lets one of so many replicas give way."""
+    """Return True if minAvailable lets the operator remove one of so many replicas."""
     return replicas - 1 >= floor(spec, replicas)
 
 
 def total(spec: Spec, replaces_one: bool, replicas: int) -> int:
     """Return the pods that a trial may ask for: one more than the service has, unless the canary took a place.
 
-    Where minAvailable was raised meanwhile so that none may give way any more, the revisions can only change places
-    with one pod more: it waits for a GPU if it must, but the trial can still end.
+    If minAvailable was raised meanwhile and no replica may go, the revisions can only change places with one more pod.
+    It may wait for a GPU, but the trial can still end.
     """
     return replicas if replaces_one and one_can_leave(spec, replicas) else replicas + 1
 
@@ -73,9 +73,9 @@ def rolling_step(
 ) -> tuple[int, int]:
     """Return the replicas of the growing and the shrinking revision, while they change places one by one.
 
-    The growing one gets one more when all it has answers, and only in room that is observed to be free, so that both
-    (and `others`) never ask for more than `total`, wherever a reconcile is cut off. The shrinking one gives way as long
-    as `floor` pods still answer; pods of the growing one count where `both_serve`.
+    The growing one gets another pod once all its pods answer, and only in a place that is observed to be free. So both
+    (and `others`) never ask for more than `total`, even if a reconcile is interrupted. The shrinking one loses pods as
+    long as `floor` pods still answer; pods of the growing one count where `both_serve`.
     """
     want = min(goal, max(growing.replicas, growing.ready + 1))
     room = total - shrinking.replicas - others

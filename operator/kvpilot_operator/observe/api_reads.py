@@ -24,7 +24,7 @@ API_SECONDS = 30.0
 READ_SECONDS = 30.0
 """Events of one StatefulSet are read again after so long, and only while pods of it are missing."""
 FORGET_SECONDS = 600.0
-# One set has an Event for each kind of news; whoever may write Events may write any number.
+# One set has an Event for each kind of news, but a writer of Events may add any number.
 _MOST = 50
 
 
@@ -98,7 +98,8 @@ class GroupEvents:
 
 
 def incomplete(key: ServiceKey, view: DeploymentView, leaders: Sequence[PodView]) -> str | None:
-    """Return the StatefulSet of a revision's groups that lacks pods: that of leaders, or of one leader's workers."""
+    """Return the StatefulSet of a revision's groups that lacks pods: the leaders' set, or the set of one leader's
+    workers."""
     if view.kind != LEADER_WORKER_SET.name:
         return None
     there = [one for one in leaders if one.revision == view.revision]
@@ -108,7 +109,7 @@ def incomplete(key: ServiceKey, view: DeploymentView, leaders: Sequence[PodView]
 
 
 def refusal_of(events: Sequence[Object]) -> str | None:
-    """Return the newest refusal of a pod, without the pod's name; None where a pod was created since."""
+    """Return the newest refusal of a pod, without the pod's name; None if a pod was created since."""
     about = [one for one in events if one.get("reason") in ("FailedCreate", "SuccessfulCreate")]
     newest = max(about, key=_time, default=None)
     if newest is None or newest["reason"] == "SuccessfulCreate":

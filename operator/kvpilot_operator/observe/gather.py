@@ -85,7 +85,7 @@ class Observer:
         self._groups = GroupEvents(self.cluster, lambda: self.elapsed())
 
     async def snapshot(self, known: Observations, probe_result: ProbeResult | None) -> Snapshot | None:
-        """Return everything about one service now; None where it does not exist, or is being deleted."""
+        """Return everything about one service now; None if it does not exist, or is being deleted."""
         key, windows = known.key, known.windows
         service = self.cache.services.get(*key)
         if service is None or service.uid != known.uid:
@@ -253,7 +253,7 @@ class Observer:
 
 
 async def _observed(question: Question, reading: Awaitable[T], otherwise: T, failed: list[Unanswered]) -> T:
-    """Return the reading; where it fails, `otherwise`, with the reason added to `failed`.
+    """Return the reading; on a failure return `otherwise`, and add the reason to `failed`.
 
     Raises:
         ClusterError: the API server answers no request now; the whole reconcile must be tried again.
@@ -261,8 +261,7 @@ async def _observed(question: Question, reading: Awaitable[T], otherwise: T, fai
     try:
         return await reading
     except Exception as error:
-        # An error with a type of its own is about what was asked for, not about who was asked: one that is away, or
-        # overloaded (429).
+        # An error with its own type concerns the request, not an API server that is away or overloaded (429).
         asked = type(error) is ClusterError and (error.away or error.status == 429)
         if isinstance(error, Throttled) or asked:
             raise
@@ -273,12 +272,12 @@ async def _observed(question: Question, reading: Awaitable[T], otherwise: T, fai
 def _traffic(service: ObjectView | None, pool: ObjectView | None, failed: Sequence[Unanswered]) -> str | None:
     selects = service.selects if service is not None and service.owned else None
     if selects is not None and any(one.question == Question.POOLS for one in failed):
-        return ""  # Whatever the pool selects, it may not be what the Service does.
+        return ""  # The pool may select other pods than the Service.
     return together(selects, pool)
 
 
 def _tell(known: Observations, revision: str, judged: Judged) -> None:
-    """Log contradictions in a revision's pages, once for as long as they last."""
+    """Log contradictions in a revision's pages, each once while it persists."""
     odd = {f"implausible: {words}": words.partition(":")[0] for words in judged.sample.implausible}
     odd |= {f"stalled: {words}": f"stalled {words.partition(':')[0]}" for words in judged.sample.stalled}
     odd |= {f"cut: {words}": words.partition(":")[0] for words in judged.cut}

@@ -1,11 +1,11 @@
 """The informer cache: all services and their objects. A reconcile reads from here.
 
 kopf's watch brings the services, watches of our own their workloads, pods and Services
-(docs/decisions/0012). The API server's answer to a write is put here at once: no
-reconcile sees a state from before an earlier reconcile's writes.
+(docs/decisions/0012). The API server's answer to a write is stored here immediately, so no reconcile sees a state older
+than earlier reconciles' writes.
 
-After HTTP 410 kopf lists the services again, and never says what is missing from that list. Its session hands each
-list over, and what is not on it is dropped.
+After HTTP 410 kopf lists the services again, and never reports missing ones. Its session hands over each list, and
+objects missing from it are dropped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvpilot_operator.state.status import Status, parse_status
 
 
 class ServiceFeed:
-    """Keeps a Store like the services of some namespaces (of all, where "" is the one).
+    """Watch that keeps a Store equal to the services of some namespaces (all, if the only one is "").
 
     `filled` is set once each of them has been listed.
     """
@@ -50,7 +50,7 @@ class ServiceFeed:
             self._store.put(obj)
 
     def listed(self, namespace: str, services: Sequence[Object], version: str) -> None:
-        """Take a whole list of a namespace, and drop what is missing from it."""
+        """Store a complete list of a namespace, and drop objects that are missing from it."""
         for one in services:
             self._store.put(one)
         names = {(one["metadata"].get("namespace", ""), one["metadata"]["name"]) for one in services}
@@ -89,9 +89,9 @@ class Owned(Generic[V]):
     name: str
     uid: str
     owners: frozenset[str]
-    """The uids of its owner references."""
+    """Uids of its owner references."""
     version: str
-    """Moves when somebody changes what it should be."""
+    """Version that changes with the desired state."""
 
 
 class InformerCache:
@@ -135,7 +135,7 @@ class InformerCache:
         self.feed = ServiceFeed(self.services, namespaces or ("",))
 
     async def run(self) -> None:
-        """Follow services and what they own until cancelled."""
+        """Follow services and their objects until cancelled."""
         async with asyncio.TaskGroup() as group:
             for reflector in self._reflectors:
                 group.create_task(reflector.run())
@@ -147,7 +147,7 @@ class InformerCache:
             await reflector.filled.wait()
 
     def wrote(self, kind: str, namespace: str, name: str, obj: Object | None) -> None:
-        """Take the answer to one of our own writes: the object, or None where it was deleted."""
+        """Store the answer to one of our own writes: the object, or None if it was deleted."""
         store = self._stores.get(kind)
         if store is None:
             return
@@ -230,7 +230,7 @@ def _placed(kind: str, view: Callable[[Object], V], obj: Object) -> Owned[V]:
 
 def _pod(mesh: bool, obj: Object) -> PodView | None:
     service = obj["metadata"]["labels"][SERVICE_LABEL]
-    # An evicted pod lies about for hours beside its replacement, and says nothing of the service.
+    # An evicted pod remains for hours next to its replacement, and does not describe the service.
     over = (obj.get("status") or {}).get("phase") in ("Failed", "Succeeded")
     return pod_view(obj, mesh) if is_ours(obj, service) and not over else None
 

@@ -25,10 +25,10 @@ from kvpilot_operator.state.snapshot import NodeFacts
 if TYPE_CHECKING:
     from kvpilot_operator.cluster.client import Cluster
 
-# A node with GPUs is read again after so long, and one that shows none: its labels may still come.
+# A node is read again after so long, with or without GPUs: its labels may still come.
 NODE_SECONDS = 600.0
 BARE_NODE_SECONDS = 30.0
-# A node with engines is read again long before; one that an autoscaler has taken away never is.
+# A node with engines is read again long before; a removed node never is.
 FORGET_SECONDS = 2 * NODE_SECONDS
 
 _PRODUCT = "nvidia.com/gpu.product"
@@ -103,7 +103,7 @@ def _nodes_of(pods: Sequence[PodView]) -> list[str]:
 
 
 def node_facts(node: Mapping[str, Any]) -> NodeFacts:
-    """Return the accelerator of a Node, as the API server gives it; NodeFacts() where it shows none.
+    """Return the accelerator of a Node, as the API server gives it; NodeFacts() if it shows none.
 
     Never raises: whatever is not text where Kubernetes has text counts as not there.
     """

@@ -1,6 +1,6 @@
 """vLLM's page of metrics: from the text of /metrics to the numbers that decisions need.
 
-A page is read chunk by chunk (`series.py`) and added up at once, so memory does not grow with the page. An engine that
+A page is read by chunks (`series.py`) and summed immediately, so memory does not grow with the page. An engine that
 is broken or hostile may write anything: every value is checked. The names are those of vLLM 0.32.
 """
 
@@ -62,7 +62,7 @@ _HISTOGRAMS = {
 # These are kept for each engine of a page, too.
 _DONE = tuple(_COUNTED[field] for field in engine.DONE_COUNTS)
 _OF_A_RANK = {**dict.fromkeys(_DONE, engine.DONE), _RUNNING: engine.RUNNING, _WAITING: engine.WAITING}
-# A label tells a part of these that is counted by itself.
+# A label splits these into parts that are counted separately.
 _PARTED = (_WAITING_BY_REASON, _COUNTED["finished"], _HTTP, _SOURCES)
 _COUNTERS = frozenset((*_COUNTED.values(), *_PARTED, _RUNNING, _WAITING, _START))
 _BUCKETS = {f"{name}_bucket": name for name in _HISTOGRAMS.values()}
@@ -98,8 +98,8 @@ _DTYPES = (*dtypes.names(), *VLLM_DTYPES)
 class PageReader:
     """Takes one page of Prometheus text in chunks.
 
-    `steps` and `close` raise ScrapeError: the page is too large, use of the cache is missing, a line cannot be read, or
-    a value cannot be true. Such values are negative, not a number, infinite, or larger than any engine has.
+    `steps` and `close` raise ScrapeError if the page is too large, lacks cache use, has an unreadable line, or has an
+    impossible value. Such values are negative, not a number, infinite, or larger than any engine has.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class PageReader:
 
     @property
     def work(self) -> int:
-        """The work of the bytes so far (`SeriesReader.work`)."""
+        """Return the work of the bytes read so far (`SeriesReader.work`)."""
         return self._series.work
 
     def steps(self, chunk: bytes) -> Iterator[None]:
@@ -232,7 +232,7 @@ class PageReader:
         return _count(name, self._sums.get(name, 0.0))
 
     def _histogram(self, name: str) -> Histogram:
-        """Return the histogram over all of its series; an empty one where there are none."""
+        """Return the histogram over all of its series; an empty one if there are none."""
         reached = self._buckets.get(name)
         if not reached:
             return NOTHING_OBSERVED
@@ -255,7 +255,7 @@ def _not_negative(name: str, value: float) -> float:
 
 
 def _count(name: str, total: float, most: float = MOST_COUNTED) -> float:
-    """Return the sum of a counter's series, as an int where it is whole: small ints cost no memory."""
+    """Return the sum of a counter's series, as an int if it is whole: small ints need no memory of their own."""
     if total > most:
         raise ScrapeError(f"{name} is {total:g}: impossible, no engine has more than {most:g}")
     return int(total) if total.is_integer() else total
@@ -283,7 +283,7 @@ def _bounds(name: str, edges: tuple[str, ...]) -> tuple[float, ...]:
 
 
 def _model_facts(labels: Mapping[str, str]) -> ModelFacts | None:
-    """Return the model's sizes; None where one of them is not a number."""
+    """Return the model's sizes; None if one of them is not a number."""
     sizes = {f.name: whole(labels.get(f.name), 10**15) for f in fields(ModelFacts) if f.name != "mla"}
     mla = labels.get("mla")
     if None in sizes.values() or mla not in ("true", "false"):

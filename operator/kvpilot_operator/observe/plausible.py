@@ -1,11 +1,12 @@
-"""Tell plausible pods from others: from the last pages of one revision's pods to one Sample. Pure.
+"""Find implausible pods, and turn the last pages of one revision's pods into one Sample. Pure.
 
 A page that contradicts itself is not an answer. That can happen in good faith for a moment: gauges are not written at
-one instant: only a pod that goes on like that is named as implausible. The rules, and why an honest engine keeps them:
+one instant: only a pod that continues like that is named as implausible. The rules, and why an honest engine keeps
+them:
 
 - *Nothing runs, but blocks are held.* Blocks belong to running requests; cached ones count as free. (An engine that
   hands its cache to another one holds them longer: kvpilot does not support KV transfer.)
-- *More requests run than blocks are in use.* The last block of a request is its own, even under prefix caching.
+- *More requests run than blocks are in use.* Each request owns its last block, even under prefix caching.
 - *Preemptions without a full cache.* To preempt is to run out of blocks, so the free ones must have been filled since.
   A prompt that is not computed to its end fills blocks, too, but no counter has it. So one such page counts in full.
 - *Capacity more than twice off* the median of the other pods on such a GPU: one revision is one configuration.
@@ -67,13 +68,13 @@ class Streak:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The memory of a pod: its last page, and contradictions in it."""
+    """Memory of a pod: its last page, and contradictions in it."""
 
     time: datetime
     page: PodMetrics
     odd: Mapping[str, Streak] = field(default_factory=dict)
     stalls: Mapping[str, Streak] = field(default_factory=dict)
-    """The pod's engines that stand still, by name."""
+    """The pod's stalled engines, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +96,12 @@ def plausible_sample(
     unanswered: int = 0,
     gpus: Mapping[str, str] | None = None,
 ) -> Judged:
-    """Judge the pages that one revision's pods gave at `time`; `gpus` names each pod's GPU, as far as it is known.
+    """Judge the pages that one revision's pods gave at `time`; `gpus` names the known GPUs of pods.
 
-    Of three plausible pods or more, the one with the most waiting requests (or preemptions) counts as the one with the
-    second most: pressure on memory is seen by two, or it is not the revision's. Load may well be uneven: the most
-    running requests count up to ten times the second most. No page has more of them than blocks in use. Use needs
-    no such bound: it is a share, and capacity, its weight, is checked.
+    Among three or more plausible pods, the highest count of waiting requests (or preemptions) is lowered to the second
+    highest: pressure on memory must show in two pods to be the revision's. Load may well be uneven: the most running
+    requests count up to ten times the second most. No page has more of them than blocks in use. Use needs no such
+    bound: it is a share, and capacity, its weight, is checked.
     """
     flows = {pod: _flows(known.get(pod), page, time) for pod, page in pages.items()}
     now = {pod: _remember(known.get(pod), page, flows[pod], time) for pod, page in pages.items()}
@@ -136,7 +137,7 @@ def plausible_sample(
 
 
 def _most(values: Iterable[_T]) -> _T | None:
-    """Return the most common value, the largest of several; None where there is none."""
+    """Return the most common value, the largest of several; None if there is none."""
     counts = Counter(values)
     return max(counts, key=lambda value: (counts[value], value), default=None)
 

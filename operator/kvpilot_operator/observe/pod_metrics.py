@@ -37,8 +37,8 @@ _Key = tuple[int | None, int | None]
 class Totals(Flows):
     """The counts of an engine since its process started, but for `seconds` and `failed`; never negative.
 
-    `finished` counts requests whose end the engine saw, mostly without those whose client left. A request that failed
-    before its first token may lower `prefill_seconds`, in vLLM, even below zero.
+    `finished` counts requests that ended in the engine, mostly without requests of disconnected clients. A request that
+    failed before its first token may lower `prefill_seconds`, in vLLM, even below zero.
     """
 
     errors: float = 0
@@ -49,15 +49,15 @@ class Totals(Flows):
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One engine of a page that has several: a data-parallel rank, or a process of its own."""
+    """One engine of a page that has several: a data-parallel rank, or a separate process."""
 
     name: str
-    """The labels that tell it from the others, in words; empty for the only engine of a page."""
+    """Labels that identify it among the others, in words; empty for the only engine of a page."""
     usage: float
     running: float
     waiting: float
     done: float
-    """Its work (`done`); the whole page's where it has no counters of its own."""
+    """Its work (`done`); the whole page's if it has no own counters."""
 
 
 class Ranks:
@@ -107,20 +107,20 @@ class PodMetrics:
     waiting: float
     """Requests that wait for room in a batch or in the cache."""
     capacity_tokens: int
-    """0 where the page does not say it."""
+    """0 if the page does not say it."""
     blocks: int
-    """KV blocks, 0 where the page does not say it."""
+    """KV blocks, 0 if the page does not say it."""
     dtype: str
     process_start: float | None = None
     """Unix time at which the API server's process started; vLLM with several API servers does not say it."""
     totals: Totals = Totals()
     model: ModelFacts | None = None
     factors: str = ""
-    """Hash of the static factors that keys and values are quantized with; empty where the page does not say it."""
+    """Hash of the static factors that keys and values are quantized with; empty if the page does not say it."""
     recent_tokens: int | None = None
-    """The last tokens of each sequence that are read at 8 bits; None where the page does not say it."""
+    """Number of last tokens of each sequence that are read at 8 bits; None if the page does not say it."""
     retention: str = ""
-    """The policy by which pages of a sequence are freed; empty where the page names none."""
+    """The policy by which pages of a sequence are freed; empty if the page names none."""
     ranks: tuple[Rank, ...] = ()
     """The engines of a page that has several."""
 
@@ -145,8 +145,8 @@ def restarted(before: PodMetrics, after: PodMetrics) -> bool:
 def increments(before: PodMetrics, after: PodMetrics, elapsed: float, now: float) -> Flows:
     """Return the flows between two pages `elapsed` seconds apart; `now` is the later one's Unix time.
 
-    After a restart everything counts from zero. Without a word about the process, a counter that fell was reset and
-    counts from zero, and the others go on, as PromQL's increase() has it: that never counts what happened before.
+    After a restart everything counts from zero. Without process data, a counter that fell was reset and counts from
+    zero, and the others continue, as in PromQL's increase(). So earlier increases never count twice.
     """
     if not 0 < elapsed <= LONGEST_GAP_SECONDS:
         return Flows()
@@ -156,10 +156,11 @@ def increments(before: PodMetrics, after: PodMetrics, elapsed: float, now: float
     def step(was: float, now_is: float) -> float:
         return now_is if fresh or now_is < was else now_is - was
 
-    # Request-seconds fall in vLLM when a request fails before its first token: the count of requests tells a reset.
+    # Request-seconds fall in vLLM when a request fails before its first token, so only the count of requests shows a
+    # reset.
     reset = fresh or new.finished < old.finished
     errors = step(old.errors, new.errors)
-    # An engine's error is an HTTP 500, too, unless the answer had begun: neither count alone has them all.
+    # An engine's error is also an HTTP 500, unless the answer had begun. So neither count alone includes all errors.
     failed = max(errors, step(old.server_errors, new.server_errors))
     counts: dict[str, Any] = {field: step(getattr(old, field), getattr(new, field)) for field in _COUNTS}
     counts["finished"] += failed - errors

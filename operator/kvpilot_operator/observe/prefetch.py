@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 Object = Mapping[str, Any]
 
-# Its own pod is one of two at most, and a tenant may give its label to any number: so many are looked at.
+# The Job has at most two pods, but a tenant may put its label on any number: read at most so many.
 _PODS = 2
 
 _THERE = "kvpilot_prefetch_bytes"
@@ -35,14 +35,14 @@ _MOST = 2**60
 
 
 class Progress(NamedTuple):
-    """Bytes that are on the claim, and those of the whole model."""
+    """Bytes on the claim, and bytes of the whole model."""
 
     there: int
     total: int
 
 
 class ProgressReader:
-    """Takes one page of the Job's pod in chunks, as PageReader does an engine's; ScrapeError where it says neither."""
+    """Takes one page of the Job's pod in chunks, as PageReader does an engine's; ScrapeError if it has neither."""
 
     def __init__(self) -> None:
         self._found: dict[str, int] = {}
@@ -73,7 +73,7 @@ class ProgressReader:
 async def read_prefetch(
     cluster: Cluster, scraper: Scraper, key: ServiceKey, service: ServiceView
 ) -> PrefetchView | None:
-    """Return the service's Job; None where it has none, or none is asked for and none was.
+    """Return the service's Job; None if it has none, or if none is or was requested.
 
     It is read, and watched never: few services fill a claim at a time, and each once.
     """

@@ -23,10 +23,10 @@ from kvpilot_operator.probes.packs import CONFIG_MAP_KEY, ProbePrompt
 from kvpilot_operator.probes.session import DEFAULT_TOKENS, TOP_K
 from kvpilot_operator.state.snapshot import ProbePlan, ServiceKey
 
-# A service's packs are read again after this long, or when its spec has changed: of up to 16 ConfigMaps each is a
-# request, and a reconcile has no time for them after every scrape.
+# A service's packs are read again after this long, or when its spec has changed: each of up to 16 ConfigMaps takes a
+# request, too many for a reconcile after every scrape.
 PACKS_SECONDS = 15.0
-# Of a ConfigMap without the key so many others are named to the user.
+# For a ConfigMap without the key, the message names at most so many other keys.
 _OTHER_KEYS = 8
 
 
@@ -36,12 +36,12 @@ class _ConfigMap(msgspec.Struct):
 
 
 class PlanRead(NamedTuple):
-    """A service's packs when they were last read."""
+    """Packs of a service as last read."""
 
     read: datetime
     spec: Spec
     about: object
-    """All that the plan depends on; None where the packs could not be used."""
+    """All that the plan depends on; None if the packs could not be used."""
     plan: ProbePlan
 
 
@@ -89,8 +89,8 @@ class PackTexts:
             texts = await self.of(key, spec)
         except PackError as error:
             return PlanRead(now, spec, None, ProbePlan(fault=str(error)))
-        # Making a plan takes some 60 ms, so not at every edit. Of texts the digest is kept: they are a tenant's, and of
-        # any number.
+        # Making a plan takes about 60 ms, so cache it. Keep only the digest of texts, because a tenant may send any
+        # number of them.
         digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()
         about = (spec.model, spec.kv_cache.baseline, spec.accuracy.probe_sets, digest)
         plan = known.plan if known is not None and known.about == about else probe_plan(spec, texts)
@@ -102,7 +102,7 @@ class PackTexts:
             answer = await self._cluster.find_json(Ref("v1", "ConfigMap", key.namespace, name), most=most)
         except OverBudget as error:
             raise PackTooLarge(
-                f"configmap/{name}: the ConfigMap has more than {most} bytes; give the pack one of its own"
+                f"configmap/{name}: the ConfigMap has more than {most} bytes; give the pack a separate one"
             ) from error
         return None if answer is None else texts_of(answer)
 

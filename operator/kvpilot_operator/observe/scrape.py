@@ -32,7 +32,7 @@ from kvpilot_operator.state.snapshot import ServiceKey
 TIMEOUT_SECONDS = 5.0
 _EXCERPT = 200
 _MODELS_PATH = "/v1/models"
-# A model takes some 500 bytes of it.
+# A model takes about 500 bytes of it.
 _MAX_MODELS_BYTES = 64 * 1024
 
 T_co = TypeVar("T_co", covariant=True)
@@ -77,7 +77,7 @@ class _ModelsPage:
 
 
 class Scraper:
-    """Fetches pages; whoever opens one closes it. `identity` is for engines that are reached by TLS.
+    """Fetches pages; the caller that opens one closes it. `identity` is for engines that are reached by TLS.
 
     No proxy from the environment, no cookies, and plain bytes only: a few KiB of a compressed page may be gigabytes.
     """
@@ -134,13 +134,14 @@ class Scraper:
         except TimeoutError as error:
             raise ScrapeTimeout(f"{address}: no whole page within {TIMEOUT_SECONDS:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            # What the server sent may be part of the text.
+            # The text may include data from the server.
             raise ScrapeError(f"{address}: {type(error).__name__}: {shown(str(error))[:_EXCERPT]}") from error
 
     async def waiting(self, service: ServiceKey, url: str) -> float:
-        """Return the requests that wait for room in one pod; 0 where it does not say, 1 where it is too busy."""
+        """Return the requests that wait for room in one pod; 0 if the answer does not give it, 1 if the engine is too
+        busy."""
         try:
-            # What this takes is bounded by the questions of the probe that asks.
+            # The number of questions in the probe bounds the size of this.
             return (await self.scrape(service, url, lambda _: None)).waiting
         except ScrapeTimeout:
             return 1.0
@@ -170,7 +171,7 @@ class Scraper:
             if (answer.content_length or 0) > METRICS.read_bytes:
                 raise ScrapeError(f"{answer.content_length} bytes, more than {METRICS.read_bytes}")
             async for chunk in answer.content.iter_chunked(METRICS_CHUNK_BYTES):
-                # The engine is not to blame for what it waits here.
+                # This wait is not the engine's fault.
                 came, until = clock(), limit.when() or 0.0
                 limit.reschedule(None)
                 await self._read(page.steps(chunk))
@@ -182,7 +183,7 @@ class Scraper:
         while more:
             async with self._steps:
                 more = next(steps, steps) is None
-                # Whatever else is ready comes before the next steps, whoever's they are.
+                # Other ready tasks run before the next steps.
                 await asyncio.sleep(0)
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.budget import METRICS_WORK_PER_SECOND
 
-# The first failure may be chance: the engine is asked in the next cycle as always. With each further one in a row the
-# pause doubles; the longest is what an engine that has recovered waits at most.
+# The first failure may be chance: the engine is scraped in the next cycle as usual. Each further failure in a row
+# doubles the pause; a recovered engine waits at most for the longest.
 BACKOFF = Backoff(2.0, 30.0)
 
 
@@ -52,8 +52,8 @@ class ScrapeThrottle:
     def spend(self, work: int, now: float) -> None:
         """Count the work of a page (`PageReader.work`), whether it was good or not.
 
-        The service is asked again when the pods that were asked may have taken so much together: in samples of all
-        pods or of none, a large page makes no pod look as if it did not answer.
+        The next scrape of the service waits until the budget of all its pods covers their work. Every sample has all
+        pods or none, so a large page does not make a pod look silent.
         """
         self._paid_at = max(self._paid_at, now) + work / (METRICS_WORK_PER_SECOND * max(1, self._asked))
 

@@ -1,9 +1,8 @@
 """The lines of a page in Prometheus' text format: from chunks of bytes to the wanted series, one by one.
 
-Linear in the bytes of the page, whatever they are: lines are found by one search, and told apart by the name that they
-begin with. A line is at most `METRICS_LINE_BYTES` long, and the expressions that read it cannot go back (possessive
-quantifiers). Only the line that a chunk ends in is held. docs/decisions/0013
-compares it with prometheus_client's parser.
+The time is linear in the bytes of any page: one search finds the lines, and their first name classifies them. A line is
+at most `METRICS_LINE_BYTES` long, and the expressions that read it cannot go back (possessive quantifiers). Only the
+line that a chunk ends in is held. docs/decisions/0013 compares it with prometheus_client's parser.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ class SeriesReader:
         self._wanted = wanted
         self._on_series = on_series
         self._rest = b""
-        """The line that the last chunk ended in."""
+        """Unfinished last line of the last chunk."""
         self._bytes = 0
         self._lines = 0
 
     @property
     def work(self) -> int:
-        """The lines so far, and a line more for each 128 bytes: the time that they took is proportional to it."""
+        """Return the lines so far, plus a line for each 128 bytes: parsing time is proportional to it."""
         return self._lines + self._bytes // METRICS_WORK_BYTES
 
     def steps(self, chunk: bytes) -> Iterator[None]:

@@ -28,7 +28,7 @@ from kvpilot_operator.state.snapshot import ServiceKey
 
 Object = Mapping[str, Any]
 
-# A queue (Kueue's, say) holds a pod by a scheduling gate while it has no room: the same as no room on a node.
+# A queue such as Kueue holds a pod by a scheduling gate while it is full: treat this like a lack of room on nodes.
 _NO_NODE = ("Unschedulable", "SchedulingGated")
 _SOURCES = (
     ("Secret", "secret", "secretName"),
@@ -72,7 +72,7 @@ def pod_view(pod: Object, mesh: bool = False, container_name: str = ENGINE_CONTA
 
 
 def _words(said: Object, field: str = "message") -> str | None:
-    """Return the words of a kubelet, a scheduler or a controller; None where there are none."""
+    """Return the words of a kubelet, a scheduler or a controller; None if there are none."""
     return None if said.get(field) is None else lines(str(said[field]))
 
 
@@ -83,7 +83,7 @@ def _no_volume(scheduled: Object) -> str | None:
 
 
 def _held_up(status: Object, container_name: str) -> tuple[str, str] | None:
-    """Return reason and message of the first other container that waits for what may never come."""
+    """Return reason and message of the first other container with a wait that may never end."""
     for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
         waiting = (container.get("state") or {}).get("waiting") or {}
         reason = waiting.get("reason") or ON_ITS_WAY[0]
@@ -102,7 +102,7 @@ def _begun(status: Object) -> bool:
 
 
 def _needs(pod: Object) -> tuple[str, ...]:
-    """Return the objects that a pod's volumes need and the kubelet waits for, in their order."""
+    """Return the objects of a pod's volumes that the kubelet waits for, in their order."""
     volumes = (pod.get("spec") or {}).get("volumes") or ()
     parts = [part for one in volumes for part in ((one.get("projected") or {}).get("sources") or (one,))]
     found = [
@@ -165,7 +165,7 @@ def without_pod_name(message: str) -> str:
 
 
 def traffic_of(service: Object) -> str | None:
-    """Return the revision that a Service sends requests to, "" for all; None where the selector is not ours."""
+    """Return the revision that a Service sends requests to, "" for all; None if the selector is not ours."""
     return _selected(service, (service.get("spec") or {}).get("selector") or {})
 
 
@@ -184,7 +184,7 @@ def named_view(kind: str, obj: Object, uid: str) -> ObjectView:
 
 
 def together(service: str | None, pool: ObjectView | None) -> str | None:
-    """Return the revision behind a Service (`traffic_of`) and a pool: every revision where they differ."""
+    """Return the revision behind a Service (`traffic_of`) and a pool: every revision if they differ."""
     if service is None or pool is None or not pool.owned or pool.selects == service:
         return service
     return ""
@@ -217,7 +217,7 @@ def _parents(route: Object, key: ServiceKey) -> tuple[Parent, ...]:
 
 
 def _answer(name: str, conditions: Sequence[Object], generation: int) -> Parent:
-    """Return a parent's answer to the route as it is now; older conditions do not count."""
+    """Return a parent's answer to the present route; older conditions do not count."""
     now = [one for one in conditions if one.get("observedGeneration", generation) >= generation]
     for one in now:
         if one.get("type") in ("Accepted", "ResolvedRefs") and one.get("status") == "False":

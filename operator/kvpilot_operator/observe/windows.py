@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _PRESSURE_BUCKETS = 24
 # Samples in a canary's step: as many slices as its two sides are compared in.
 _STEP_BUCKETS = 20
-# Samples are this close at most where a gap between them would read as missing scrapes.
+# Largest distance between samples: a wider gap would read as missing scrapes.
 _LONGEST_BUCKET_SECONDS = 45.0
 # Samples that are kept of a window of a day, and beyond the windows of the workload.
 _MOST_BUCKETS = 2400
@@ -35,11 +35,11 @@ class SampleRetention:
     far: float = 3600.0
     bucket: float = 12.5
     pressure: float = 300.0
-    """Without a trial, histograms are kept of these last seconds alone, and those of latencies only for objectives."""
+    """Without a trial, histograms cover only these last seconds, and latency histograms exist only for objectives."""
     trial: bool = True
     """A canary is compared with the stable side."""
     latencies: bool = False
-    """Histograms of latencies are kept without a trial, for objectives."""
+    """Keep latency histograms without a trial, too, for objectives."""
 
     @property
     def far_bucket(self) -> float:
@@ -48,7 +48,7 @@ class SampleRetention:
 
 
 def retention_of(spec: Spec, *, trial: bool) -> SampleRetention:
-    """Return the windows of a spec: those of the workload, and beyond them the longest time of a step."""
+    """Return the windows of a spec: the workload's windows, and beyond them the longest time of a step."""
     canary, sustained = spec.canary, spec.kv_cache.pressure.sustained_seconds
     holds = [step.hold_seconds for step in canary.steps if step.hold_seconds]
     near = max(sustained, spec.scaling.scale_down_stabilization_seconds)
@@ -98,11 +98,11 @@ class _Merged:
 
 @dataclass(slots=True)
 class _Series:
-    """One revision's samples, oldest first, and the last pages of its pods."""
+    """Samples of one revision, oldest first, and the last pages of its pods."""
 
     known: Mapping[str, Known] = field(default_factory=dict)
     odd: frozenset[str] = frozenset()
-    """Oddities of the last pages."""
+    """Contradictions in the last pages."""
     far: deque[_Merged] = field(default_factory=deque)
     near: deque[_Merged] = field(default_factory=deque)
 
@@ -169,7 +169,7 @@ class Windows:
         series = self._series.setdefault(revision, _Series())
         if series.turned_back(time):
             log.warning(
-                "the clock was set back: scrapes of later than now are forgotten", extra={"service": str(self._key)}
+                "the clock was set back: scrapes from the future are dropped", extra={"service": str(self._key)}
             )
         judged = plausible_sample(time, series.known, pages, unanswered=unanswered, gpus=gpus)
         series.known = judged.known
@@ -188,13 +188,13 @@ class Windows:
         return {name: tuple(bucket.sample for bucket in (*one.far, *one.near)) for name, one in self._series.items()}
 
     def model(self) -> ModelFacts | None:
-        """Return the architecture of most of the service's pods; None where no pod has said it."""
+        """Return the architecture of most of the service's pods; None if no pod has said it."""
         every = self._series.values()
         said = Counter(pod.page.model for one in every for pod in one.known.values() if pod.page.model is not None)
         return said.most_common(1)[0][0] if said else None
 
     def keep_only(self, revisions: Collection[str]) -> None:
-        """Forget revisions that no longer run."""
+        """Forget revisions that have stopped."""
         for name in [name for name in self._series if name not in revisions]:
             del self._series[name]
 

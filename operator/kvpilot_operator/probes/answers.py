@@ -1,9 +1,9 @@
 """From an engine's JSON to tokens and logprobs, with nothing taken on trust. Pure.
 
-Answers are decoded into their types at once: what was not asked for is passed over and never made, and the first value
-that is not the API's ends it. A missing or non-finite logprob becomes an empty position, which is maximal damage;
-logprobs that no distribution has, and anything that is not the API, are a `MalformedAnswer` that names the address and
-shows the start of what came.
+Answers are decoded directly into their types. Unused fields are skipped without making objects, and the first invalid
+value ends the decoding. A missing or non-finite logprob becomes an empty position, which is maximal damage; impossible
+logprobs, and bodies that do not follow the API, are a `MalformedAnswer` that names the address and shows the start of
+the body.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def read_streamed(url: str, data: bytes) -> Chunk:
     try:
         chunk = _decoded(url, data, _Chunk)
     except MalformedAnswer:
-        # An engine with broken logits may send NaN and Infinity, which are no JSON: they count as null.
+        # An engine with broken logits may send NaN and Infinity, which JSON does not allow: they count as null.
         finite = _NOT_FINITE.sub(lambda found: found[1] or b"null", data)
         if finite == data:
             raise

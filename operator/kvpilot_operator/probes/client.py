@@ -44,18 +44,18 @@ CONNECT_SECONDS = 5.0
 READ_SECONDS = 120.0
 RETRY_PAUSE_SECONDS = 0.5
 _MAX_LINE_BYTES = 128 * 1024
-# What our runtime heeds of a request, and other engines leave alone (runtime/kvpilot_runtime/config/offload.py).
+# Request parameter that our runtime obeys and other engines ignore (runtime/kvpilot_runtime/config/offload.py).
 FROM_HOST: dict[str, object] = {"kvpilot_from_host": True}
 
-# One token with its logprobs takes some 2 KiB. The loop that reads serves the whole fleet: an engine that talks without
-# an end, and fast, must not have it to itself until the run's deadline.
+# One token with its logprobs takes about 2 KiB. The reading loop serves the whole fleet: an engine that sends fast and
+# without end must not occupy it until the run's deadline.
 _MAX_STREAM_BYTES = 1024 * 1024
 _MAX_TOKEN_BYTES = 64 * 1024
 _TEMPLATE_BYTES = 64 * 1024
 _MAX_MODELS_BYTES = 256 * 1024
 _JSON = {"Content-Type": "application/json"}
 _MAX_ERROR_BYTES = 4096
-# What a connection can fail of; a connection's own timeout is a ClientError too.
+# Errors of a connection; a connection's own timeout is a ClientError, too.
 _BROKEN = (aiohttp.ClientError, OSError)
 _TOOLS_AS_TEXT = "You can call these tools. To call one, answer only with a JSON object with its name and arguments."
 
@@ -69,8 +69,8 @@ class EngineClient:
     """An engine's address (`http://host:port`) and the model's served name; `http` is shared by all requests.
 
     `progress` is called whenever the engine has answered a question, or a token of one. `priority` is for an engine
-    that schedules by it (a larger one waits longer). With `from_host` an engine that offloads takes what it has of a
-    prompt from host memory, also where its GPU still holds it.
+    that schedules by it (a larger one waits longer). With `from_host` an engine that offloads reads the stored part of
+    a prompt from host memory, even if its GPU still holds it.
     """
 
     base_url: str
@@ -84,7 +84,7 @@ class EngineClient:
         """Return the chat rendered by the engine's own template, ready for an answer.
 
         `tools` is a JSON list of functions. A template that does not know tools gets them as text in the first message.
-        A model without a chat template, or whose template refuses these roles, gets plain text: role and content.
+        A model without a chat template, or with one that refuses these roles, gets plain text: role and content.
         """
         chat = [{"role": m.role, "content": m.content} for m in messages]
         if not tools:
@@ -116,7 +116,7 @@ class EngineClient:
     async def _tokens(self, body: Mapping[str, object]) -> Tokenized:
         url = f"{self.base_url}/tokenize"
         asked = msgspec.json.encode(body)
-        # A token is a byte of text or more, and what the template adds has its own room.
+        # A token is at least a byte of text, and the template's additions have their own allowance.
         limit = min(BYTES_A_TOKEN * len(asked) + _TEMPLATE_BYTES, CANARY_PROBE.read_bytes)
 
         async def ask() -> Tokenized:
@@ -152,7 +152,7 @@ class EngineClient:
         if self.from_host:
             body["kv_transfer_params"] = FROM_HOST
         asked = msgspec.json.encode(body)
-        # A list of numbers takes four times what it says.
+        # A list of numbers takes four times its text in memory.
         del body
         for last_try in (False, True):
             started = False
@@ -193,7 +193,7 @@ class EngineClient:
         except OverBudget as error:
             raise MalformedAnswer(str(error)) from error
         if count < tokens and (past_end or ended != "stop"):
-            # Answers that end early agree with each other at every position, of which there are too few, or none.
+            # Answers that end early agree at every position, but have too few positions, or none.
             raise MalformedAnswer(
                 f"{url}: {count} of {tokens} tokens, finish_reason {ended[:40]!r}; see the engine's log, and "
                 "max_new_tokens in the model's generation_config.json"
@@ -244,7 +244,7 @@ async def _twice(url: str, ask: Callable[[], Awaitable[T]]) -> T:
 
 
 def _unreachable(url: str, error: Exception) -> EngineUnreachable:
-    # What the server sent may be part of the text.
+    # The text may include data from the server.
     return EngineUnreachable(f"{url}: {type(error).__name__}: {shown(str(error))[:200]}; is the engine running?")
 
 

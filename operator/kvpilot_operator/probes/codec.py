@@ -2,8 +2,8 @@
 
 Token ids are arrays of 32 bits and logprobs arrays of 16 bits, in steps of 1/2048 nat (they reach -32, below
 `stats.MIN_LOGPROB`). Rounding moves the cell of all other tokens by at most 2.5e-4, and a KL by less than 2e-3 nat:
-the control's like a candidate's. Each position's greedy token comes first, so that it can be
-told after reading even among equals.
+the control's like a candidate's. Each position's greedy token comes first, so that a reader knows it even among equal
+logprobs.
 
 The limits are chosen so that even incompressible data stays below MAX_BYTES: 65,536 prompt tokens, 4,096 positions of
 20 tokens, and the texts of 64 prompts, two of 400 characters each.
@@ -36,8 +36,8 @@ from kvpilot_operator.probes.stats import (
     impossible,
 )
 
-# Part of every identity: a new number makes every baseline be captured anew, so it follows what answers mean, not how
-# they are packed.
+# Part of every identity: a new number invalidates every baseline. So change it with the meaning of answers, not with
+# their packing.
 _MEANING = 1
 MAX_BYTES = 900 * 1024
 MAX_PROMPT_TOKENS = 65_536
@@ -119,7 +119,7 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 def with_control(baseline: Baseline, noise: Measurement, captured: datetime) -> Baseline:
-    """Return the baseline with the damage of its own engine against it."""
+    """Return the baseline with the damage of its own engine's second run."""
     return replace(baseline, control=msgspec.convert({**asdict(noise), "captured": captured}, Control))
 
 

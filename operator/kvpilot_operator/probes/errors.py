@@ -1,4 +1,4 @@
-"""Every error that a probe raises on purpose; each message names what, the value and what to do."""
+"""Every error that a probe raises on purpose; each message names the subject, the value and the remedy."""
 
 from kvpilot_operator.errors import KvpilotError
 
@@ -12,7 +12,7 @@ class PackError(ProbeError):
 
 
 class UnknownPack(PackError):
-    """A probe set that is neither built in nor a ConfigMap given."""
+    """Probe set that is neither built in nor a given ConfigMap."""
 
 
 class EmptyPack(PackError):
@@ -36,7 +36,7 @@ class EngineUnreachable(ProbeError):
 
 
 class EngineBusy(ProbeError):
-    """Users' requests waited for longer than a probe gives way: no verdict, and no failure of the candidate."""
+    """Users' requests queued for longer than a probe waits: there is no verdict, and the candidate has not failed."""
 
 
 class EngineRefused(ProbeError):

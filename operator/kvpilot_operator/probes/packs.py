@@ -11,7 +11,7 @@ A pack is YAML (a ConfigMap keeps it under the key `prompts.yaml`):
         description: The area of a country.
         parameters: {type: object, properties: {country: {type: string}}}   # a JSON schema
 
-A prompt may hold the word `{{filler}}` once in one of its messages: a text made here then takes its place.
+A prompt may hold the word `{{filler}}` once in one of its messages: a generated text then replaces it.
 It has `fillPercent` of the room that the model's context leaves, with the prompt's `fact` `depthPercent` into it.
 That is how `builtin/long-context` follows a model's context without storing long texts.
 
@@ -67,7 +67,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ProbePrompt:
-    """One question: a chat that ends with a user's turn; `pack` and `name` say where it comes from.
+    """One question: a chat that ends with a user's turn; `pack` and `name` identify its source.
 
     `tools` are the functions that the model may call, a JSON list of objects with name, description and parameters.
     """

@@ -3,15 +3,15 @@
 A prefill need not read what it has just stored: backends with packed caches attend to the fresh 16-bit keys and
 values of a first chunk, so logprobs of a *prompt* may see no damage at all. Every backend decodes from its pages, and
 users live on decode. So the candidate decodes: it continues the baseline's prompt greedily. As long as its token
-equals the baseline's, both sides have the same context, and their distributions can be compared. Where they part,
-that position still counts; the request is closed, and a new one resumes with the baseline's tokens up to there as its
+equals the baseline's, both sides have the same context, and their distributions can be compared. The position of a
+divergence still counts; the request is closed, and a new one resumes with the baseline's tokens up to there as its
 prompt. A request's first token comes from a prefill and is judged only if it differs.
 
 Before a prompt is followed, its first half is asked alone: the rest is then prefilled onto cached pages, like the
 next turn of a chat. There a cache can be wrong while every fresh prompt is right.
 
-A candidate that answers garbage parts at every step, so resumes are bounded: the rest of such a prompt stays
-unmeasured, long after the verdict is clear. docs/decisions/0003 has the alternatives.
+A candidate that answers garbage diverges at every step, so resumes are bounded: the rest of such a prompt stays
+unmeasured, because the verdict is already clear. docs/decisions/0003 has the alternatives.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def capture(
     dtype: str,
     settings: Settings = USUAL,
 ) -> Baseline:
-    """Return what the 16-bit engine at `base_url` answers to `prompts`.
+    """Return the answers of the 16-bit engine at `base_url` to `prompts`.
 
     Prompts that do not fit the model's context are named in the result's `left_out`. Raises a `ProbeError`: among them
     `NothingFits` when no prompt is left, `BaselineTooLarge` before anything is decoded.
@@ -103,7 +103,7 @@ async def control(base_url: str, model: str, baseline: Baseline, *, settings: Se
     """Return the 16-bit engine's damage against its own baseline: the noise that a candidate's damage must exceed.
 
     The batches are composed differently: twice the concurrency, the prompts in reverse order, resumes and a warm prefix
-    cache. Those are what production changes from one minute to the next.
+    cache. Production changes those from minute to minute.
     """
     twice = replace(settings, concurrency=min(2 * settings.concurrency, 64))
     return await _measure(base_url, model, baseline, range(len(baseline.prompts))[::-1], twice)
@@ -161,7 +161,7 @@ async def _answer(
 async def _follow(
     engine: EngineClient, throttle: Throttle, index: int, prompt: BaselinePrompt, settings: Settings
 ) -> tuple[list[Compared], int]:
-    """Decode along the baseline's answer, with a new request after every position where the candidate parts from it.
+    """Decode along the baseline's answer, with a new request after every divergence of the candidate.
 
     Returns the prompt's judged positions and the number of requests that they took.
     """
@@ -178,12 +178,12 @@ async def _follow(
             break
         requests += 1
         resumes += 1
-        # The baseline knows where the model ended; the candidate's own end token is one more way to part from it.
+        # The baseline knows where the model ended; the candidate's own end token counts as another divergence.
         async with aclosing(engine.decode(context, wanted, TOP_K, past_end=True)) as steps:
             async for step in steps:
                 judged = compare(index, len(prompt.tokens) + reached, answer[reached], step.logprobs)
-                # A first token comes from a prefill, which need not have read a page: that it agrees proves nothing,
-                # that it differs is damage. Leaving both out would judge only those requests that began well.
+                # A first token comes from a prefill, which may not have read a page. So its agreement proves nothing,
+                # but its difference is damage. Ignoring both would judge only requests that began well.
                 if reached > start or not judged.agrees:
                     compared.append(judged)
                 reached += 1

@@ -1,6 +1,6 @@
 """One run's time with an engine: how deep and how gently it asks, and the deadline that follows from it.
 
-It lets the users of its engine go first, and what it spends is bounded.
+It lets users of its engine go first, and has a bounded cost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GiveWay:
 
 
 class Throttle:
-    """The courtesy of one run: the users that it gives way to, and its budget of tokens (None: no bound)."""
+    """Limits of one run: the queue of users that it yields to, and its budget of tokens (None: unbounded)."""
 
     def __init__(self, url: str, give_way: GiveWay | None, token_budget: int | None) -> None:
         self._url = url
@@ -74,15 +74,15 @@ MIN_TOKENS = 8
 MAX_TOKENS = 128
 # vLLM's default --max-logprobs.
 TOP_K = 20
-# A 4-bit cache parts from bf16 about every tenth token: three or four resumes in 32 tokens. Twelve leave room for a bad
-# day and bound what garbage costs.
+# A 4-bit cache diverges from bf16 about every tenth token: three or four resumes in 32 tokens. Twelve leave a margin
+# and bound the cost of garbage.
 MAX_RESUMES = 12
 # The pace that a probe needs: about a third of what two CPU cores with other work give a small model
 # (docs/accuracy-watch.md). A run's deadline is the time for its prompts and answers at this pace, and a start.
 START_SECONDS = 60.0
 PREFILL_TOKENS_PER_SECOND = 100
 DECODE_TOKENS_PER_SECOND = 2
-# Four times what the largest baseline holds, which is what a quantized dtype with its resumes asks of it.
+# Four times the tokens of the largest baseline: a quantized dtype with its resumes needs as many.
 TOKEN_BUDGET = 4 * MAX_PROMPT_TOKENS
 
 
@@ -90,15 +90,15 @@ TOKEN_BUDGET = 4 * MAX_PROMPT_TOKENS
 class Settings:
     """Depth and courtesy of a probe: `concurrency` requests in flight, `deadline_seconds` for the whole run.
 
-    Without `deadline_seconds` a run has the time of its prompts and answers at the slowest pace that is worth probing,
-    and the time that it gives way.
+    Without `deadline_seconds` a run has the time for its prompts and answers at the slowest useful pace, plus its time
+    of yielding.
 
     `give_way` lets users' requests go first (None: it does not look). `token_budget` bounds the tokens of all requests
     together, prompts included; the rest stays unmeasured. `priority` goes with each request, for an
-    engine that schedules by priority: a larger one is served later. `api_key` is what an engine behind a gateway wants,
-    `tls` how one in a mesh is reached. `headers` go with each request: by a trace's an engine's own spans join it.
-    `progress` is called at each of an engine's answers. `from_host` is for an engine that offloads: what it answers is
-    read from pages that came back from host memory.
+    engine that schedules by priority: a larger one is served later. `api_key` is for an engine behind a gateway, `tls`
+    for one in a mesh. `headers` go with each request: by a trace's an engine's own spans join it. `progress` is called
+    at each of an engine's answers. `from_host` is for an engine that offloads: it answers from pages that came back
+    from host memory.
     """
 
     tokens: int = DEFAULT_TOKENS

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# Logprobs below this are this: no float32 softmax tells them apart, and damage stays bounded at MAX_KL.
+# Floor of logprobs: a float32 softmax cannot distinguish smaller ones, and damage stays bounded by MAX_KL.
 MIN_LOGPROB = -30.0
 MAX_KL = -MIN_LOGPROB
 # Mass below this is rounding: float32 logprobs of 20 tokens add up to 1 only within about 1e-6.
@@ -47,7 +47,7 @@ class Answers(Sequence[Logprobs]):
     def __init__(self, positions: Iterable[Logprobs]) -> None:
         self._ends, self._ids, self._logprobs = array("I"), array("I"), array("f")
         for token, top in positions:
-            # The greedy token first, so that it can be told among equals.
+            # The greedy token comes first, so that it is known among equal logprobs.
             self._ids.append(token)
             self._logprobs.append(top[token])
             rest = [one for one in top if one != token]
@@ -101,8 +101,8 @@ class Measurement:
     """The damage of a candidate's cache to the baseline's answers; compare it with a control's, not with zero.
 
     `stderr_kl_micronats` is the standard error of the mean with prompts as clusters (positions of one prompt are
-    not independent); 0 for a single prompt, which says nothing about it. `tokens` is what all requests together sent
-    and asked for.
+    not independent); 0 for a single prompt, which says nothing about it. `tokens` counts the tokens that all requests
+    sent and requested.
     """
 
     prompts: int
@@ -119,7 +119,7 @@ class Measurement:
 
 
 def impossible(top: Mapping[int, float], chosen: int) -> str | None:
-    """Name what no distribution has among a position's logprobs as the engine sent them; None where nothing is wrong.
+    """Name an impossible value among a position's logprobs from the engine; None if nothing is wrong.
 
     A token that is masked may have minus infinity, the chosen one may not.
     """
@@ -135,7 +135,7 @@ def impossible(top: Mapping[int, float], chosen: int) -> str | None:
 def kl_nats(baseline: Mapping[int, float], candidate: Mapping[int, float]) -> float:
     """Return KL(baseline || candidate) in nats, in [0, MAX_KL], over the baseline's tokens and one cell for the rest.
 
-    Both map token ids to logprobs. An empty candidate (an engine whose logits are not numbers) is MAX_KL.
+    Both map token ids to logprobs. An empty candidate (an engine with logits that are not numbers) is MAX_KL.
     """
     if not baseline or not candidate:
         return MAX_KL

@@ -29,13 +29,14 @@ def known(c: Context) -> Baseline | None:
 
 
 def misreported(c: Context) -> Cause | None:
-    """Say that the engines which give the 16-bit answers report another dtype; None where they do not."""
+    """Say that the engines which give the 16-bit answers report another dtype; None if they do not."""
     found = mismatch(c.snapshot, c.reference, c.spec.kv_cache.baseline)
     return None if found is None else Cause(Reason.BASELINE_UNFIT, found)
 
 
 def reference_fault(c: Context) -> Cause | None:
-    """Say why the 16-bit engine is no reference for the present model and probe sets; None where nothing is known."""
+    """Explain why the 16-bit engine cannot be a reference for the present model and probe sets; None if nothing is
+    known."""
     named, result = c.status.accuracy.baseline, c.snapshot.probe_result
     if known(c) is not None:
         return None
@@ -54,7 +55,7 @@ def reference_fault(c: Context) -> Cause | None:
 
 
 def on_trial(c: Context) -> bool:
-    """Return True if there is a canary whose accuracy is still to be judged."""
+    """Return True if a canary still needs a verdict on its accuracy."""
     canary = c.canary
     if canary is None or canary.stage not in (Stage.STARTING, Stage.PROBING):
         return False
@@ -62,7 +63,7 @@ def on_trial(c: Context) -> bool:
 
 
 def wanted(c: Context) -> Find | Capture | None:
-    """Return the request that leads to a baseline where none is known, or None where nobody needs one.
+    """Return the request for a missing baseline, or None if no baseline is needed.
 
     Auto captures it ahead of need, while 16-bit replicas serve; otherwise the first canary makes it worth having. A
     dtype that serves without one, after a lost status, can only be watched if one is found.
@@ -93,7 +94,7 @@ def measure(c: Context, kept: Baseline, pod: PodView, dtype: str, identity: str,
 
 
 def borrowed(c: Context) -> str | None:
-    """Return the 16-bit revision that is borrowed to capture a baseline, where none is kept and none serves."""
+    """Return the 16-bit revision to borrow for capturing a baseline, if none is stored and none serves."""
     s = c.snapshot
     if s.probes.fault is not None or not on_trial(c) or known(c) is not None:
         return None
@@ -104,7 +105,7 @@ def borrowed(c: Context) -> str | None:
 
 
 def adopt(c: Context, found: Captured) -> Context:
-    """Name the baseline in the status; it is written first, where it was not found kept."""
+    """Name the baseline in the status; it is written first, unless it was already stored."""
     probes, control = c.snapshot.probes, found.baseline.control
     if control is None or found.baseline.identity != probes.identity or known(c) is not None:
         return c

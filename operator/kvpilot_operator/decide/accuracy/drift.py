@@ -4,9 +4,9 @@
         |  any run without a verdict: errors + 1, nothing else
 
 The state is `status.accuracy` alone (checkedTime, failures, errors, last), written once a run, so an operator restart
-neither loses a count nor counts twice. Nothing is probed while a canary has the prober, while the baseline dtype itself
-serves (there is nothing to compare it with, nor anything to fall back to), or while the spec asks for another revision
-than serves: the kept answers may then be another model's.
+does not lose a count or count twice. No probe runs while a canary uses the prober, or while the baseline dtype itself
+serves: it has nothing to compare with or to fall back to. No probe runs either while the spec asks for another revision
+than the serving one, because the kept answers may be another model's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvpilot_operator.state.status import Stable
 
 
 def begin(c: Context) -> Context:
-    """Start counting anew when another revision serves, and forget the counts where nothing is watched."""
+    """Reset the counts when another revision serves, and drop them if no watch is requested."""
     accuracy, stable = c.status.accuracy, c.stable
     if stable is None:
         return c
@@ -53,7 +53,7 @@ def check(c: Context, kept: Baseline) -> Measure | None:
     pods = _watched(c)
     if stable is None or not pods or not due(c.snapshot, c.spec, accuracy):
         return None
-    # Replicas that come and go meanwhile do not end a run of one that stays.
+    # Added or removed replicas do not end the run of a remaining one.
     pod = c.snapshot.pod_to_ask(pods)
     if running is None or running.request.identity != _identity(kept, stable, pod, accuracy):
         pod = next_pod(pods, accuracy, stable.revision)
@@ -90,15 +90,15 @@ def count_error(c: Context, pod: str, failed: ProbeFailed) -> Context:
 def due(s: Snapshot, spec: Spec, accuracy: Accuracy) -> bool:
     """Return True if a new period has begun since the last run.
 
-    Periods of each service begin at another moment: a fleet that was promoted at once is not probed at once.
+    Periods of each service begin at another moment: a fleet that was promoted together is not probed together.
     """
     return accuracy.checked_time is not None and _period(s, spec, s.now) > _period(s, spec, accuracy.checked_time)
 
 
 def next_pod(pods: Sequence[PodView], accuracy: Accuracy, revision: str) -> PodView:
-    """Return the replica whose turn it is, in the order of names, so that each one's GPU gets its turn.
+    """Return the next replica in the order of names, so that every GPU gets its turn.
 
-    A replica that has just failed is asked again: another one that passes would only hide it.
+    A replica that has just failed is probed again: a pass of another one would only hide the failure.
     """
     ordered = sorted(pods, key=lambda pod: pod.name)
     last = accuracy.last
@@ -112,7 +112,7 @@ def next_pod(pods: Sequence[PodView], accuracy: Accuracy, revision: str) -> PodV
 
 
 def _watched(c: Context) -> tuple[PodView, ...]:
-    """Return the serving replicas, if they run what the spec asks for and it is not the baseline."""
+    """Return the serving replicas if they run the spec's revision and not the baseline."""
     s, stable = c.snapshot, c.stable
     if stable is None or stable.dtype == c.spec.kv_cache.baseline:
         return ()

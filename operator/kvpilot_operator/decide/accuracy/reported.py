@@ -1,7 +1,7 @@
 """The dtype that engines report (`cache_dtype` on their metrics pages), compared with the dtype in the spec.
 
-An image, an argument or a checkpoint may choose another one, and the engine looks healthy. What is measured of such an
-engine is not the dtype's.
+An image, an argument or a checkpoint may choose another one, and the engine looks healthy. Measurements of such an
+engine do not describe the dtype.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def same(asked: str, reported: str) -> bool:
 
 
 def as_asked(s: Snapshot, revision: str, asked: str) -> bool:
-    """Return True if the revision's engines have reported their dtype, and it is the one that they were asked for."""
+    """Return True if the revision's engines have reported their dtype, and it is the requested one."""
     return s.reported_dtype(revision) is not None and mismatch(s, revision, asked) is None
 
 
 def mismatch(s: Snapshot, revision: str, asked: str) -> str | None:
-    """Name the other dtype that engines of a revision report, with the remedy; None where they report none."""
+    """Name the other dtype that engines of a revision report, with the remedy; None if they report none."""
     sample = s.reported_dtype(revision)
     if sample is None:
         return None

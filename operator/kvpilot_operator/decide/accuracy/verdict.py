@@ -1,7 +1,7 @@
 """The verdict on a measurement, by its control and the limits of `spec.accuracy`.
 
-The control compares the 16-bit engine with its own answers, and has to keep the limits itself: what it differs by is
-taken off a candidate's damage, so a control without a bound would explain any damage.
+The control compares the 16-bit engine with its own answers, and must keep the limits itself. Its difference is
+subtracted from a candidate's damage, so an unbounded control would excuse any damage.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvpilot_operator.state.status import clip
 MAX_SHOWN = 300
 # Fewer compared positions than this say nothing about a 99th percentile or a share in percent.
 MIN_POSITIONS = 100
-# How often a dtype whose agreement is just at the limit fails by chance: of 250 positions three in a hundred more or
-# fewer agree from one draw to the next.
+# How often a dtype whose agreement is just at the limit fails by chance: of 250 positions, agreement varies by three in
+# a hundred between two draws.
 ALPHA = 0.01
 # Sound engines show this much noise (docs/accuracy-watch.md: a mean of 0.8 millinats and 98.9%): stricter limits
 # judge only the damage beyond it.
@@ -41,11 +41,12 @@ class Judgement:
 
 
 def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
-    """Judge what exceeds the 16-bit-against-16-bit control: the engine's own noise is never blamed on a dtype.
+    """Judge the damage beyond the 16-bit-against-16-bit control, so that a dtype is not blamed for the engine's own
+    noise.
 
-    The agreement limit is on the same footing: it is lowered by what the control itself disagrees, and missed only
-    where it is by more than chance explains in as many positions as both have. A control that misses the limits
-    itself explains any damage: nothing can pass or fail against it.
+    The agreement limit works alike: the control's own disagreement lowers it. A candidate misses it only by more than
+    chance explains for the number of positions in both runs. A control that misses the limits itself explains any
+    damage: nothing can pass or fail against it.
     """
     excess = max(0, found.mean_kl_micronats - control.control_mean_kl_micronats)
     allowed = limits.max_excess_kl_millinats * 1000

@@ -1,4 +1,4 @@
-"""The conditions of a service: Ready sums them up, Reconciling and Stalled are what tools wait for."""
+"""The conditions of a service: Ready sums them up; tools wait for Reconciling and Stalled."""
 
 from kvpilot_operator.decide.conditions.tell import leave, refuse, tell
 

@@ -29,7 +29,7 @@ class Line(NamedTuple):
 
 
 def metrics(c: Context) -> Line:
-    """Say whether engines give metrics, and whose are left out."""
+    """Report whether engines give metrics, and which pods are left out."""
     workload, backed_off = c.workload, c.snapshot.backed_off
     less = ""
     if backed_off:
@@ -39,7 +39,7 @@ def metrics(c: Context) -> Line:
     if workload.kind in (WorkloadKind.NO_METRICS, WorkloadKind.ENGINES_STALLED):
         return Line("False", workload.kind, f"{workload.message}{less}")
     capacity = f"KV capacity {workload.capacity_tokens} tokens"
-    # Names alone: the figures beside them move, and are in the operator's log.
+    # Only names: their figures change all the time, and are in the operator's log.
     if workload.implausible:
         less = f"; left out for implausible metrics: {names(workload.implausible)}{less}"
     if workload.stalled:
@@ -49,7 +49,7 @@ def metrics(c: Context) -> Line:
 
 
 def memory_pressured(c: Context) -> Line:
-    """Say what binds the service, and whether it is memory."""
+    """Report the resource that limits the service, and whether it is memory."""
     workload, before, usage = (
         c.workload,
         c.before.condition(ConditionType.MEMORY_PRESSURED),
@@ -83,7 +83,7 @@ def _two_digits(seconds: float | None) -> float | None:
 
 
 def waiting(c: Context) -> str:
-    """Return what keeps pods on trial from coming, as the end of a message; empty where nothing does."""
+    """Return the cause that keeps canary pods from starting, as the end of a message; empty if nothing does."""
     canary, why = c.canary, why_waiting(c) if c.canary is not None else ""
     if canary is None or canary.stage == Stage.ROLLING_BACK or why.removeprefix(": ") in canary.message:
         return ""
@@ -91,7 +91,7 @@ def waiting(c: Context) -> str:
 
 
 def canary_healthy(c: Context) -> Line:
-    """Say how the canary in flight does, or how the last one ended."""
+    """Report the state of the running canary, or the result of the last one."""
     canary, last = c.canary, c.status.last_trial
     if canary is not None:
         passed: Word = "True" if canary.verdict == Verdict.PASSED else "Unknown"
@@ -107,7 +107,7 @@ def canary_healthy(c: Context) -> Line:
 
 
 def accuracy(c: Context) -> Line:
-    """Say whether the serving dtype still answers as 16 bits do, on all pods alike."""
+    """Report whether the serving dtype still answers as 16 bits do, on every pod."""
     found = [text for revision in c.sides if (text := mixed_factors(c.snapshot, revision)) is not None]
     line = _verified(c)
     if not found:
@@ -142,7 +142,7 @@ def _verified(c: Context) -> Line:
     if drifted(c):
         return Line("False", Reason.ACCURACY_DRIFTED, f"{found}; {accuracy.failures} runs in a row failed")
     if accuracy.errors >= spec.accuracy.consecutive_error_limit:
-        # Without the number: it grows with every run, and a new message each time helps nobody.
+        # Without the number: it grows with every run, and a new message each time helps no reader.
         return Line("Unknown", Reason.PROBE_ERRORS, f"the last runs brought no verdict (see events); {found}")
     if last is None or not probed:
         return Line("Unknown", Reason.NOT_PROBED, found)

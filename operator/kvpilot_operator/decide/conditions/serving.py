@@ -17,8 +17,8 @@ _WAYS = {TrafficMode.HTTP_ROUTE: " by HTTPRoute", TrafficMode.REPLICA_RATIO: " b
 def serving(c: Context) -> Line:
     """Say whether engines answer behind a Service of ours that selects them.
 
-    Endpoints follow from that and are not watched: each EndpointSlice changes whenever a pod's readiness does, which
-    the pods tell already.
+    Endpoints follow from that and are not watched: an EndpointSlice changes with the readiness of its pods, which the
+    pods already show.
     """
     s, replicas, canary = c.snapshot, c.replicas, c.canary
     if c.stable is None:
@@ -53,7 +53,7 @@ def _unserved(s: Snapshot, ready: int) -> Line:
 
 
 def share(canary: Canary) -> str:
-    """Return the canary's share of the traffic and how it gets it, for a message; empty where it has none."""
+    """Return the canary's share of the traffic and how it gets it, for a message; empty if it has none."""
     if canary.stage not in (Stage.SHIFTING, Stage.PROMOTING) or canary.weight_percent is None:
         return ""
     way = _WAYS.get(canary.traffic_mode, "") if canary.traffic_mode is not None else ""

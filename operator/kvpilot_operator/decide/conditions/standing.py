@@ -1,6 +1,6 @@
 """The conditions that tools wait for, `Reconciling` and `Stalled`, as kstatus (sigs.k8s.io/cli-utils) defines them.
 
-`Reconciling` is True while the service is on its way to its newest spec, `Stalled` where only a person can help. They
+`Reconciling` is True while the service is on its way to its newest spec, `Stalled` if only a person can help. They
 are never both True; if both are False, the newest spec is reached. docs/conditions.md lists the states.
 """
 
@@ -29,7 +29,7 @@ _SETTLED = Cause(Reason.SETTLED, "the spec is acted on, and nothing is under way
 
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """Everything that keeps a service from its newest spec, whichever condition tells it."""
+    """Everything that keeps a service from its newest spec, in any condition."""
 
     objects: Cause | None
     """Objects and pods that the API server refuses."""
@@ -38,7 +38,7 @@ class Problems:
     route: Line | None
     """A route that Gateways refuse (False) or have not accepted yet (Unknown)."""
     progress: Line
-    """The rollout: True while it moves by itself, False where it is held or settled."""
+    """Rollout: True while it progresses by itself, False if it is held or complete."""
 
     @property
     def announced(self) -> tuple[Cause, ...]:
@@ -82,7 +82,7 @@ def both(kind: ConditionType | None = None, cause: Cause = _SETTLED) -> dict[Con
 
 
 def notes(c: Context) -> list[str]:
-    """List what a person should know although the service is ready: fields without full effect, a held step."""
+    """List notes on a ready service: fields without full effect, a held step."""
     found = [note for note in (_window_note(c),) if note is not None]
     progress = _progress(c)
     return found if progress.reason == Reason.SETTLED else [*found, progress.message]
@@ -101,7 +101,8 @@ def _joined(causes: Iterable[Cause | None]) -> Cause:
 
 
 def _stalled(c: Context, found: Problems) -> list[Cause | None]:
-    """List what a person has to change. A trial ends by itself (it has a deadline), unless it is paused."""
+    """List the problems that need a change by a person. A trial ends by itself (it has a deadline), unless it is
+    paused."""
     progress = found.progress
     held = _cause(progress) if progress.status == "False" and progress.reason != Reason.SETTLED else None
     if c.canary is not None:
@@ -139,9 +140,9 @@ def _under_way(c: Context, found: Problems, serving: Line) -> Cause | None:
 
 
 def _reached(c: Context) -> bool:
-    """Return True if the serving revision is the one that the spec asks for, and is not denied for its answers.
+    """Return True if the spec asks for the serving revision, and its dtype is not denied for its answers.
 
-    A step to another dtype that mode Auto would like to take, and cannot, is no part of the spec.
+    A blocked step of mode Auto to another dtype does not count, because the spec does not ask for it.
     """
     stable = c.stable
     if stable is None:
@@ -156,7 +157,7 @@ def _cause(line: Line) -> Cause:
 
 
 def _route(c: Context) -> Line | None:
-    """Say what Gateways think of kvpilot's HTTPRoute; None where they accept it, or none is asked for."""
+    """Report the Gateways' answers to kvpilot's HTTPRoute; None if they accept it, or none is asked for."""
     s, name = c.snapshot, c.snapshot.key.name
     if c.spec.route is None or s.unread(Question.ROUTE) is not None:
         return None
@@ -174,7 +175,8 @@ def _route(c: Context) -> Line | None:
 
 
 def _progress(c: Context) -> Line:
-    """Say how the rollout goes on (True), or what holds it; the reason is Settled where nothing is to be done."""
+    """Report the progress of the rollout (True), or the cause that holds it; the reason is Settled if there is nothing
+    to do."""
     canary, stable, target, paused = c.canary, c.stable, c.target, c.spec.rollout.paused
     if canary is not None:
         stopped = paused and canary.stage != Stage.ROLLING_BACK

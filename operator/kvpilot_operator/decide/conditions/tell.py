@@ -19,7 +19,7 @@ D = TypeVar("D", bound=Draft)
 
 
 def tell(c: Context) -> Context:
-    """Write all conditions of a service with a valid spec, and an event where one names something new."""
+    """Write all conditions of a service with a valid spec, and an event if one names something new."""
     problems, answers, verified = standing.problems(c), serving.serving(c), measured.accuracy(c)
     both = standing.lines(c, problems, answers)
     if keeps_probe(c.unanswered):
@@ -44,7 +44,7 @@ def tell(c: Context) -> Context:
 
 
 def refuse(draft: Draft) -> Draft:
-    """Write the conditions of a service whose spec is invalid: what runs is left as it is."""
+    """Write the conditions of a service with an invalid spec: its objects stay unchanged."""
     s = draft.snapshot
     message = clip("; ".join(f"{fault.field}: {fault.message}" for fault in s.faults))
     serves, kept = any(pod.ready for pod in s.pods), "the last accepted spec keeps serving"
@@ -59,7 +59,7 @@ def refuse(draft: Draft) -> Draft:
 
 
 def leave(draft: D) -> D:
-    """Keep every condition where none could be decided, and say so in those that tools wait for."""
+    """Keep every condition if none could be decided, and say so in the conditions that tools wait for."""
     lines = {one.type: line for one in draft.status.conditions if (line := _line(one)) is not None}
     none = standing.both()
     first = {ConditionType.READY: none[ConditionType.RECONCILING], **none}

@@ -1,4 +1,4 @@
-"""Name what binds from the sums of a window of scrapes, with the evidence in words and numbers. Pure."""
+"""Name the limiting resource from the sums of a window of scrapes, with the evidence in words and numbers. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHARE = 0.9
 # Fewer running requests a replica than this, and none that wait: next to nothing runs.
 _IDLE_RUNNING = 0.1
 # Prompts that fill this share of a full cache's steps take over 80% of their time (H200, Llama-3-8B: a step of 8,192
-# prompt tokens takes 240 ms, one that only reads a full cache 32 ms), so no capacity would bring more than 1.2x.
+# prompt tokens takes 240 ms, one that only reads a full cache 32 ms), so more cache would bring at most 1.2x.
 _FULL_STEP = 0.6
 STALLED = (
     "the engines have work, and no token is made and no request ends: nothing is changed for their sake, and their "
@@ -23,7 +23,7 @@ STALLED = (
 def what_binds(
     seen: Sums, pressure: Pressure, was_bound: bool, step_tokens: int, thrown_out: str | None, spread: Spread | None
 ) -> tuple[WorkloadKind, str]:
-    """Judge what a window adds up to, and give the evidence in words; `spread` is of its newest scrape."""
+    """Judge the sums of a window, and give the evidence in words; `spread` is of its newest scrape."""
     memory = (
         f"KV use {seen.usage * 100:.0f}% of {seen.capacity} tokens (limit {pressure.high_percent}%), "
         f"{seen.waiting:.1f} waiting, {seen.preemptions:.1f} preemptions a minute, over {seen.covered:.0f} s"
@@ -57,7 +57,7 @@ def what_binds(
         return WorkloadKind.WARMING, f"{memory}: full on average, and not in nine of ten scrapes"
     if queue and seen.queued >= SHARE * seen.count:
         if not sustained:
-            return WorkloadKind.WARMING, f"{memory}: a queue beside a cache with room, not sustained yet"
+            return WorkloadKind.WARMING, f"{memory}: a queue although the cache has room, not sustained yet"
         if seen.mostly_prompts or seen.always_prompts:
             return WorkloadKind.PREFILL_BOUND, f"{memory}; {_prompts(seen)}: prompts bind, not memory"
         batch = f"{seen.running / seen.pods:.1f} requests run on a replica"

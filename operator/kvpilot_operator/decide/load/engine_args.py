@@ -7,7 +7,7 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.gpus import by_product
 from kvpilot_operator.state.snapshot import NodeFacts
 
-# vLLM's default budget of a step goes by the GPU's memory (EngineArgs.get_batch_defaults).
+# vLLM's default token budget of a step depends on the GPU's memory (EngineArgs.get_batch_defaults).
 _LARGEST_MIB, _LARGE_MIB = 160 * 1024, 70 * 1024
 _MAX_TOKENS = 2**31 - 1
 

@@ -1,8 +1,8 @@
 """Latency objectives (spec.scaling.objectives), judged by vLLM's histograms over the workload's window.
 
-A percentile is what PromQL's histogram_quantile gives. An objective is missed where each half of the window misses it,
-so that a burst, which lies in one of them, calls for nothing; held where the whole window holds it; else unsettled. A
-percentile of too few samples says nothing, and nothing is decided by it.
+A percentile equals the result of PromQL's histogram_quantile. An objective is missed where each half of the window
+misses it, so that a burst, which lies in one of them, calls for nothing; held where the whole window holds it; else
+unsettled. A percentile of too few samples says nothing, and nothing is decided by it.
 """
 
 from __future__ import annotations

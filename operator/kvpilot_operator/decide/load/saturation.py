@@ -1,14 +1,13 @@
 """The memory of earlier steps: the load at which requests queued, and a backoff after a scale-in.
 
-Use of the cache says little about how near a replica is to its limit: requests that are served faster hold their blocks
-for a shorter time, so a second replica can take far more than half of the first one's use away. The rate of requests is
-what stays the same whatever serves them. So whenever requests queue and a step is taken against it, the best rate that
-a replica has finished lately is kept for its dtype, and a step back to that dtype, or to fewer replicas, waits for a
-lower load.
+Cache use says little about a replica's distance to its limit. Faster requests hold their blocks for a shorter time, so
+a second replica can cut the first one's use by far more than half. The rate of requests does not depend on the dtype or
+on the number of replicas. So each step against a queue records, for the dtype, the best recent rate of finished
+requests per replica. A step back to that dtype, or to fewer replicas, waits for a lower load.
 
-Nor does use of the cache tell whether a replica was given back too early: what the prefix cache holds beyond running
-requests does not count as use, and a service that loses its prefixes computes every prompt anew. So a number of
-replicas that was soon too few is not tried again for a day.
+Cache use does not show either that a replica was removed too early. Prefixes without a running request do not count as
+use, but a service that loses them computes every prompt anew. So a number of replicas that was soon too few is not
+tried again for a day.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from kvpilot_operator.times import utc
 
 # A replica is loaded up to this share of the rate at which its requests queued.
 SHARE = 0.7
-# The figure counts for requests whose mean lengths are within this factor of those it was seen with.
+# The figure applies to requests with mean lengths within this factor of the recorded ones.
 _SIMILAR = 2.0
 # Relief that is called for so soon after a replica was given back is taken as its consequence.
 SOON = timedelta(hours=1)
@@ -36,9 +35,8 @@ HOLD = timedelta(days=1)
 def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Saturation, ...]:
     """Remember the load of `w` and its queue; nothing changes where too little was seen.
 
-    A load that runs away is seen before its requests queue: it lowers no rate that is known of requests like these.
-    What else gives replicas back is learnt only beside objectives: they tell in time that it was too much, and a queue
-    tells it late.
+    A surge is seen before its requests queue, so it does not lower a known rate of similar requests. Learn from other
+    scale-ins only with objectives: they show in time that a step went too far, but a queue shows it late.
     """
     now, best = (
         (w.requests_per_second or 0.0, w.computed_prompt),
@@ -63,7 +61,7 @@ def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Satur
 
 
 def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, replicas: int) -> str | None:
-    """Return the reason why so many replicas of this dtype would be too few again, or None.
+    """Return the reason why this number of replicas of this dtype would be too small again, or None.
 
     A calm replica that clearly does more than that shows that something else was in the way then.
     """
@@ -81,14 +79,14 @@ def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, r
 
 
 def queued_at(known: Sequence[Saturation], w: Workload, dtype: str) -> Saturation | None:
-    """Return the load at which requests like those of now queued with this dtype."""
+    """Return the load at which requests like the present ones queued with this dtype."""
     return next((k for k in known if k.dtype == dtype and _alike(k, w)), None)
 
 
 def able(known: Sequence[Saturation], w: Workload, dtype: str) -> float | None:
     """Return the requests a second that a replica can surely do: its rate when no lighter requests queued.
 
-    None where it is not known how much of them was computed.
+    None if the computed part of them is unknown.
     """
     lighter = (k for k in known if k.dtype == dtype and k.computed_prompt is not None and _alike(k, w, lighter=True))
     return next((k.requests_per_hour / 3600 for k in lighter), None)
@@ -97,7 +95,7 @@ def able(known: Sequence[Saturation], w: Workload, dtype: str) -> float | None:
 def backoff(
     action: Action, dtype: str, replicas: int, now: datetime, scaled_in: datetime | None, known: ScaleInBackoff | None
 ) -> tuple[datetime | None, ScaleInBackoff | None]:
-    """Return the time of the last scale-in and the last number of replicas that was too few, after `action`."""
+    """Return the time of the last scale-in and the last insufficient number of replicas, after `action`."""
     if action == Action.SCALE_IN:
         return now, known
     if action in (Action.SCALE_OUT, Action.DTYPE_DOWN) and scaled_in is not None and now - scaled_in <= SOON:
@@ -106,7 +104,7 @@ def backoff(
 
 
 def backing_off(now: datetime, dtype: str, replicas: int, known: ScaleInBackoff | None) -> str | None:
-    """Return the reason why so few replicas are not tried now, without moving figures; None where they may be."""
+    """Return the reason why so few replicas are not tried now, without moving figures; None if they may be."""
     if known is None or known.dtype != dtype or replicas > known.replicas or now >= known.time + HOLD:
         return None
     return f"{known.replicas} replicas of {dtype} were too few at {utc(known.time)}: they are not tried again for a day"

@@ -1,9 +1,9 @@
 """Surges: a load that runs away from the replicas, found in a fifth of the window as burn-rate alerts do.
 
-A queue, or a late token, has to last for the whole window before it calls for a step. Where the last fifth of it alone
-has used up what the whole window may spend, there is nothing to wait for: a replica takes minutes to come up, and users
-leave meanwhile. Only replicas are taken on so short a notice. A canary would come too late and lasts far longer.
-Without objectives nothing says what late is: a queue that grows may end with a smaller dtype, which costs no GPU.
+Queues or late tokens must persist for the whole window before they cause a step. If the last fifth of the window alone
+has spent the budget of the whole window, waiting is useless: a replica takes minutes to start, and users leave
+meanwhile. Only replicas are taken on so short a notice. A canary would come too late and lasts far longer. Without
+objectives there is no definition of late. Then a smaller dtype, which needs no extra GPU, may end a growing queue.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvpilot_operator.decide.load.objectives import LEAST, latencies
 from kvpilot_operator.state.samples import Flows, Sample
 
 DRAIN_SECONDS = 120.0
-"""A queue is to drain in this many seconds, about as long as clients are willing to wait."""
+"""Time in seconds in which a queue must drain, about as long as clients are willing to wait."""
 # The short window is this part of the long one, and burns its budget this many times as fast as it may.
 _PART = 5
-# A long window of less than so many times this is short enough by itself.
+# A long window below so many times this length is already short enough.
 _LEAST_SECONDS = 30.0
 _LEAST_SCRAPES = 3
 _SIGMAS = 3.0
@@ -101,13 +101,13 @@ def _in_hand(s: Sample) -> float:
 
 
 def _drains(window: Sequence[Sample]) -> bool:
-    """Return True if requests in hand become fewer throughout: late requests have then waited before."""
+    """Return True if unfinished requests decrease throughout: late requests have then waited earlier."""
     first, middle, last = (_in_hand(window[i]) for i in (0, len(window) // 2, -1))
     return first > middle > last
 
 
 def _late(flows: Sequence[Flows], objectives: Sequence[Objective], seconds: float) -> str:
-    """Name the objective whose budget of late samples for the whole window was spent in each half of this one."""
+    """Name the objective that spent the whole window's budget of late samples in each half of this part."""
     half = len(flows) // 2
     for one in objectives:
         share = _PART * (1 - one.percentile / 100)
@@ -124,7 +124,7 @@ def _late(flows: Sequence[Flows], objectives: Sequence[Objective], seconds: floa
 
 
 def _left_behind(window: Sequence[Sample], rates: _Rates, pressure: Pressure, objectives: Sequence[Objective]) -> str:
-    """Say that at the window's end a request would take too long, since requests in hand grow (Little's law)."""
+    """Report that a request at the window's end would take too long, because running requests grow (Little's law)."""
     first, middle, last = (_in_hand(window[i]) for i in (0, len(window) // 2, -1))
     passed = (window[-1].time - window[0].time).total_seconds()
     chance = _SIGMAS * math.sqrt(rates.arrivals * passed)

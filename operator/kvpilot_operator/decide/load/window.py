@@ -16,8 +16,8 @@ STALE_SECONDS = 60
 GAP = timedelta(seconds=STALE_SECONDS)
 # A scrape in which fewer than this share of the pods is plausible says nothing of the service.
 _ENOUGH = 2 / 3
-# Prompts dominate where they take half of the requests' time, or where a replica has a prompt in hand at half of all
-# moments and computes so many prompt tokens in a step. A GPU of 2020 to 2026 multiplies some 200 to 300 tokens by the
+# Prompts dominate if they take half of the requests' time, or if a replica has a prompt at half of all moments and
+# computes at least so many prompt tokens in a step. A GPU of 2020 to 2026 multiplies about 200 to 300 tokens by the
 # weights in the time in which it reads them (data sheets: peak FLOP/s over bytes/s), and up to four times as many while
 # it also reads a full cache: from about 1,000 on the prompts are the larger part of the step.
 _PREFILL_SHARE = 0.5
@@ -33,13 +33,13 @@ class Sums:
     pods: int = 0
     capacity: int = 0
     covered: float = 0.0
-    """Seconds between scrapes that are no gap."""
+    """Longest time in seconds between scrapes that does not count as a gap."""
     high: int = 0
     """Scrapes at or above the limit."""
     queued: int = 0
     """Scrapes with enough requests that wait."""
     uneven: int = 0
-    """Scrapes in which requests wait for one full engine beside others with room."""
+    """Scrapes in which requests wait for one full engine while other engines have room."""
     usage: float = 0.0
     held: float = 0.0
     running: float = 0.0
@@ -59,7 +59,7 @@ class Sums:
     disk_hits: float = 0.0
 
     def add(self, flows: Flows) -> None:
-        """Add what happened between two scrapes."""
+        """Add the changes between two scrapes."""
         self.seconds += flows.seconds
         self.preempted += flows.preemptions
         self.prompted += flows.prompt_tokens
@@ -84,7 +84,7 @@ class Sums:
 
     @property
     def reuse(self) -> float | None:
-        """Return the share of prompt tokens from a cache; None where none was looked up."""
+        """Return the share of prompt tokens from a cache; None if none was looked up."""
         return self.hits / self.queried if self.queried else None
 
     @property
@@ -96,7 +96,7 @@ class Sums:
 
     @property
     def stands_still(self) -> bool:
-        """Return True if the engines had work whenever their counters were seen, and did none of it."""
+        """Return True if the engines had work at every scrape and made no progress."""
         done = self.prompted + self.generated + self.finished + self.preempted
         return self.seconds > 0 and not done and self.running + self.waiting > 0
 
@@ -113,7 +113,7 @@ class Sums:
 
 
 def plausible(s: Sample) -> bool:
-    """Return True if enough of the pods gave plausible pages to stand for all of them."""
+    """Return True if enough pods gave plausible pages to represent all of them."""
     if not s.implausible and not s.unanswered:
         return s.pods > 0
     return s.pods >= max(1.0, _ENOUGH * ready_pods(s))
@@ -127,7 +127,7 @@ def ready_pods(s: Sample) -> int:
 def uneven(s: Sample, pressure: Pressure) -> bool:
     """Return True if requests wait for a full engine that an even share would leave with room.
 
-    Some of them have to have room, and nobody who waits: where requests wait for all, an even share mends nothing.
+    Some of them must have room and an empty queue: if requests wait for every engine, an even share does not help.
     """
     one, queue = s.spread, pressure.waiting_per_replica
     if one is None or not one.mean * 100 < pressure.high_percent <= one.usage * 100 or one.waiting < queue:
@@ -176,7 +176,7 @@ def add_up(window: Sequence[Sample], pressure: Pressure) -> Sums:
     return sums
 
 
-# Prefixes are thrown out where the prefix cache holds this much less of the prompts than it did lately.
+# Prefixes count as evicted if the prefix cache hits this much less of the prompts than recently.
 _LOST_REUSE = 0.2
 
 
@@ -195,9 +195,10 @@ def computed(flows: Flows | Sums) -> float:
 
 
 def thrown_out(seen: Sums, samples: Sequence[Sample], seconds: int) -> str | None:
-    """Return the evidence that memory is short because the prefix cache held more of the prompts lately, or None.
+    """Return the evidence for evicted prefixes (the prefix cache recently hit more of the prompts), or None.
 
-    Not where the window wrote less than the cache has free: then all that it saw is there, and users ask otherwise.
+    None if the window wrote less than the cache has free: nothing was evicted then, and the users' prompts have
+    changed.
     """
     if seen.reuse is None or not (seen.waiting or seen.preempted):
         return None

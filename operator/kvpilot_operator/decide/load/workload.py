@@ -1,7 +1,7 @@
 """The resource that binds a service, judged by its engines' metrics: memory, prompts, the batch, or nothing.
 
-A smaller dtype buys memory and nothing else, so this is about telling lack of memory from lack of anything else.
-Metrics that are old, full of gaps, or from too few of the pods say nothing at all.
+A smaller dtype gains only memory, so this module separates a lack of memory from a lack of anything else.
+Metrics that are old, full of gaps, or from too few of the pods give no result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvpilot_operator.state.samples import Sample, names
 _LEAST_RUNNING = 1e-3
 # A usage that moved by less than this many points is not worth a write to the API server.
 USAGE_STEP_PERCENT = 5
-_UNREACHED = "in the last minute no scrape reached enough of the engines"
+_UNREACHED = "in the last minute no scrape reached enough engines"
 _TIME = attrgetter("time")
 _BOUND = (WorkloadKind.MEMORY_BOUND, WorkloadKind.PREFILL_BOUND, WorkloadKind.COMPUTE_BOUND)
 
@@ -60,13 +60,13 @@ class Workload:
     demand_tokens: int = 0
     """Tokens that running requests hold, and those would hold that must run for the queue to drain in two minutes.
 
-    Twice the capacity at least where prefixes are thrown out: how many is not known, and what does not double the cache
-    is not worth a restart.
+    At least twice the capacity if prefixes are evicted: their number is unknown, and less than a doubling is not worth
+    a restart.
     """
     prompts_in_hand: float | None = None
     """Prompts that one replica is computing, on average."""
     gpu_hits: float | None = None
-    """Share of the prompts' tokens that the prefix cache of a GPU held, 0 to 1; None where none was looked up."""
+    """Share of the prompts' tokens that the prefix cache of a GPU held, 0 to 1; None if none was looked up."""
     host_hits: float | None = None
     """Share that was loaded from host memory or from a disk below it."""
     disk_hits: float | None = None
@@ -86,7 +86,7 @@ class Workload:
     itl_seconds: float | None = None
     """Mean time between two tokens of one request."""
     calm: bool = False
-    """The last `calm_seconds` were seen whole, and next to nobody waited."""
+    """True if the last `calm_seconds` have no gap and hardly any request waited."""
     peak_load: float = 0.0
     """The most KV cache in use in that time, in replicas: 1.5 is one and a half replicas' whole cache."""
     surge: Surge | None = None
@@ -96,9 +96,9 @@ class Workload:
     memory: bool = False
     """True if memory is known to bind, even for less than a window: prefixes are thrown out, or blocks ran out."""
     implausible: tuple[str, ...] = ()
-    """Pods whose pages are implausible, and why."""
+    """Pods with implausible pages, and the reasons."""
     stalled: tuple[str, ...] = ()
-    """Pods whose engines have work and do none of it, and why."""
+    """Pods with engines that have work but make no progress, and the reasons."""
     objectives: tuple[ObjectiveResult, ...] = ()
 
     @property
@@ -108,7 +108,7 @@ class Workload:
 
     @property
     def missed(self) -> str:
-        """Name the objectives that are missed, in words and numbers; empty where none is."""
+        """Name the objectives that are missed, in words and numbers; empty if none is."""
         return "; ".join(str(one) for one in self.objectives if one.state == ObjectiveState.MISSED)
 
     @property
@@ -140,10 +140,10 @@ def classify(
     Memory-bound means all of: nearly every sample at or above `highPercent`; requests that wait (on average at least
     `waitingPerReplica` a replica) or are preempted (at least `preemptionsPerMinute` a replica); and prompts that do
     not fill the engine's steps, or fill them only since a full cache throws out prefixes that it used to hold. A full
-    cache that nobody waits for is a cache put to good use. Requests that wait beside a cache with room wait for
-    prompts or for the batch, which no dtype changes. A service that `was_bound` stays so until its average use falls
-    below `lowPercent` or nobody waits: one quiet moment does not end a pressure.
-    A new replica starts the window anew: what was before it says nothing of now.
+    cache without waiting requests is not a problem. If the cache has room, requests wait for prompts or for the batch,
+    and no dtype changes that. A service that `was_bound` stays bound until its average use falls below `lowPercent` or
+    no request waits: one quiet moment does not end a pressure. A new replica starts the window anew: earlier samples do
+    not describe the present service.
     """
     end = bisect_right(samples, now, key=_TIME)
     while end and not plausible(samples[end - 1]):
@@ -171,12 +171,12 @@ def classify(
 
 
 def _unknown(newest: Sample | None) -> Workload:
-    """Say why nothing is known of the load: every engine that answered stands still, or too few answered."""
+    """Explain the unknown load: every engine that answered is stalled, or too few answered."""
     if newest is None:
         return Workload(WorkloadKind.NO_METRICS, _UNREACHED)
     groups = (("implausible", newest.implausible), ("stalled", newest.stalled))
     doubts = "".join(f"; {word}: {names(pods)}" for word, pods in groups if pods)
-    # Stalled pods stand for the revision if as many working pods would.
+    # Stalled pods represent the revision if as many working pods would.
     stalled = bool(newest.stalled) and plausible(replace(newest, pods=len(newest.stalled)))
     kind, message = (WorkloadKind.ENGINES_STALLED, STALLED) if stalled else (WorkloadKind.NO_METRICS, _UNREACHED)
     return Workload(kind, f"{message}{doubts}", implausible=newest.implausible, stalled=newest.stalled)
@@ -236,10 +236,10 @@ def _workload(
 
 
 def _demand(seen: Sums) -> int:
-    """Return the tokens of running requests, and of those that must run beside them for the queue to drain.
+    """Return the tokens of running requests, plus those of the further requests that must run for the queue to drain.
 
-    By Little's law a queue that grows by g a second and is to lose W requests in a time T needs (g + W / T) times the
-    time of one request more of them at once; at most all that wait. Without that time they all count.
+    By Little's law, a queue that grows by g requests a second and must lose W requests in a time T needs (g + W / T) *
+    (time of one request) more requests in parallel; at most all that wait. Without that time they all count.
     """
     if seen.running < _LEAST_RUNNING:
         return round(seen.held)

@@ -1,7 +1,7 @@
 """The objects of a service: workloads by revision, Services, the disruption budget, the route.
 
 A trial never asks for more than one pod beyond the service's replicas (none, where the canary replaces one), counted
-over all workloads at every moment: room is taken only when it is observed to be free.
+over all workloads at every moment. A pod is added only once its place is observed to be free.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from kvpilot_operator.state.status import Stable
 def in_order(c: Context) -> Context:
     """Put the objects of the decided status into the order in which they go out.
 
-    First what serves (its claim, engines, Service, budget), then what is on trial with its share of the traffic:
-    nothing that befalls a trial's writes keeps the others from being mended. Last the engines that give way. Where
-    Deployments cannot be rendered, those that are there are still scaled.
+    First the serving objects (claim, engines, Service, budget), then the canary's objects with its share of the
+    traffic: a failed write of a canary does not block the others. Last the engines that shrink. Where Deployments
+    cannot be rendered, those that are there are still scaled.
     """
     named = named_by_pods(c.snapshot.key.name, c.spec)
     if c.stable is None:
@@ -54,7 +54,7 @@ def in_order(c: Context) -> Context:
 
 
 def in_any_order(c: Context) -> Context:
-    """Keep all objects of a service that serves, where their order could not be decided."""
+    """Keep all objects of a serving service if their order could not be decided."""
     if c.stable is None:
         return c
     return replace(c, objects=_objects(c, (*c.engines.values(), *c.own.apply, *c.shared.apply), ()))
@@ -154,7 +154,7 @@ def share_traffic(c: Context) -> Context:
 
 
 def _route(c: Context, percent: int) -> Manifest | None:
-    """Render the route with this share: ours always, a user's where it has to change."""
+    """Render the route with this share: always for our own route, only on a change for a user's."""
     s, asked = c.snapshot, c.spec.route
     there = s.route.rules if s.route is not None else None
     # Our route stays as it is while its backend is unknown.
@@ -182,7 +182,7 @@ def _has_gate(s: Snapshot, revision: str) -> bool:
 
 
 def _lets_go(c: Context, covered: int) -> bool:
-    """Return True if a budget over so many pods lets one leave at some time: else it keeps a node for ever.
+    """Return True if a budget over so many pods can ever let one leave: otherwise it blocks a node drain for ever.
 
     A replica that a canary has replaced comes back when the trial ends. Only a paused trial may never end.
     """
@@ -215,11 +215,11 @@ def _replicas_on_trial(c: Context, stable: Stable) -> Mapping[str, int]:
     reference = baseline.borrowed(c) if s.traffic == stable.revision else None
     waits = [name for name in (reference, canary.revision) if name is not None and _is_refused(s, name)]
     if waits:
-        # No replica gives way to engines that the API server refuses; the operator tries them again and again.
+        # No replica is removed for engines that the API server refuses; the operator keeps retrying them.
         kept = {canary.revision: ours.replicas, stable.revision: min(c.replicas, most - others)}
         return {**dict.fromkeys(waits, 0), **kept}
     if reference is not None:
-        # One place, taken in turns: first by the 16-bit replica whose answers the canary is measured against.
+        # One place, used in turns: first by the 16-bit replica that gives the reference answers for the canary.
         one, left = rolling_step(
             counts(s, reference), 1, theirs, total=most, floor=least, both_serve=False, others=ours.replicas
         )

@@ -3,8 +3,8 @@
 A readiness gate (docs/decisions/0030) keeps a pod out of everything that selects pods: our Services, a user's Service
 or InferencePool, a mesh. It opens only after the status has said that the revision may serve.
 
-Pods on trial, borrowed pods and the probed pod should not be evicted: an eviction ruins minutes of measuring. This is
-no right to stay: it ends with the verdict, a trial that stands still loses it soon, and `kubectl drain` ignores it.
+Pods on trial, borrowed pods and the probed pod should not be evicted: an eviction ruins minutes of measuring. The mark
+is only a request. It ends with the verdict, a trial without progress loses it soon, and `kubectl drain` ignores it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def admit(c: Context) -> Context:
 
 
 def admit_serving(draft: D) -> D:
-    """Open the gates of revisions that get requests already, and close none: for a service that is left as it is."""
+    """Open the gates of revisions that already get requests, and close none: for a service that stays unchanged."""
     s, stable, canary = draft.snapshot, draft.stable, draft.canary
     serving = {s.traffic}
     if stable is not None:
@@ -48,7 +48,7 @@ def admit_serving(draft: D) -> D:
 
 
 def _gate(c: Context, pod: PodView) -> bool | None:
-    """Return True if the pod's gate is to be open; None leaves it as it is."""
+    """Return True if the pod's gate must be open; None leaves it unchanged."""
     if c.stable is not None and pod.revision == c.stable.revision:
         return True
     canary = c.canary
@@ -65,7 +65,7 @@ _SOON = timedelta(minutes=10)
 
 
 def keep_judged(c: Context) -> Context:
-    """Mark the pods that are judged now; none of a trial that the user has paused."""
+    """Mark the pods that are judged now; none of a paused trial."""
     asked = None if c.request is None or isinstance(c.request, Find) else c.request.pod
     judged: set[str | None] = set()
     if c.canary is not None and c.canary.stage in _JUDGED and not c.spec.rollout.paused:

@@ -12,7 +12,7 @@ from kvpilot_operator.state.decision import Cause, Manifest
 
 
 def own_pool(c: Context, selected: str) -> Manifest | None:
-    """Render the pool that selects the Service's pods; None where none is asked for, or can be there."""
+    """Render the pool that selects the Service's pods; None if none is asked for, or can be there."""
     s, asked = c.snapshot, c.spec.inference_pool
     if asked is None or not s.server.inference_pools:
         return None

@@ -2,9 +2,9 @@
 
     none --spec.cache.prefetch--> Pending --its pod says how much--> Prefetching --the Job is complete--> Ready
 
-`status.cache` is its state. What has to be on the claim has an identity; another one (a revision of the model, say)
-begins anew, and until it is Ready no engine is started for it: what serves goes on. A Job cannot be changed, so one of
-an older spec is deleted, and made anew once it is seen to be gone.
+`status.cache` is its state. The content required on the claim has an identity; another identity (a new revision of the
+model, for example) starts a new Job. No engine starts for it until it is Ready, and the serving revision continues. A
+Job cannot be changed, so the Job of an older spec is deleted, and created again once it is gone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Wait(NamedTuple):
 
 
 def keep(c: Context) -> Context:
-    """Keep the claim and the Job. A claim that the spec no longer asks for stays: pods may use it."""
+    """Keep the claim and the Job. A claim stays after the spec drops it, because pods may use it."""
     s, asked = c.snapshot, c.spec.cache.weights
     if asked is not None:
         c = replace(c, storage=Placed((claim(s.key, s.uid, asked),)))
@@ -58,7 +58,7 @@ def ready(c: Context) -> bool:
 
 
 def wait(c: Context) -> Wait | None:
-    """Return the cause of the wait for weights; None where nothing waits."""
+    """Return the cause of the wait for weights; None if nothing waits."""
     if ready(c):
         return None
     view, kept, name = c.snapshot.prefetch, c.status.cache, prefetch_job(c.snapshot.key.name)
@@ -78,7 +78,7 @@ def wait(c: Context) -> Wait | None:
     if pending is not None:
         return Wait(pending._replace(message=clip(f"Job {name}: {pending.message}")), False)
     if not view.pods:
-        text = f"Job {name} has no pod yet; where it stays so, `kubectl describe job {name}` says why"
+        text = f"Job {name} has no pod yet; if it persists, `kubectl describe job {name}` says why"
         return Wait(Cause(Reason.PREFETCHING, text), False)
     return Wait(Cause(Reason.PREFETCHING, f"Job {name} fills {_claim(c)}"), False)
 
@@ -124,7 +124,7 @@ def _fill(c: Context) -> Context:
 
 
 def _leave(c: Context) -> Context:
-    """Delete the Job where nothing is to be filled, and then its status."""
+    """Delete the Job if there is nothing to fill, and then its status."""
     s = c.snapshot
     if c.status.cache is None or s.unread(Question.PREFETCH) is not None:
         return c
@@ -149,7 +149,8 @@ def _amount(view: PrefetchView) -> str:
 
 
 def _unbound(c: Context) -> str:
-    """Explain an unbound claim: the scheduler does not name it, nor Kubernetes the access modes of a class."""
+    """Explain an unbound claim: the scheduler does not name the claim, and Kubernetes does not list a class's access
+    modes."""
     text = "a claim of its pods has no volume: `kubectl get pvc` shows which, and `kubectl describe pvc` why."
     asked = c.spec.cache.weights
     if asked is None:

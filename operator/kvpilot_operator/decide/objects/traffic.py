@@ -1,8 +1,8 @@
 """The traffic of a service: the Service's selector, and the share in the HTTPRoute.
 
 The selector names one revision, except while two serve together (steps by replica ratio, and the rolling steps of a
-promotion): then it names none and admits both. It never does while other pods of the service stand around: a borrowed
-16-bit replica gets no request. See docs/decisions/0008.
+promotion): then it names none and admits both. It always names one while other pods of the service exist, so that a
+borrowed 16-bit replica gets no request. See docs/decisions/0008.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 
 EVERY_REVISION = ""
-"""The selection of a Service whose selector names no revision."""
+"""Selection of a Service with a selector without a revision."""
 
 
 def selected(c: Context) -> str:
@@ -35,7 +35,7 @@ def selected(c: Context) -> str:
 
 
 def orphans(c: Context) -> tuple[str, ...]:
-    """Return Deployments and pods that belong to neither side: none of them may get requests."""
+    """Return Deployments and pods that belong to neither side and so must not get requests."""
     pods = [p.name for p in c.snapshot.pods if not p.terminating and p.revision not in c.sides]
     return (*sorted(set(c.snapshot.deployments).difference(c.sides)), *pods)
 
@@ -57,7 +57,7 @@ def routed(s: Snapshot) -> bool:
 
 
 def canary_percent(c: Context) -> int:
-    """Return the canary's percentage in the route: that of the furthest step with enough ready replicas."""
+    """Return the canary's percentage in the route: the percentage of the furthest step with enough ready replicas."""
     canary = c.canary
     if canary is None or canary.stage != Stage.SHIFTING or canary.traffic_mode != TrafficMode.HTTP_ROUTE:
         return 0

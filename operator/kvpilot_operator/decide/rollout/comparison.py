@@ -5,7 +5,7 @@ Regression's better end beyond the limit: Failed. Its worse end within the limit
 requests: Inconclusive. A canary passes when every figure does (each at level `alpha`) and fails when any does (at
 `alpha` shared out among them), so at the very limit neither outcome is wrong more often than `alpha`.
 
-The p95s are as fine as the engines' buckets; the means beside them and the tokens per second are not blurred by any.
+The p95s are as fine as the engines' buckets; the means and the tokens per second do not depend on buckets.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvpilot_operator.decide.intervals import Estimate, common, p95_change, rati
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
 
-# Batch means: more batches are shorter than the load's drift and make intervals too narrow. Simulated at the very
-# limit, with loads of their own: 5.7% of runs failed with 20 batches and 2.7% with 10, where 2.5% should.
+# Batch means: with more batches, each is shorter than the load's drift, and intervals get too narrow. Simulated exactly
+# at the limit with separate loads, 5.7% of runs failed with 20 batches and 2.7% with 10; 2.5% should.
 MAX_BATCHES = 10
 MIN_BATCHES = 5
 _TTFT, _ITL, _RATE = "TTFT p95", "ITL p95", "tokens/s of a running request"
@@ -80,9 +80,7 @@ def compare(
         )
     both = ((ours.total.ttft, theirs.total.ttft), (ours.total.itl, theirs.total.itl))
     if any(a.count and b.count and not common(a, b) for a, b in both):
-        return Finding(
-            Verdict.ERROR, Reason.TOO_FEW_SAMPLES, f"{sizes}; their latency histograms have no bucket in common"
-        )
+        return Finding(Verdict.ERROR, Reason.TOO_FEW_SAMPLES, f"{sizes}; their latency histograms share no bucket")
     figures = _figures(ours, theirs, limits)
     share = alpha / len(figures)
     told = [(f, f.at(alpha), f.at(share)) for f in figures]
@@ -104,7 +102,7 @@ def _figures(ours: _Side, theirs: _Side, limits: Canary) -> tuple[_Figure, ...]:
     between = math.log1p(limits.max_itl_p95_regression_percent / 100)
     slower = limits.max_throughput_regression_percent / 100
     rate = -math.log1p(-slower) if slower < 1 else math.inf
-    # Where every answer is one token long there is no time between two of them.
+    # If every answer has one token, there is no time between two tokens.
     paced = any(f.generation_lengths.total > f.generation_lengths.count for f in (ours.total, theirs.total))
     pace = (
         (

@@ -47,7 +47,7 @@ def _before(canary: Canary) -> str:
 
 
 def finish_rollback(c: Context) -> Context:
-    """Close the trial once the canary has neither traffic nor pods to come."""
+    """Close the trial once the canary has no traffic and no pods to come."""
     s, canary = c.snapshot, in_flight(c)
     if s.traffic == canary.revision or canary.revision in s.deployments or routed(s):
         return c

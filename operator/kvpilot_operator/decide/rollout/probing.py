@@ -1,7 +1,7 @@
-"""Probes: which one is due, and what follows from its answer.
+"""Probes: choose the due one, and draw the conclusion from its answer.
 
-`probe` computes the probe that is due once. If its answer is there, `_judge` measures it against the baseline
-(`accuracy/verdict.py`), and counts it for the canary here, or for the serving replicas in `accuracy/drift.py`.
+`probe` computes the probe that is due once. `_judge` compares an answer with the baseline (`accuracy/verdict.py`). It
+counts for the canary here, or for the serving replicas in `accuracy/drift.py`.
 """
 
 from __future__ import annotations

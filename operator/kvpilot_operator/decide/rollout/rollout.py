@@ -5,9 +5,9 @@
                                 +-------------------+-------------------+-------------------------------+
                                                     +--> RollingBack --traffic back, pods gone--> none
 
-Each step is written to the status before its objects change, and each is derived from what is observed, so a reconcile
-that is cut off anywhere is simply done again. `starting` says when a canary may start, `waiting` what
-keeps its pods from coming, `shifting` how a step is judged, and `placement` which objects follow.
+Each step is written to the status before its objects change, and each is derived from observations, so an interrupted
+reconcile is simply repeated. `starting` decides when a canary may start and why its pods wait, `shifting` judges a
+step, and `placement` derives the objects.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvpilot_operator.decide.rollout.starting import SURGE_SECONDS, pods_on_tria
 from kvpilot_operator.decide.traffic_plan import counts, one_can_leave
 from kvpilot_operator.state.status import Stable
 
-# A stable side of which nothing answers for this long is down.
+# The stable side counts as down if none of its pods answers for this long.
 DOWN_SECONDS = 60
 
 
@@ -69,8 +69,8 @@ def _mark_ready(c: Context) -> Context:
 def _take_back(c: Context) -> Context:
     """Make a replaced revision stable again if it answers after all, while requests still go to it.
 
-    Its successor then comes as a canary, as every other change does: switching to it now would leave nobody to answer.
-    Where the status was lost, what answers is stable, with its replicas.
+    Its successor then starts as a canary, like every other change: an immediate switch would leave no pod to answer.
+    If the status was lost, the answering revision becomes stable, with its replicas.
     """
     s, stable, asked = c.snapshot, c.stable, c.spec.scaling
     if c.canary is not None or (stable is not None and stable.ever_ready):
@@ -106,16 +106,16 @@ def _advance_canary(c: Context) -> Context:
     overdue = c.now > shifting.deadline(c.spec, canary)
     if c.spec.rollout.paused:
         if overdue:
-            # A pause stops the clock: it starts again where it ran out.
+            # A pause stops the clock; restart it if it ran out.
             return c.set_canary(stage_time=c.now, step_time=None if canary.step_time is None else c.now)
         return c
     if c.target.revision != canary.revision:
-        return roll_back(c, Verdict.ERROR, Reason.SUPERSEDED, "the spec changed while the canary was on trial")
+        return roll_back(c, Verdict.ERROR, Reason.SUPERSEDED, "the spec changed during the canary")
     if c.replicas == 0 and canary.stage != Stage.PROMOTING:
-        zero = "the service was scaled to 0 while the canary was on trial"
+        zero = "the service was scaled to 0 during the canary"
         return roll_back(c, Verdict.ERROR, Reason.SUPERSEDED, zero)
     if c.policy.chosen.action == Action.SCALE_OUT and c.spec.kv_cache.mode == "Auto":
-        # The policy takes replicas beside a trial only in a surge, and where the trial gives way to it.
+        # The policy adds replicas during a trial only in a surge that may abort the trial.
         surge = f"the load runs away: {c.replicas} replicas come first"
         return roll_back(c, Verdict.ERROR, Reason.SUPERSEDED, surge)
     judged = canary.verdict not in (Verdict.PENDING, Verdict.PASSED)
@@ -178,7 +178,7 @@ def _share_traffic(c: Context) -> Context:
 
 
 def _stable_is_down(c: Context) -> bool:
-    """Return True if nothing has answered for so long that it is no hiccup."""
+    """Return True if no pod has answered for too long to be a hiccup."""
     serving = c.before.condition(ConditionType.SERVING)
     if serving is None or serving.status != "False":
         return False
@@ -192,7 +192,7 @@ def _promote(c: Context) -> Context:
 
 
 def _note_shares(c: Context) -> Context:
-    """Note progress: every replica that changes places has a progress deadline of its own."""
+    """Record progress: every replaced replica has its own progress deadline."""
     canary = in_flight(c)
     here = counts(c.snapshot, canary.revision)
     reached = min(100, 100 * here.ready // max(c.replicas, 1))
@@ -202,7 +202,7 @@ def _note_shares(c: Context) -> Context:
 
 
 def _replace_one(c: Context, no_node: str) -> Context:
-    """Give up on spare capacity, where a replica can give way."""
+    """Stop waiting for spare capacity if a replica can be removed."""
     if not one_can_leave(c.spec, c.replicas):
         text = (
             f"no node has room for it ({no_node}), and none of {c.replicas} replicas can give way: "
@@ -210,7 +210,7 @@ def _replace_one(c: Context, no_node: str) -> Context:
         )
         return _advance_stage(shifting.noted(c, text))
     room = f"no node had room for the canary in {SURGE_SECONDS} s ({no_node})"
-    text = f"{room}: one of {c.replicas} replicas gives way to it"
+    text = f"{room}: one of {c.replicas} replicas makes room for it"
     return c.set_canary(replaces_one=True, stage_time=c.now).record_trial(Action.REPLACE_ONE, "NoSpareCapacity", text)
 
 

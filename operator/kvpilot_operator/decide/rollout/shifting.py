@@ -63,7 +63,7 @@ def over(c: Context) -> bool:
 
 
 def noted(c: Context, message: str, **changes: object) -> Context:
-    """Say on the canary what it waits for, where that is new."""
+    """Record the cause of the canary's wait, if it is new."""
     return c if in_flight(c).message == message else c.set_canary(message=message, **changes)
 
 
@@ -171,6 +171,6 @@ def _conclude(c: Context, plan: TrafficPlan, place: int, found: Finding) -> Cont
     c = c.set_canary(failures=failures, errors=errors, reason=found.reason, message=text)
     if failures >= c.spec.accuracy.failure_limit or errors >= c.spec.accuracy.consecutive_error_limit:
         return roll_back(c, found.outcome, found.reason, text)
-    # Measured anew: what was seen so far is not counted twice.
+    # Start a new measurement, so that earlier samples are not counted twice.
     c = c.set_canary(step_time=c.now)
     return c.event("StepRepeated", f"{text} ({failures} failures, {errors} errors so far)", warning=True)

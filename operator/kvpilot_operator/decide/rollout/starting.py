@@ -1,4 +1,4 @@
-"""The start of a canary: what it needs, and what keeps its pods from coming."""
+"""Start of a canary: its preconditions, and causes that keep its pods from starting."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
     needed = (Question.POOLS, Question.PROBE_SETS, Question.NODE)
     unread = next((one for one in map(c.snapshot.unread, needed) if one is not None), None)
     if unread is not None:
-        return Cause(Reason.RECONCILE_INCOMPLETE, f"no canary is started while it is not known what it needs: {unread}")
+        return Cause(Reason.RECONCILE_INCOMPLETE, f"no canary starts while its needs are unknown: {unread}")
     broken = c.snapshot.probes.fault
     if broken is not None:
         return Cause(
@@ -58,7 +58,7 @@ def hold(c: Context, fault: Cause) -> Context:
 
 
 def start(c: Context, stable: Stable) -> Context:
-    """Begin a trial of the target beside what serves."""
+    """Begin a trial of the target next to the serving revision."""
     target, sample = c.target, c.snapshot.last_sample(stable.revision)
     canary = Canary(
         revision=target.revision,
@@ -97,7 +97,7 @@ def pods_on_trial(c: Context) -> Sequence[PodView]:
 
 
 def unschedulable(c: Context) -> str | None:
-    """Return the reason why a pod on trial has had no node for so long that it may take a replica's place."""
+    """Return the reason why a canary pod has waited so long for a node that it may take a replica's place."""
     canary = in_flight(c)
     if c.spec.canary.capacity_policy != "SurgeOrReplaceOne" or canary.replaces_one or c.replicas == 0:
         return None
@@ -108,13 +108,13 @@ def unschedulable(c: Context) -> str | None:
 
 
 def held_up_by(c: Context) -> Cause | None:
-    """Return the cause that keeps pods on trial from coming and will not pass in a moment; None for none."""
+    """Return the lasting cause that keeps canary pods from starting; None for none."""
     cause = pending_reason([pod for pod in pods_on_trial(c) if not pod.answers])
     return cause if cause is not None and cause.reason not in ON_ITS_WAY else None
 
 
 def why_waiting(c: Context) -> str:
-    """Say after a colon what keeps the pods on trial from coming; empty where nothing is known."""
+    """Return, after a colon, the cause that keeps canary pods from starting; empty if nothing is known."""
     refused = of_workload(c.snapshot, in_flight(c).revision, rejected(c.snapshot))
     if refused:
         return f": {finding(refused).message}"
@@ -126,16 +126,16 @@ def why_waiting(c: Context) -> str:
 
 
 def _dtype_not_told(c: Context) -> str:
-    """Say that the canary is not probed because its page of metrics has not told its dtype for a while."""
+    """Report that the canary is not probed because its metrics have not shown its dtype for a while."""
     canary, s = in_flight(c), c.snapshot
     waits = canary.stage == Stage.PROBING and c.now >= canary.stage_time + timedelta(seconds=TOLD_SECONDS)
     if not waits or not s.answering_pods(canary.revision) or s.reported_dtype(canary.revision) is not None:
         return ""
-    return "its engine has not told its dtype (vllm:cache_config_info on /metrics), and is not probed before"
+    return "its engine has not reported its dtype (vllm:cache_config_info on /metrics), and is not probed yet"
 
 
 def _held_back(pod: PodView) -> str:
-    """Say what holds a pod back. An image takes its time, but a missing volume never comes."""
+    """Name the cause that holds a pod back. An image takes its time, but a missing volume never comes."""
     cause = pending_reason([pod])
     if cause is not None and cause.reason == Reason.CONFIG_MISSING:
         return cause.message

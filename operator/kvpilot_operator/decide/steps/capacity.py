@@ -32,7 +32,7 @@ def gain(
 
     Layers that `skip_layers` (spec.kvCache.skipLayers) keeps in 16 bits do not shrink. That is the gain of contexts
     shorter than the window; longer ones leave the window layers behind, and gain more. Without `model`, every layer is
-    taken to shrink. `rings` are what recent windows take more, before and after, as `ring_share` says.
+    taken to shrink. `rings` are the additional shares of recent windows before and after (`ring_share`).
     """
     before = bits_per_element(from_dtype, model, skip_layers, rings[0])
     return before / bits_per_element(to_dtype, model, skip_layers, rings[1])
@@ -56,7 +56,7 @@ def bits_per_element(
 ) -> float:
     """Return the mean bits of a stored element over the layers, scales and zero points included.
 
-    `ring` is what layers with a recent window take more, as a share (`ring_share`).
+    `ring` is the additional share of layers with a recent window (`ring_share`).
     """
     stored = dtypes.parse(dtype)
     supported = model is not None and (not stored.ours or formats.stored_dim(model.head_dim)) and model.head_dim > 0
@@ -69,7 +69,7 @@ def bits_per_element(
 
 
 def kept_layers(model: ModelFacts, skip_layers: Sequence[str]) -> int:
-    """Count the layers in 16 bits: those with a sliding window where it is skipped, and those named by number."""
+    """Count the layers in 16 bits: skipped layers with a sliding window, and layers named by number."""
     numbers = [whole(layer, model.layers - 1) for layer in skip_layers]
     named = sum(number is not None for number in numbers)
     return min(model.layers, named + (model.window_layers if "sliding_window" in skip_layers else 0))

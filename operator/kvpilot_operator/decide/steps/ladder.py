@@ -1,7 +1,7 @@
 """The ladder of dtypes, and those that are ruled out for this service now.
 
-By the hardware, the model's architecture or a calibration that is not there, whatever the load, or by a denial. Facts
-that are not known rule nothing out: the engine's own preflight still refuses what it cannot serve.
+By the hardware, the model's architecture or a calibration that is not there, whatever the load, or by a denial. Unknown
+facts do not rule out a dtype: the engine's own preflight still refuses unsupported ones.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ RETRY_SECONDS = 3600
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """A dtype of the ladder; `outcome` is Vetoed or Denied where it is ruled out, and `message` says why."""
+    """A dtype of the ladder; `outcome` is Vetoed or Denied if it is ruled out, and `message` says why."""
 
     dtype: str
     outcome: Outcome | None = None

@@ -1,8 +1,8 @@
-"""Forecasts of latency: by the canary history, else by the bytes that attention reads, and by the prompts.
+"""Forecast latency from the canary history, else from the bytes that attention reads, and from the prompts.
 
 A decode step reads every token of the running requests from the cache once, which is limited by memory bandwidth:
 attention = cached bytes of one GPU / (peak bandwidth * efficiency). The rest of the step (weights, launches) does not
-depend on the cache. So with t = the observed time between two tokens and a = attention's part of it, a step to another
+depend on the cache. So if t is the observed time between two tokens and a is attention's part of it, a step to another
 dtype or another number of replicas changes t by a' - a.
 """
 
@@ -34,7 +34,7 @@ _FP8_HEAD_DIM_256 = 0.35
 # Attention is never taken for more than this share of the observed time: prefixes that requests share are read once
 # and counted for each.
 _MOST = 0.9
-# A step that gives something back leaves this margin of an objective: predictions are no better.
+# A step that frees a resource leaves this margin to an objective, because predictions are not more exact.
 _MARGIN = 0.8
 
 
@@ -78,9 +78,9 @@ def _stands(s: PolicyInput, e: Experience) -> bool:
 def would_miss(s: PolicyInput, action: Action, itl: Expected, load: float = 1.0) -> str | None:
     """Name the objective that a step would leave missed, with `load` times the requests a replica; or None.
 
-    What gives something back (ScaleIn, DtypeUp) leaves a margin. Percentiles are taken to change as means do: the time
-    between two tokens by `itl`, and not at all where that is not known. A smaller dtype in which the demand fits takes
-    away the wait for memory, and leaves the prompts' own time. Fewer replicas make a first token wait longer as a queue
+    Steps that free a resource (ScaleIn, DtypeUp) leave a margin. Percentiles are assumed to change like means: the time
+    between two tokens by `itl`, and not at all if `itl` is unknown. A smaller dtype in which the demand fits takes away
+    the wait for memory, and leaves the prompts' own time. Fewer replicas make a first token wait longer as a queue
     does, by the share of time in which prompts are in hand.
     """
     w, share = s.workload, 1.0 if action == Action.DTYPE_DOWN else _MARGIN
@@ -101,18 +101,18 @@ def would_miss(s: PolicyInput, action: Action, itl: Expected, load: float = 1.0)
 
 
 def _prompt_seconds(w: Workload) -> float:
-    """Return the mean seconds of a request's prompt, by Little's law; 0 where it is not known."""
+    """Return the mean seconds of a request's prompt, by Little's law; 0 if it is unknown."""
     return w.prompts_in_hand / w.requests_per_second if w.prompts_in_hand and w.requests_per_second else 0.0
 
 
 def _attention_seconds(s: PolicyInput, dtype: str) -> float | str:
-    """Return the seconds in which one GPU reads the tokens cached now, or a text on what is not known."""
+    """Return the seconds in which one GPU reads the tokens cached now, or a text that names the unknown fact."""
     node, model = s.node, s.model
     gpu = by_product(node.gpu)
     if gpu is None:
         return f"the bandwidth of {node.gpu} is not in the table"
     if model is None or model.head_dim <= 0:
-        return "the engine has not told the model's architecture"
+        return "the engine has not reported the model's architecture"
     if model.mla:
         return "the model has multi-head latent attention"
     efficiency = EFFICIENCY.get(dtype)

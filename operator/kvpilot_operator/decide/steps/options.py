@@ -54,7 +54,7 @@ class Effect:
 
 
 def weighed(action: Action, dtype: str, replicas: int, effect: Effect, closed: Closed | None) -> Weighed:
-    """Describe a step: why it is ruled out, if it is, and what it would lead to."""
+    """Describe a step: the reason if it is ruled out, and its expected result."""
     outcome, why = closed or (Outcome.POSSIBLE if effect.fits else Outcome.INSUFFICIENT, effect.late or "")
     who, gained = (f"{replicas} replicas", "") if effect.times is None else (dtype, f" ({effect.times:.2f}x)")
     when = " at the peak" if action in (Action.SCALE_IN, Action.DTYPE_UP) else ""
@@ -80,19 +80,19 @@ def option_of(action: Action, to: tuple[str, int], outcome: Outcome, message: st
 
 # One step out at most doubles the replicas: the demand of a moment is an estimate.
 _MOST_GROWTH = 2
-# In a surge so many more, as an autoscaler may: replicas that come too late do not help.
+# Most replicas to add at once in a surge, as in autoscalers: replicas that come too late do not help.
 _QUICK = 4
-# Prompts that a replica may have in hand on average after one has left. They grow faster than the load, and one at all
-# moments is the most that an engine can serve (Little's law; docs/pilot-rules.md).
+# Mean number of prompts in progress that a replica may have after a scale-in. It grows faster than the load, and an
+# engine can serve at most one at all moments (Little's law; docs/pilot-rules.md).
 _MOST_PROMPTS = 0.6
 
 
-ALONE = "less than one request runs on each replica: another would make none of them faster"
+ALONE = "less than one request runs on each replica: another would not make them faster"
 _EXTERNAL = (Outcome.NOT_OWNER, "scaling.mode is External: an autoscaler or a person writes /scale")
 
 
 def stay(s: PolicyInput, outcome: Outcome, message: str) -> Option:
-    """Leave everything as it is."""
+    """Change nothing."""
     tokens = int(s.workload.capacity_per_pod * s.counted)
     return option_of(Action.STAY, (s.dtype, s.replicas), outcome, message, tokens)
 
@@ -105,7 +105,7 @@ def down(s: PolicyInput) -> list[Weighed]:
 def instead_of_replicas(s: PolicyInput) -> list[Weighed]:
     """Weigh smaller dtypes, the safest first, of a calm service that has replicas because memory ran out with fewer.
 
-    Open are those that could do with at least one replica fewer: memory is what a replica is kept for.
+    A dtype is open if it needs at least one replica less, because memory is the reason for the replica.
     """
     w, scaling = s.workload, s.spec.scaling
     known = next((k for k in s.saturations if k.dtype == s.dtype), None)
@@ -127,7 +127,7 @@ def _instead(s: PolicyInput, rung: Rung, enough: float) -> Weighed:
 
 
 def _in_dtype(s: PolicyInput, dtype: str, action: Action, limit: int, *, peak: bool) -> Effect:
-    """Forecast another dtype under the load of now, or at the `peak` of a calm service."""
+    """Forecast another dtype under the present load, or at the `peak` of a calm service."""
     times, itl = _gain(s, dtype), expected_itl_change(s, dtype)
     tokens = int(s.workload.capacity_per_pod * s.counted * times)
     parts = (s.workload.peak_load, s.counted * times) if peak else (s.workload.demand_tokens, tokens)
@@ -151,7 +151,7 @@ def out(s: PolicyInput) -> Weighed:
 
 
 def offload(s: PolicyInput) -> list[Weighed]:
-    """Weigh host memory for as many tokens as the GPUs hold, where prefixes are thrown out. Never open."""
+    """Weigh host memory for as many tokens as the GPUs hold, if prefixes are evicted. Never open."""
     if not s.workload.thrown_out:
         return []
     tokens = int(2 * s.workload.capacity_per_pod * s.counted)
@@ -182,7 +182,7 @@ def _scale_in(s: PolicyInput, replicas: int) -> Weighed:
 
 
 def costs(s: PolicyInput, steps: Sequence[Option]) -> str:
-    """Say what each step would cost an hour; empty where no price is known. The price of a host's memory is not."""
+    """Give the cost of each step per hour; empty if no price is known. The price of a host's memory is not."""
     if s.gpu_hour_micros is None:
         return ""
     each = s.gpu_hour_micros * s.spec.engine.gpus / 1e6
@@ -207,7 +207,7 @@ def _down(s: PolicyInput, rung: Rung) -> Weighed:
     effect = _in_dtype(s, rung.dtype, Action.DTYPE_DOWN, s.spec.kv_cache.pressure.high_percent, peak=False)
     closed = _dtype_closed(s, rung, effect.itl, climb=False)
     if closed is None and s.workload.kind != WorkloadKind.MEMORY_BOUND:
-        closed = Outcome.NOT_MEMORY, "memory is not what binds"
+        closed = Outcome.NOT_MEMORY, "memory is not the limit"
     return weighed(Action.DTYPE_DOWN, rung.dtype, s.replicas, effect, closed)
 
 
@@ -263,7 +263,7 @@ def _offload_closed(s: PolicyInput) -> Closed:
     if any(engine.arguments.on(option) for option in rules.SEVERAL_ENGINES):
         return Outcome.VETOED, "kvCache.offload is for one engine in a pod, and engine.extraArgs starts several"
     if dtypes.parse(s.dtype).ours and s.model is not None and s.model.window_layers:
-        return Outcome.VETOED, f"{s.dtype} is not offloaded beside layers with a sliding window"
+        return Outcome.VETOED, f"{s.dtype} cannot be offloaded in a model with sliding-window layers"
     return Outcome.NOT_OWNER, "kvCache.offload is not set, and the memory of your hosts is yours to give"
 
 
@@ -281,7 +281,7 @@ def _in_closed(s: PolicyInput, replicas: int, left: int, use: int, margin: int, 
     scaling = s.spec.scaling
     if s.replicas <= scaling.min_replicas or s.replicas <= 1:
         return Outcome.AT_LIMIT, f"scaling.minReplicas is {scaling.min_replicas}"
-    # The calm has to be seen anew with as many replicas as there are now.
+    # The calm period must be observed again with the present number of replicas.
     seconds = max(s.spec.kv_cache.pressure.sustained_seconds, scaling.scale_down_stabilization_seconds)
     if s.replicas_changed is not None and s.now < s.replicas_changed + timedelta(seconds=seconds):
         return Outcome.COOLING_DOWN, "the number of replicas has just changed"
@@ -299,7 +299,7 @@ def _in_closed(s: PolicyInput, replicas: int, left: int, use: int, margin: int, 
 def needed(s: PolicyInput) -> int:
     """Return the replicas that the demand needs: below `highPercent`, or where memory does not bind for the queue.
 
-    Of a load that runs away, as many as what comes and what waits needs at the best that a replica is known to do.
+    In a surge, add as many replicas as arriving and waiting requests need at the best known rate of a replica.
     """
     w = s.workload
     if w.surge is not None:

@@ -3,10 +3,10 @@
 Under pressure: the safest dtype under which the demand fits; else as many replicas as it needs; else the smallest
 dtype, which is better than nothing. Where prefixes are thrown out host memory is weighed, too, and left to the user.
 Where something other than memory binds: a replica, never a dtype. The same where a latency objective is missed; where
-all are held, and one is of the first token, a queue alone calls for no replica. Where the load runs away: replicas at
-once, whatever binds.
-When pressure leaves: replicas fewer first; where memory is what keeps one, a smaller dtype in its place; back up the
-ladder once no replica can be given back. One step at a time, and none on metrics that say too little.
+all are held, and one is of the first token, a queue alone calls for no replica. In a surge: add replicas immediately,
+whatever the limiting resource is. When pressure leaves: replicas fewer first; if only memory needs the replica, a
+smaller dtype in its place; back up the ladder once no replica can be given back. One step at a time, and none on
+metrics that say too little.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvpilot_operator.state.status import Option, Saturation
 
 @dataclass(frozen=True, slots=True)
 class PolicyDecision:
-    """The step to take (`chosen`, which may be Stay) and what else was weighed."""
+    """Step to take (`chosen`, which may be Stay) and the alternatives."""
 
     options: tuple[Option, ...]
     """The chosen one first; the others only where a step was called for."""
@@ -35,7 +35,7 @@ class PolicyDecision:
     hold: str | None = None
     """The reason why nothing is done although a step is called for, without moving figures."""
     wanted: Option | None = None
-    """The step that would be taken if nothing stood in its way."""
+    """Step that the policy would take without obstacles."""
     saturations: tuple[Saturation, ...] = ()
     """The loads that the next decision knows."""
 
@@ -104,7 +104,7 @@ def _if_open(step: Weighed) -> Weighed | None:
 
 
 def _held(s: PolicyInput, downs: list[Weighed], more: Weighed, steps: list[Weighed]) -> PolicyDecision:
-    """Say what would be done, and what stands in its way, where nothing is open."""
+    """Name the preferred step and its obstacle if no step is open."""
     waiting = [step for step in downs if step.option.outcome in (Outcome.COOLING_DOWN, Outcome.NO_CANARY)]
     closed = s.canary_closed()
     if s.workload.kind == WorkloadKind.MEMORY_BOUND and waiting and closed is not None:
@@ -137,7 +137,7 @@ def _answering(s: PolicyInput) -> str:
 
 
 def _release(s: PolicyInput) -> PolicyDecision:
-    """Choose what to give back where hardly any request waits."""
+    """Choose the resource to free while hardly any request waits."""
     low = s.spec.kv_cache.pressure.low_percent
     text = f"{s.workload.message}; below lowPercent {low}% for {s.spec.scaling.scale_down_stabilization_seconds} s"
     fewer = options.scale_in(s)

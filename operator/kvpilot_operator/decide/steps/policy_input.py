@@ -13,16 +13,16 @@ from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Denied, Experience, Saturation, ScaleInBackoff
 from kvpilot_operator.times import utc
 
-# After a canary was rolled back the next dtype change waits this long, or the dwell where that is shorter: a cluster
-# that goes through its ladder in an hour helps nobody.
+# After a rollback the next dtype change waits this long, or the dwell if that is shorter: a service must not run
+# through its ladder in an hour.
 COOL_DOWN_SECONDS = 3600
-# A step back up waits this many dwells after the last change, so that a quiet night is no reason to flip twice a day.
+# A step back up waits this many dwells after the last change, so that a quiet night does not cause two flips a day.
 CLIMB_DWELLS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyInput:
-    """One service at one moment. The fields without a default are needed, the others only where there is something."""
+    """One service at one moment. The fields without a default are required, the others only if they apply."""
 
     now: datetime
     spec: Spec
@@ -40,13 +40,13 @@ class PolicyInput:
     denied: tuple[Denied, ...] = ()
     history: tuple[Experience, ...] = ()
     saturations: tuple[Saturation, ...] = ()
-    """Loads at which requests queued, from the last decision that had some."""
+    """Loads at which requests queued, from the last decision that recorded some."""
     dtype_changed: datetime | None = None
     replicas_changed: datetime | None = None
     scale_in_backoff: ScaleInBackoff | None = None
-    """The number of replicas that was lately too few."""
+    """Number of replicas that was recently too few."""
     rolled_back: datetime | None = None
-    """The time of the last rollback that was not due to a change of the spec."""
+    """Time of the last rollback with a cause other than a change of the spec."""
     busy: str | None = None
     """The reason why no step may begin now: a canary is in flight, nothing serves yet."""
     yields: bool = False

@@ -18,9 +18,9 @@ _STEPS = (Action.SCALE_OUT, Action.SCALE_IN)
 def kept(spec: Spec, before: Scaling, now: datetime) -> Scaling:
     """Decide the replicas before a step is chosen.
 
-    In mode External that is `spec.replicas`, which `/scale` writes. In mode Operator it is what the operator last
-    chose, started from `spec.replicas` and started anew whenever the user changes that: the last word is the user's.
-    Both stay within minReplicas and maxReplicas. 0, which only minReplicas 0 allows, stays 0: who stops it means it.
+    In mode External that is `spec.replicas`, which `/scale` writes. In mode Operator it is the operator's last choice.
+    It starts from `spec.replicas`, and starts anew whenever the user changes that field. Both stay within minReplicas
+    and maxReplicas. 0, which only minReplicas 0 allows, stays 0: the user has stopped the service on purpose.
     """
     edited = before.spec_replicas != spec.replicas
     owned = spec.scaling.mode == "Operator"
