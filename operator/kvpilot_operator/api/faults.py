@@ -128,9 +128,21 @@ def _arguments(spec: Spec) -> Iterator[Fault]:
     kvpilot-serve judges its command line by the same rules. No value of an argument is repeated.
     """
     arguments = spec.engine.arguments
-    found = [*arguments.faults, *rules.reserved(arguments), *_contradictions(arguments, spec)]
+    found = [
+        *arguments.faults,
+        *rules.reserved(arguments),
+        *_contradictions(arguments, spec),
+        *_named_by_variables(spec),
+    ]
     for place, message in sorted(found):
         yield Fault(f"spec.engine.extraArgs[{place}]", message)
+
+
+def _named_by_variables(spec: Spec) -> Iterator[tuple[int, str]]:
+    """Yield items whose option Kubernetes would complete from a variable, past all rules."""
+    for place, item in enumerate(spec.engine.extra_args):
+        if item.startswith("-") and "$(" in item.partition("=")[0]:
+            yield place, "a variable names the option: write the option in full, OPTION=$(NAME), in one item"
 
 
 def _contradictions(arguments: Arguments, spec: Spec) -> Iterator[tuple[int, str]]:
