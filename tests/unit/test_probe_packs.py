@@ -123,6 +123,8 @@ def test_no_set_at_all_is_refused() -> None:
         ("!!python/object/apply:os.getcwd []", "line 1: an anchor, alias or tag"),
         ("prompts:\n- &a x", "line 2: an anchor, alias or tag"),
         ("prompts: [*a]", "an anchor, alias or tag"),
+        ("prompts: []\nprompts: [a]", "the key .prompts. is given twice"),
+        ("prompts:\n- {name: a, name: b, messages: [x]}", "line 2: the key .name. is given twice"),
         ("prompts: []\n---\nb", "not plain YAML"),
         (f"prompts: {'[' * MAX_LEVELS}", f"more than {MAX_LEVELS} levels"),
         ("just words", "key prompts"),

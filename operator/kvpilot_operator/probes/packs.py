@@ -159,6 +159,19 @@ def _parse(source: str, text: str) -> Sequence[object]:
     return entries
 
 
+class _Loader(yaml.CSafeLoader):
+    """The safe loader, which refuses a mapping with a key that is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        """Return the mapping of a node."""
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if len(set(keys)) < len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f"line {node.start_mark.line + 1}: the key {twice[:80]!r} is given twice: keep one")
+        mapping: dict[object, object] = super().construct_mapping(node, deep=deep)
+        return mapping
+
+
 def _plain(text: str) -> object:
     """Return the value of a YAML document that uses no more of YAML than JSON has.
 
@@ -172,7 +185,7 @@ def _plain(text: str) -> object:
             raise _refused(event, f"more than {MAX_LEVELS} levels: nest less")
         if isinstance(event, yaml.NodeEvent) and (event.anchor, getattr(event, "tag", None)) != (None, None):
             raise _refused(event, "an anchor, alias or tag: write the value out, and put texts in quotes")
-    value: object = yaml.load(text, Loader=yaml.CSafeLoader)
+    value: object = yaml.load(text, Loader=_Loader)  # noqa: S506 - it is a safe loader
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
