@@ -34,7 +34,7 @@ def _served(fmt: formats.Format) -> list[str]:
 
 
 SERVED = tuple(row for name in formats.own_names() for row in _served(formats.parse(name)))
-"""With the default recent window: without options, and with a file where keys have fewer than 8 bits."""
+"""Formats with the default recent window: without options, and with a factors file if keys have fewer than 8 bits."""
 
 OTHER_WINDOWS = ("k4v2+self+w64", "k4v2+calibrated+w64")
 """Beside what is served by default."""

@@ -26,11 +26,13 @@ ROUNDED = 3.0
 """Or no further from it than this many times what rounding alone does, to codes and to `auto`: a value on the edge of
 two codes falls to either side, and where a group's range moves by a step, all of its codes are other ones."""
 SERVED = 1.25
-"""With its window and its factors `k4v4` may do this many times the damage of the bare codec; it should do less."""
+"""Largest allowed ratio of damage: `k4v4` with its window and its factors over the bare codec. It should be below 1."""
 FAULT = 0.5
 """And it is right where it is nearer to its own oracle than to one that misreads a block, by this factor at least."""
 CROWD = 3.0
-"""In a crowd it may be from itself alone as far as its own damage, and this many times as far as `auto` is."""
+"""Factor on the allowed difference between a crowded and a lone run: the dtype's own damage, plus this many times the
+difference of `auto`.
+"""
 BLOCK = 16
 """Tokens that the oracle of a fault misreads."""
 RIGHT = "served and right"

@@ -1,4 +1,4 @@
-"""What fleet.py measures with: a process' cost, the statuses that the watch brings, percentiles, rates of counters."""
+"""Gauges of fleet.py: a process' cost, the statuses from the watch, percentiles, rates of counters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Process:
         return int(pages) * _PAGE_BYTES / 2**20
 
     def lives(self) -> bool:
-        """Whether it still runs."""
+        """Return True while it runs."""
         return self._child.poll() is None
 
     def end(self) -> None:
@@ -58,7 +58,9 @@ class Process:
 
 
 class Cores:
-    """Who takes the machine's cores from its making on: the benchmark's own programs by name, and everybody else."""
+    """Users of the machine's cores since this object was made: the benchmark's programs by name, and all others
+    together.
+    """
 
     def __init__(self) -> None:
         self._before, self._since = self._now(), time.monotonic()
@@ -86,7 +88,7 @@ class Cores:
 
 
 def _processes() -> dict[int, tuple[int, float]]:
-    """Of each process its parent and its seconds of processor time."""
+    """Return the parent and the processor seconds of each process."""
     found = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -163,7 +165,7 @@ def total(metrics: dict[str, float], name: str, part: str = "") -> float:
 
 
 def rate(before: dict[str, float], after: dict[str, float], name: str, seconds: float) -> float:
-    """How much a counter grew a second."""
+    """Return a counter's growth per second."""
     return round((total(after, name) - total(before, name)) / seconds, 1)
 
 

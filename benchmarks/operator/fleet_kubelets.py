@@ -29,7 +29,7 @@ KINDS = (
     "good", "label", "quoted", "large", "lines", "hang", "drip",
     "objects", "probe-hang", "maps", "yaml", "spec", "route",
 )  # fmt: skip
-"""What the engines of hostile.py's services do; of others all are good."""
+"""Behaviour of the engines of hostile.py's services. Those of other services are all good."""
 
 
 def kind_of(deployment: Object) -> int:

@@ -36,7 +36,7 @@ class MemoryGroup:
         return self._read("memory.max_usage_in_bytes", "memory.peak")
 
     def kills(self) -> int:
-        """How often the kernel has ended a process of the group."""
+        """Return the number of processes of the group that the kernel has killed."""
         if self._folder is None:
             return 0
         words = (self._folder / ("memory.oom_control" if self._v1 else "memory.events")).read_text().split()

@@ -1,4 +1,4 @@
-"""What the parsers of every input cost, with sizes that double: a linear one costs the same for each byte.
+"""Cost of the parser of every input at sizes that double. A linear parser costs the same for each byte.
 
     python -m benchmarks.operator.parsers --out docs/benchmarks/operator-parsers.json
 
@@ -41,7 +41,7 @@ ENOUGH_SECONDS = 1.0
 
 
 def page(text: bytes) -> None:
-    """As scrapes read it: in chunks."""
+    """Read a page in chunks, as scrapes do."""
     reader = PageReader()
     for start in range(0, len(text), METRICS_CHUNK_BYTES):
         for _ in reader.steps(text[start : start + METRICS_CHUNK_BYTES]):

@@ -60,7 +60,9 @@ class ControlPlane:
         *,
         audit: bool = False,
     ) -> None:
-        """With `audit` the API server writes down every write (`localcluster.audit` reads it)."""
+        """Configure the control plane. With `audit` the API server logs every write (`localcluster.audit` reads the
+        log).
+        """
         self.folder = folder.absolute()
         self.kubeconfig = self.folder / "admin.kubeconfig"
         self.audit_log = self.folder / "audit.log"

@@ -119,7 +119,7 @@ class Agent:
             await asyncio.gather(*(pod.abandon(self._options.stop_grace) for pod in list(self._pods.values())))
 
     async def _serve_logs(self) -> None:
-        """For `kubectl logs`, with the API server's certificate, if the cluster is one that this package made."""
+        """Serve `kubectl logs`, with the API server's certificate if this package made the cluster."""
         certificates = self._options.kubeconfig.resolve().parent
         certificate, key = certificates / "server.crt", certificates / "server.key"
         if certificate.exists() and key.exists():

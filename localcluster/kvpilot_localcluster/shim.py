@@ -39,7 +39,7 @@ def _start_ticks(pid: int) -> int:
 
 
 def _become(spec: dict[str, Any], complaint: int, shim: int) -> None:
-    """In the child: turn into the container's process, or tell why not through the pipe."""
+    """Become the container's process (in the child), or send the reason through the pipe if that fails."""
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != shim:

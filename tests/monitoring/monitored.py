@@ -88,7 +88,7 @@ def without_discovery(config: dict[str, Any], targets: Path) -> dict[str, Any]:
 
 
 def discovered(pods: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What Prometheus' own discovery, role pod, says of these pods: a target for each port, with its labels."""
+    """Return the targets that Prometheus' pod discovery makes of these pods: one for each port, with its labels."""
     found = []
     for pod in pods:
         about, address = pod["metadata"], (pod.get("status") or {}).get("podIP")

@@ -84,7 +84,7 @@ def flux(obj: dict[str, Any]) -> str:
 
 
 def columns(obj: dict[str, Any]) -> dict[str, Any]:
-    """What kubectl get shows in the columns that stand there without -o wide; None is an empty cell."""
+    """Return kubectl get's columns without -o wide; None is an empty cell."""
     shown = {}
     for column in load_crd()["spec"]["versions"][0]["additionalPrinterColumns"]:
         if not column.get("priority"):
