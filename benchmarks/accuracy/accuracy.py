@@ -1,13 +1,13 @@
 """The accuracy table: `python -m benchmarks.accuracy.accuracy --out docs/benchmarks/accuracy.json`.
 
-The real weights of SmolLM2-135M, or with `--model gemma3-270m` of Gemma 3 270M, computed in float32; the base is a bf16
-cache. Every key and value that attention sees has been through the codec. The control compares two runs of the model in
-bf16 that differ in the attention kernel only.
+It computes in float32 with the real weights of SmolLM2-135M, or of Gemma 3 270M with `--model gemma3-270m`. Every key
+and value that attention sees has been through the row's codec; the baseline is a bf16 cache. The control compares two
+runs of the model in bf16 that differ only in the attention kernel.
 
-`--codecs` takes some rows only (accuracy_rows.py says how they are named) and merges them into `--out`; `--needle` runs
-the needle task instead of the texts; accuracy_report.py makes the page. A GPU is used where
-there is one: a row takes it some seconds, and one core two minutes and more. `--cut` writes the texts' tokens to a
-file, which `--texts` reads on a machine without the documents; `--model` may be the model's folder there.
+`--codecs` runs only some rows (accuracy_rows.py explains their names) and merges them into `--out`. `--needle` runs the
+needle task instead of the texts. accuracy_report.py makes the page. A row takes some seconds on a GPU, and two minutes
+or more on one core. `--cut` writes the texts' tokens to a file, and `--texts` reads that file on a machine without the
+documents. There `--model` may be the model's folder.
 """
 
 from __future__ import annotations
@@ -122,10 +122,9 @@ class Tally:
 
 def compare(probe: Probe, texts: list[Sequence], rows: dict[str, Reading], raw: Path,
             done: Callable[[dict[str, Any]], None]) -> None:  # fmt: skip
-    """Run all sequences, row by row inside, and hand over the rows after each sequence.
-
-    What one row gave on one sequence is kept in a file of `raw`, and not computed again: several processes can share
-    the work, and a run that was stopped goes on.
+    """Run every row on each sequence, and yield the rows after each sequence. The folder `raw` keeps each result of a
+    row on a sequence, and no result is computed twice. So several processes can share the work, and a stopped run can
+    continue.
     """
     tallies = {name: Tally() for name in rows}
     base_codec = plain.bf16()

@@ -1,8 +1,8 @@
 """A transformers model whose attention sees keys and values as a cache would give them back.
 
-Every key (after RoPE) and value that attention uses is read as the row says (`Reading`), the query's own token among
-them: what a decode step sees, at every position of a text, in one pass. Layers with a sliding window of their own are
-read in 16 bits, as engines serve them by default.
+The row (`Reading`) decides how attention reads every key (after RoPE) and value, including the query's own token. One
+pass thus computes, at every position of a text, the result of a decode step. Layers with a sliding window of their own
+are read in 16 bits, as engines serve them by default.
 """
 
 from __future__ import annotations

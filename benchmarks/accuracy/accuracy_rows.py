@@ -1,4 +1,4 @@
-"""The rows of the accuracy table: how each reads a cache, and what it takes.
+"""Rows of the accuracy table: each one's way to read a cache, and its size.
 
 A row's name is a codec's, and after it by `+`: the label of the factors (`self`: those that an engine gives itself at
 start; `calibrated`: a file of `kvpilot calibrate`), `wN` for a recent window of N tokens as the ring keeps it, and
@@ -43,7 +43,7 @@ AGAINST_EXACT = ("k4v4+self+w128+first128", "k4v4+self+w128")
 """Beside `kvarn_k4v4+exact`, which keeps as many tokens."""
 
 CONTEXT = 4096
-"""Tokens of the context over which what is kept beside the pages is spread, in bits per element."""
+"""Context in tokens over which data outside the pages is averaged, for the figure of bits per element."""
 
 _PAGE = 64
 """Tokens of a page, for the size of a ring."""
@@ -54,9 +54,10 @@ class Reading:
     """Way in which attention reads a cache.
 
     Attributes:
-        pages: what the pages give back.
-        recent: of a query's last tokens, its own among them, that are read by `fine` instead. fine: None for 16 bits.
-        first: of a sequence's first tokens that are read in 16 bits.
+        pages: function that returns the tokens as the pages give them back.
+        recent: number of a query's last tokens, including its own, that are read by `fine` instead.
+        fine: None for 16 bits.
+        first: number of a sequence's first tokens that are read in 16 bits.
         hit: tokens that came from the prefix cache: their queries attend in 16 bits, as a prefill does, and the ring
             holds none of them.
     """
@@ -117,7 +118,7 @@ def engine(name: str) -> tuple[str, dict[str, str]]:
 
 
 def bits(name: str, head_dim: int) -> float:
-    """Bits per element of a row, scales counted, and what is kept beside the pages at `CONTEXT` tokens."""
+    """Return a row's bits per element, including scales and, at `CONTEXT` tokens, all data kept outside the pages."""
     known = rivals()
     if name in known:
         codec = known[name]

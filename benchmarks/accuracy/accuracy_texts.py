@@ -1,4 +1,4 @@
-"""The texts of the accuracy table: real, in everybody's hands, and not in this repository.
+"""Texts of the accuracy table: real, freely available, and not part of this repository.
 
 Evaluated: Newton's *Opticks* (1704, in the source package of libbacktrace, which apache-tvm-ffi, a requirement of
 vLLM, carries), the manual of GNU coreutils (Debian's info page), Python's language reference (`pydoc_data.topics`) and
@@ -84,10 +84,10 @@ def _prose(info: str) -> str:
 
 
 def sequences(tokenizer: Any, plan: list[tuple[str, int, int]]) -> list[Sequence]:
-    """Cut sequences out of the texts, each with the special tokens that the tokenizer begins a prompt with.
+    """Cut sequences out of the texts. Each begins with the special tokens that the tokenizer puts before a prompt.
 
     Args:
-        plan: (text, tokens, how many); sequences of one text never overlap, those asked for first come first.
+        plan: (text, tokens, number of sequences) in the order of their places in the text; sequences never overlap.
     """
     at: dict[str, int] = {}
     tokens: dict[str, torch.Tensor] = {}

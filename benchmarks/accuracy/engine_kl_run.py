@@ -68,10 +68,8 @@ class States:
             start = end
 
     def of(self, request: str, text: list[int], hit: int) -> Any:
-        """States [tokens after the hit, hidden] of a request; what was computed was this text, and as asked for.
-
-        Raises:
-            RuntimeError: it was not.
+        """Return the states [tokens after the hit, hidden] of a request. Raises:
+        RuntimeError: the engine computed another text, or computed it in another way than requested.
         """
         import torch
 
@@ -117,7 +115,7 @@ def main() -> NoReturn:
     facts = {name: str(value) for name, value in versions().items()}  # torch has a string of its own for its version
     torch.save({"answers": answers, "versions": facts}, job.out)
     say(f"{sum(len(x['states']) for x in answers):,} positions")
-    # As in gpu_engine_measure.py: the parent ends what is left of vLLM.
+    # Exit at once, as in gpu_engine_measure.py: the parent kills the remaining processes of vLLM.
     os._exit(0)
 
 

@@ -1,8 +1,8 @@
-"""Agreement of two greedy runs of the same prompts, where both had seen the same tokens.
+"""Agreement of two greedy runs of the same prompts, as far as both have seen the same tokens.
 
-After its first difference a greedy answer goes its own way, so logprobs are compared up to and with the position of
-that difference: there both engines predicted from the same tokens. The Kullback-Leibler divergence is of the tokens
-that both top lists name and one event for all others, which bounds that of the full vocabulary from below.
+Two greedy answers diverge after their first difference. So logprobs are compared up to and including that position,
+where both engines still predicted from the same tokens. The Kullback-Leibler divergence covers the tokens that both top
+lists name, and one event for all others. It is a lower bound for the divergence over the full vocabulary.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Families of models in real vLLM, `k4v4` beside `auto`: `python -m benchmarks.accuracy.gpu_families --out DIR`.
 
-Of each family a small random model (kvpilot_smallmodels.families) answers the same prompts greedily in five engines:
-with each dtype *crowded* (CUDA graphs, prefix caching, prompts in chunks, many at once, and so little cache that
-requests are preempted) and *alone* (one at a time, eager, no prefix caching, a prompt in one piece), `k4v4` with its
-default window and its own calibration; and crowded with the bare *codec* (no window, no factors, chunks that read
-themselves back), whose predictions are those of plain transformers with the same codec but for rounding.
+A small random model of each family (kvpilot_smallmodels.families) answers the same prompts greedily in five engines.
+`auto` and `k4v4`, the latter with its default window and its own calibration, each run crowded and alone. *Crowded* is
+many prompts at once, with CUDA graphs, prefix caching, chunks, and so little cache that requests are preempted. *Alone*
+is one prompt at a time, eager, uncut and without prefix caching. The fifth engine runs crowded with the bare *codec*:
+no window, no factors, and chunks that read themselves back. Up to rounding, its predictions are those of plain
+transformers with the same codec.
 
-Writes DIR/families-answers.json.gz, and DIR/families-errors.log with the ends of logs of engines that failed;
-gpu_families_page.py judges the answers, wherever it is. Needs `demo` on the path beside `runtime` and `kernels`.
+Writes DIR/families-answers.json.gz, and DIR/families-errors.log with the last lines of failed engines' logs.
+gpu_families_page.py judges the answers on any machine. Needs `demo`, `runtime` and `kernels` on the path.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def main() -> int:
         scratch = Path(folder)
         models, failed = made(names, scratch / "models")
         say(f"{len(models)} models made; {failed or 'none failed'}")
-        # By run, so that what vLLM and Triton keep of a family is there when its next engine starts.
+        # Sort by run, so that a family's next engine finds the compiled code that vLLM and Triton cached for it.
         engines = {f"{name} {run}": asked(args, name, run, models[name], scratch) for run in runs for name in models}
         return serve(args, engines, models)
 

@@ -20,12 +20,14 @@ SAMPLES = 4
 
 @dataclass(frozen=True)
 class Asked(Job):
-    """One engine, as `Job`, and what it runs in.
+    """Engine, as in `Job`, and its surroundings.
 
     Attributes:
-        env: further variables of its environment. room: cache for so many requests of the longest kind is left, the
-            rest is taken, so that requests are preempted; 0 leaves all. how: what is asked, a name of `HOW`. more: what
-            that needs to know.
+        env: further variables of its environment.
+        room: number of longest requests that fit in the cache; the rest of the cache is taken, so that requests are
+            preempted. 0 leaves all of it.
+        how: kind of requests, a name of `HOW`.
+        more: arguments of that kind.
     """
 
     env: dict[str, str]
@@ -58,7 +60,7 @@ def answers(asked: Asked) -> dict[str, Any]:
 
 
 def adapted(asked: Asked) -> dict[str, Any]:
-    """Greedy answers of the adapter in the folder `more["adapter"]`, mixed with those of the model itself."""
+    """Return greedy answers with the adapter in the folder `more["adapter"]`, mixed with answers of the model itself."""
     from vllm.lora.request import LoRARequest
 
     llm, facts = start(asked)

@@ -1,10 +1,10 @@
 """Verdict on a family's answers, compared with its weights and the codec.
 
-All divergences are in nats, means over tokens. Those *from an oracle* are between an engine's predictions and those of
-plain transformers for the same tokens (kvpilot_smallmodels.oracle), without a codec (`auto`) or with it (`k4v4`): every
-token of every answer counts. `k4v4` as it is served depends on how a request came to a token (what the window holds,
-which part of a prompt was read back), which no oracle knows: its damage is held against that of the bare codec, and
-itself in a crowd against itself alone.
+All divergences are means over tokens, in nats. A divergence *from an oracle* compares an engine's predictions with
+those of plain transformers for the same tokens (kvpilot_smallmodels.oracle), without a codec (`auto`) or with it
+(`k4v4`). Every token of every answer counts. `k4v4` as served depends on a request's history: the tokens in the window,
+and the part of a prompt that was read back. No oracle knows this history. So the verdict compares the damage of `k4v4`
+with that of the bare codec, and its crowded run with its run alone.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from kvpilot_smallmodels.oracle import Oracle
 NEAR = 0.25
 """An engine is right where it is nearer to its own oracle than to the other one by this factor at least."""
 ROUNDED = 3.0
-"""Or no further from it than this many times what rounding alone does, to codes and to `auto`: a value on the edge of
-two codes falls to either side, and where a group's range moves by a step, all of its codes are other ones."""
+"""Factor on the divergence by rounding alone, of codes and of `auto`: an engine may be this far from its oracle. A
+value on the edge between two codes may round to either. If a group's range moves by a step, all its codes change.
+"""
 SERVED = 1.25
 """Largest allowed ratio of damage: `k4v4` with its window and its factors over the bare codec. It should be below 1."""
 FAULT = 0.5
-"""And it is right where it is nearer to its own oracle than to one that misreads a block, by this factor at least."""
+"""Largest allowed ratio: an engine's distance from its own oracle over its distance from one that misreads a block."""
 CROWD = 3.0
 """Factor on the allowed difference between a crowded and a lone run: the dtype's own damage, plus this many times the
 difference of `auto`.
@@ -37,7 +38,7 @@ BLOCK = 16
 """Tokens that the oracle of a fault misreads."""
 RIGHT = "served and right"
 COMPUTED = "transformers in bfloat16 from float32"
-"""A figure: `auto`, too, is right where it is no further off than that, which computing alone does."""
+"""Name of the divergence by bfloat16 arithmetic alone. `auto`, too, may be as far off."""
 
 Figures = dict[str, Any]
 PAIRS = (("auto/crowded", "auto/alone"), ("k4v4/alone", "auto/alone"), ("k4v4/crowded", "k4v4/alone"))

@@ -1,7 +1,8 @@
-"""Judge answers of gpu_families.py and gpu_options.py and write their page: `gpu_families_page.py ANSWERS ... OUT.md`.
+"""Judge the answers of gpu_families.py and gpu_options.py, and write their page: `gpu_families_page.py ANSWERS ...
+OUT.md`.
 
-These programs wrote ANSWERS. The models are made anew, and must be those that answered. A file beside OUT holds all
-figures.
+The two programs wrote the files ANSWERS. This one makes the models again, and they must be the ones that answered. A
+file next to OUT holds all figures.
 """
 
 from __future__ import annotations
@@ -118,10 +119,10 @@ def section(facts: dict[str, Any]) -> list[str]:
 
 
 def judged(facts: dict[str, Any]) -> Rows:
-    """Rows of one run of a program, of its answers.
+    """Return the rows of a program's run, judged from its answers.
 
     Raises:
-        ValueError: the models that are made here are not those that answered.
+        ValueError: the models made here differ from those that answered.
     """
     told: dict[str, Any] = facts["answers"]
     with tempfile.TemporaryDirectory(prefix="kvpilot-judged-") as folder:

@@ -1,7 +1,7 @@
-"""The child of gpu_families.py and gpu_options.py: engines side by side on one GPU.
+"""Child process of gpu_families.py and gpu_options.py: engines side by side on one GPU.
 
-Each has a process of its own, forked from one that has imported vLLM and has started nothing; what one says is in its
-log, and one that fails leaves its reason as its answer.
+Each engine has its own process, forked from one that has only imported vLLM. Each has its own log. A failed engine
+leaves the reason in place of its answers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.engine.gpu_engine_process import attention_lines, end_with_paren
 
 
 def serve(asked: Asked) -> NoReturn:
-    """Be one engine: start, answer, write, end. Its log is beside what it writes."""
+    """Run one engine: start it, answer, write the answers, and exit. The log is next to the answers."""
     os.environ.update(asked.env)
     out = Path(asked.out)
     log = out.with_suffix(".log")

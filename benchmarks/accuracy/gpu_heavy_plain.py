@@ -99,9 +99,9 @@ def judge(
     """Return the figures of one engine's turns; plain transformers are compared with the first.
 
     Returns:
-        Among others, `masses`: how far what a page weighed in a step is from what plain transformers gave it, in units
-        of a mean page's, and the same beside the next page's, so that the figure can be bad. `freed_over_lightest`: by
-        their masses, what was freed over what should have been.
+        Figures that include `masses`: the error of a page's attention mass in a step against plain transformers, in
+        units of a mean page's mass. A control compares with the next page's mass instead, to show a bad figure.
+        `freed_over_lightest`: mass of the freed pages over the mass of those that should have been freed.
     """
     first = turns[0]
     below: dict[str, list[float]] = {"held": [], "whole": []}

@@ -19,7 +19,7 @@ FILLS = ("", "", "freed", "first")
 
 @dataclass(frozen=True)
 class Job:
-    """One engine and what to ask it.
+    """Engine, and the requests to send to it.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`. rounds: of prompts, asked together. tokens: to generate after each.
@@ -37,11 +37,14 @@ class Turn:
     """Results of one turn.
 
     Attributes:
-        answers: of all rounds' prompts. steps: of each request, by its number: tokens before the step, new ones, the
-            places in its table that have a page, the masses of these, None where none were measured, and whether
-            single tokens were to be, and of how many tokens the scheduler had the results when it freed pages.
-        freed: pages that went back while their request ran. preempted: requests that began anew. cached: tokens that
-            the prefix cache had. left: pages that are not free when all is done.
+        answers: of all rounds' prompts.
+        steps: by request number, a tuple for each step: tokens before it, new tokens, the table's places that have a
+            page, their masses (None if unmeasured), True if single tokens were to be measured, and the number of tokens
+            with results when the scheduler freed pages.
+        freed: pages freed while their request ran.
+        preempted: requests that started again.
+        cached: tokens found in the prefix cache.
+        left: pages that are still not free at the end.
     """
 
     answers: list[list[int]] = field(default_factory=list)
@@ -82,7 +85,7 @@ class Watched:
             gone = before - set(self.held(request).values())
             self.turn.freed += len(gone)
             for block in (self.pool.blocks[i] for i in gone):
-                if block.ref_cnt == 0:  # nobody else has it; else a later request could hit it in some turns alone
+                if block.ref_cnt == 0:  # only unshared pages, or else a later request could hit them in some turns only
                     self.pool._maybe_evict_cached_block(block)
                     self.freed.append(block.block_id)
 
@@ -126,15 +129,16 @@ class Watched:
         self.freed.clear()
 
     def overwrite(self, blocks: Sequence[int]) -> None:
-        """With codes at their largest and NaN for scales; 16 bits with large numbers, as FlashAttention multiplies what
-        follows a sequence's end by zero."""
+        """Fill pages with the largest codes and NaN scales. Fill 16-bit pages with large numbers instead, because
+        FlashAttention multiplies values past a sequence's end by zero.
+        """
         for cache in self.caches:
             for block in blocks:
                 cache[block].fill_(255 if cache.element_size() == 1 else 1e4)
 
 
 def ask(llm: Any, job: Job, watched: Watched, fill: str) -> Turn:
-    """All rounds once, from an empty prefix cache on."""
+    """Run all rounds once, starting with an empty prefix cache."""
     if not llm.reset_prefix_cache():
         raise RuntimeError("the prefix cache could not be emptied: pages are in use")
     engine, turn, number = llm.llm_engine, Turn(), 0

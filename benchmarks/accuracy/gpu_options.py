@@ -1,11 +1,12 @@
 """Features of vLLM in `k4v4` on GPUs: `python -m benchmarks.accuracy.gpu_options --out DIR [--gpus 2]`.
 
-On one GPU: weights in fp8 made at the start, sleep mode, a LoRA adapter, prompt logprobs, parallel samples, structured
-output. On two: tensor, pipeline and data parallelism, and expert parallelism of a small mixture of experts, each beside
-the same on one GPU. Small random models and prompts as in gpu_families.py.
+On one GPU it runs weights quantized to fp8 at the start, sleep mode, a LoRA adapter, prompt logprobs, parallel samples
+and structured output. On two GPUs it runs tensor, pipeline and data parallelism, and expert parallelism of a small
+mixture of experts. Each is compared with the same model on one GPU. Models and prompts are small and random, as in
+gpu_families.py.
 
-Writes DIR/options-answers.json.gz (options-2), which gpu_families_page.py judges. Needs `demo` on the path beside
-`runtime` and `kernels`.
+Writes DIR/options-answers.json.gz (options-2), which gpu_families_page.py judges. Needs `demo`, `runtime` and `kernels`
+on the path.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def arguments() -> argparse.Namespace:
 
 
 def tokenizer(folder: Path) -> None:
-    """Put a tokenizer beside a model, with a token for each byte: structured output asks what tokens stand for."""
+    """Add a tokenizer with one token per byte to a model's folder: structured output needs the text of each token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -87,7 +87,9 @@ def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
 
 
 def spread_row(one: Runs, two: Runs) -> dict[str, Any]:
-    """On several GPUs: the answers are those of one GPU, which a family's row is about, beside what a codec does."""
+    """Judge runs on several GPUs: compare their difference from one GPU, which a family's row judges, with the codec's
+    damage.
+    """
     if error := failed(one, two):
         return {"verdict": f"not served: {error}"}
     figures = {f"{name} from one GPU": pair(two, name, one, name) for name in two}

@@ -1,10 +1,10 @@
 """Answers of every dtype, to compare versions of vLLM: `python -m benchmarks.accuracy.gpu_versions --out a.json`.
 
-Each case of `CASES` gets an engine in a process of its own, with a small random model, CUDA graphs and prefix caching.
-It answers prompts of several lengths greedily, all together, and once more from the prefix cache. The document has
-vLLM's version, the token ids, and the functions of vLLM that kvpilot had replaced in the engine's process.
-`--compare a.json b.json` prints how many answers of two documents are the same. With the vLLM of each version on
-PYTHONPATH, the first form runs without a network. A retention that kvpilot refuses on a version is tried nevertheless.
+Each case of `CASES` gets an engine in its own process, with a small random model, CUDA graphs and prefix caching. The
+engine answers prompts of several lengths greedily in one batch, and once more from the prefix cache. The document has
+vLLM's version, the token ids, and the functions of vLLM that kvpilot had replaced in the engine's process. `--compare
+a.json b.json` prints how many answers of two documents are the same. With the vLLM of each version on PYTHONPATH, the
+first form runs without a network. It also tries a retention that kvpilot refuses on a version.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 @dataclass(frozen=True)
 class Job:
-    """One engine and what to ask it.
+    """Engine, and the requests to send to it.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`. prompts: asked together. tokens: to generate. out: where answers go.

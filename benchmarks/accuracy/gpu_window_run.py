@@ -1,4 +1,4 @@
-"""The child of gpu_window.py: greedy answers of one engine in one process, whose rings may be written over."""
+"""Child process of gpu_window.py: greedy answers of one engine, with rings that may be overwritten."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 @dataclass(frozen=True)
 class Job:
-    """One engine and what to ask it.
+    """Engine, and the requests to send to it.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`. prompts: token ids of each. tokens: to generate after each.
-        fill: what a ring page holds when a request gets it: `zeros`, the rows of `others`, or "" for what was there.
-        out: where the answers are written.
+        fill: new content of a ring page when a request gets it: `zeros`, the rows of `others`, or "" to leave it.
+        out: file for the answers.
     """
 
     engine: dict[str, Any]

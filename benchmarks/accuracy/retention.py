@@ -1,16 +1,14 @@
 """Cost of a bounded cache: `python -m benchmarks.accuracy.retention --tokens 2048 --budgets 256,512`.
 
-SmolLM2-135M's weights in float32 over one stream of a text; attention sees what docs/retention.md says that an engine
-keeps. A budget is sinks and window together, or with the heaviest pages between (HeavyHitters, whose window is half of
-it; the stream is read `--chunk` tokens at a time). Beside it stand the whole cache, the whole cache in `--dtype`, and
-the window of the largest budget without sinks, which no engine serves. Perplexity is of the tokens after the largest
-budget, where rows differ. `--needle LENGTH` asks for facts at five depths of a text of so many tokens instead.
-
-`--equal` puts `--dtype` as engines serve it (factors found at start, its default recent window) beside the budget of 16
-bits that takes as many bytes of a sequence of 4,096 tokens.
-
-`--beyond LENGTH` shows what true positions past the length that a model was trained for cost (8,192 for SmolLM2). On
-two cores a row of 2,048 tokens takes half a minute or so; 64K tokens are for a GPU.
+SmolLM2-135M reads one stream of text in float32. Attention sees the tokens that an engine keeps by docs/retention.md. A
+budget covers sinks and window, or with HeavyHitters also the heaviest pages between; their window is half of the
+budget. HeavyHitters read the stream `--chunk` tokens at a time. Rows for comparison: the whole cache, the whole cache
+in `--dtype`, and the window of the largest budget without sinks, which engines do not offer. Perplexity covers the
+tokens after the largest budget, where rows differ. `--needle LENGTH` asks for facts at five depths of a text of LENGTH
+tokens instead. `--equal` compares `--dtype`, as engines serve it (factors found at start, its default recent window),
+with a 16-bit budget of the same bytes for a sequence of 4,096 tokens. `--beyond LENGTH` shows the cost of positions
+past the trained length (8,192 for SmolLM2). A row of 2,048 tokens takes about half a minute on two cores; 64K tokens
+need a GPU.
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ class Bounded(Probe):
     def _heavy(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, None]:
-        """Attention of a chunk to what is held, which weighs it."""
+        """Compute a chunk's attention to the held tokens, and add it to their weights."""
         new, (k, v) = query.shape[2], (x[:, :, self._seen_tokens] for x in (key, value))
         rows, weight = measured_rows(new)
         if rows:

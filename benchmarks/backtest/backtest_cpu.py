@@ -1,8 +1,9 @@
-"""The simulated engine beside a real one: `python -m benchmarks.backtest.backtest_cpu`.
+"""Comparison of the simulated engine with a real one: `python -m benchmarks.backtest.backtest_cpu`.
 
-One vLLM on this machine's CPU (SmolLM2-135M, eager, one thread, a small KV cache so that it runs full). Its costs are
-fitted to steps of known batches and contexts; then one known trace of requests is asked of it several times and of the
-simulation once, and both are compared. Writes docs/benchmarks/backtest-cpu.json.
+The real one is a vLLM on this machine's CPU: SmolLM2-135M, eager, one thread, and a KV cache so small that it fills.
+The program fits the simulation's costs to steps of known batches and contexts. Then it replays one trace of requests
+several times on the engine and once in the simulation, and compares the results. Writes
+docs/benchmarks/backtest-cpu.json.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Prefill on one GPU and decode on another in real vLLM: `python -m benchmarks.engine.gpu_disaggregated`.
 
-Each dtype has two engines (dummy weights) with vLLM's NixlConnector, `DTYPE/window` one of ours with its recent window,
-`DTYPE` without one; `@LAYOUT` behind either is vLLM's name of a layout for their KV cache, in place of the one that the
-connector asks for. Prompts are read on GPU 0, one by one, and answered on GPU 1. Written down are the bytes that
-travel, the copies that NIXL makes of them (blocks in a row on both sides are one), how long that takes, the time to the
-first token, whether every block came as it left, and how many tokens of an answer are those that the first engine gives
-over the same blocks. Writes OUT/disaggregated-SHAPE.json and prints a table.
+Each dtype has two engines (dummy weights) with vLLM's NixlConnector. `DTYPE/window` is one of our dtypes with its
+recent window, and `DTYPE` has no window. A suffix `@LAYOUT` names vLLM's layout for their KV cache, instead of the
+connector's choice. GPU 0 reads prompts one by one, and GPU 1 answers them. The results are the bytes transferred,
+NIXL's copies (adjacent blocks on both sides count as one), the transfer time, the time to the first token, a comparison
+of every block's bytes on both sides, and the number of answer tokens that equal those of the first engine over the same
+blocks. Writes OUT/disaggregated-SHAPE.json and prints a table.
 """
 
 from __future__ import annotations

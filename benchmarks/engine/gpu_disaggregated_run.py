@@ -36,7 +36,7 @@ def block_sums(layers: dict[str, Any], num_blocks: int, blocks: Sequence[int]) -
     total = torch.zeros(len(blocks), dtype=torch.int64)
     at = torch.tensor(list(blocks), dtype=torch.int64)
     for number, cache in enumerate(caches, 1):
-        # Of blocks that do not lie one behind the other no view has a row for each: these alone are copied.
+        # No view has one row per block if the blocks are not contiguous, so only such blocks are copied.
         held = cache.unflatten(0, (num_blocks, -1))[at.to(cache.device)].contiguous()
         words = held.view(torch.uint8).flatten(1).view(torch.int64)
         weights = torch.arange(1, words.shape[1] + 1, device=words.device, dtype=torch.int64) * 2 + 1

@@ -1,7 +1,7 @@
 """Step time, prefill rate and capacity of KV-cache dtypes in real vLLM: `python -m benchmarks.engine.gpu_engine`.
 
-Each dtype gets an engine in a process of its own (dummy weights, default compilation and CUDA graphs, prefix caching)
-and is measured there in every case; one that fails or runs out of time is recorded with its error. Writes
+Each dtype gets an engine in its own process: dummy weights, default compilation and CUDA graphs, prefix caching. That
+engine is measured in every case. If it fails or runs out of time, the result holds its error. Writes
 OUT/SHAPE-DTYPE.json and .log; `plots.py` makes tables and plots of these files.
 """
 
@@ -104,7 +104,7 @@ def command_line(words: list[str]) -> str:
 
 
 def measure(args: argparse.Namespace, name: str, dtype: str, job: Job, env: dict[str, str]) -> dict[str, Any]:
-    """Run one engine and join what it wrote with what it was asked; an error is part of the result."""
+    """Run one engine, and return its output together with its job. An error is part of the result."""
     out = Path(job.out)
     log, error = out.with_suffix(".log"), None
     out.unlink(missing_ok=True)

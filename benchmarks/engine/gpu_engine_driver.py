@@ -1,7 +1,7 @@
-"""Drives vLLM's engine step by step: seconds to prefill prompts, and seconds between decode steps.
+"""Driver of vLLM's engine, step by step: seconds to prefill prompts, and seconds between decode steps.
 
-The engine core runs in a process of its own, as it does behind an API server, and is fed ahead of the GPU. One call of
-`engine.step()` returns what one step produced, so the time between two returns is the time of a step.
+The engine core runs in its own process, as behind an API server, and schedules ahead of the GPU. One call of
+`engine.step()` returns the output of one step, so a step takes the time between two returns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FIRST_TOKEN = 100
 
 
 class DriveError(RuntimeError):
-    """The engine did not do what the measurement needs; the message says what it did instead."""
+    """Error for an engine that does not behave as the measurement needs; the message describes its behaviour."""
 
 
 def prompt(family: str, tokens: int, vocab: int) -> list[int]:
@@ -55,12 +55,9 @@ class Driver:
         return Filled(sum(map(len, prompts)), cached, time.perf_counter() - began)
 
     def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
-        """Seconds of each of `steps` consecutive steps in which every sequence got exactly one token.
-
-        The requests are cut off after that. Prompts should be in the prefix cache, or their prefill comes first.
-
-        Raises:
-            DriveError: the sequences were never all decoding for so long (the cache cannot hold them together).
+        """Return the seconds of each of `steps` consecutive steps that gave every sequence exactly one token; then
+        abort the requests. Prompts should be in the prefix cache, or their prefill comes first. Raises:
+            DriveError: the sequences never all decoded for `steps` steps, because the cache cannot hold them together.
         """
         names = self.submit(prompts, self.max_model_len - max(map(len, prompts)))
         marks: list[float] = []

@@ -1,7 +1,7 @@
-"""The child of gpu_engine.py: starts one engine, measures every case of a job file, and writes as it goes.
+"""Child process of gpu_engine.py: start one engine, measure every case of a job file, and write after each.
 
-Cases share their prompts (a shorter context is a prefix of a longer one), so each prompt is prefilled once, as far as
-the longest case needs it; a rate in tokens per second is that of prompts that the engine never saw.
+Cases share their prompts: a shorter context is a prefix of a longer one. So each prompt is prefilled once, as far as
+the longest case needs it. A rate in tokens per second counts only prompts that are new to the engine.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ SHORT, SHORTS = 512, 7
 
 @dataclass(frozen=True)
 class Job:
-    """One engine and what to measure in it.
+    """Engine, and the measurements to make in it.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
         cases: (batch, context tokens) of each decode measurement.
-        chunked: tokens of the prompt whose second half is prefilled over a cached first half; 0 leaves it out.
-        mixed: whether the end of such a prompt is prefilled beside short ones, in one step.
+        chunked: tokens of a prompt with a cached first half and a second half to prefill; 0 skips this case.
+        mixed: True also prefills the end of such a prompt in one step with short prompts.
         steps, repeats: decode steps of one timing, and timings per case.
         vocab: token ids are drawn below this.
-        drafts: tokens that are drafted for every sequence in every step, at random, so that next to none is taken: a
-            step then has 1 + drafts tokens of each sequence and yields one. 0: no speculation.
-        out: where the result is written.
-        beside: new tokens of a request that arrives beside sequences that decode, one measurement each.
+        drafts: random draft tokens for every sequence in every step, almost all rejected. A step then has 1 + drafts
+            tokens of each sequence and yields one. 0: no speculation.
+        out: file for the result.
+        beside: new tokens of a request that arrives while other sequences decode, one measurement each.
     """
 
     engine: dict[str, Any]
@@ -59,7 +59,7 @@ class Job:
 
 
 class Result:
-    """The JSON document of one engine, written anew after each case so that a time limit loses one case at most."""
+    """JSON document of one engine, rewritten after each case, so that a time limit loses one case at most."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -100,7 +100,7 @@ def prefill_facts(filled: list[Filled]) -> dict[str, Any]:
 
 
 def chunked_case(driver: Driver, job: Job) -> dict[str, Any]:
-    """Time to first token of a long prompt whose first half is cached, over `repeats` fresh prompts."""
+    """Return the time to first token of a long prompt with a cached first half, over `repeats` fresh prompts."""
     fills = []
     for repeat in range(job.repeats):
         tokens = prompt(f"chunked/{repeat}", job.chunked, job.vocab)

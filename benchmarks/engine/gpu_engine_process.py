@@ -42,8 +42,8 @@ def say(text: str) -> None:
 def environment(extra: dict[str, str] | None = None) -> Iterator[dict[str, str]]:
     """Return the environment of an engine: our packages on the path, no network, and our plugin for vLLM.
 
-    vLLM finds plugins by the entry points of installed distributions, in every process that it starts. From a checkout
-    that is not installed, a folder on the path with the same entry point does as well.
+    vLLM finds plugins by the entry points of installed distributions, in every process that it starts. For a checkout
+    that is not installed, a folder on the path provides the same entry point.
     """
     with tempfile.TemporaryDirectory(prefix="kvpilot-plugin-") as folder:
         paths = [str(ROOT), *(str(ROOT / name) for name in ("runtime", "kernels", "formats"))]
@@ -59,12 +59,9 @@ def environment(extra: dict[str, str] | None = None) -> Iterator[dict[str, str]]
 
 
 def run_child(module: str, job: Path, log: Path, limit_s: float, env: dict[str, str]) -> None:
-    """Run a module on a job file; end it and its children when time is up.
-
-    All that it prints goes to `log`, and its progress (`say`) to our output as well.
-
-    Raises:
-        ChildFailedError: it ended with an error, or was still running after `limit_s` seconds.
+    """Run a module on a job file, and end it and its children when time is up. Its output goes to `log`, and its
+    progress lines (`say`) also go to our output. Raises:
+        ChildFailedError: the module ended with an error, or was still running after `limit_s` seconds.
     """
     command = [sys.executable, "-m", module, str(job)]
     child = subprocess.Popen(

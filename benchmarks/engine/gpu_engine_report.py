@@ -1,4 +1,4 @@
-"""Tables of the engine benchmark: what was measured, over `auto` and `fp8`, and against the bars that the project set.
+"""Tables of the engine benchmark: figures, ratios over `auto` and `fp8`, and comparison with the project's targets.
 
 `load` reads the JSON files of gpu_engine.py; the newest run of a shape and dtype counts.
 """

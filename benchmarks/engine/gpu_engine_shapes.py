@@ -1,8 +1,8 @@
 """Model shapes for the engine benchmark: a `config.json` each, served with dummy weights.
 
-A step's time depends on shapes alone, so no checkpoint is needed. Dense stand-ins keep the attention shape of models
-whose other parts do not matter here: a mixture of experts becomes a dense FFN of its active width, and the share of
-one GPU in eight under tensor parallelism becomes a model of an eighth of the heads, FFN and vocabulary.
+A step's time depends on shapes alone, so no checkpoint is needed. Some models have a dense stand-in with the same
+attention shape, because their other parts do not matter here. A mixture of experts becomes a dense FFN of its active
+width. One of eight GPUs under tensor parallelism becomes a model with an eighth of the heads, FFN and vocabulary.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Prompts that one engine computes and another one loads from LMCache: `python -m benchmarks.engine.gpu_lmcache`.
+"""Prompts that one engine computes and another engine loads from LMCache: `python -m benchmarks.engine.gpu_lmcache`.
 
-A server of LMCache, which is shown no GPU, and of each dtype two engines (dummy weights), one after the other. The
-first computes prompts, one by one, and stores them; the second one, whose own cache is empty, is asked the same.
-Written down are tokens and bytes that were stored and loaded, the time to the first token either way, whether every
-block came as it left, and how many tokens of the answers are alike.
-Writes OUT/lmcache-SHAPE.json after each dtype and prints a table.
+It starts a server of LMCache without a GPU and, for each dtype, two engines (dummy weights), one after the other. The
+first engine computes prompts one by one and stores them. The second engine starts with an empty cache and gets the same
+prompts. The results are tokens and bytes stored and loaded, the time to the first token in both engines, a comparison
+of every block's bytes, and the number of equal answer tokens. Writes OUT/lmcache-SHAPE.json after each dtype and prints
+a table.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def server(args: argparse.Namespace) -> Iterator[int]:
 
 
 def run(args: argparse.Namespace, dtype: str, model: Path, port: int, scratch: Path) -> dict[str, Any]:
-    """Both engines of a dtype: the first one's word, the second one's, and what of them agrees."""
+    """Run both engines of a dtype, and return the report of each and their agreement."""
     transfer = {
         "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {

@@ -24,7 +24,8 @@ class Job:
     Attributes:
         engine: keyword arguments of `vllm.LLM`. vocab: token ids are drawn below this.
         prompts, tokens, answer: how many prompts, tokens of each (one more is asked), and of an answer.
-        wait: seconds that what is stored may take to be there. out: where the result is written.
+        wait: seconds that what is stored may take to be there.
+        out: file for the result.
     """
 
     engine: dict[str, Any]
@@ -123,10 +124,11 @@ class Engine:
         self.moves = Moves(job.engine["block_size"])
 
     def serve(self, number: int) -> dict[str, Any]:
-        """Answer one prompt, drawn by its number; one token more, so that all before fills blocks.
+        """Answer one prompt, drawn by its number. It has one extra token, so that the tokens before it fill whole
+        blocks.
 
-        Bytes are compared after the answer: until then nothing but LMCache writes to full blocks, and a check would
-        stand in the times.
+        Bytes are compared after the answer, because a check would add to the times. Until then only LMCache writes to
+        full blocks.
         """
         from vllm import SamplingParams
 

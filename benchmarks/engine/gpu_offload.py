@@ -1,11 +1,11 @@
 """Offloading to host memory under a multi-turn load in real vLLM: `python -m benchmarks.engine.gpu_offload`.
 
-Conversations whose histories together are several times what the GPU's cache holds go on in random order, so many at
-a time. Each dtype has an engine of its own (dummy weights) with the tier and one without, all with the same load, the
-same tokens of GPU cache (`--equal bytes`: the same bytes) and the same host memory. `--check` runs each engine with a
-tier once more, briefly, and compares every block that comes back with what left, in all layers. `--disk-gib` runs each
-dtype with a file of that size below the host memory, too, whose blocks have a checksum.
-Writes OUT/offload-SHAPE.json and prints a table.
+Conversations continue in random order, a fixed number at a time. Their histories together are several times larger than
+the GPU's cache. Each dtype has one engine with the tier and one without (dummy weights). All engines get the same load,
+the same tokens of GPU cache (`--equal bytes`: the same bytes) and the same host memory. `--check` runs each engine with
+a tier once more, briefly. It compares every block that returns with the block that left, in all layers. `--disk-gib`
+also runs each dtype with a file of that size below the host memory; its blocks have checksums. Writes
+OUT/offload-SHAPE.json and prints a table.
 """
 
 from __future__ import annotations

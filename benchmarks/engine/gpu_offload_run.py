@@ -20,13 +20,16 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 @dataclass(frozen=True)
 class Job:
-    """One engine and its load.
+    """Engine and its load.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`. vocab: token ids are drawn below this.
-        conversations: how many there are. history, turn, answer: tokens of each, of a request's own, and of its answer.
-        requests: measured, after each conversation was asked once. at_once: in flight.
-        check: whether to compare the bytes of what is loaded. out: where the result is written.
+        conversations: their number.
+        history, turn, answer: tokens of a conversation's history, of a request, and of its answer.
+        requests: measured requests, after one in each conversation.
+        at_once: requests in flight.
+        check: True compares the bytes of loaded blocks.
+        out: file for the result.
     """
 
     engine: dict[str, Any]

@@ -1,9 +1,9 @@
-"""Steps beside the physical limit: `python -m benchmarks.engine.growth RAW.json --copy-rate 3.03`.
+"""Comparison of steps with the physical limit: `python -m benchmarks.engine.growth RAW.json --copy-rate 3.03`.
 
-Reads what gpu_engine.py wrote of a shape in every dtype, in one file, and prints a table of steps, each with what of it
-the limit is: the bytes of the cache and of the weights that a step reads, over the rate of a plain copy on that GPU.
-With `--plot` it draws step and limit against the tokens in all, a panel for each number of sequences (needs
-matplotlib).
+Reads the results of gpu_engine.py for a shape in every dtype, joined in one file. Prints a table of steps with the
+limit's share of each. The limit is the bytes of cache and weights that a step reads, divided by the rate of a plain
+copy on that GPU. `--plot` draws step and limit against the total tokens, with a panel for each number of sequences
+(needs matplotlib).
 """
 
 from __future__ import annotations

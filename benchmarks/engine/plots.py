@@ -1,8 +1,8 @@
 """Page and plots of the engine benchmark: `python -m benchmarks.engine.plots RAW.json ... [--out docs/benchmarks]`.
 
-Reads what gpu_engine.py wrote, and writes OUT/h200-engine.json (all runs in one file), OUT/h200-engine.md and an SVG
-per shape and question: a decode step against the context, and the tokens that fit. Needs matplotlib, which is no
-dependency of kvpilot; given h200-engine.json alone, it draws the same page again.
+Reads the files of gpu_engine.py. Writes OUT/h200-engine.json (all runs in one file), OUT/h200-engine.md and two SVGs
+per shape: decode step against context, and tokens that fit. From h200-engine.json alone it draws the same page again.
+It needs matplotlib, which kvpilot does not depend on.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Decode attention alone on a GPU, ours beside FlashAttention 3 and FlashInfer: `python -m benchmarks.kernels.decode`.
+"""Decode attention alone on a GPU, ours against FlashAttention 3 and FlashInfer: `python -m benchmarks.kernels.decode`.
 
-One layer's decode over random pages of random block tables, in a CUDA graph of 32 launches that go round several
-layers' caches, so that no cache is in L2; the median of ten replays. `decode` is the split kernel alone, `merged` with
-the merge of its parts (what FlashAttention and FlashInfer do too), `layer` with the store of the step's token; in the
-raw file, without a window, `weigh` is what heavy hitters add in a step that is weighed, `weigh_idle` in others. The
-yardstick is a device-to-device copy in the same run. FlashAttention comes with vLLM, FlashInfer by itself; what is not
-installed is left out. Our formats are measured with each window of `--recent`, whose tokens all have their row in the
-ring. Writes OUT/decode.json, of which `decode_page.py` makes pages.
+One layer decodes over random pages of random block tables. A CUDA graph of 32 launches rotates over several layers'
+caches, so that no cache stays in L2. Times are medians of ten replays. `decode` is the split kernel alone. `merged`
+adds the merge of its parts, as FlashAttention and FlashInfer do. `layer` adds the store of the step's token. The raw
+file also has, without a window, `weigh` and `weigh_idle`: the extra time of heavy hitters in weighed steps and in
+others. The yardstick is a device-to-device copy in the same run. FlashAttention comes with vLLM, and FlashInfer is a
+package of its own; missing ones are left out. Our formats are measured with each window of `--recent`, and all tokens
+of a window are in the ring. Writes OUT/decode.json; `decode_page.py` makes pages from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check of the GPU's kernels on this GPU: `python -m benchmarks.kernels.decode_check`.
+"""Check of the GPU kernels on this GPU: `python -m benchmarks.kernels.decode_check`.
 
 Ragged sequences are stored and decoded by the kernels in a captured CUDA graph of four layers that share their plan,
 each started while the one before may still run. Pages, rings and outputs are poisoned before: every byte 0xFF, every
