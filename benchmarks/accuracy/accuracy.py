@@ -38,7 +38,7 @@ PLAN = [
     *[(name, 1024, 2) for name in ("opticks", "manual", "reference", "code")],
     ("opticks", 1024, 1), ("reference", 2048, 1), ("manual", 4608, 1), ("code", 4608, 1),
 ]  # fmt: skip
-"""20,480 tokens: texts, tokens a sequence, how many."""
+"""Evaluated sequences, 20,480 tokens in all: text, tokens per sequence, number of sequences."""
 
 BUCKETS = (128, 512, 1024, 2048, 4608)
 """Ends of the position buckets, in tokens."""
@@ -49,7 +49,7 @@ CHUNK = 8192
 
 
 class Base:
-    """The base's distributions over one sequence, and what every row needs of them."""
+    """Baseline's distributions over one sequence, with the sums that every row needs."""
 
     def __init__(self, probe: Probe, tokens: torch.Tensor, states: torch.Tensor) -> None:
         self.tokens = tokens
@@ -80,8 +80,8 @@ class Tally:
         for p, (start, logits) in zip(base.p, probe.logits(states), strict=True):
             part = slice(start, start + logits.shape[0])
             whole = logits.logsumexp(-1)
-            # KL(p || q) = sum p log p - sum p logit_q + logsumexp(logit_q). A sum in pairs, not a dot product: that
-            # adds 49,152 terms one after the other, and is off by millinats.
+            # KL(p || q) = sum p log p - sum p logit_q + logsumexp(logit_q). This is a pairwise sum: a dot product adds
+            # 49,152 terms one after the other and is off by some 0.001 nats.
             cross = (p * logits).sum(-1)
             self.kl.append((base.negentropy[part] - cross + whole) * 1000)
             self.agree.append((base.top[part] == logits.argmax(-1)).float())
@@ -144,7 +144,7 @@ def compare(probe: Probe, texts: list[Sequence], rows: dict[str, Reading], raw: 
 
 
 def control(folder: Path, texts: list[Sequence]) -> dict[str, Any]:
-    """bf16 against bf16: the same weights through two kernels of attention, as prefill and decode are in an engine."""
+    """Compare bf16 with bf16: the same weights through two attention kernels, like prefill and decode in an engine."""
     probe, tally = Probe(folder, torch.bfloat16), Tally()
     for text, tokens in texts:
         probe.rounded = False
@@ -155,7 +155,9 @@ def control(folder: Path, texts: list[Sequence]) -> dict[str, Any]:
 
 
 def cut(tokenizer: Any) -> dict[str, list[Sequence]]:
-    """Every text that the benchmark reads, as tokens: `evaluation`, `needle`, and one entry for each calibration."""
+    """Return the tokens of every text that the benchmark reads: `evaluation`, `needle`, and one entry for each
+    calibration.
+    """
     calibrations = {label: sequences(tokenizer, plan) for label, plan in CALIBRATION.items()}
     return {"evaluation": sequences(tokenizer, PLAN), "needle": sequences(tokenizer, NEEDLE_TEXT), **calibrations}
 

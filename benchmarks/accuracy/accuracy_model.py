@@ -90,7 +90,7 @@ class Probe:
 
 
 def _read(query: torch.Tensor, fresh: Sides, reading: Reading, layer: int, scale: float) -> torch.Tensor:
-    """Attention over what the cache gives back for `fresh`."""
+    """Attend to `fresh` as the cache gives it back."""
 
     def back(codec: Codec) -> Sides:
         key, value = (
@@ -154,7 +154,7 @@ def _after(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, scal
 def _exact_ends(
     q: torch.Tensor, fresh: tuple[torch.Tensor, ...], stored: tuple[torch.Tensor, ...], scale: float, tile: int
 ) -> torch.Tensor:
-    """Attend from a tile to that tile and the sequence's first one in 16 bits, and to those between quantized."""
+    """Attend from a tile to itself and the sequence's first tile in 16 bits, and to quantized tiles between."""
     outs = []
     for i in range(0, q.shape[2], tile):
         k, v = (

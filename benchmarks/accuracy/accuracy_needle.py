@@ -58,7 +58,7 @@ def needles(
 def _prompt(
     probe: Probe, text: torch.Tensor, length: int, seed: int
 ) -> tuple[torch.Tensor, dict[float, tuple[int, int]]]:
-    """Token ids of about `length`, and where the digits of each depth's answer stand in them."""
+    """Return about `length` token ids, and the places of each depth's answer digits in them."""
     rng = random.Random(seed)  # noqa: S311  # a reproducible test, no secret
     cities = rng.sample(CITIES, len(CITIES))
     numbers = ["".join(rng.choice("0123456789") for _ in range(5)) for _ in cities]

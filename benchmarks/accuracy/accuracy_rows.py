@@ -37,10 +37,10 @@ SERVED = tuple(row for name in formats.own_names() for row in _served(formats.pa
 """Formats with the default recent window: without options, and with a factors file if keys have fewer than 8 bits."""
 
 OTHER_WINDOWS = ("k4v2+self+w64", "k4v2+calibrated+w64")
-"""Beside what is served by default."""
+"""Further rows, which are not defaults."""
 
 AGAINST_EXACT = ("k4v4+self+w128+first128", "k4v4+self+w128")
-"""Beside `kvarn_k4v4+exact`, which keeps as many tokens."""
+"""Rows to compare with `kvarn_k4v4+exact`, which keeps as many tokens in 16 bits."""
 
 CONTEXT = 4096
 """Context in tokens over which data outside the pages is averaged, for the figure of bits per element."""
@@ -103,10 +103,9 @@ def reading(name: str, factors: Mapping[str, Mapping[int, Factors]]) -> Reading:
 
 
 def engine(name: str) -> tuple[str, dict[str, str]]:
-    """KV-cache dtype and environment of the vLLM engine that serves the row `name`, without a file of factors.
-
-    Raises:
-        ValueError: no engine serves it so.
+    """Return the KV-cache dtype and the environment of a vLLM engine that serves the row `name`, without a factors
+    file. Raises:
+        ValueError: no engine can serve this row.
     """
     if name == "fp8_e4m3":
         return name, {}
@@ -135,7 +134,7 @@ def _mixed(low: float, exact: int) -> float:
 
 
 def _parts(name: str) -> tuple[formats.Format, str | None, int, int]:
-    """Format, label of factors, tokens of the window, first tokens in 16 bits."""
+    """Return format, label of factors, tokens of the window, and first tokens in 16 bits."""
     found = re.fullmatch(r"(\w+?)(?:\+([a-z-]+))?(?:\+w(\d+))?(?:\+first(\d+))?", name)
     if found is None:
         raise ValueError(f"row {name!r} is not FORMAT[+FACTORS][+wN][+firstN]; for example k4v4+self+w64")

@@ -29,7 +29,9 @@ CALIBRATION = {
     ],
     "calibrated-on-licences": [("licences", 4096, 4)],
 }
-"""Input of `kvpilot calibrate` for each label: texts, tokens a sequence, count. After 16,384 it holds back."""
+"""Input of `kvpilot calibrate` for each label: texts, tokens per sequence, count. Calibration holds out the tokens
+after the first 16,384.
+"""
 
 Sequence = tuple[str, torch.Tensor]
 """The text's name and its tokens, int64 [tokens]."""
@@ -38,10 +40,8 @@ EVALUATION = ("opticks", "manual", "reference", "code")
 
 
 def text(name: str) -> str:
-    """One of the evaluated or calibration texts.
-
-    Raises:
-        FileNotFoundError: this machine lacks the document; the message says which package brings it.
+    """Return one of the evaluated or calibration texts. Raises:
+    FileNotFoundError: this machine lacks the document; the message says which package brings it.
     """
     if name == "opticks":
         found = importlib.util.find_spec("tvm_ffi")

@@ -42,7 +42,7 @@ from kvpilot_smallmodels.models import smollm2_135m
 
 ROWS = "k4v4+self+w64,k8v4+self+w64,k4v2+self+w128,k4v4+self,int8+self"
 AFTER_HIT = 64
-"""Tokens after a hit that are measured: with the shortest window, those that do not see it whole."""
+"""Measured tokens after a hit: as many as see only part of the shortest window."""
 
 CONTEXT = 8192
 """Tokens of context that engines serve, at most."""

@@ -29,11 +29,11 @@ SHARED_PREFIX = 256
 """Tokens that every second prompt begins with, so that the prefix cache is hit."""
 
 DRAFTERS, MTP = ("draft_model", "eagle", "eagle3"), "mtp"
-"""Methods of speculation by a model; with the last one the served model is another."""
+"""Methods of speculation by a model; the last one needs another served model."""
 
 
 def methods(text: str) -> list[str]:
-    """Those of `--drafters`."""
+    """Drafters that `--drafters` accepts."""
     found = text.split(",")
     if found != [MTP] and not set(found) <= set(DRAFTERS):
         raise argparse.ArgumentTypeError(f"{text!r} is not some of {', '.join(DRAFTERS)}, or {MTP} alone")
@@ -103,7 +103,7 @@ def random_model(folder: Path, latent: bool, mtp: bool) -> Path:
 
 
 def with_drafter(model: Path, method: str, drafts: int) -> dict[str, Any]:
-    """Make a model that drafts for `model`; the engine arguments that say so."""
+    """Make a draft model for `model`, and return the engine arguments for it."""
     from kvpilot_smallmodels import draft_models
 
     folder = model.with_name(f"{model.name}-with-{method}")
@@ -116,7 +116,7 @@ def with_drafter(model: Path, method: str, drafts: int) -> dict[str, Any]:
 
 
 def token_stream(model: Path) -> list[int]:
-    """Tokens of Python's own manual where the model has a tokenizer, random ids otherwise."""
+    """Return tokens of Python's own manual if the model has a tokenizer, else random ids."""
     if (model / "tokenizer.json").exists():
         from pydoc_data.topics import topics
 
@@ -129,7 +129,7 @@ def token_stream(model: Path) -> list[int]:
 
 
 def prompts_of(model: Path, count: int) -> list[list[int]]:
-    """Prompts of 64 to 463 tokens; every second one starts with the same 256."""
+    """Return prompts of 64 to 463 tokens; every second one starts with the same 256."""
     stream = token_stream(model)
     lengths = [64 + 97 * i % 400 for i in range(count)]
     starts = [SHARED_PREFIX + i * (len(stream) - 1000) // count for i in range(count)]

@@ -56,13 +56,13 @@ def agreement(reference: list[Answer], other: list[Answer]) -> dict[str, Any]:
 
 
 def equal_prefix(mine: list[int], theirs: list[int]) -> int:
-    """Tokens before the first difference."""
+    """Return the number of tokens before the first difference."""
     pairs = zip(mine, theirs, strict=True)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), len(mine))
 
 
 def divergence(p: dict[str, float], q: dict[str, float]) -> float:
-    """KL(p || q) in nats, of the tokens in both lists and the rest of the vocabulary as one event."""
+    """Return KL(p || q) in nats, over the tokens in both lists and one event for the rest of the vocabulary."""
     shared = [(math.exp(p[token]), math.exp(q[token])) for token in p.keys() & q.keys()]
     rest = [max(1.0 - sum(mass), 1e-9) for mass in zip(*shared, strict=True)] if shared else [1.0, 1.0]
     return max(0.0, sum(a * math.log(a / b) for a, b in [*shared, (rest[0], rest[1])] if a > 0.0))

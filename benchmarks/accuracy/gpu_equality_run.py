@@ -1,4 +1,4 @@
-"""The child of gpu_equality.py: greedy tokens and top-20 logprobs of every prompt of a job file, in one engine."""
+"""Child process of gpu_equality.py: greedy tokens and top-20 logprobs of every prompt of a job file, in one engine."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def answers(asked: Asked) -> dict[str, Any]:
 
 
 def adapted(asked: Asked) -> dict[str, Any]:
-    """Return greedy answers with the adapter in the folder `more["adapter"]`, mixed with answers of the model itself."""
+    """Return greedy answers with the adapter in the folder `more["adapter"]`, mixed with the model's own."""
     from vllm.lora.request import LoRARequest
 
     llm, facts = start(asked)
@@ -71,7 +71,7 @@ def adapted(asked: Asked) -> dict[str, Any]:
 
 
 def slept(asked: Asked) -> dict[str, Any]:
-    """Greedy answers, the same asked again, and after the engine has slept (level 1) and was woken up."""
+    """Return greedy answers, the answers to a repetition, and the answers after sleep (level 1) and wake-up."""
     llm, facts = start(asked)
     first, again = answered(llm, asked), answered(llm, asked)
     llm.sleep(level=1)
@@ -80,7 +80,7 @@ def slept(asked: Asked) -> dict[str, Any]:
 
 
 def details(asked: Asked) -> dict[str, Any]:
-    """Prompt logprobs, several samples of a prompt, and an answer under a schema with the same one without."""
+    """Return prompt logprobs, several samples of a prompt, and an answer with and without a schema."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -95,7 +95,7 @@ def details(asked: Asked) -> dict[str, Any]:
     free = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=200), **quiet)
 
     def text(one: Any) -> str:
-        # vLLM's own text begins in the prompt where that ends in the middle of a letter, as random bytes do.
+        # If a prompt ends in the middle of a letter, as random bytes may, vLLM's own text begins inside the prompt.
         found: str = llm.get_tokenizer().decode(one.outputs[0].token_ids, skip_special_tokens=True)
         return found
 
@@ -112,7 +112,9 @@ def details(asked: Asked) -> dict[str, Any]:
 
 
 def data_parallel(asked: Asked) -> dict[str, Any]:
-    """Greedy answers of engines that share the requests: all at once, in processes that vLLM starts and balances."""
+    """Return greedy answers of engines that share the requests. All run at once, in processes that vLLM starts and
+    balances.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -21,7 +21,7 @@ from benchmarks.accuracy.gpu_equality_compare import Answer, agreement, divergen
 from kvpilot_smallmodels.oracle import Oracle
 
 NEAR = 0.25
-"""An engine is right where it is nearer to its own oracle than to the other one by this factor at least."""
+"""Largest allowed ratio: an engine's distance from its own oracle over its distance from the other oracle."""
 ROUNDED = 3.0
 """Factor on the divergence by rounding alone, of codes and of `auto`: an engine may be this far from its oracle. A
 value on the edge between two codes may round to either. If a group's range moves by a step, all its codes change.
@@ -46,7 +46,9 @@ TOLD = ("counters", "kv_tokens", "groups", "free_blocks", "said", "attention", "
 
 
 def from_oracle(oracle: Oracle, prompts: list[list[int]], answers: list[Answer], *, misread: bool = False) -> float:
-    """Mean divergence of an engine's predictions from the oracle's; with `misread` the oracle has a block misread."""
+    """Return the mean divergence of an engine's predictions from the oracle's. With `misread` the oracle misreads a
+    block.
+    """
     found: list[float] = []
     for prompt, answer in zip(prompts, answers, strict=True):
         at = max(BLOCK, (len(prompt) - BLOCK) // BLOCK * BLOCK)
@@ -58,7 +60,7 @@ def from_oracle(oracle: Oracle, prompts: list[list[int]], answers: list[Answer],
 
 
 def of_rounding(oracle: Oracle, prompts: list[list[int]], answers: list[Answer], dtype: str) -> float:
-    """Mean divergence of an oracle from itself with its keys and values moved by as much as `dtype` rounds them."""
+    """Return an oracle's mean divergence from itself if its keys and values move by the rounding of `dtype`."""
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
         exact = oracle.predictions(prompt, answer["tokens"])
@@ -68,7 +70,7 @@ def of_rounding(oracle: Oracle, prompts: list[list[int]], answers: list[Answer],
 
 
 def of_computing(model: Path, oracle: Oracle, prompts: list[list[int]], answers: list[Answer]) -> float:
-    """Mean divergence of plain transformers in bfloat16 from themselves in float32: `oracle`, which has no codec."""
+    """Return the mean divergence of transformers in bfloat16 from `oracle`: the same in float32, without a codec."""
     rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="eager")
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -81,7 +83,7 @@ def of_computing(model: Path, oracle: Oracle, prompts: list[list[int]], answers:
 
 
 def judge(model: Path, dtype: str, runs: dict[str, dict[str, Any]]) -> Figures:
-    """Figures of a family and the verdict in words. `runs` are answers of gpu_families.py's engines, by their names."""
+    """Return a family's figures and the verdict. `runs` are answers of gpu_families.py's engines, by run name."""
     prompts = next(iter(runs.values()))["prompts"]
     errors = {name: run["error"] for name, run in runs.items() if "error" in run}
     figures: Figures = {
@@ -115,7 +117,7 @@ def far(figures: Figures, name: str) -> float:
 
 
 def verdict(figures: Figures) -> str:
-    """Return `served and right`, or the fault. A crowd is compared where an engine alone has answered too."""
+    """Return `served and right`, or the fault. A crowded run is compared if the run alone has answered too."""
     errors = {name: error for name, error in figures["errors"].items() if not name.endswith("/alone")}
     if errors:
         return "not served: " + "; ".join(f"{name}: {error}" for name, error in errors.items())

@@ -38,18 +38,20 @@ def serve(asked: Asked) -> NoReturn:
         found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
     sys.stdout.flush()
     out.write_text(json.dumps(found))
-    os._exit(0)  # as in gpu_engine_measure.py: nothing that vLLM left has to be taken apart
+    os._exit(0)  # as in gpu_engine_measure.py: skip vLLM's own shutdown
 
 
 def inspect_here() -> None:
-    """Look at a model's class in this process: vLLM starts another one for that, which imports all anew."""
+    """Inspect a model's class in this process. vLLM would start another process for that, which imports everything
+    again.
+    """
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda look: look()
 
 
 def run(context: Any, limit: float, asked: Asked) -> None:
-    """One engine in a process of its own, ended when its time is up."""
+    """Engine in its own process, which is killed when its time is up."""
     name, out = Path(asked.out).stem, Path(asked.out)
     process = context.Process(target=serve, args=(asked,))
     process.start()
@@ -86,7 +88,7 @@ def processes() -> Any:
 
 
 def main() -> None:
-    """Serve all that the job file asks for: `at_once` engines beside each other, each `limit` seconds at most."""
+    """Run all engines of the job file: `at_once` engines in parallel, each for `limit` seconds at most."""
     end_with_parent()
     job = json.loads(Path(sys.argv[1]).read_text())
     context = processes()

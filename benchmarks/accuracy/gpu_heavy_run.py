@@ -1,4 +1,6 @@
-"""The child of gpu_heavy.py: one engine with heavy hitters, asked the same while freed pages are changed."""
+"""Child process of gpu_heavy.py: one engine with heavy hitters answers the same requests while freed pages are
+overwritten.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def name_of(request: str) -> str:
 
 
 class Watched:
-    """Stands between a scheduler and its workers."""
+    """Recorder between a scheduler and its workers."""
 
     def __init__(self, core: Any) -> None:
         from kvpilot_runtime.bounded.heavy_spec import KEPT, MASSES
@@ -106,12 +108,12 @@ class Watched:
         executor.execute_model, scheduler.update_from_output = executing, updating
 
     def held(self, request: str) -> dict[int, int]:
-        """Blocks of a request, by their places."""
+        """Return a request's blocks by their places."""
         blocks = enumerate(self.manager.req_to_blocks.get(request, ()))
         return {place: block.block_id for place, block in blocks if not block.is_null}
 
     def before_step(self, scheduled: Any) -> None:
-        """Note the step, and overwrite what this turn overwrites."""
+        """Record the step, and overwrite the pages that this turn overwrites."""
         self.turn.preempted += len(scheduled.preempted_req_ids or ())
         cached = scheduled.scheduled_cached_reqs
         before = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
@@ -143,7 +145,7 @@ def ask(llm: Any, job: Job, watched: Watched, fill: str) -> Turn:
         raise RuntimeError("the prefix cache could not be emptied: pages are in use")
     engine, turn, number = llm.llm_engine, Turn(), 0
     watched.fill, watched.turn = fill, turn
-    watched.manager.steps = 0  # every so many steps of single tokens are measured: of each turn the same
+    watched.manager.steps = 0  # every turn measures the same steps
     for prompts, counts in zip(job.rounds, job.tokens, strict=True):
         answers, cached = in_steps(engine, prompts, counts, number)
         number += len(prompts)

@@ -26,7 +26,7 @@ from kvpilot_smallmodels.families import VOCABULARY, make
 
 MODEL, EXPERTS, DTYPE = "plain", "qwen3-moe", "float16"
 WIDTH = 2
-"""GPUs that an engine is spread over."""
+"""Number of GPUs that an engine uses."""
 SPREAD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tensor parallel": (MODEL, "answers", {"tensor_parallel_size": WIDTH}),
     "pipeline parallel": (MODEL, "answers", {"pipeline_parallel_size": WIDTH}),
@@ -62,7 +62,7 @@ def tokenizer(folder: Path) -> None:
 
 
 class Engines:
-    """The engines that are to be served, by name, with their models."""
+    """Return the engines to run, by name, with their models."""
 
     def __init__(self, args: argparse.Namespace, scratch: Path, prompts: list[list[int]]) -> None:
         self.args, self.scratch, self.prompts, self.asked = args, scratch, prompts, dict[str, Asked]()
@@ -70,7 +70,7 @@ class Engines:
     def add(
         self, name: str, model: Path, run: str, how: str = "answers", more: dict[str, Any] | None = None, **engine: Any
     ) -> None:
-        """One as a run of gpu_families.py, with further arguments of vLLM's."""
+        """Return an engine like a run of gpu_families.py, with further arguments of vLLM."""
         dtype, crowded, env = RUNS[run]
         options = {**engine_options(model, dtype, crowded), "dtype": DTYPE, **engine, **self.args.engine_args}
         own = {} if how == "data_parallel" else OWN_PROCESS
@@ -151,7 +151,7 @@ def main() -> int:
         raise SystemExit(f"--what has {', '.join(sorted(unknown))}; on {args.gpus} GPUs there is {', '.join(known)}")
     with tempfile.TemporaryDirectory(prefix="kvpilot-options-") as folder:
         models = made(Path(folder))
-        # Random tokens, as families are asked: with the other model's tokenizer it would be a text of this machine.
+        # Use random tokens, as for families: the other model's tokenizer would encode a text of this machine.
         engines = Engines(args, Path(folder), prompts_of(models[EXPERTS], args.prompts))
         for what in chosen:
             asking(engines, models, what)

@@ -54,7 +54,7 @@ def prompts(vocabulary: int) -> list[list[int]]:
 
 
 def compare(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Print a line for each case of both documents; True where all answers are the same."""
+    """Print a line for each case of both documents; return True if all answers are the same."""
     print(f"vLLM {one['vllm']} on {one['device']} and vLLM {other['vllm']} on {other['device']}")
     alike = True
     for name in (name for name in one["cases"] if name in other["cases"]):
@@ -75,7 +75,7 @@ def compare(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    """Run every case and write the document; 1 where an engine ended with an error."""
+    """Run every case and write the document; return 1 if an engine ended with an error."""
     args = arguments()
     if args.compare:
         return int(not compare(*(json.loads(path.read_text()) for path in args.compare)))

@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def compare(found: dict[str, dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every run against 16 bits, and the two with written-over rings against one another, with `same` for equal."""
+    """Compare every run with 16 bits, and the two runs with overwritten rings with each other; `same` means equal."""
     pairs = [(name, "auto/0") for name in found if name != "auto/0"]
     for dtype in args.dtypes.split(","):
         pairs.append((f"{dtype}/{args.recent}/others", f"{dtype}/{args.recent}/zeros"))

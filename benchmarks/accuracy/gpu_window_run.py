@@ -31,7 +31,7 @@ class Job:
 
 
 class Rings:
-    """Writes over the ring pages that a step gives to requests, before the step."""
+    """Writer that overwrites the ring pages that a step gives to requests, before the step."""
 
     def __init__(self, llm: Any, fill: str) -> None:
         core = llm.llm_engine.engine_core.engine_core
@@ -58,7 +58,7 @@ class Rings:
         worker.execute_model = before
 
     def write(self, scheduled: Any) -> None:
-        """Every page that is new to its request."""
+        """Return every page that is new to its request."""
         for request in scheduled.finished_req_ids | (scheduled.preempted_req_ids or set()):
             self.owned.pop(request, None)
         cached = scheduled.scheduled_cached_reqs

@@ -44,15 +44,16 @@ _PIECE = 256
 
 
 class Bounded(Probe):
-    """The model with a cache that keeps `sinks` first tokens and a `window`, in pages, or heavy hitters; all of them
-    where it is None."""
+    """Model with a cache that keeps `sinks` first tokens and a `window`, in pages, or heavy hitters. It keeps all
+    tokens if `window` is None.
+    """
 
     kept: Kept = None
     page, chunk = 16, 32
 
     @torch.inference_mode()
     def hidden(self, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
-        """Attend as the whole model; with heavy hitters chunk by chunk, as pages are freed between steps."""
+        """Attend in one pass; with heavy hitters chunk by chunk, because pages are freed between steps."""
         if not isinstance(self.kept, HeavyHitters):
             return super().hidden(tokens, reading)
         cache, states = DynamicCache(), []
@@ -113,7 +114,7 @@ class Bounded(Probe):
 
 
 def nll(probe: Probe, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
-    """float64 [tokens - 1], minus the log-probability of each token but the first."""
+    """Return the negative log-probability of each token but the first, float64 [tokens - 1]."""
     states, found = probe.hidden(tokens, reading), []
     for start, logits in probe.logits(states):
         following = tokens[start + 1 : start + 1 + logits.shape[0]]
@@ -161,7 +162,7 @@ def main() -> None:
         held = int(CONTEXT * bits(served, probe.model.config.head_dim) / 16)
         coarse = f"whole in {served}, {held} tokens' bytes of 16 bits"
         asked.tokens = CONTEXT
-        # The sinks' pages, and a window that begins inside a page, take `held` tokens' room at most.
+        # The sinks' pages and a window that begins inside a page take the room of at most `held` tokens.
         asked.budgets = [held - (-(-asked.sinks // asked.page) + 1) * asked.page + 1 + asked.sinks]
     most = max(asked.budgets)
     rows: list[tuple[str, Kept, Reading | None]] = [

@@ -29,7 +29,9 @@ PIECE, QUOTED = 192, 48
 
 
 def prompts(name: str, count: int) -> list[str]:
-    """Pieces of a text, evenly over its length, in characters of about `PIECE` tokens, each begun anew."""
+    """Return pieces of a text, spread evenly over its length, each of about `PIECE` tokens and followed by its own
+    beginning.
+    """
     size, whole = 4 * PIECE, text(name)
     starts = [(len(whole) - size) * (i + 1) // (count + 1) for i in range(count)]
     return [f"{(piece := whole[at : at + size])}\n\n{piece[: 4 * QUOTED]}" for at in starts]
@@ -72,7 +74,7 @@ def machine() -> str:
 
 
 def alike(answers: list[list[int]], others: list[list[int]]) -> float:
-    """Share of tokens that stand before the first difference."""
+    """Return the share of tokens before the first difference."""
     same = 0
     for one, other in zip(answers, others, strict=True):
         same += next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
@@ -80,7 +82,7 @@ def alike(answers: list[list[int]], others: list[list[int]]) -> float:
 
 
 def main() -> int:
-    """Run each dtype, the first of which the others are held against, and write the figures."""
+    """Run each dtype, compare all with the first one, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--dtypes", nargs="+", default=["auto", "fp8", "k8v4", "k4v4"])

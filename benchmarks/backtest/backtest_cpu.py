@@ -54,7 +54,7 @@ def tokens(chance: random.Random, length: int) -> list[int]:
 
 
 async def ask(client: httpx.AsyncClient, prompt: list[int], output: int) -> list[float]:
-    """When each token came, on the monotonic clock."""
+    """Arrival times of tokens, on the monotonic clock."""
     body = {"model": "m", "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True, "stream": True}
     times = []
     async with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -89,7 +89,7 @@ async def steps(running: RealEngine) -> dict[str, Any]:
 
 
 def fit(measured: dict[str, Any], kv_tokens: int) -> Costs:
-    """Least squares of relative errors, constants not below zero."""
+    """Fit by least squares of relative errors; constants are at least 0."""
     rows = [(1, d["batch"], d["batch"] * d["context"], 0, 0) for d in measured["decode"]]
     rows += [(1, 0, 0, p["tokens"], p["tokens"] ** 2 / 2) for p in measured["prefill"]]
     seconds = np.array([d["seconds"] for d in measured["decode"]] + [p["seconds"] for p in measured["prefill"]])
@@ -105,7 +105,7 @@ def fit(measured: dict[str, Any], kv_tokens: int) -> Costs:
 
 
 def errors(measured: dict[str, Any], costs: Costs) -> dict[str, float]:
-    """Relative error of the fit, in percent: the largest, and the mean."""
+    """Return the fit's relative error in percent: the largest, and the mean."""
     off = [costs.decode_step(d["batch"], d["batch"] * d["context"]) / d["seconds"] - 1 for d in measured["decode"]]
     off += [(costs.base + costs.prefill(p["tokens"], 0)) / p["seconds"] - 1 for p in measured["prefill"]]
     sizes = [abs(x) * 100 for x in off]

@@ -25,7 +25,7 @@ def points(run: dict[str, Any]) -> list[tuple[str, tuple[float, ...], float]]:
     found: list[tuple[str, tuple[float, ...], float]] = []
     for name, case in run["cases"].items():
         batch, context = case["batch"], case["context"]
-        # 128 tokens are decoded after the prompt: on average half of them are there.
+        # 128 tokens are decoded after the prompt, so on average half of them are stored.
         cached = batch * (context + 64)
         found.append((f"step {name}", (1, batch, cached, 0, 0), case["step_ms"] / 1000))
         for group in case["prefill"]["groups"][:1]:

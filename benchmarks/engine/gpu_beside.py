@@ -18,21 +18,19 @@ from typing import Any
 from benchmarks.engine.gpu_engine_driver import WARM_STEPS, DriveError, Driver, prompt
 
 SEQUENCES, CONTEXT = 16, 8192
-"""Sequences that decode, and the tokens stored of each one and of the conversation that goes on."""
+"""Number of sequences that decode, their stored tokens, and those of the continued conversation."""
 REPEATS = 7
 WARM = 8
 """Arrivals before the first one that counts: kernels are compiled, and the process settles."""
 STEPS = 6
-"""Steps that are watched from the arrival on; the request is in one of the first two."""
+"""Steps to watch after the arrival; the request is in one of the first two."""
 SHOWN = 30
 """Functions of the host that a result lists."""
 
 
 class Beside:
-    """Sequences that decode together, and requests that join them for one step.
-
-    Raises:
-        DriveError: the sequences never decode together.
+    """Sequences that decode together, plus requests that join them for one step. Raises:
+    DriveError: the sequences never decode together.
     """
 
     def __init__(self, driver: Driver, vocab: int) -> None:

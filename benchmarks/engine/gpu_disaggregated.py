@@ -48,14 +48,14 @@ def arguments() -> argparse.Namespace:
 
 
 class Child:
-    """An engine, asked by lines of JSON."""
+    """Engine that answers lines of JSON."""
 
     def __init__(self, listener: socket.socket) -> None:
         self.line = listener.accept()[0]
         self.lines = self.line.makefile("r")
 
     def tell(self, what: str, **more: Any) -> None:
-        """Ask, and wait for no answer."""
+        """Ask without waiting for the answer."""
         self.line.sendall(json.dumps([what, more]).encode() + b"\n")
 
     def hear(self) -> Any:
@@ -89,7 +89,7 @@ def measured(prefill: Child, decode: Child, length: int, number: int, answer: in
 
 
 def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict[str, Any]:
-    """Both engines of a dtype."""
+    """Run both engines of a dtype."""
     kind, _, layout = name.partition("@")
     dtype, _, window = kind.partition("/")
     file_name = name.replace("/", "-").replace("@", "-")
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
                 options["gpu_memory_utilization"] = 0.4
             file = scratch / f"{file_name}-{role}.json"
             file.write_text(json.dumps(asdict(Job(options, SHAPES[args.shape].vocab, where))))
-            # A process sees its peer's GPU behind its own, so that UCX cannot lack a way between them.
+            # Each process also sees its peer's GPU, after its own, so that UCX finds a path between them.
             others = dict.fromkeys(other for other in args.gpus.split(",") if other != gpu)
             extra = {
                 "CUDA_VISIBLE_DEVICES": ",".join([gpu, *others]), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
             threads.append(threading.Thread(target=start))
             threads[-1].start()
             try:
-                children.append(Child(listener))  # which connects before it makes its engine
+                children.append(Child(listener))  # it connects before it makes its engine
             except TimeoutError:
                 failed.append("an engine never came")
         try:
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
                 child.tell("start")
             starts = [child.hear() for child in children]
             prefill, decode = children
-            measured(prefill, decode, min(lengths), -1, args.answer)  # the first of all makes connections
+            measured(prefill, decode, min(lengths), -1, args.answer)  # the first prompt also opens connections
             found = [measured(prefill, decode, n, i, args.answer) for n in lengths for i in range(args.each)]
         except (ChildFailedError, OSError, ValueError) as error:
             failed.append(f"{type(error).__name__}: {error}")
@@ -176,7 +176,7 @@ def spread(of: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Run all, print and write; returns 1 when a run failed or a block came changed."""
+    """Run all, print and write; returns 1 if a run failed or a block's bytes changed."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     shape, rows = SHAPES[args.shape], []

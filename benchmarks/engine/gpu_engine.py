@@ -85,7 +85,7 @@ def model_of(args: argparse.Namespace, scratch: Path) -> tuple[str, int, dict[st
 
 
 def alone(args: argparse.Namespace) -> dict[str, str]:
-    """Run the engine in the child itself where its functions are replaced (`--drafts`) or profiled (`--beside`)."""
+    """Run the engine inside the child process if its functions are replaced (`--drafts`) or profiled (`--beside`)."""
     return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.drafts or args.beside else {}
 
 

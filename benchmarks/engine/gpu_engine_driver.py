@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 WARM_STEPS = 8
-"""Steps left out before timing: two are in flight when the last prompt's prefill ends, the rest settle clocks."""
+"""Steps to skip before timing. Two are in flight when the last prompt's prefill ends; the others let the clocks settle.
+"""
 
 FIRST_TOKEN = 100
 """Lowest token id in a prompt, above the special ones."""
@@ -31,7 +32,7 @@ def prompt(family: str, tokens: int, vocab: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Filled:
-    """A batch of prompts prefilled: their tokens, how many of these the prefix cache held, and the seconds it took."""
+    """Prefill of a batch of prompts: its tokens, the tokens found in the prefix cache, and its seconds."""
 
     tokens: int
     cached: int
@@ -39,7 +40,7 @@ class Filled:
 
 
 class Driver:
-    """Runs greedy requests of token ids through an `LLMEngine`."""
+    """Driver of an `LLMEngine` with greedy requests of token ids."""
 
     def __init__(self, engine: Any, max_model_len: int) -> None:
         self.engine = engine
@@ -71,7 +72,7 @@ class Driver:
             elif outputs:
                 marks.clear()
         self.engine.abort_request(names)
-        # Steps in flight at the abort must not run into what is measured next.
+        # Steps in flight at the abort must not run into the next measurement.
         time.sleep(0.2)
         timed = marks[WARM_STEPS:]
         return [later - earlier for earlier, later in itertools.pairwise(timed)]

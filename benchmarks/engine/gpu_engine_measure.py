@@ -24,7 +24,7 @@ from benchmarks.engine.gpu_engine_driver import FIRST_TOKEN, WARM_STEPS, DriveEr
 from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 PROMPTS_AT_ONCE = 8
-"""Prompts of one timed prefill: several rates per case show their spread."""
+"""Prompts of one timed prefill: several rates per case show the spread."""
 SHORT, SHORTS = 512, 7
 """Sizes of the mixed prefill: tokens of a short context and as many new ones, and number of short prompts."""
 
@@ -94,7 +94,7 @@ def decode_case(driver: Driver, job: Job, batch: int, context: int) -> dict[str,
 
 
 def prefill_facts(filled: list[Filled]) -> dict[str, Any]:
-    """Tokens per second over the groups that found nothing cached; None where the cache held some of each."""
+    """Return tokens per second over the groups without cached tokens; None if every group had some."""
     rates = [group.tokens / group.seconds for group in filled if group.cached == 0]
     return {"tokens_per_s": statistics.median(rates) if rates else None, "groups": [asdict(g) for g in filled]}
 
@@ -110,7 +110,7 @@ def chunked_case(driver: Driver, job: Job) -> dict[str, Any]:
 
 
 def first_tokens(job: Job, fills: list[Filled]) -> dict[str, Any]:
-    """Facts of prompts of `chunked` tokens, by repeat: the time to the last first token."""
+    """Return, by repeat, the time to the last first token for prompts of `chunked` tokens."""
     return {
         "tokens": job.chunked,
         "ttft_s": statistics.median(fill.seconds for fill in fills),
@@ -119,7 +119,7 @@ def first_tokens(job: Job, fills: list[Filled]) -> dict[str, Any]:
 
 
 def mixed_case(driver: Driver, job: Job, step: int) -> dict[str, Any]:
-    """Time of one step of `step` new tokens: the end of a long prompt, and short ones, all with cached contexts."""
+    """Time one step of `step` new tokens: the end of a long prompt and short prompts, all with cached contexts."""
     if not SHORTS * SHORT < step < job.chunked:
         raise DriveError(f"steps have {step:,} new tokens: give more than {SHORTS * SHORT:,}, and a longer --chunked")
     fills = []
@@ -148,7 +148,7 @@ def attempt(what: str, capacity: int, needed: int, measure: Callable[[], dict[st
     began = time.perf_counter()
     try:
         facts = measure()
-    except Exception as error:  # whatever an engine raises is this case's result; the others go on
+    except Exception as error:  # the engine's error is this case's result, and the other cases still run
         facts = {"error": f"{type(error).__name__}: {error}"}
     shown = facts.get("error") or f"{facts.get('step_ms', facts.get('ttft_s')):.3f}"
     say(f"{what}: {shown} ({time.perf_counter() - began:.1f} s)")
@@ -156,9 +156,8 @@ def attempt(what: str, capacity: int, needed: int, measure: Callable[[], dict[st
 
 
 def draft_at_random(drafts: int, vocab: int) -> None:
-    """Have vLLM's n-gram proposers name so many random tokens for each sequence, whatever it has read.
-
-    On a GPU vLLM 0.32 has another one, beside another model runner.
+    """Let vLLM's n-gram proposers draft this many random tokens for each sequence. On a GPU vLLM 0.32 has a second
+    proposer for its second model runner.
     """
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 

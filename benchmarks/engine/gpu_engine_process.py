@@ -1,4 +1,4 @@
-"""One vLLM engine per process: offline, with our plugin, under a time limit, and gone with all its children."""
+"""Runs of one vLLM engine per process: offline, with our plugin and a time limit. All its children end with it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _OFFLINE = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it may be absent, and nothing is sampled here
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it may be absent, and nothing is sampled here anyway
 }
 
 
 class ChildFailedError(RuntimeError):
-    """A child ended badly or ran past its limit; the message names the errors that its log holds."""
+    """Error for a child that failed or ran past its limit; the message has the errors from its log."""
 
 
 def say(text: str) -> None:
@@ -76,11 +76,11 @@ def run_child(module: str, job: Path, log: Path, limit_s: float, env: dict[str, 
     except subprocess.TimeoutExpired:
         code = None
     finally:
-        # Also after a clean end: a worker that outlived its engine would keep the GPU's memory.
+        # Kill also after a clean end: a worker that outlives its engine would keep the GPU's memory.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        # Compile workers have a session of their own, hold the pipe open, and end a moment after their parent.
+        # Compile workers have their own session and hold the pipe open. They end a moment after their parent.
         reader.join(10)
     if code != 0:
         print(*log.read_text().splitlines()[-60:], sep="\n", flush=True)

@@ -31,27 +31,29 @@ def _documents(path: Path) -> list[Run]:
 
 
 def step(run: Run | None, batch: int, context: int) -> float | None:
-    """Milliseconds of a decode step; None where it was not measured."""
+    """Return the milliseconds of a decode step; None if it was not measured."""
     case = (run or {}).get("cases", {}).get(f"{batch}x{context}", {})
     found: float | None = case.get("step_ms")
     return found
 
 
 def prefill(run: Run | None, context: int) -> float | None:
-    """Tokens per second of fresh prompts of `context` tokens, of the largest batch measured."""
+    """Return tokens per second for fresh prompts of `context` tokens, in the largest measured batch."""
     cases = [case for case in (run or {}).get("cases", {}).values() if case.get("context") == context]
     rates = [(case["batch"], case["prefill"]["tokens_per_s"]) for case in cases if case["prefill"]["tokens_per_s"]]
     return max(rates)[1] if rates else None
 
 
 def attention(run: Run | None, batch: int, context: int) -> float | None:
-    """Milliseconds of a step that its context costs: the step less one with a nearly empty cache."""
+    """Return the milliseconds that a step spends on its context: its time minus that of a step with a nearly empty
+    cache.
+    """
     whole, empty = step(run, batch, context), step(run, batch, 16)
     return whole - empty if whole and empty else None
 
 
 def chunked(run: Run | None) -> float | None:
-    """Seconds to the first token of the long prompt whose first half is cached."""
+    """Return the seconds to the first token of the long prompt with a cached first half."""
     found: float | None = (run or {}).get("chunked", {}).get("ttft_s")
     return found
 
@@ -125,7 +127,7 @@ OTHER_BARS = (Bar("k4v4 step, 32 x 16K, over bf16", faster("k4v4", "auto", 32, 1
 
 
 def bars_table(shape: str, runs: Runs) -> str:
-    """Return the bars of a shape: asked, measured, held or not."""
+    """Return the targets of a shape: target, figure, and verdict."""
     bars = MAIN_BARS if shape == MAIN_SHAPE else OTHER_BARS
     rows = "\n".join(bar.row(runs) for bar in bars)
     return f"| what | bar | measured | |\n|---|---|---|---|\n{rows}\n"

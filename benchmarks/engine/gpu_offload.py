@@ -27,7 +27,7 @@ from kvpilot_runtime.config import offload
 
 BLOCK = 64
 MOVED = {"loaded": "load", "stored": "store", "the disk gave": "disk_read", "it took": "disk_write"}
-"""Names in a table for the bytes that moved, and the child's names."""
+"""Column titles for the bytes moved, and the child's names for them."""
 
 
 def arguments() -> argparse.Namespace:
@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 def runs_of(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
-    """Dtype, the lowest tier that is not the GPU, and whether it is checked."""
+    """Dtype, lowest tier below the GPU, and True for a run with checks."""
     found: list[tuple[str, str, bool]] = []
     for dtype in args.dtypes.split(","):
         found += [(dtype, "", False)] if args.without else []
@@ -77,7 +77,7 @@ def tiers(args: argparse.Namespace, tier: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run all, print and write; returns 1 when a run failed or a block came back changed."""
+    """Run all, print and write; returns 1 if a run failed or a block came back with other bytes."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[args.shape]
@@ -123,7 +123,7 @@ def main() -> int:
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    """Print what a reader compares, a line each."""
+    """Print the figures to compare, one line each."""
     for row in rows:
         if "error" in row:
             say(f"{row['run']}: {row['error']}")

@@ -1,4 +1,6 @@
-"""The child of gpu_offload.py: one engine, conversations that go on in random order, and where their prefixes were."""
+"""Child process of gpu_offload.py: one engine continues conversations in random order, and reports the tier of their
+prefixes.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ class Job:
 
 
 class Checked:
-    """Sums of every stored block's bytes in every layer, held against what is loaded."""
+    """Checksums of every stored block in every layer, to compare with the loaded bytes."""
 
     def __init__(self, llm: Any) -> None:
         import torch
@@ -65,7 +67,9 @@ class Checked:
         weights: dict[int, Any] = {}
 
         def sums(group: int, blocks: Any) -> Any:
-            """int64 [blocks, layers]: a block's 8-byte words, each times a number of its own; what overflows wraps."""
+            """Return checksums, int64 [blocks, layers]: the sum of a block's 8-byte words, each times its own number,
+            with wrap-around.
+            """
             found = []
             for name in groups[group]:
                 cache = layers[name].kv_cache
@@ -142,12 +146,12 @@ def main() -> NoReturn:
 
 
 def turn(history: list[int], job: Job, rng: random.Random) -> list[int]:
-    """Return a request: the history and new tokens, which no later one has."""
+    """Return a request: the history, and new tokens that no later request repeats."""
     return history + [rng.randrange(3, job.vocab) for _ in range(job.turn)]
 
 
 def serve(llm: Any, job: Job, prompts: Sequence[list[int]]) -> list[float]:
-    """Answer them in order, `at_once` in flight; seconds from each one's arrival to its first token."""
+    """Answer requests in order with `at_once` in flight; return the seconds from each arrival to the first token."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=job.answer, ignore_eos=True, detokenize=False)
@@ -172,7 +176,7 @@ def serve(llm: Any, job: Job, prompts: Sequence[list[int]]) -> list[float]:
 def counters() -> dict[str, float]:
     """vLLM's counters by name, summed over their series; `LLM.get_metrics` would cut seconds to whole ones.
 
-    "disk" is what a disk had of the prompts' tokens.
+    "disk" counts the prompts' tokens that a disk had.
     """
     found: dict[str, float] = {}
     for family in REGISTRY.collect():

@@ -23,13 +23,13 @@ DTYPES = ("auto", "fp8", "k8v4", "k4v4", "k4v2")
 
 
 def weights_of(shape: Shape, layers: int) -> int:
-    """Bytes of weights that a step of a dense model reads, in 16 bits: all of a layer's, and the output's."""
+    """Return the bytes of 16-bit weights that a step of a dense model reads: those of all layers and of the output."""
     attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
     return 2 * (layers * (attention + 3 * shape.hidden * shape.ffn) + shape.vocab * shape.hidden)
 
 
 def limits(run: dict[str, Any], copy_rate: float) -> Callable[[int], float]:
-    """Return, by tokens in all, the least milliseconds of the run's step; `copy_rate` in bytes a second."""
+    """Return, by total tokens, the smallest possible milliseconds of a step. `copy_rate` is in bytes per second."""
     name, layers = re.fullmatch(r"(.+?)(?:-(\d+)-layers)?", run["shape"]).groups()  # type: ignore[union-attr]
     shape = SHAPES[name]
     count = int(layers or shape.layers)

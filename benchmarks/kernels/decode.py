@@ -82,7 +82,7 @@ def random_pages(fmt: formats.Format, case: Case, block: int, device: torch.devi
 def fill_ring(
     pages: GpuPages, table: torch.Tensor, rings: torch.Tensor, context: int, of: torch.Tensor
 ) -> torch.Tensor | None:
-    """Give every sequence's last tokens true rows in pages and ring; returns the last ones' slots in the ring."""
+    """Write valid rows of every sequence's last tokens to pages and ring; return the ring slots of the last tokens."""
     shape = pages.shape
     if not shape.recent:
         return None
@@ -159,7 +159,7 @@ def ours(
 def weighing(
     pages: list[GpuPages], table: torch.Tensor, lens: torch.Tensor, plan: Plan, turn: Iterator[int]
 ) -> dict[str, float]:
-    """Time the additions of heavy hitters to decode, in a step that is weighed and in one that is not."""
+    """Time the extra work of heavy hitters in decode, in a weighed step and in another one."""
     wanted = torch.ones(1, dtype=torch.int32, device=table.device)
     size = stretch(plan.shape)
     room = table.shape[1] * plan.shape.block_size // size

@@ -1,11 +1,11 @@
-"""The operator with a fleet: 2,000 services, 6,000 pods, the real API server, the real operator process.
+"""The operator with a fleet: 2,000 services, 6,000 pods, a real API server, a real operator process.
 
     python -m benchmarks.operator.fleet [--sizes 100 500 1000 2000] [--seconds 60] [--soak 0] [--out FILE.json]
 
-It starts etcd and the API server of localcluster/kvpilot_localcluster, one process that makes the Deployments' pods
-(fleet_kubelets.py), one that answers /metrics of all of them (fleet_engines.py) and `kvpilot-operator`. At each size it
-waits until every service has its three ready replicas; then for `--seconds` it edits two specs and changes one pod a
-second, reads the operator's own metrics as a Prometheus would, and measures. At the largest size it goes on for
+It starts etcd and the API server of localcluster/kvpilot_localcluster, and `kvpilot-operator`. One process makes the
+Deployments' pods (fleet_kubelets.py), and one answers /metrics for all of them (fleet_engines.py). At each size the
+benchmark waits until every service has its three ready replicas. Then for `--seconds` it edits two specs and changes
+one pod per second, reads the operator's metrics as Prometheus would, and measures. At the largest size it continues for
 `--soak` seconds. `fleet_page.py` makes the page and the plot.
 """
 
@@ -53,14 +53,14 @@ PROMETHEUS_SECONDS = 30.0
 
 
 class ApiServer(ControlPlane):
-    """etcd and the API server alone: pods are made by fleet_kubelets.py."""
+    """Start only etcd and the API server; fleet_kubelets.py makes the pods."""
 
     def _controllers(self) -> None:
         pass
 
 
 class Fleet:
-    """The cluster, the programs beside it, and what is done to them."""
+    """The cluster, its helper processes, and the changes that the benchmark makes."""
 
     def __init__(self, cluster: Cluster, operator: Process, port: int) -> None:
         self.cluster = cluster
@@ -72,7 +72,7 @@ class Fleet:
         self._random = random.Random(1)  # noqa: S311
 
     async def grow(self, size: int) -> float:
-        """Create services up to this number; seconds until all of them have their replicas."""
+        """Create services up to this number; return the seconds until all have their replicas."""
         began = time.monotonic()
         new = [(f"team-{i % NAMESPACES}", f"model-{i:04d}") for i in range(len(self.keys), size)]
         places = asyncio.Semaphore(8)
@@ -92,7 +92,7 @@ class Fleet:
         return time.monotonic() - began
 
     async def measure(self, seconds: float) -> dict[str, Any]:
-        """Edit specs and change pods for this long."""
+        """Edit specs and change pods for this many seconds."""
         await self._stats()
         before, cores, began = await self._metrics(), Cores(), time.monotonic()
         edits: list[asyncio.Task[float]] = []
@@ -160,7 +160,7 @@ class Fleet:
         return max(0.0, done - answered)
 
     async def _page(self) -> tuple[float, int]:
-        """Seconds that the operator's own metrics take, and their bytes."""
+        """Return the seconds and the bytes of a read of the operator's metrics."""
         began = time.monotonic()
         async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{self._port}/metrics") as answer:
             size = len(await answer.read())

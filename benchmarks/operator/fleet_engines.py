@@ -2,8 +2,9 @@
 
     python -m benchmarks.operator.fleet_engines EARLY LATER PODS
 
-EARLY and LATER are two pages of one real vLLM. Every counter goes on as it went between them, at one of sixteen paces,
-and use and running requests go up and down. /stats tells how long ago each pod was asked before, as a histogram.
+EARLY and LATER are two pages of one real vLLM. Every counter continues at its rate between these pages, times one of
+sixteen factors. KV use and running requests go up and down. /stats returns a histogram of the time since each pod's
+previous scrape.
 """
 
 from __future__ import annotations

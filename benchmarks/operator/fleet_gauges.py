@@ -66,7 +66,7 @@ class Cores:
         self._before, self._since = self._now(), time.monotonic()
 
     def taken(self) -> dict[str, float]:
-        """Cores by program; a program that has ended since is counted as somebody else's."""
+        """Return cores by program. A program that has ended since counts as another's."""
         wall, now = time.monotonic() - self._since, self._now()
         spent = {name: (seconds - self._before.get(name, 0.0)) / wall for name, seconds in now.items()}
         spent["others"] = spent.pop("machine") - sum(spent.values())
@@ -109,7 +109,7 @@ def _program(pid: int) -> str:
 
 
 class Watched:
-    """Services as their watch tells of them: who waits for a status is told when it came."""
+    """Services as the watch reports them; callers can wait for a status and get its arrival time."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

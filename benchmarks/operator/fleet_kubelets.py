@@ -2,8 +2,8 @@
 
     python -m benchmarks.operator.fleet_kubelets KUBECONFIG
 
-It watches our Deployments and keeps as many pods for each: bound to a node, Running and Ready, each with an address of
-its own in 127.0.0.0/8. The pods are real objects of the real API server; nothing runs in them.
+It watches our Deployments and keeps the requested number of pods for each. Pods are bound to a node, Running and Ready,
+and each has its own address in 127.0.0.0/8. They are real objects of the real API server, but run no containers.
 """
 
 from __future__ import annotations

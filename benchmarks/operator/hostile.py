@@ -1,14 +1,14 @@
-"""Fifty hostile services of every kind beside fifty good ones: the real API server, the real operator in 512 MiB.
+"""Fifty hostile services of every kind next to fifty good ones, with a real API server and a real operator in 512 MiB.
 
     python -m benchmarks.operator.hostile [--services 50] [--seconds 20] [--background CORES] [--out FILE.json]
 
-It measures how the good services fare alone, then makes the hostile ones, and measures again while those are edited,
-scraped and probed. What is compared is counted rather than timed where it can be: scrapes of each good service, edits
-whose status came, probes that were done. The times stand beside them.
+It measures the good services alone. Then it makes the hostile ones, and measures again while those are edited, scraped
+and probed. It prefers counts to times: scrapes of each good service, edits with a resulting status, and completed
+probes. Times are reported too.
 
-All of it shares the machine: what the hostile services cost the API server, the engines' process and the operator is
-not there for the good ones. `--background` takes as many cores from the good services alone, by a process that does
-nothing else (`background`): what they wait then, they wait for the machine and not for the operator.
+All processes share the machine, so processor time that hostile services cost is missing for the good ones. As a
+control, `--background` measures the good services alone while a process that only burns time (`background`) takes as
+many cores. Delays in that run come from the machine and not from the operator.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from kvpilot_operator.cluster.objects import Ref
 MEBIBYTES = 512
 SCRAPE_SECONDS = 1.0
 PROBES = 5
-# Of the scrape loop, in each phase at least.
+# Smallest number of scrape loops in each phase.
 CYCLES = 6
 
 
@@ -176,7 +176,7 @@ class HostileFleet:
                 await asyncio.sleep(0.25)
 
     async def _count_cycles(self) -> None:
-        """Scrapes of the whole fleet, told by the operator's own metrics."""
+        """Return the scrapes of the whole fleet, from the operator's own metrics."""
         self._cycles = set()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE)) as http:
             while True:

@@ -1,5 +1,6 @@
-"""A limit on a process' memory: a control group where one can be made, of version 1 or 2, or else a limit
-on what it allocates (RLIMIT_DATA: RLIMIT_AS would count libraries and what threads reserve and never touch).
+"""Limit on a process' memory: a control group of version 1 or 2 if one can be made, else a limit on its allocations.
+The fallback is RLIMIT_DATA, because RLIMIT_AS would also count libraries and memory that threads reserve and never
+touch.
 """
 
 from __future__ import annotations

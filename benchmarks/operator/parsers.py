@@ -2,8 +2,8 @@
 
     python -m benchmarks.operator.parsers --out docs/benchmarks/operator-parsers.json
 
-Each parser reads texts of every hostile kind that is known here, and a sound one. The page beside the JSON is made from
-it. The limits on a page's size are lifted for the measurement, so that the slope shows beyond them.
+Each parser reads a valid text and texts of every known hostile kind. The page next to the JSON is made from it. The
+measurement lifts the limits on page sizes, so that it shows the slope beyond them.
 """
 
 from __future__ import annotations
