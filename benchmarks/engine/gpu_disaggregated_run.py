@@ -20,7 +20,8 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 @dataclass(frozen=True)
 class Job:
-    """Engine: keyword arguments of `vllm.LLM`, the limit `vocab` of token ids, and the source `where` of questions."""
+    """Engine: keyword arguments of `vllm.LLM`, the limit `vocab` of token ids, and the address `where` of its client.
+    """
 
     engine: dict[str, Any]
     vocab: int
