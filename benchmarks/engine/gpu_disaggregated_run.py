@@ -20,8 +20,7 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 @dataclass(frozen=True)
 class Job:
-    """Engine: keyword arguments of `vllm.LLM`, the limit `vocab` of token ids, and the address `where` of its client.
-    """
+    """Engine: keyword arguments of `vllm.LLM`, the limit `vocab` of token ids, and its client's address `where`."""
 
     engine: dict[str, Any]
     vocab: int

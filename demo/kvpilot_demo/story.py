@@ -1,4 +1,4 @@
-"""Steps of the demo. A step ends when its promise was observed, or fails with the observation."""
+"""Steps of the demo. A step ends when its promised effect was observed, or fails with the observation."""
 
 from __future__ import annotations
 

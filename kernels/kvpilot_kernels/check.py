@@ -248,7 +248,7 @@ def sequences(seq_lens: torch.Tensor, most: int) -> None:
 
 def several(starts: torch.Tensor, owners: torch.Tensor, most: int, seq_lens: torch.Tensor, tokens: int,
             rows: int) -> None:  # fmt: skip
-    """Check the rows of a step whose sequences have several, for a plan of `tokens` per sequence and `rows` in all.
+    """Check a step with several rows per sequence, for a plan of `tokens` rows per sequence and `rows` in all.
 
     Raises:
         BadInputError: another type, no first row for each sequence, or more rows than the plan has room for.

@@ -87,7 +87,7 @@ class PackedPages:
             slots: int64 [tokens], block * block_size + offset in the block; a negative slot is padding.
             ring_slots: int64 [tokens], from `ring.ring_slots`, negative for none; None without a ring.
             ordinals: int [tokens], each token's position in its sequence, from 1 on; None if none of them is its
-                sequence's first. For fewer than all tokens if padding follows.
+                sequence's first. It may be shorter than the tokens if the rest is padding.
 
         Raises:
             BadInputError: another type or shape, or a slot beyond the cache; nothing is written.
@@ -147,7 +147,7 @@ class PackedPages:
             seq_lens: int [sequences], tokens stored, at least 1.
             scale: factor on the scores. softcap: 0 for none, else scores become cap * tanh(score / cap).
             ring_table: int [sequences, ring_blocks], negative for none; None without a ring.
-            sinks: [heads], a logit of each head that takes weight and has no value; None without.
+            sinks: [heads], a logit per head that takes weight but has no value; None without sinks.
 
         Returns:
             float32 [sequences, heads, head_dim].

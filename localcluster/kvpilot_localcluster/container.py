@@ -1,9 +1,9 @@
-"""One run of a container's process: start, adopt, wait, end. Its whole state lies in a folder.
+"""One run of a container's process: start, adopt, wait, end. A folder holds its whole state.
 
-The folder of a run holds what shim.py reads and writes. An agent that starts after a kill -9 of the one before finds
-there either an exit record, or a shim that runs and is watched on, or neither: then the process was never started, or
-somebody killed its shim. What a shim was told to end has ended with all that it started when the shim is gone; only
-then may the folder go.
+The folder of a run holds shim.py's files. An agent that starts after a kill -9 of the one before finds there either an
+exit record, or a shim that runs and is watched on, or neither: then the process was never started, or somebody killed
+its shim. What a shim was told to end has ended with all that it started when the shim is gone; only then may the folder
+go.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Process:
     Attributes:
         folder: holds the run's records.
         log: holds what the process writes.
-        killed: why this node ended it, shown as its message; empty if it ended by itself.
+        killed: reason why this node ended it, shown as its message; empty if it ended by itself.
     """
 
     def __init__(self, folder: Path, log: Path, policy: str = "File") -> None:

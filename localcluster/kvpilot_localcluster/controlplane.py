@@ -1,9 +1,9 @@
-"""The real etcd, kube-apiserver, kube-controller-manager and kube-scheduler as child processes on loopback.
+"""Real etcd, kube-apiserver, kube-controller-manager and kube-scheduler as child processes on loopback.
 
-Services get their addresses from a range 127.N.0.0/16: the API server takes such a range, and so a Service's clusterIP
-can really be listened on and reached (`localcluster.services`). Two things follow from pods and services on loopback:
-the Endpoints API refuses loopback addresses, so the endpoints controller is off and EndpointSlices, which take them,
-are the record of endpoints; and nothing here is reachable from another machine.
+Services get their addresses from a range 127.N.0.0/16: the API server accepts such a range, so a Service's clusterIP
+can really listen and be reached (`localcluster.services`). Two things follow from pods and services on loopback: the
+Endpoints API refuses loopback addresses, so the endpoints controller is off and EndpointSlices, which take them, are
+the record of endpoints; and nothing here is reachable from another machine.
 
 kvpilot needs Kubernetes 1.29. What it uses of that and the 1.20 core lacks stands behind the core's aggregator: a newer
 apiextensions-apiserver keeps all definitions and enforces their CEL rules, and `localcluster.policy` answers policy/v1.
@@ -40,7 +40,7 @@ _CLIENTS = {
 
 
 def sweep(folder: Path) -> list[str]:
-    """End what an earlier, perhaps killed, control plane left running in this run folder; return the names."""
+    """End processes of an earlier, perhaps killed, control plane in this run folder; return their names."""
     return [name for name in reversed(_COMPONENTS) if procs.end(folder / f"{name}.pid")]
 
 
@@ -50,7 +50,7 @@ class ControlPlane:
     Attributes:
         folder: the run folder; its content is replaced at start.
         kubeconfig: the administrator's client configuration, valid once started.
-        audit_log: what the API server wrote down of every write, if it was asked to.
+        audit_log: the API server's log of every write, if auditing is on.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class ControlPlane:
                 # One small cluster: the default of 20 requests a second only makes deployments slow.
                 "--kube-api-qps=200",
                 "--kube-api-burst=400",
-                # An autoscaler looks every 15 s by default, which nobody here wants to wait for.
+                # An autoscaler looks every 15 s by default, which is too slow for tests.
                 "--horizontal-pod-autoscaler-sync-period=2s",
             )
         if binaries.kube_scheduler is not None:

@@ -146,7 +146,7 @@ def run(command: Sequence[str], *, cwd: Path | None = None) -> str:
     """Run a command and return its output.
 
     Raises:
-        BuildFailed: it failed; the message holds the end of what it said.
+        BuildFailed: it failed; the message holds the end of its output.
     """
     done = subprocess.run(list(command), cwd=cwd, capture_output=True, text=True, check=False)
     if done.returncode:

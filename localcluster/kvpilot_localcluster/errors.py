@@ -1,4 +1,4 @@
-"""Errors of the local cluster: each names what was wanted, what was found and what to do."""
+"""Errors of the local cluster: each names the requirement, the finding and the remedy."""
 
 
 class LocalClusterError(Exception):

@@ -13,7 +13,7 @@ from kvpilot_localcluster.errors import InvalidPod
 
 Data = Mapping[str, str]
 Source = Callable[[str, str], Data | None]
-"""Looks up the decoded data of a ("ConfigMap" or "Secret", name); None if there is none."""
+"""Function that returns the decoded data of a ("ConfigMap" or "Secret", name), or None if it is missing."""
 
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_.\-][A-Za-z0-9_.\-]*)\)")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")

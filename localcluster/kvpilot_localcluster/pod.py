@@ -34,7 +34,7 @@ def pod_folder(node: Node, uid: str) -> Path:
 
 
 class PodWorker:
-    """Runs one pod from the moment it is bound to the node until the API server has forgotten it.
+    """Runner of one pod, from its binding to the node until its deletion in the API server.
 
     Attributes:
         key: namespace and name.
@@ -69,7 +69,7 @@ class PodWorker:
         self.observe(pod)
 
     def _record(self) -> float:
-        """Write down whose folder this is, so that a later agent can clean up; returns when the pod was taken."""
+        """Record the folder's pod, so that a later agent can clean up; return the time when the node took the pod."""
         file = self._folder / "pod.json"
         if file.exists():
             return float(json.loads(file.read_text())["started"])
@@ -235,6 +235,6 @@ class PodWorker:
         self._forget()
 
     async def abandon(self, grace: float) -> None:
-        """End the pod's processes because the node goes down; the API server hears nothing."""
+        """End the pod's processes because the node shuts down, without a report to the API server."""
         await cancelled(self._running, self._publishing, *filter(None, [self._ending]))
         await asyncio.gather(*(worker.kill(grace) for worker in self._mains + self._inits))

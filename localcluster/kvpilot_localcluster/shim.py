@@ -1,4 +1,4 @@
-"""Stands between the node agent and one container process, so that the process survives the agent and its end is told.
+"""Shim between the node agent and one container process: the process survives the agent, and its end is recorded.
 
 Run as a script with a folder as its only argument, which holds spec.json: argv, env, cwd, log. It starts the process
 only when a byte comes on standard input, which the agent sends once it has written down who the shim is: a shim that

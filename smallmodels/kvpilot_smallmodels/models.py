@@ -78,7 +78,7 @@ MODELS: dict[str, Callable[[Progress | None], Path]] = {
 
 
 def _once(name: str, make: Callable[[Path, Progress], None], progress: Progress | None) -> Path:
-    """Let `make` fill a scratch folder, then rename it, so that nobody sees half a model."""
+    """Let `make` fill a scratch folder, then rename it, so that no process sees half a model."""
     report = progress or (lambda _what, _fraction: None)
     folder = cache_folder() / "models" / name
     if not (folder / "config.json").exists():

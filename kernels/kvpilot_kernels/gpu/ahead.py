@@ -1,4 +1,4 @@
-"""Compile the variants that launches need before any of them runs, several at once.
+"""Parallel compilation of the variants that launches need, before any of them runs.
 
 Triton compiles a variant at its first launch, in the launching thread. Most of the time goes to its passes, LLVM, the
 assembler and the C compiler, which run without Python's lock, so threads can compile in parallel. Results go to the

@@ -53,9 +53,12 @@ class LatentChoice:
     """Launch choices of a program.
 
     Attributes:
-        heads: padded to a multiple of 8. tile: tokens a turn. stages: tiles in flight. warps: of the program.
-        programs: number that fits a multiprocessor at once. registers: limit per thread, None to let the assembler
-            choose.
+        heads: number of heads, padded to a multiple of 8.
+        tile: tokens per iteration.
+        stages: tiles in flight.
+        warps: warps of the program.
+        programs: number that fits on a multiprocessor at once.
+        registers: limit per thread, None to let the assembler choose.
     """
 
     heads: int

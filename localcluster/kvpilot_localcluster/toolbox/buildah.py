@@ -13,12 +13,12 @@ _POLICY = '{"default": [{"type": "insecureAcceptAnything"}]}'
 
 
 def buildah() -> Path:
-    """PATH's own, else Debian's 1.28 with settings that leave the machine's alone."""
+    """Return buildah on PATH, else Debian's 1.28 with its own settings."""
     return tool("buildah", _VERSION, partial(_unpack, "buildah", [*_LIBRARIES, "libsubid4"]))
 
 
 def runc() -> Path:
-    """PATH's own, else Debian's 1.1."""
+    """Return the program on PATH, else Debian's 1.1."""
     return tool("runc", "1.1", partial(_unpack, "runc", ["libseccomp2"]))
 
 

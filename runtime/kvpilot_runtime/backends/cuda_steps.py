@@ -50,9 +50,8 @@ def decode_sizes(vllm_config: Any) -> tuple[int, int]:
 
 
 class CudaLimits:
-    """Limits of our kernels on CUDA, for the classes of backends.
-
-    A tile of the decode kernel lies in one page, so blocks are multiples of it.
+    """Limits of our CUDA kernels, for the backend classes. A tile of the decode kernel lies in one page, so block sizes
+    are multiples of the tile.
     """
 
     block_step: ClassVar[int] = BLOCK_STEPS["cuda"]
@@ -209,8 +208,8 @@ class CudaBuilder(PackedBuilder):
             prefills = common.num_reqs - decodes
         lens = common.seq_lens[:decodes]
         several, ordinals = self._several(common, decodes, decode_tokens)
-        # Rows may read tokens that the same step stores: those of drafts, and in a bounded cache those of a sequence's
-        # other pieces. Only without them may stores and reads overlap.
+        # Rows may read tokens that the same step stores: drafts, and in a bounded cache a sequence's other pieces.
+        # Stores and reads may only overlap if there are none of these.
         alone = not prefills and several is None and common.max_query_len == 1
         self.plan.update(lens, overlap=alone, several=several)
         found, later = self._prefills(common, decodes, decode_tokens) if prefills else (None, None)
