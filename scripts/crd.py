@@ -134,7 +134,7 @@ def texts(record: type[Record]) -> Mapping[str, str]:
 
 
 def object_schema(record: type[Record], *, defaults: bool) -> Json:
-    """Return the schema of a struct, without a description; `defaults` says whether the server fills them in."""
+    """Return the schema of a struct, without a description; `defaults` is True if the server fills in defaults."""
     fields = msgspec.structs.fields(record)
     required = [one.encode_name for one in fields if one.required]
     return {

@@ -1,4 +1,4 @@
-"""Child process of gpu_disaggregated.py: one engine that prefills or decodes, and does what it is asked."""
+"""Child process of gpu_disaggregated.py: one engine that prefills or decodes, and answers its questions."""
 
 from __future__ import annotations
 

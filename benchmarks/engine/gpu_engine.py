@@ -90,7 +90,7 @@ def alone(args: argparse.Namespace) -> dict[str, str]:
 
 
 def drafted(count: int) -> dict[str, Any]:
-    """Speculation by n-grams, whose proposer the child replaces."""
+    """Options for n-gram speculation; the child replaces vLLM's proposer."""
     return {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_max": 2}
 
 

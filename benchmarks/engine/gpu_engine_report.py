@@ -91,7 +91,7 @@ class Bar:
 
 
 def faster(dtype: str, than: str, batch: int, context: int) -> Callable[[Runs], float | None]:
-    """Return how many times as fast as another dtype a step is."""
+    """Return the speed of a step over that of another dtype."""
     return lambda runs: ratio(step(runs.get(than), batch, context), step(runs.get(dtype), batch, context))
 
 

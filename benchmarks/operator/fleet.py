@@ -68,7 +68,7 @@ class Fleet:
         self._port = port
         self.watched = Watched(cluster)
         self.keys: list[tuple[str, str]] = []
-        # One for all measurements: values that a spec has already are no edits.
+        # All measurements share one generator, because a value that a spec already has is not an edit.
         self._random = random.Random(1)  # noqa: S311
 
     async def grow(self, size: int) -> float:
@@ -225,7 +225,7 @@ async def connected(plane: ControlPlane) -> Cluster:
 
 @contextlib.asynccontextmanager
 async def world(folder: Path, pods: int) -> AsyncIterator[Fleet]:
-    """Everything started, with engines for so many pods, and ended afterwards."""
+    """Start everything, with engines for this many pods, and end it afterwards."""
     with plane_of(folder, [f"team-{i}" for i in range(NAMESPACES)]) as plane:
         cluster = await connected(plane)
         port = free_port()
@@ -249,7 +249,7 @@ async def world(folder: Path, pods: int) -> AsyncIterator[Fleet]:
 
 
 async def sizes(fleet: Fleet, options: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Grow and measure; what is known is written after each size."""
+    """Grow and measure; write the figures after each size."""
     for size in options.sizes:
         up = await fleet.grow(size)
         await asyncio.sleep(options.settle)
@@ -265,7 +265,7 @@ async def sizes(fleet: Fleet, options: argparse.Namespace, result: dict[str, Any
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
-    """All sizes, and the soak."""
+    """Run all sizes, and the soak."""
     result: dict[str, Any] = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": os.cpu_count(), "sizes": []}
     result["pages_per_second"] = PAGES_PER_SECOND
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:

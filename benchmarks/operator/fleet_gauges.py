@@ -28,7 +28,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Process:
-    """A child process, and what it costs."""
+    """Child process and its cost."""
 
     def __init__(
         self, command: list[str], folder: Path, kubeconfig: Path, start: Callable[[], None] | None = None
@@ -118,7 +118,7 @@ class Watched:
         self._waiting: dict[tuple[str, str], list[tuple[Any, asyncio.Future[float]]]] = defaultdict(list)
 
     async def run(self) -> None:
-        """Follow for ever."""
+        """Follow the watch forever."""
         version = ""
         while True:
             try:
@@ -136,7 +136,9 @@ class Watched:
                 await asyncio.sleep(0.2)
 
     async def until(self, key: tuple[str, str], right: Any, since: float) -> float:
-        """When a status came, not before `since`, of which `right(object)` holds; infinite where none did."""
+        """Return the arrival time of the first status after `since` for which `right(object)` is true; infinite if
+        there is none.
+        """
         seen, latest = self._latest.get(key, (0.0, {}))
         if seen >= since and right(latest):
             return seen
@@ -170,7 +172,7 @@ def rate(before: dict[str, float], after: dict[str, float], name: str, seconds: 
 
 
 def shares(values: Iterable[float]) -> dict[str, float]:
-    """Percentiles of what is finite, and how many are not."""
+    """Return percentiles of the finite values, and the number of infinite ones."""
     every = list(values)
     rising = sorted(value for value in every if value != float("inf"))
     if not rising:

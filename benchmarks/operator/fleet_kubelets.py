@@ -1,4 +1,4 @@
-"""One process in the place of the Deployment controller, the scheduler and all kubelets.
+"""One process that replaces the Deployment controller, the scheduler and all kubelets.
 
     python -m benchmarks.operator.fleet_kubelets KUBECONFIG
 
@@ -58,7 +58,7 @@ class Kubelets:
         self._places = asyncio.Semaphore(AT_ONCE)
 
     async def run(self) -> None:
-        """Work for ever."""
+        """Work forever."""
         version = ""
         async with asyncio.TaskGroup() as group:
             while True:
@@ -115,7 +115,7 @@ async def set_ready(cluster: Cluster, namespace: str, name: str, ready: bool, ip
     word = "True" if ready else "False"
     status: Object = {
         "phase": "Running",
-        # A merge patch replaces the list: what is not repeated here, a readiness gate that is open, would be closed.
+        # A merge patch replaces the list, so an open readiness gate must be repeated or it would close.
         "conditions": [
             {"type": "PodScheduled", "status": "True"},
             {"type": ADMITTED, "status": "True"},

@@ -58,7 +58,7 @@ CYCLES = 6
 
 
 class HostileFleet:
-    """The cluster, and what is done to it."""
+    """The cluster, and the benchmark's actions on it."""
 
     def __init__(self, cluster: Cluster, operator: Process, group: MemoryGroup, port: int) -> None:
         self.cluster, self.operator, self.group = cluster, operator, group
@@ -95,7 +95,7 @@ class HostileFleet:
             raise RuntimeError(f"the operator has ended: {self.operator.log.read_text()[-3000:]}")
 
     async def measure(self, seconds: float) -> dict[str, Any]:
-        """Edit and probe good services, and hostile ones where there are any, for at least so long."""
+        """Edit and probe good services, and hostile ones if there are any, for at least this long."""
         own = {key: await self._addresses(key) for key in self.good}
         before, began, cores = await self.asked(), time.monotonic(), Cores()
         failed = self._failed_scrapes()
@@ -223,7 +223,7 @@ async def world(folder: Path) -> AsyncIterator[HostileFleet]:
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Quiet, then beside the hostile ones."""
+    """Measure the good services alone, then together with the hostile ones."""
     result: dict[str, Any] = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": os.cpu_count()}
     result["background_cores"] = options.background
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:

@@ -42,7 +42,7 @@ class HostileEngine(Engine):
         self._kind = kind
 
     async def answer(self, path: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Answer in the way of this kind; False where it has none for this path."""
+        """Answer as this kind does; return False if it has no special answer for this path."""
         if path == "/metrics" and self._kind in PAGES:
             writer.write(HEAD)
             for chunk in PAGES[self._kind]:
@@ -70,7 +70,7 @@ ENGINES: dict[str, HostileEngine] = {}
 
 
 async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """One request on one connection."""
+    """Serve one request on one connection."""
     address = writer.get_extra_info("sockname")[0]
     _, kind, number, _ = address.split(".")
     engine = ENGINES.get(address)

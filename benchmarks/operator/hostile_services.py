@@ -1,4 +1,4 @@
-"""The hostile services of hostile.py: what their owners write, and what they do to them afterwards."""
+"""Hostile services of hostile.py: their objects, and their owners' later actions."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class HostileServices:
                 spec["canary"] = {"routeRef": {"name": "../" * 6 + "api/v1/configmaps"}}
             if not await self._try(self._cluster.create(service(*key, HOSTILE_REPLICAS, **spec))):
                 self.refused[kind] += 1
-        # Those with a name that climbs are refused, by the API server or by the operator.
+        # Services with a path such as `..` in a name are refused, by the API server or by the operator.
         return [key for key in self._keys if key[0] != "team-route"]
 
     async def _config_map(self, namespace: str, name: str, kind: str) -> None:
@@ -83,7 +83,7 @@ class HostileServices:
         return True
 
     async def provoke(self) -> None:
-        """Act as their owners for ever: edit megabytes, and start canaries of engines that hang or lie."""
+        """Act as their owners forever: edit megabytes, and start canaries of engines that hang or lie."""
         canaries = [key for key in self._keys if key[0] in ("team-objects", "team-probe-hang")]
         for key in canaries:
             await self._try(self._cluster.merge(Ref(API_VERSION, KIND, *key), {"spec": {"kvCache": {"dtype": "k8v4"}}}))

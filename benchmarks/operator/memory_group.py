@@ -14,7 +14,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 class MemoryGroup:
-    """Room for one process and what it starts. `joins` is called in the child before it becomes the program."""
+    """Memory limit for one process and its children. `joins` is called in the child before it becomes the program."""
 
     def __init__(self, mebibytes: int) -> None:
         self._bytes = mebibytes * 1024 * 1024

@@ -36,7 +36,7 @@ from kvpilot_operator.probes.errors import ProbeError
 from kvpilot_operator.probes.packs import MAX_PACK_BYTES, load
 
 SIZES = [1024 * 2**i for i in range(11)]
-# A parser that is not linear is not asked for more once one text took so long.
+# A parser gets no larger text after one that took this long, because it is not linear.
 ENOUGH_SECONDS = 1.0
 
 
@@ -148,7 +148,7 @@ def main() -> None:
     if options.page:
         options.page.with_suffix(".md").write_text(table(json.loads(options.page.read_text())))
         return
-    # The slope is to be seen beyond them.
+    # Lift the limits, so that the slope shows beyond them.
     series.METRICS_LINE_BYTES = series.METRICS_LINES = 2**40
     series.METRICS = replace(series.METRICS, read_bytes=2**40)
     result: dict[str, Any] = {

@@ -237,11 +237,7 @@ def int32(**given: torch.Tensor) -> None:
 
 
 def sequences(seq_lens: torch.Tensor, most: int) -> None:
-    """Check that there are lengths of at most so many sequences.
-
-    Raises:
-        BadInputError: there are more.
-    """
+    """Check that there are lengths for at most this many sequences. Raises: BadInputError: there are more."""
     if seq_lens.shape[0] > most:
         raise BadInputError("seq_lens", f"has {seq_lens.shape[0]} sequences", f"the plan has room for {most}")
 

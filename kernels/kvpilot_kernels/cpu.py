@@ -171,7 +171,7 @@ class PackedPages:
         q = query.float().view(sequences, kv_heads, heads // kv_heads, self.head_dim)
         apart, level = None, None
         if self.factors is not None:
-            # The token at position 0 has another mean. q . key_mean is the same for all tokens: no softmax sees it,
+            # The token at position 0 has another mean. q . key_mean is the same for all tokens: the softmax ignores it,
             # unless scores have a cap, or a logit beside them that it is not in.
             apart = (q * (self.factors.key_first - self.factors.key_mean)[:, None]).sum(-1).mul_(scale)
             level = (q * self.factors.key_mean[:, None]).sum(-1, keepdim=True).mul_(scale)
@@ -208,7 +208,7 @@ class PackedPages:
             out += torch.matmul(near, fine_value.values)
         out = out.transpose(2, 3).flatten(3) @ self.rotation.T
         if self.factors is not None:
-            # A sink takes weight from the mean too.
+            # A sink also takes weight from the mean.
             weight = 1.0 if sinks is None else p.sum(-1).transpose(2, 3).reshape(sequences, kv_heads, -1, 1)
             out = out / self.factors.value_scale[:, None] + weight * self.factors.value_mean[:, None]
         return out.view(sequences, heads, self.head_dim)

@@ -99,7 +99,7 @@ def fit(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
         damage = damage + _FLOOR * damage.mean((1, 2), keepdim=True) + torch.finfo(torch.float64).tiny
         out = torch.einsum("hcd,hd->hc", damage, squared)
         back = torch.einsum("hdc,hd->hc", damage, 1 / squared)
-        # The geometric mean of the old and the new value: the plain step oscillates.
+        # Use the geometric mean of the old and the new value, because the plain step oscillates.
         squared = (squared * (out / back).sqrt()).sqrt()
         squared = squared / squared.log().mean(-1, keepdim=True).exp()
         squared = squared.clamp(_LIMIT**-2, _LIMIT**2)

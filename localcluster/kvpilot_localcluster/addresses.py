@@ -67,7 +67,7 @@ def free_port(address: str = "127.0.0.1") -> int:
     """Return a TCP port that has no listener and was not handed out on this machine just before. It lies below the
     kernel's range for outgoing connections. In that range any client could take the port before its new owner listens,
     which takes an engine a minute. Raises:
-        StartFailed: there is none among those that were tried.
+        StartFailed: none of the tried ports is free.
     """
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for port in random.sample(range(lowest // 2, lowest), min(100, lowest // 2)):

@@ -1,4 +1,4 @@
-"""A certificate authority of our own, by openssl, and the client configurations made with it."""
+"""Our own certificate authority, made by openssl, and client configurations with its certificates."""
 
 from __future__ import annotations
 

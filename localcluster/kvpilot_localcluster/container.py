@@ -61,7 +61,7 @@ class Process:
         return self.folder / "termination-log"
 
     def start(self, command: Command) -> None:
-        """Start the process; returns before it runs. Once this has returned, `end` ends it, whether it runs or not."""
+        """Start the process; returns before it runs. After this, `end` ends the process, running or not."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.message_file.touch()
@@ -95,7 +95,7 @@ class Process:
 
     @property
     def shim(self) -> procs.ProcessId | None:
-        """The process's shim, if it runs: then the process will run, runs, or has not ended with all it started."""
+        """Return the process's shim if it runs. Then the process will start, runs, or still has running children."""
         if self._shim is not None:
             self._shim.poll()
         return procs.read_record(self.folder / "shim.json")

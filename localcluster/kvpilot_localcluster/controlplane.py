@@ -5,7 +5,7 @@ can really listen and be reached (`localcluster.services`). Two things follow fr
 Endpoints API refuses loopback addresses, so the endpoints controller is off and EndpointSlices, which take them, are
 the record of endpoints; and nothing here is reachable from another machine.
 
-kvpilot needs Kubernetes 1.29. What it uses of that and the 1.20 core lacks stands behind the core's aggregator: a newer
+kvpilot needs Kubernetes 1.29. The parts that the 1.20 core lacks are behind the core's aggregator: a newer
 apiextensions-apiserver keeps all definitions and enforces their CEL rules, and `localcluster.policy` answers policy/v1.
 """
 
@@ -113,7 +113,7 @@ class ControlPlane:
             raise
 
     def stop(self) -> None:
-        """End every process, newest first; certificates and logs stay for a look."""
+        """End every process, newest first; certificates and logs remain for inspection."""
         atexit.unregister(self.stop)
         if self._aggregation is not None:
             self._aggregation.stop()
@@ -253,7 +253,7 @@ class ControlPlane:
             "apiextensions-apiserver",
             str(self._binaries.apiextensions_apiserver),
             f"--etcd-servers={self._store}",
-            # Its own corner of the store: the core server must not see these definitions.
+            # This server has its own prefix in the store, because the core server must not see these definitions.
             "--etcd-prefix=/modern",
             "--bind-address=127.0.0.1",
             f"--secure-port={port}",
@@ -283,7 +283,7 @@ class ControlPlane:
                 f"--root-ca-file={folder / 'ca.crt'}",
                 "--use-service-account-credentials",
                 "--controllers=*,-endpoint,-endpointslicemirroring,-nodeipam,-cloud-node-lifecycle,-route,-service",
-                # One small cluster: the default of 20 requests a second only makes deployments slow.
+                # In a small cluster the default of 20 requests per second only slows deployments down.
                 "--kube-api-qps=200",
                 "--kube-api-burst=400",
                 # An autoscaler looks every 15 s by default, which is too slow for tests.

@@ -114,7 +114,7 @@ class Archive:
         return sorted({name for name in re.findall(r"(?m)^Inst (\S+)", plan) if re.fullmatch(pattern, name)})
 
     def fetch(self, packages: Sequence[str], *, source: str | None = None) -> None:
-        """Download packages into debs/; what is there already is not fetched again."""
+        """Download packages into debs/, except those that are already there."""
         self._apt("-qq", "download", *packages)
         if source is not None:
             self._apt("-qq", "source", "--download-only", source)

@@ -108,7 +108,8 @@ class Aggregation:
     def take_definitions(self, newer: Rest, port: int) -> None:
         """Let `newer`, which listens at `port`, keep all definitions and serve their objects, from now on."""
         self.route("apiextensions.k8s.io", "v1", port, priority=16700)
-        # The aggregator reports Available before it has the route: a definition that only `newer` has tells.
+        # The aggregator reports Available before it has the route. So wait until it returns a definition that only
+        # `newer` has.
         newer.create(DEFINITIONS, _marker())
         until(partial(self._core.get, f"{DEFINITIONS}/{_MARKER}"), "definitions are routed")
         newer.delete(f"{DEFINITIONS}/{_MARKER}")

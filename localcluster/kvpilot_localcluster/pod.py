@@ -104,7 +104,7 @@ class PodWorker:
         if int(pod["metadata"]["resourceVersion"]) >= int(self._pod["metadata"]["resourceVersion"]):
             self._pod = pod
             if pod["spec"].get("readinessGates"):
-                self._dirty.set()  # Whoever opens or closes a gate writes the pod's status, from which Ready follows.
+                self._dirty.set()  # Opening or closing a gate changes the pod's status, which determines Ready.
         if "deletionTimestamp" not in pod["metadata"]:
             return
         deadline = time.monotonic() + float(pod["metadata"].get("deletionGracePeriodSeconds") or 0)

@@ -28,7 +28,7 @@ class ContainerView:
     """A container as its status shows it.
 
     Attributes:
-        waiting: reason and message while no process runs and one is still to come; None otherwise.
+        waiting: reason and message while no process runs and another will start; None otherwise.
         run: the present or the last run.
         previous: the run before it.
         restarts: number of runs before `run`.
@@ -136,7 +136,7 @@ def _verdicts(
     going: bool,
     gates: Mapping[str, bool],
 ) -> dict[str, tuple[bool, str, str]]:
-    """Each condition as (is it true, reason, message)."""
+    """Conditions, each as (status, reason, message)."""
     done = now_phase in ("Succeeded", "Failed")
     pending = [view.name for view in inits if not view.succeeded]
     initialized = (not pending, "" if not pending else "ContainersNotInitialized", _incomplete(pending))

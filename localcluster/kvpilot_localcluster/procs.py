@@ -55,7 +55,7 @@ def start_time(pid: int) -> int | None:
         return None
     # The second field is the command in parentheses and may itself hold spaces and parentheses.
     fields = stat[stat.rindex(")") + 2 :].split()
-    # The first thread is a zombie as soon as it has ended; while others are still ending, the process has its sockets.
+    # The first thread is a zombie as soon as it has ended. The process keeps its sockets until all threads have ended.
     over = fields[0] == "X" or (fields[0] == "Z" and int(fields[17]) <= 1)
     return None if over else int(fields[19])
 

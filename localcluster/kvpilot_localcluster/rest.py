@@ -19,7 +19,7 @@ HANGS = 900.0
 
 
 class ApiError(Exception):
-    """The server refused a request.
+    """Error for a request that the server refused.
 
     Attributes:
         status: the HTTP status code.

@@ -146,7 +146,7 @@ class Forwarder:
             try:
                 self._servers[address] = await asyncio.start_server(accept, host, number, backlog=1024)
             except PermissionError:
-                continue  # ports below 1024 need root; the other number is told below
+                continue  # ports below 1024 need root; the log below has the replacement
             except OSError as error:
                 log.warning("service port %s:%d: %s", host, port, error)
                 return

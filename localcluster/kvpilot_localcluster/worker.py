@@ -216,7 +216,7 @@ class ContainerWorker:
         return await gone
 
     async def kill(self, grace: float) -> None:
-        """End whatever runs, without hooks; for a node that is going down."""
+        """End all processes without hooks, because the node shuts down."""
         for process in self._processes():
             if process.shim is not None:
                 await process.end(grace)

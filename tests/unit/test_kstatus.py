@@ -1,4 +1,4 @@
-"""What tools that wait conclude from a service: kstatus' rules, Argo CD's script and Flux's expressions over each state
+"""Conclusions of tools that wait for a service: kstatus' rules, Argo CD's script and Flux's expressions, for each state
 of docs/conditions.md. The rows of its table are the expectations here.
 """
 

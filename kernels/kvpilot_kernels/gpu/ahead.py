@@ -48,7 +48,7 @@ class Ahead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types for 
 
 
 def threads(sharers: int) -> int:
-    """Return the threads for each of so many processes that compile at once: half of the cores together."""
+    """Return the threads for each of several processes that compile at once: together they use half of the cores."""
     return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // (2 * sharers)))
 
 

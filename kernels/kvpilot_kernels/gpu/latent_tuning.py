@@ -31,7 +31,7 @@ class Merge:
 
 
 def merging(splits: int) -> Merge:
-    """Return the merge for sequences of at most so many splits.
+    """Return the merge for sequences of at most this many splits.
 
     A single sequence has as many splits as the GPU has room for, and few programs merge them. These take many splits at
     once, to pay memory's latency less often. Measured with 264, 33 and 8 splits per sequence.
@@ -74,7 +74,7 @@ class LatentChoice:
 
 
 def program_heads(heads: int) -> int:
-    """Return the heads of a program, of so many in all: an even share of at most MOST_HEADS."""
+    """Return a program's heads if there are this many in all: an even share of at most MOST_HEADS."""
     return -(-heads // -(-heads // MOST_HEADS))
 
 

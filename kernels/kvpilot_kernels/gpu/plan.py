@@ -35,7 +35,7 @@ def most_splits(sequences: int, wave: int, more: int) -> int:
 
 
 def most_results(rows: int, tokens: int, wave: int, sequences: int) -> int:
-    """Return the largest number of partial results of a plan with so many `rows` and up to `tokens` of a sequence.
+    """Return the largest number of partial results of a plan with `rows` rows and up to `tokens` rows per sequence.
 
     A split has a result for each row of its sequence. The first splits of all sequences have `rows` together. The
     others are at most a wave and `beyond` less 1 per sequence with tokens.

@@ -66,7 +66,7 @@ PROGRAMS: dict[tuple[int, int], tuple[int, int, int]] = {
 
 @dataclass(frozen=True)
 class Block:
-    """Work of a program of `store` or `gather`: so many `tokens` of a head, in so many `warps`."""
+    """Work of a program of `store` or `gather`: the `tokens` of a head that it takes, and its `warps`."""
 
     tokens: int
     warps: int
@@ -74,7 +74,7 @@ class Block:
 
 @dataclass(frozen=True)
 class PrefillBlock:
-    """Work of a program of `prefill`: so many `queries` of a head, by so many `keys` at once, in so many `warps`.
+    """Work of a program of `prefill`: its `queries` of a head, the `keys` of one iteration, and its `warps`.
 
     `stages` of keys and values are in flight.
     """
@@ -121,7 +121,7 @@ GATHERS: dict[int, Block] = {
 
 
 def store_block(dim: int, tokens: int) -> Block:
-    """Return the block of `store` for a launch of so many tokens."""
+    """Return the block of `store` for a launch of this many tokens."""
     return STORES[dim][tokens > FEW_TOKENS]
 
 
@@ -131,7 +131,7 @@ def gather_block(dim: int) -> Block:
 
 
 def weigh_warps(tokens: int) -> int:
-    """Return the warps of a program of `weigh` that takes so many tokens at once.
+    """Return the warps of a program of `weigh` that takes this many tokens at once.
 
     An operand has 16 tokens; with more warps than operands, registers spill on 9.0.
     """

@@ -239,7 +239,7 @@ class CudaBuilder(PackedBuilder):
         """Launch every variant of our kernels that serving needs.
 
         Triton recompiles for another constant, and for an address or a stride that is not a multiple of 16. vLLM's own
-        warm-up covers only some variants: it reads no context back, and never decodes beside a prompt.
+        warm-up covers only some variants: it reads no context back, and never decodes while it reads a prompt.
         """
         shape, sequences, rows = self.shape, self.plan.sequences, self.plan.rows
         heads = shape.kv_heads * shape.ratio
