@@ -64,7 +64,7 @@ class Probe:
 
     @torch.inference_mode()
     def logits(self, states: torch.Tensor, chunk: int = 256) -> Iterator[tuple[int, torch.Tensor]]:
-        """Logits over the whole vocabulary, float32 [up to chunk, vocabulary], each with its first position."""
+        """Yield logits over the whole vocabulary, float32 [up to chunk, vocabulary], each with its first position."""
         for start in range(0, states.shape[0], chunk):
             yield start, (states[start : start + chunk] @ self.head.T).float()
 
@@ -122,7 +122,7 @@ def _with_first(stored: Sides, fresh: Sides, first: int) -> Sides:
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None) -> torch.Tensor:
-    """Causal attention, to the last `window` tokens where that is given."""
+    """Attend causally, only to the last `window` tokens if it is set."""
     if window is not None and window < q.shape[2]:
         return windowed(q, (k, v), (k, v), scale, recent=0, sliding_window=window)
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
@@ -131,7 +131,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, win
 def _rounded(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> torch.Tensor:
-    """Attention as three plain steps, in pieces of queries; scores and probabilities are rounded to the dtype of q."""
+    """Attend in three plain steps, in pieces of queries; round scores and probabilities to the dtype of q."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     outs = []
     for i in range(0, q.shape[2], _PIECE):
@@ -146,7 +146,7 @@ def _rounded(
 
 
 def _after(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, scale: float) -> torch.Tensor:
-    """Attention of queries that follow `context` tokens."""
+    """Attend from queries that follow `context` tokens."""
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril_(context)
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 

@@ -70,7 +70,7 @@ class Reading:
 
 
 def rivals() -> dict[str, Codec]:
-    """Codecs that need no layer."""
+    """Return the codecs that need no layer."""
     found = [plain.fp8_e4m3(), plain.int4_raw(), plain.int4_per_token_head(), turboquant(4), turboquant(3), kivi(2)]
     found += [kvarn(4, v, exact_ends=exact) for v in (4, 2) for exact in (False, True)]
     return {codec.name: codec for codec in found}

@@ -33,7 +33,7 @@ DRAFTERS, MTP = ("draft_model", "eagle", "eagle3"), "mtp"
 
 
 def methods(text: str) -> list[str]:
-    """Drafters that `--drafters` accepts."""
+    """Parse the drafters of `--drafters`."""
     found = text.split(",")
     if found != [MTP] and not set(found) <= set(DRAFTERS):
         raise argparse.ArgumentTypeError(f"{text!r} is not some of {', '.join(DRAFTERS)}, or {MTP} alone")

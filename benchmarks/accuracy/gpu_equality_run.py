@@ -36,7 +36,7 @@ class Job:
 
 
 def sampling(job: Job) -> Any:
-    """Greedy sampling as a job asks for it."""
+    """Return greedy sampling with a job's settings."""
     from vllm import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=job.tokens, ignore_eos=True, detokenize=False, logprobs=TOP)

@@ -109,7 +109,7 @@ def shared_arguments(parser: argparse.ArgumentParser, engines: int) -> None:
 
 
 def engine_options(model: Path, dtype: str, crowded: bool) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`. The largest chunk is always the same, so the engine finds the same factors."""
+    """Return arguments of `vllm.LLM`. The largest chunk is always the same, so the engine finds the same factors."""
     both: dict[str, Any] = {
         "model": str(model), "kv_cache_dtype": dtype, "block_size": 64, "skip_tokenizer_init": True,
         "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": MAX_MODEL_LEN, "kv_cache_memory_bytes": 256 << 20,
@@ -122,7 +122,7 @@ def engine_options(model: Path, dtype: str, crowded: bool) -> dict[str, Any]:
 
 
 def asked(args: argparse.Namespace, name: str, run: str, model: Path, out: Path) -> Asked:
-    """One engine of a family."""
+    """Return one engine of a family, with its requests."""
     case, (dtype, crowded, env) = CASES[name], RUNS[run]
     skip = FAMILIES[name].skip if dtype != "auto" else ()
     engine = {**engine_options(model, dtype, crowded), "dtype": case.dtype, **case.engine}

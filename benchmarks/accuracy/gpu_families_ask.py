@@ -54,7 +54,7 @@ def start(asked: Asked) -> tuple[Any, dict[str, Any]]:
 
 
 def answers(asked: Asked) -> dict[str, Any]:
-    """Greedy answers."""
+    """Return greedy answers."""
     llm, facts = start(asked)
     return {**answered(llm, asked), **facts}
 

@@ -104,7 +104,7 @@ def other(name: str, row: dict[str, Any]) -> str:
 
 
 def section(facts: dict[str, Any]) -> list[str]:
-    """One run of a program."""
+    """Return the section of one run of a program."""
     rows: Rows = facts["rows"]
     compared = {name: row for name, row in rows.items() if "engines" in row}
     others = {name: row for name, row in rows.items() if "engines" not in row}

@@ -51,7 +51,7 @@ def inspect_here() -> None:
 
 
 def run(context: Any, limit: float, asked: Asked) -> None:
-    """Engine in its own process, which is killed when its time is up."""
+    """Run an engine in its own process, and kill it when its time is up."""
     name, out = Path(asked.out).stem, Path(asked.out)
     process = context.Process(target=serve, args=(asked,))
     process.start()

@@ -111,7 +111,7 @@ def on_two(engines: Engines, models: dict[str, Path], what: str) -> None:
 
 
 def rows_of_one(told: dict[str, Any], models: dict[str, Path], what: str) -> Rows:
-    """Rows of one GPU."""
+    """Return the rows of one GPU."""
 
     def of(name: str) -> dict[str, Any]:
         return {run: told[f"{name} {run}"] for run in RUNS if f"{name} {run}" in told}

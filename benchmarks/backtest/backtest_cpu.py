@@ -54,7 +54,7 @@ def tokens(chance: random.Random, length: int) -> list[int]:
 
 
 async def ask(client: httpx.AsyncClient, prompt: list[int], output: int) -> list[float]:
-    """Arrival times of tokens, on the monotonic clock."""
+    """Return the arrival times of tokens, on the monotonic clock."""
     body = {"model": "m", "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True, "stream": True}
     times = []
     async with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -66,7 +66,7 @@ async def ask(client: httpx.AsyncClient, prompt: list[int], output: int) -> list
 
 
 async def steps(running: RealEngine) -> dict[str, Any]:
-    """Seconds of decode steps by batch and context, and of prefills by length, each the median of the repeats."""
+    """Measure decode steps by batch and context, and prefills by length, in seconds; each is the median of repeats."""
     chance = random.Random(1)  # noqa: S311
     async with httpx.AsyncClient(base_url=running.url, timeout=600) as client:
         await ask(client, tokens(chance, 64), 8)

@@ -71,7 +71,7 @@ class Child:
 
 
 def measured(prefill: Child, decode: Child, length: int, number: int, answer: int) -> dict[str, Any]:
-    """One prompt."""
+    """Measure one prompt."""
     left = prefill.ask("serve", prompt=[length, number], tokens=1, params={"do_remote_decode": True})
     sums = prefill.ask("sums", blocks=left["params"]["remote_block_ids"])
     came = decode.ask("serve", prompt=[length, number], tokens=answer, params=left["params"])

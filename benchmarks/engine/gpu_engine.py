@@ -27,7 +27,7 @@ CASES = "32x16K,32x8K,32x4K,32x2K,32x16,8x1K,1x64K"
 
 
 def size(text: str) -> int:
-    """Tokens: `2048`, or `2K` for the same."""
+    """Parse a number of tokens: `2048`, or `2K` for the same."""
     return int(text[:-1]) * 1024 if text.upper().endswith("K") else int(text)
 
 
@@ -37,7 +37,7 @@ def sizes(text: str) -> list[int]:
 
 
 def case(text: str) -> tuple[int, int]:
-    """`32x16K`: 32 sequences with 16,384 tokens of context each."""
+    """Parse a case: `32x16K` is 32 sequences with 16,384 tokens of context each."""
     batch, _, context = text.partition("x")
     return int(batch), size(context)
 
@@ -90,7 +90,7 @@ def alone(args: argparse.Namespace) -> dict[str, str]:
 
 
 def drafted(count: int) -> dict[str, Any]:
-    """Options for n-gram speculation; the child replaces vLLM's proposer."""
+    """Return options for n-gram speculation; the child replaces vLLM's proposer."""
     return {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_max": 2}
 
 

@@ -25,7 +25,7 @@ class DriveError(RuntimeError):
 
 
 def prompt(family: str, tokens: int, vocab: int) -> list[int]:
-    """`tokens` random token ids; a shorter prompt of the same family is a prefix of a longer one."""
+    """Return `tokens` random token ids; a shorter prompt of the same family is a prefix of a longer one."""
     chosen = random.Random(family)  # noqa: S311
     return chosen.choices(range(FIRST_TOKEN, vocab), k=tokens)
 

@@ -59,7 +59,7 @@ def chunked(run: Run | None) -> float | None:
 
 
 def capacity(run: Run | None) -> float | None:
-    """Tokens that the KV cache holds."""
+    """Return the tokens that the KV cache holds."""
     return (run or {}).get("kv_tokens")
 
 
@@ -91,17 +91,17 @@ class Bar:
 
 
 def faster(dtype: str, than: str, batch: int, context: int) -> Callable[[Runs], float | None]:
-    """Return the speed of a step over that of another dtype."""
+    """Return a function that reads the speed of a step over that of another dtype."""
     return lambda runs: ratio(step(runs.get(than), batch, context), step(runs.get(dtype), batch, context))
 
 
 def milliseconds(dtype: str, batch: int, context: int) -> Callable[[Runs], float | None]:
-    """Milliseconds of a step."""
+    """Return a function that reads the milliseconds of a step."""
     return lambda runs: step(runs.get(dtype), batch, context)
 
 
 def tokens(dtype: str) -> Callable[[Runs], float | None]:
-    """KV tokens over those of `auto`."""
+    """Return a function that reads the KV tokens over those of `auto`."""
     return lambda runs: ratio(capacity(runs.get(dtype)), capacity(runs.get("auto")))
 
 
@@ -170,7 +170,7 @@ def over(value: float | None, up: float | None, down: float | None, digits: int 
 
 
 def short(tokens: int) -> str:
-    """`16K` for 16,384."""
+    """Return `16K` for 16,384."""
     return f"{tokens // 1024}K" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
 
 

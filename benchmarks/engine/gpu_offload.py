@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 def runs_of(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
-    """Dtype, lowest tier below the GPU, and True for a run with checks."""
+    """Return dtype, lowest tier below the GPU, and True for a run with checks."""
     found: list[tuple[str, str, bool]] = []
     for dtype in args.dtypes.split(","):
         found += [(dtype, "", False)] if args.without else []

@@ -174,7 +174,7 @@ def serve(llm: Any, job: Job, prompts: Sequence[list[int]]) -> list[float]:
 
 
 def counters() -> dict[str, float]:
-    """vLLM's counters by name, summed over their series; `LLM.get_metrics` would cut seconds to whole ones.
+    """Return vLLM's counters by name, summed over their series; `LLM.get_metrics` would cut seconds to whole ones.
 
     "disk" counts the prompts' tokens that a disk had.
     """

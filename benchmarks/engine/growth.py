@@ -39,7 +39,7 @@ def limits(run: dict[str, Any], copy_rate: float) -> Callable[[int], float]:
 
 
 def steps(run: dict[str, Any]) -> dict[tuple[int, int], float]:
-    """Milliseconds of a step by sequences and tokens of each."""
+    """Return the milliseconds of a step by sequences and tokens of each."""
     cases = [case for case in run["cases"].values() if "step_ms" in case]
     return {(case["batch"], case["context"]): case["step_ms"] for case in cases}
 

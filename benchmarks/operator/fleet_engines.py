@@ -87,7 +87,7 @@ class Engines:
         return self.pages.of((int(a) * 256 + int(b)) % PACES)
 
     def stats(self) -> bytes:
-        """Gaps between two scrapes of one pod since the last call, in tenths of a second, and pods asked so far."""
+        """Return gaps between scrapes of one pod since the last call, in tenths of a second, and pods asked so far."""
         body = json.dumps({"pods": len(self._last), "gaps": self._gaps}).encode()
         self._gaps = Counter()
         return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body

@@ -40,7 +40,7 @@ class Process:
             self._child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, preexec_fn=start)
 
     def rss(self) -> float:
-        """Resident MiB."""
+        """Return the resident MiB."""
         pages = Path(f"/proc/{self._child.pid}/statm").read_text().split()[1]
         return int(pages) * _PAGE_BYTES / 2**20
 
@@ -73,7 +73,7 @@ class Cores:
         return {name: round(max(0.0, cores), 2) for name, cores in spent.items()}
 
     def _now(self) -> dict[str, float]:
-        """Seconds of processor time so far, of the machine and of each descendant of this process."""
+        """Return the seconds of processor time so far, of the machine and of each descendant of this process."""
         words = Path("/proc/stat").read_text().split(maxsplit=9)
         found = {"machine": sum(map(int, (*words[1:4], *words[6:9]))) / _TICK}
         family = {os.getpid()}

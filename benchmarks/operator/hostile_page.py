@@ -75,12 +75,12 @@ _PHASES = {"quiet": "alone", "background": "beside a load", "hostile": "beside t
 
 
 def cycle(one: dict[str, Any]) -> float:
-    """Seconds of a cycle of the scrape loop."""
+    """Return the seconds of a cycle of the scrape loop."""
     return float(one["seconds"] / one["cycles"])
 
 
 def table(phases: dict[str, dict[str, Any]], rows: tuple[_Row, ...]) -> str:
-    """Rows by phase."""
+    """Return the table's rows by phase."""
     lines = [("", *(_PHASES[name] for name in phases)), ("---",) * (len(phases) + 1)]
     lines += [(what, *(said(one) for one in phases.values())) for what, said in rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -79,7 +79,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], dict[str, Make], int]] = {
 
 
 def measured(read: Callable[[bytes], object], make: Make, most: int) -> dict[str, Any]:
-    """Nanoseconds for each byte by size, and memory and outcome at the largest size."""
+    """Measure nanoseconds per byte by size, and memory and outcome at the largest size."""
     costs: dict[str, float] = {}
     for size in (size for size in SIZES if size <= most):
         best = float("inf")
@@ -140,7 +140,7 @@ def _size(size: int) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON; its page is written beside it")
     parser.add_argument("--page", type=Path, help="make the page of this JSON, and do nothing else")

@@ -54,7 +54,7 @@ class Write:
 
 
 def writes(log: Path) -> list[Write]:
-    """Everything that was written down so far, by the time it was received; a half line at the end is left out."""
+    """Return all logged writes so far, by time of receipt, without an incomplete line at the end."""
     lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []
     found = [_write(event) for event in map(json.loads, lines) if event["stage"] == "ResponseComplete"]
     return sorted(found, key=lambda write: write.received)

@@ -14,7 +14,7 @@ class Backoff:
     cap: float = 300.0
 
     def delay(self, runs: Sequence[float]) -> float:
-        """Seconds from the last end to the next start.
+        """Return the seconds from the last end to the next start.
 
         The first restart is immediate; then the wait is the initial one, and doubles up to the cap.
 

@@ -160,7 +160,7 @@ class Process:
             found.signal(signal.SIGUSR1)
 
     async def end(self, grace: float) -> Run:
-        """SIGTERM, then SIGKILL when `grace` seconds are over; the record of the run."""
+        """Send SIGTERM, then SIGKILL after `grace` seconds; return the record of the run."""
         self.terminate()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, grace)):

@@ -65,7 +65,7 @@ def _one_line(sources: str, suite: str) -> list[str]:
 
 
 def machine_sources() -> str:
-    """All of the machine's apt sources, as text."""
+    """Return all of the machine's apt sources, as text."""
     etc = Path("/etc/apt")
     files = [
         etc / "sources.list",
@@ -135,7 +135,7 @@ class Archive:
             "Dir::State::Lists": self.folder / "lists",
             "Dir::State::status": self.folder / "status",
             "Dir::Cache": self.folder / "cache",
-            # As root apt would drop to a user who cannot write below a home folder.
+            # As root, apt would switch to a user without write access below a home folder.
             "APT::Sandbox::User": "root",
         }
         flags = [part for name, value in options.items() for part in ("-o", f"{name}={value}")]

@@ -135,7 +135,7 @@ def field_value(pod: Mapping[str, Any], path: str) -> str:
 
 
 def service_variables(services: Sequence[Mapping[str, Any]], namespace: str) -> dict[str, str]:
-    """NAME_SERVICE_HOST and NAME_SERVICE_PORT of the namespace's services, and of kubernetes in default."""
+    """Return NAME_SERVICE_HOST and NAME_SERVICE_PORT of the namespace's services, and of kubernetes in default."""
     found: dict[str, str] = {}
     for service in services:
         name, home = service["metadata"]["name"], service["metadata"]["namespace"]

@@ -42,7 +42,7 @@ class Kube:
         await self._client.close()
 
     async def call(self, method: str, path: str, body: Any = None, *, content: str = "application/json") -> Json:
-        """One request below the server's address.
+        """Send one request to a path below the server's address.
 
         Raises:
             ApiException: the server refused; `.status` is the HTTP status.

@@ -29,7 +29,7 @@ LOGS_ANNOTATION = "localcluster.kvpilot.io/logs"
 
 
 def pod_folder(node: Node, uid: str) -> Path:
-    """Folders of a pod's records and volumes."""
+    """Return the folder of a pod's records and volumes."""
     return node.folder / "pods" / uid
 
 
@@ -212,7 +212,7 @@ class PodWorker:
         return max(0.0, (self._deadline or 0.0) - time.monotonic())
 
     async def _end(self) -> None:
-        # Out of every Service first: traffic must stop before the process does.
+        # Leave every Service first: traffic must stop before the process does.
         self._dirty.set()
         await cancelled(self._running)
         await asyncio.gather(*(worker.end(self._left) for worker in self._mains + self._inits))

@@ -136,7 +136,7 @@ def _verdicts(
     going: bool,
     gates: Mapping[str, bool],
 ) -> dict[str, tuple[bool, str, str]]:
-    """Conditions, each as (status, reason, message)."""
+    """Return the conditions, each as (status, reason, message)."""
     done = now_phase in ("Succeeded", "Failed")
     pending = [view.name for view in inits if not view.succeeded]
     initialized = (not pending, "" if not pending else "ContainersNotInitialized", _incomplete(pending))

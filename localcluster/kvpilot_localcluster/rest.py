@@ -59,7 +59,7 @@ class Rest:
     def call(
         self, method: str, path: str, body: Any = None, *, content: str = "application/json", timeout: float = 30
     ) -> Any:
-        """One request.
+        """Send one request.
 
         Args:
             method: GET, POST, PUT, PATCH or DELETE.

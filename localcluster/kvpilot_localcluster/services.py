@@ -29,7 +29,7 @@ _UNPRIVILEGED_OFFSET = 20000
 
 
 def slice_key(thing: Mapping[str, Any]) -> str:
-    """Namespace/name of an object."""
+    """Return the namespace/name of an object."""
     return f"{thing['metadata']['namespace']}/{thing['metadata']['name']}"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from triton import AsyncCompileMode
 from triton.runtime.driver import driver
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
 
 MOST_THREADS = 8
 """Largest useful number: about a tenth of the time holds Python's lock, and the longest variant sets the end."""

@@ -23,7 +23,7 @@ def runc() -> Path:
 
 
 def _unpack(program: str, libraries: list[str], folder: Path) -> None:
-    """Debian's package with the libraries that a bare machine may lack, and a script that shows them to it alone."""
+    """Unpack Debian's package with libraries that a bare machine may lack, and a script that uses them for it alone."""
     root = folder / "root"
     debian([program, *libraries], root)
     settings = folder / "home" / ".config" / "containers"

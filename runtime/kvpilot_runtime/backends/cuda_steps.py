@@ -295,7 +295,7 @@ class CudaBuilder(PackedBuilder):
     def _prefills(self, common: Any, decodes: int, decode_tokens: int) -> tuple[Prefills, prefix_lm.LaterTokens | None]:
         starts = common.query_start_loc_cpu[decodes : common.num_reqs + 1] - decode_tokens
         new = starts[1:] - starts[:-1]
-        lens = common.seq_lens_cpu_upper_bound  # exact in prompts; elsewhere it counts rejected drafts
+        lens = common.seq_lens_cpu_upper_bound  # exact in prompts; in other requests it counts rejected drafts
         if lens is None or (self.width > 1 and not self._prompts(common, decodes)):
             lens = common.seq_lens.cpu()
         context = lens[decodes : common.num_reqs] - new

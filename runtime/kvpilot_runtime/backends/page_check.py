@@ -28,7 +28,7 @@ WORST = 0.05
 LONGEST = 4096
 """Largest number of tokens of a request; longer bounds are not outgrown here."""
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
 
 
 def check(worker: Any) -> None:

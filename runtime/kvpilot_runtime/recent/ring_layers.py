@@ -29,7 +29,7 @@ VARIABLE = "KVPILOT_RECENT_TOKENS"
 SUFFIX = ".recent"
 """Suffix of a ring layer's name after the name of its layer."""
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
 
 
 @dataclass
