@@ -49,7 +49,9 @@ class WorkerInfo:
             scratch.replace(path)
         except OSError as error:
             log.warning("%s cannot be written (%s): no %s on /metrics", path, error, self.name)
-        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # several API servers serve what all processes wrote to a folder
+        if (
+            "PROMETHEUS_MULTIPROC_DIR" in os.environ
+        ):  # with several API servers, each one serves metrics that all processes wrote to a folder
             from prometheus_client import Gauge
 
             gauge = Gauge(self.name, self.help, self.labels, multiprocess_mode="mostrecent")

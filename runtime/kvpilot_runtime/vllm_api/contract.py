@@ -79,7 +79,7 @@ def refuse(dtype: str, found: Iterable[Broken], skipping: bool) -> None:
 
 
 def refuse_bound(bound: str, found: Iterable[Broken], heavy: bool = False) -> None:
-    """Refuse a bounded cache, with `heavy` one of heavy hitters, that this vLLM cannot serve.
+    """Refuse a bounded cache that this vLLM cannot serve; `heavy` is True for heavy hitters.
 
     Raises:
         UnsupportedEngineError: with the versions that serve it, or with all parts that differ.
