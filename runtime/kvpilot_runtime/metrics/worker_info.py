@@ -49,9 +49,8 @@ class WorkerInfo:
             scratch.replace(path)
         except OSError as error:
             log.warning("%s cannot be written (%s): no %s on /metrics", path, error, self.name)
-        if (
-            "PROMETHEUS_MULTIPROC_DIR" in os.environ
-        ):  # with several API servers, each one serves metrics that all processes wrote to a folder
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            # With several API servers, each one serves the metrics that all processes wrote to a folder.
             from prometheus_client import Gauge
 
             gauge = Gauge(self.name, self.help, self.labels, multiprocess_mode="mostrecent")
