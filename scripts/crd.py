@@ -1,7 +1,7 @@
 """Make the CustomResourceDefinition of the operator's structs (`make generate`).
 
-Types, defaults, limits, descriptions and rules are those of `kvpilot_operator.api.spec` and
-`kvpilot_operator.state.status`; what a Pod's template may hold is in `kvpilot_operator.api.pod_template`.
+`kvpilot_operator.api.spec` and `kvpilot_operator.state.status` define types, defaults, limits, descriptions and rules.
+`kvpilot_operator.api.pod_template` defines the allowed fields of a Pod's template.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def texts(record: type[Record]) -> Mapping[str, str]:
 
 
 def object_schema(record: type[Record], *, defaults: bool) -> Json:
-    """Return the schema of a struct, without a description; `defaults` says whether the server fills them in."""
+    """Return the schema of a struct, without a description; `defaults` is True if the server fills in defaults."""
     fields = msgspec.structs.fields(record)
     required = [one.encode_name for one in fields if one.required]
     return {

@@ -3,9 +3,9 @@
     make generate                                    # write
     .venv/bin/python scripts/generate.py --check     # write nothing; exit 1 and name the files that would change
 
-Generated are the chart's copies and config/, the API's reference, the tables of metrics and of decisions, defaults of
+It generates the chart's copies and config/, the API's reference, the tables of metrics and of decisions, defaults of
 transformers' config classes, costs of `kvpilot backtest`, pages of models.json, and pages and plots of docs/benchmarks.
-Files that are measured or resolved are not: figures, `tests/faults/table.py`, pictures of dashboards, locks.
+It does not generate measured or resolved files: figures, `tests/faults/table.py`, pictures of dashboards, locks.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/model_defaults.py formats/kvpilot_formats/models/defaults.json
 
-The classes are asked, not read: each is made with its defaults, and with other lengths and windows, and what it does
-with the kinds of its layers is written down as a rule of `layers.py`.
+The script instantiates the classes instead of parsing their source. Each is made with its defaults, and with other
+lengths and windows. The resulting kinds of layers are recorded as a rule of `layers.py`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-# The longest first, so that none runs alone at the end. Parts that mostly wait run beside parts that compute.
+# The longest parts come first, so that none runs alone at the end. Parts that mostly wait overlap with parts that
+# compute.
 PARTS = ("e2e", "runtime", "faults", "chart", "kernels", "unit", "cluster", "scale", "check", "images", "monitoring")
 LONG = ("e2e", "faults", "chart", "monitoring", "images", "runtime", "kernels")
 QUICK = ("unit", "check")

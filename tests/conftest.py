@@ -1,4 +1,4 @@
-"""What holds for all tests: property tests have no deadline of their own, and CI draws the same examples every time.
+"""Settings of all tests: property tests have no deadline of their own, and CI draws the same examples every time.
 
 No test and no program that one starts finds the user's own cluster: each names the cluster that it made. And what one
 of hundreds of programs has compiled the next one reads, whatever the user's shell says of bytecode: an engine's

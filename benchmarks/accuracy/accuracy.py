@@ -1,13 +1,13 @@
 """The accuracy table: `python -m benchmarks.accuracy.accuracy --out docs/benchmarks/accuracy.json`.
 
-The real weights of SmolLM2-135M, or with `--model gemma3-270m` of Gemma 3 270M, computed in float32; the base is a bf16
-cache. Every key and value that attention sees has been through the codec. The control compares two runs of the model in
-bf16 that differ in the attention kernel only.
+It computes in float32 with the real weights of SmolLM2-135M, or of Gemma 3 270M with `--model gemma3-270m`. Every key
+and value that attention sees has been through the row's codec; the baseline is a bf16 cache. The control compares two
+runs of the model in bf16 that differ only in the attention kernel.
 
-`--codecs` takes some rows only (accuracy_rows.py says how they are named) and merges them into `--out`; `--needle` runs
-the needle task instead of the texts; accuracy_report.py makes the page. A GPU is used where
-there is one: a row takes it some seconds, and one core two minutes and more. `--cut` writes the texts' tokens to a
-file, which `--texts` reads on a machine without the documents; `--model` may be the model's folder there.
+`--codecs` runs only some rows (accuracy_rows.py explains their names) and merges them into `--out`. `--needle` runs the
+needle task instead of the texts. accuracy_report.py makes the page. A row takes some seconds on a GPU, and two minutes
+or more on one core. `--cut` writes the texts' tokens to a file, and `--texts` reads that file on a machine without the
+documents. There `--model` may be the model's folder.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PLAN = [
     *[(name, 1024, 2) for name in ("opticks", "manual", "reference", "code")],
     ("opticks", 1024, 1), ("reference", 2048, 1), ("manual", 4608, 1), ("code", 4608, 1),
 ]  # fmt: skip
-"""20,480 tokens: texts, tokens a sequence, how many."""
+"""Evaluated sequences, 20,480 tokens in all: text, tokens per sequence, number of sequences."""
 
 BUCKETS = (128, 512, 1024, 2048, 4608)
 """Ends of the position buckets, in tokens."""
@@ -49,7 +49,7 @@ CHUNK = 8192
 
 
 class Base:
-    """The base's distributions over one sequence, and what every row needs of them."""
+    """Baseline's distributions over one sequence, with the sums that every row needs."""
 
     def __init__(self, probe: Probe, tokens: torch.Tensor, states: torch.Tensor) -> None:
         self.tokens = tokens
@@ -80,8 +80,8 @@ class Tally:
         for p, (start, logits) in zip(base.p, probe.logits(states), strict=True):
             part = slice(start, start + logits.shape[0])
             whole = logits.logsumexp(-1)
-            # KL(p || q) = sum p log p - sum p logit_q + logsumexp(logit_q). A sum in pairs, not a dot product: that
-            # adds 49,152 terms one after the other, and is off by millinats.
+            # KL(p || q) = sum p log p - sum p logit_q + logsumexp(logit_q). This is a pairwise sum: a dot product adds
+            # 49,152 terms one after the other and is off by some 0.001 nats.
             cross = (p * logits).sum(-1)
             self.kl.append((base.negentropy[part] - cross + whole) * 1000)
             self.agree.append((base.top[part] == logits.argmax(-1)).float())
@@ -122,10 +122,9 @@ class Tally:
 
 def compare(probe: Probe, texts: list[Sequence], rows: dict[str, Reading], raw: Path,
             done: Callable[[dict[str, Any]], None]) -> None:  # fmt: skip
-    """Run all sequences, row by row inside, and hand over the rows after each sequence.
-
-    What one row gave on one sequence is kept in a file of `raw`, and not computed again: several processes can share
-    the work, and a run that was stopped goes on.
+    """Run every row on each sequence, and yield the rows after each sequence. The folder `raw` keeps each result of a
+    row on a sequence, and no result is computed twice. So several processes can share the work, and a stopped run can
+    continue.
     """
     tallies = {name: Tally() for name in rows}
     base_codec = plain.bf16()
@@ -145,7 +144,7 @@ def compare(probe: Probe, texts: list[Sequence], rows: dict[str, Reading], raw: 
 
 
 def control(folder: Path, texts: list[Sequence]) -> dict[str, Any]:
-    """bf16 against bf16: the same weights through two kernels of attention, as prefill and decode are in an engine."""
+    """Compare bf16 with bf16: the same weights through two attention kernels, like prefill and decode in an engine."""
     probe, tally = Probe(folder, torch.bfloat16), Tally()
     for text, tokens in texts:
         probe.rounded = False
@@ -156,7 +155,9 @@ def control(folder: Path, texts: list[Sequence]) -> dict[str, Any]:
 
 
 def cut(tokenizer: Any) -> dict[str, list[Sequence]]:
-    """Every text that the benchmark reads, as tokens: `evaluation`, `needle`, and one entry for each calibration."""
+    """Return the tokens of every text that the benchmark reads: `evaluation`, `needle`, and one entry for each
+    calibration.
+    """
     calibrations = {label: sequences(tokenizer, plan) for label, plan in CALIBRATION.items()}
     return {"evaluation": sequences(tokenizer, PLAN), "needle": sequences(tokenizer, NEEDLE_TEXT), **calibrations}
 

@@ -1,8 +1,8 @@
 """A transformers model whose attention sees keys and values as a cache would give them back.
 
-Every key (after RoPE) and value that attention uses is read as the row says (`Reading`), the query's own token among
-them: what a decode step sees, at every position of a text, in one pass. Layers with a sliding window of their own are
-read in 16 bits, as engines serve them by default.
+The row (`Reading`) decides how attention reads every key (after RoPE) and value, including the query's own token. One
+pass thus computes, at every position of a text, the result of a decode step. Layers with a sliding window of their own
+are read in 16 bits, as engines serve them by default.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Probe:
 
     @torch.inference_mode()
     def logits(self, states: torch.Tensor, chunk: int = 256) -> Iterator[tuple[int, torch.Tensor]]:
-        """Logits over the whole vocabulary, float32 [up to chunk, vocabulary], each with its first position."""
+        """Yield logits over the whole vocabulary, float32 [up to chunk, vocabulary], each with its first position."""
         for start in range(0, states.shape[0], chunk):
             yield start, (states[start : start + chunk] @ self.head.T).float()
 
@@ -90,7 +90,7 @@ class Probe:
 
 
 def _read(query: torch.Tensor, fresh: Sides, reading: Reading, layer: int, scale: float) -> torch.Tensor:
-    """Attention over what the cache gives back for `fresh`."""
+    """Attend to `fresh` as the cache gives it back."""
 
     def back(codec: Codec) -> Sides:
         key, value = (
@@ -122,7 +122,7 @@ def _with_first(stored: Sides, fresh: Sides, first: int) -> Sides:
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None) -> torch.Tensor:
-    """Causal attention, to the last `window` tokens where that is given."""
+    """Attend causally, only to the last `window` tokens if it is set."""
     if window is not None and window < q.shape[2]:
         return windowed(q, (k, v), (k, v), scale, recent=0, sliding_window=window)
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
@@ -131,7 +131,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, win
 def _rounded(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> torch.Tensor:
-    """Attention as three plain steps, in pieces of queries; scores and probabilities are rounded to the dtype of q."""
+    """Attend in three plain steps, in pieces of queries; round scores and probabilities to the dtype of q."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     outs = []
     for i in range(0, q.shape[2], _PIECE):
@@ -146,7 +146,7 @@ def _rounded(
 
 
 def _after(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, scale: float) -> torch.Tensor:
-    """Attention of queries that follow `context` tokens."""
+    """Attend from queries that follow `context` tokens."""
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril_(context)
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 
@@ -154,7 +154,7 @@ def _after(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, scal
 def _exact_ends(
     q: torch.Tensor, fresh: tuple[torch.Tensor, ...], stored: tuple[torch.Tensor, ...], scale: float, tile: int
 ) -> torch.Tensor:
-    """Attend from a tile to that tile and the sequence's first one in 16 bits, and to those between quantized."""
+    """Attend from a tile to itself and the sequence's first tile in 16 bits, and to quantized tiles between."""
     outs = []
     for i in range(0, q.shape[2], tile):
         k, v = (

@@ -1,8 +1,8 @@
-"""The needle task: facts hidden at several depths of a long text, and asked for at its end.
+"""Needle task: facts are hidden at several depths of a long text, and the prompt asks for them at its end.
 
-A prompt holds five facts, "The magic number of CITY is DDDDD.", at a tenth, three, five, seven and nine tenths of a
-text, and ends with the five sentences again, in another order. A needle is found when every digit of its number is the
-model's first choice, given the digits before it.
+A prompt holds five facts, "The magic number of CITY is DDDDD.", at 0.1, 0.3, 0.5, 0.7 and 0.9 of a text. It ends with
+the same five sentences in another order. A needle counts as found if every digit of its number is the model's first
+choice, given the digits before it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ TEXT = [("opticks", len(SEEDS) * max(LENGTHS), 1)]
 def needles(
     probe: Probe, reading: Reading | None, text: torch.Tensor, lengths: Sequence[int] = LENGTHS
 ) -> dict[str, Any]:
-    """Found needles per context length and depth, out of how many, and the mean log-probability of a whole number.
+    """Return, per context length and depth, the found needles, all needles, and the mean log-probability of a whole
+    number.
 
     Args:
-        text: tokens of the haystack, as `TEXT` asks for. lengths: those of `LENGTHS` that are to be run.
+        text: tokens of the haystack, as `TEXT` asks for.
+        lengths: the context lengths to run, out of `LENGTHS`.
     """
     found: dict[str, int] = {f"{n}@{int(100 * d)}%": 0 for n in lengths for d in DEPTHS}
     logs: dict[int, list[float]] = {n: [] for n in lengths}
@@ -56,7 +58,7 @@ def needles(
 def _prompt(
     probe: Probe, text: torch.Tensor, length: int, seed: int
 ) -> tuple[torch.Tensor, dict[float, tuple[int, int]]]:
-    """Token ids of about `length`, and where the digits of each depth's answer stand in them."""
+    """Return about `length` token ids, and the places of each depth's answer digits in them."""
     rng = random.Random(seed)  # noqa: S311  # a reproducible test, no secret
     cities = rng.sample(CITIES, len(CITIES))
     numbers = ["".join(rng.choice("0123456789") for _ in range(5)) for _ in cities]

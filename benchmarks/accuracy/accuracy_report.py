@@ -1,4 +1,4 @@
-"""The pages of accuracy.py, beside the figures: `python -m benchmarks.accuracy.accuracy_report FIGURES.json...`."""
+"""Write accuracy.py's pages next to its figures: `python -m benchmarks.accuracy.accuracy_report FIGURES.json...`."""
 
 from __future__ import annotations
 

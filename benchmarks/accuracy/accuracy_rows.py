@@ -1,4 +1,4 @@
-"""The rows of the accuracy table: how each reads a cache, and what it takes.
+"""Rows of the accuracy table: each one's way to read a cache, and its size.
 
 A row's name is a codec's, and after it by `+`: the label of the factors (`self`: those that an engine gives itself at
 start; `calibrated`: a file of `kvpilot calibrate`), `wN` for a recent window of N tokens as the ring keeps it, and
@@ -34,16 +34,16 @@ def _served(fmt: formats.Format) -> list[str]:
 
 
 SERVED = tuple(row for name in formats.own_names() for row in _served(formats.parse(name)))
-"""With the default recent window: without options, and with a file where keys have fewer than 8 bits."""
+"""Formats with the default recent window: without options, and with a factors file if keys have fewer than 8 bits."""
 
 OTHER_WINDOWS = ("k4v2+self+w64", "k4v2+calibrated+w64")
-"""Beside what is served by default."""
+"""Further rows, which are not defaults."""
 
 AGAINST_EXACT = ("k4v4+self+w128+first128", "k4v4+self+w128")
-"""Beside `kvarn_k4v4+exact`, which keeps as many tokens."""
+"""Rows to compare with `kvarn_k4v4+exact`, which keeps as many tokens in 16 bits."""
 
 CONTEXT = 4096
-"""Tokens of the context over which what is kept beside the pages is spread, in bits per element."""
+"""Context in tokens over which data outside the pages is averaged, for the figure of bits per element."""
 
 _PAGE = 64
 """Tokens of a page, for the size of a ring."""
@@ -54,9 +54,10 @@ class Reading:
     """Way in which attention reads a cache.
 
     Attributes:
-        pages: what the pages give back.
-        recent: of a query's last tokens, its own among them, that are read by `fine` instead. fine: None for 16 bits.
-        first: of a sequence's first tokens that are read in 16 bits.
+        pages: function that returns the tokens as the pages give them back.
+        recent: number of a query's last tokens, including its own, that are read by `fine` instead.
+        fine: None for 16 bits.
+        first: number of a sequence's first tokens that are read in 16 bits.
         hit: tokens that came from the prefix cache: their queries attend in 16 bits, as a prefill does, and the ring
             holds none of them.
     """
@@ -69,7 +70,7 @@ class Reading:
 
 
 def rivals() -> dict[str, Codec]:
-    """Codecs that need no layer."""
+    """Return the codecs that need no layer."""
     found = [plain.fp8_e4m3(), plain.int4_raw(), plain.int4_per_token_head(), turboquant(4), turboquant(3), kivi(2)]
     found += [kvarn(4, v, exact_ends=exact) for v in (4, 2) for exact in (False, True)]
     return {codec.name: codec for codec in found}
@@ -102,10 +103,9 @@ def reading(name: str, factors: Mapping[str, Mapping[int, Factors]]) -> Reading:
 
 
 def engine(name: str) -> tuple[str, dict[str, str]]:
-    """KV-cache dtype and environment of the vLLM engine that serves the row `name`, without a file of factors.
-
-    Raises:
-        ValueError: no engine serves it so.
+    """Return the KV-cache dtype and the environment of a vLLM engine that serves the row `name`, without a factors
+    file. Raises:
+        ValueError: no engine can serve this row.
     """
     if name == "fp8_e4m3":
         return name, {}
@@ -117,7 +117,7 @@ def engine(name: str) -> tuple[str, dict[str, str]]:
 
 
 def bits(name: str, head_dim: int) -> float:
-    """Bits per element of a row, scales counted, and what is kept beside the pages at `CONTEXT` tokens."""
+    """Return a row's bits per element, including scales and, at `CONTEXT` tokens, all data kept outside the pages."""
     known = rivals()
     if name in known:
         codec = known[name]
@@ -134,7 +134,7 @@ def _mixed(low: float, exact: int) -> float:
 
 
 def _parts(name: str) -> tuple[formats.Format, str | None, int, int]:
-    """Format, label of factors, tokens of the window, first tokens in 16 bits."""
+    """Return format, label of factors, tokens of the window, and first tokens in 16 bits."""
     found = re.fullmatch(r"(\w+?)(?:\+([a-z-]+))?(?:\+w(\d+))?(?:\+first(\d+))?", name)
     if found is None:
         raise ValueError(f"row {name!r} is not FORMAT[+FACTORS][+wN][+firstN]; for example k4v4+self+w64")

@@ -1,4 +1,4 @@
-"""The texts of the accuracy table: real, in everybody's hands, and not in this repository.
+"""Texts of the accuracy table: real, freely available, and not part of this repository.
 
 Evaluated: Newton's *Opticks* (1704, in the source package of libbacktrace, which apache-tvm-ffi, a requirement of
 vLLM, carries), the manual of GNU coreutils (Debian's info page), Python's language reference (`pydoc_data.topics`) and
@@ -29,7 +29,9 @@ CALIBRATION = {
     ],
     "calibrated-on-licences": [("licences", 4096, 4)],
 }
-"""Input of `kvpilot calibrate` for each label: texts, tokens a sequence, count. After 16,384 it holds back."""
+"""Input of `kvpilot calibrate` for each label: texts, tokens per sequence, count. Calibration holds out the tokens
+after the first 16,384.
+"""
 
 Sequence = tuple[str, torch.Tensor]
 """The text's name and its tokens, int64 [tokens]."""
@@ -38,10 +40,8 @@ EVALUATION = ("opticks", "manual", "reference", "code")
 
 
 def text(name: str) -> str:
-    """One of the evaluated or calibration texts.
-
-    Raises:
-        FileNotFoundError: this machine lacks the document; the message says which package brings it.
+    """Return one of the evaluated or calibration texts. Raises:
+    FileNotFoundError: this machine lacks the document; the message says which package brings it.
     """
     if name == "opticks":
         found = importlib.util.find_spec("tvm_ffi")
@@ -84,10 +84,10 @@ def _prose(info: str) -> str:
 
 
 def sequences(tokenizer: Any, plan: list[tuple[str, int, int]]) -> list[Sequence]:
-    """Cut sequences out of the texts, each with the special tokens that the tokenizer begins a prompt with.
+    """Cut sequences out of the texts. Each begins with the special tokens that the tokenizer puts before a prompt.
 
     Args:
-        plan: (text, tokens, how many); sequences of one text never overlap, those asked for first come first.
+        plan: (text, tokens, number of sequences) in the order of their places in the text; sequences never overlap.
     """
     at: dict[str, int] = {}
     tokens: dict[str, torch.Tensor] = {}

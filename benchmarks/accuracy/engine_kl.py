@@ -1,13 +1,15 @@
-"""Cost of a KV cache in real vLLM, every position decoded: `python -m benchmarks.accuracy.engine_kl --out FILE`.
+"""Accuracy cost of a KV cache in real vLLM, with every position decoded: `python -m benchmarks.accuracy.engine_kl --out
+FILE`.
 
-The accuracy table (accuracy.py) models an engine; this asks one. The table's texts go through vLLM a token of each at a
-time, so that every position is a decode step over pages, and so they do through one with the cache in 16 bits. Taken
-down is the state after the last norm, at every position; from it both sides' distributions over the whole vocabulary
-are computed as the table does, and checked against the log-probabilities that the engine itself gives for the text.
+The accuracy table (accuracy.py) models an engine; this program runs one. It feeds the table's texts to vLLM token by
+token, so that every position is a decode step over pages. A second engine with a 16-bit cache gets the same texts. The
+program records the state after the last norm at every position. From these states it computes both distributions over
+the whole vocabulary, as the table does. It checks them against the log-probabilities that the engine itself reports for
+the text.
 
-Rows are named as the table's, and beside each stands what the table's model says of the same tokens. The control is
-16 bits again, each text in one prefill. An engine that fails is named, and the rows of the others are written. On a GPU
-`fp8_e4m3` wants `--dtype bfloat16`. `--hit N` measures the 64 tokens after a hit of N tokens in the prefix cache.
+Rows have the table's names, each next to the figure of the table's model for the same tokens. The control is 16 bits
+again, with each text in one prefill. If an engine fails, the program names it and writes the other rows. On a GPU
+`fp8_e4m3` needs `--dtype bfloat16`. `--hit N` measures the 64 tokens after a hit of N tokens in the prefix cache.
 engine_kl_report.py makes the page.
 """
 
@@ -40,7 +42,7 @@ from kvpilot_smallmodels.models import smollm2_135m
 
 ROWS = "k4v4+self+w64,k8v4+self+w64,k4v2+self+w128,k4v4+self,int8+self"
 AFTER_HIT = 64
-"""Tokens after a hit that are measured: with the shortest window, those that do not see it whole."""
+"""Measured tokens after a hit: as many as see only part of the shortest window."""
 
 CONTEXT = 8192
 """Tokens of context that engines serve, at most."""

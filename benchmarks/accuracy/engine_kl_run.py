@@ -1,4 +1,4 @@
-"""The child of engine_kl.py: the last states of texts in one engine, a token at a time or in one prefill."""
+"""Child process of engine_kl.py: the last states of texts in one engine, a token at a time or in one prefill."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 @dataclass(frozen=True)
 class Job:
-    """One engine and the texts that it reads.
+    """Engine, and the texts that it reads.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
         texts: token ids of each text.
-        hit: of each text's tokens, how many an earlier request leaves in the prefix cache; 0 for none.
-        decoded: a token of each text in a step; else each text in one prefill.
-        out: where the answers are written: `states` [tokens after the hit, hidden] of each text, in the model's dtype;
-            `logprobs`, the engine's own of each text's tokens after the first of those.
+        hit: number of each text's tokens that an earlier request leaves in the prefix cache; 0 for none.
+        decoded: True feeds each text token by token, False in one prefill.
+        out: file for the answers. `states` are [tokens after the hit, hidden] of each text, in the model's dtype.
+            `logprobs` are the engine's own, for each of these tokens but the first.
     """
 
     engine: dict[str, Any]
@@ -33,7 +33,7 @@ class Job:
 
 
 class States:
-    """Takes down what the model's last norm gives for each token, by request."""
+    """Recorder of the last norm's output for each token, by request."""
 
     def __init__(self, llm: Any, decoded: bool) -> None:
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
@@ -55,10 +55,10 @@ class States:
         self.steps.append((inputs["input_ids"].clone(), inputs["positions"].clone(), states.clone()))
 
     def _sort(self, tokens: dict[str, int]) -> None:
-        """Give the rows of the step that ran to its requests."""
+        """Assign the rows of the last step to its requests."""
         ((ids, positions, states),) = self.steps
         self.steps.clear()
-        # The first model runner keeps its batch; the second one hands it from this step to its sampling.
+        # vLLM's first model runner keeps its batch; its second one passes the batch from this step to sampling.
         runner = self.runner
         batch = runner.input_batch if hasattr(runner, "input_batch") else runner.execute_model_state.input_batch
         start = 0
@@ -68,10 +68,8 @@ class States:
             start = end
 
     def of(self, request: str, text: list[int], hit: int) -> Any:
-        """States [tokens after the hit, hidden] of a request; what was computed was this text, and as asked for.
-
-        Raises:
-            RuntimeError: it was not.
+        """Return the states [tokens after the hit, hidden] of a request. Raises:
+        RuntimeError: the engine computed another text, or computed it in another way than requested.
         """
         import torch
 
@@ -99,12 +97,12 @@ def main() -> NoReturn:
     llm = LLM(**job.engine, **threshold, enforce_eager=True, enable_prefix_caching=job.hit > 0)
     one: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "detokenize": False}
     if job.hit:
-        # One after the other: vLLM prefills a prompt that is alone in one piece, whatever the threshold.
+        # Ask one after the other, because vLLM ignores the threshold for a prompt that is alone.
         for text in job.texts:
             llm.generate({"prompt_token_ids": text[: job.hit]}, SamplingParams(**one), use_tqdm=False)
     states = States(llm, job.decoded)
     params = SamplingParams(**one, prompt_logprobs=0, skip_reading_prefix_cache=False)
-    # For the same reason the longest text has a companion, which is not counted.
+    # The longest text gets a companion for the same reason. The companion is not counted.
     asked = [*job.texts, max(job.texts, key=len)] if job.decoded else job.texts
     prompts = [{"prompt_token_ids": text} for text in asked]
     batches = [prompts] if job.decoded else [[prompt] for prompt in prompts]
@@ -117,7 +115,7 @@ def main() -> NoReturn:
     facts = {name: str(value) for name, value in versions().items()}  # torch has a string of its own for its version
     torch.save({"answers": answers, "versions": facts}, job.out)
     say(f"{sum(len(x['states']) for x in answers):,} positions")
-    # As in gpu_engine_measure.py: the parent ends what is left of vLLM.
+    # Exit at once, as in gpu_engine_measure.py: the parent kills the remaining processes of vLLM.
     os._exit(0)
 
 

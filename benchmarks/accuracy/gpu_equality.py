@@ -1,10 +1,11 @@
 """Effect of scheduling on answers, in real vLLM: `python -m benchmarks.accuracy.gpu_equality [--model PATH]`.
 
-For each KV-cache dtype the same prompts are answered greedily: alone (one at a time, eager, no prefix caching, a prompt
-in one piece), crowded (CUDA graphs, prefix caching, prompts cut into small chunks, many at once, and so little cache
-that requests are preempted), with --tp N crowded on N GPUs, and with --drafters crowded with a model that drafts.
-The control is `auto`: batches of another shape round differently, so its runs differ too. Every dtype is also compared
-with `auto`, alone. Writes OUT/equality-MODEL.json; `gpu_equality_page.py` makes the page.
+For each KV-cache dtype an engine answers the same prompts greedily in several ways. *Alone* is one prompt at a time,
+eager, uncut and without prefix caching. *Crowded* is many prompts at once, with CUDA graphs, prefix caching, small
+chunks, and so little cache that requests are preempted. `--tp N` adds crowded runs on N GPUs, and `--drafters` adds
+crowded runs with a draft model. The control is `auto`: its runs differ too, because batches of another shape round
+differently. Every dtype's run alone is also compared with that of `auto`. Writes OUT/equality-MODEL.json;
+`gpu_equality_page.py` makes the page.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ SHARED_PREFIX = 256
 """Tokens that every second prompt begins with, so that the prefix cache is hit."""
 
 DRAFTERS, MTP = ("draft_model", "eagle", "eagle3"), "mtp"
-"""Methods of speculation by a model; with the last one the served model is another."""
+"""Methods of speculation by a model; the last one needs another served model."""
 
 
 def methods(text: str) -> list[str]:
-    """Those of `--drafters`."""
+    """Parse the drafters of `--drafters`."""
     found = text.split(",")
     if found != [MTP] and not set(found) <= set(DRAFTERS):
         raise argparse.ArgumentTypeError(f"{text!r} is not some of {', '.join(DRAFTERS)}, or {MTP} alone")
@@ -63,9 +64,8 @@ def arguments() -> argparse.Namespace:
 
 
 def random_model(folder: Path, latent: bool, mtp: bool) -> Path:
-    """Make a Llama of 4 layers, 8/2 heads of 128, with seeded weights; or a DeepSeek V2 of 4 layers, 16 heads.
-
-    With MTP it is a Qwen2, whose heads have 64 channels, and FOLDER-with-mtp the same with a layer that predicts.
+    """Make a model with seeded weights: a Llama of 4 layers with 8/2 heads of 128, or a DeepSeek V2 of 4 layers with 16
+    heads. With MTP make a Qwen2 with heads of 64 channels, and in FOLDER-with-mtp the same model with a draft layer.
     """
     import torch
     from transformers import (
@@ -94,8 +94,8 @@ def random_model(folder: Path, latent: bool, mtp: bool) -> Path:
     else:
         model = LlamaForCausalLM(LlamaConfig(num_attention_heads=8, num_key_value_heads=2, head_dim=128, **common))
     with torch.no_grad():
-        # As in a trained model, a token's own vector outweighs what one layer adds, and predictions are sharp: else
-        # layers amplify rounding into noise, and nothing could be compared.
+        # A token's own vector outweighs the contribution of one layer, and predictions are sharp, as in a trained
+        # model. Otherwise layers would amplify rounding into noise, and no comparison would be possible.
         model.model.embed_tokens.weight.mul_(10)
         model.lm_head.weight.mul_(4)
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -103,7 +103,7 @@ def random_model(folder: Path, latent: bool, mtp: bool) -> Path:
 
 
 def with_drafter(model: Path, method: str, drafts: int) -> dict[str, Any]:
-    """Make a model that drafts for `model`; the engine arguments that say so."""
+    """Make a draft model for `model`, and return the engine arguments for it."""
     from kvpilot_smallmodels import draft_models
 
     folder = model.with_name(f"{model.name}-with-{method}")
@@ -116,7 +116,7 @@ def with_drafter(model: Path, method: str, drafts: int) -> dict[str, Any]:
 
 
 def token_stream(model: Path) -> list[int]:
-    """Tokens of Python's own manual where the model has a tokenizer, random ids otherwise."""
+    """Return tokens of Python's own manual if the model has a tokenizer, else random ids."""
     if (model / "tokenizer.json").exists():
         from pydoc_data.topics import topics
 
@@ -129,7 +129,7 @@ def token_stream(model: Path) -> list[int]:
 
 
 def prompts_of(model: Path, count: int) -> list[list[int]]:
-    """Prompts of 64 to 463 tokens; every second one starts with the same 256."""
+    """Return prompts of 64 to 463 tokens; every second one starts with the same 256."""
     stream = token_stream(model)
     lengths = [64 + 97 * i % 400 for i in range(count)]
     starts = [SHARED_PREFIX + i * (len(stream) - 1000) // count for i in range(count)]

@@ -1,8 +1,8 @@
-"""Agreement of two greedy runs of the same prompts, where both had seen the same tokens.
+"""Agreement of two greedy runs of the same prompts, as far as both have seen the same tokens.
 
-After its first difference a greedy answer goes its own way, so logprobs are compared up to and with the position of
-that difference: there both engines predicted from the same tokens. The Kullback-Leibler divergence is of the tokens
-that both top lists name and one event for all others, which bounds that of the full vocabulary from below.
+Two greedy answers diverge after their first difference. So logprobs are compared up to and including that position,
+where both engines still predicted from the same tokens. The Kullback-Leibler divergence covers the tokens that both top
+lists name, and one event for all others. It is a lower bound for the divergence over the full vocabulary.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def agreement(reference: list[Answer], other: list[Answer]) -> dict[str, Any]:
 
 
 def equal_prefix(mine: list[int], theirs: list[int]) -> int:
-    """Tokens before the first difference."""
+    """Return the number of tokens before the first difference."""
     pairs = zip(mine, theirs, strict=True)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), len(mine))
 
 
 def divergence(p: dict[str, float], q: dict[str, float]) -> float:
-    """KL(p || q) in nats, of the tokens in both lists and the rest of the vocabulary as one event."""
+    """Return KL(p || q) in nats, over the tokens in both lists and one event for the rest of the vocabulary."""
     shared = [(math.exp(p[token]), math.exp(q[token])) for token in p.keys() & q.keys()]
     rest = [max(1.0 - sum(mass), 1e-9) for mass in zip(*shared, strict=True)] if shared else [1.0, 1.0]
     return max(0.0, sum(a * math.log(a / b) for a, b in [*shared, (rest[0], rest[1])] if a > 0.0))

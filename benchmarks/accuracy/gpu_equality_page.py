@@ -55,7 +55,7 @@ def row(facts: dict[str, Any]) -> str:
 
 
 def table(run: dict[str, Any]) -> str:
-    """One invocation of gpu_equality.py."""
+    """Return the section of one invocation of gpu_equality.py."""
     versions = versions_of(run["versions"]) if run["versions"] else "no run ended well"
     options = run["options"]
     heads = ["run", "against", "preemptions / cached tokens", "answers equal", "tokens equal", "top-1",

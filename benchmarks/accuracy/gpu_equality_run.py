@@ -1,4 +1,4 @@
-"""The child of gpu_equality.py: greedy tokens and top-20 logprobs of every prompt of a job file, in one engine."""
+"""Child process of gpu_equality.py: greedy tokens and top-20 logprobs of every prompt of a job file, in one engine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ COUNTERS = ("vllm:num_preemptions", "vllm:prefix_cache_hits", "vllm:spec_decode_
 
 @dataclass(frozen=True)
 class Job:
-    """One engine and what to ask it.
+    """Engine, and the requests to send to it.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
         prompts: token ids of each prompt.
         tokens: tokens to generate after each.
-        at_once: all prompts in one call; otherwise one after another.
-        out: where the answers are written.
+        at_once: True sends all prompts in one call, False one after another.
+        out: file for the answers.
     """
 
     engine: dict[str, Any]
@@ -36,7 +36,7 @@ class Job:
 
 
 def sampling(job: Job) -> Any:
-    """Greedy sampling as a job asks for it."""
+    """Return greedy sampling with a job's settings."""
     from vllm import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=job.tokens, ignore_eos=True, detokenize=False, logprobs=TOP)
@@ -73,7 +73,7 @@ def main() -> NoReturn:
     facts = answered(LLM(**job.engine, disable_log_stats=False), job)
     Path(job.out).write_text(json.dumps(facts))
     say(f"{len(facts['answers'])} answers, {facts['kv_tokens']:,} KV tokens, {facts['counters']}")
-    # As in gpu_engine_measure.py: the parent ends what is left of vLLM.
+    # Exit at once, as in gpu_engine_measure.py: the parent kills the remaining processes of vLLM.
     os._exit(0)
 
 

@@ -1,13 +1,14 @@
 """Families of models in real vLLM, `k4v4` beside `auto`: `python -m benchmarks.accuracy.gpu_families --out DIR`.
 
-Of each family a small random model (kvpilot_smallmodels.families) answers the same prompts greedily in five engines:
-with each dtype *crowded* (CUDA graphs, prefix caching, prompts in chunks, many at once, and so little cache that
-requests are preempted) and *alone* (one at a time, eager, no prefix caching, a prompt in one piece), `k4v4` with its
-default window and its own calibration; and crowded with the bare *codec* (no window, no factors, chunks that read
-themselves back), whose predictions are those of plain transformers with the same codec but for rounding.
+A small random model of each family (kvpilot_smallmodels.families) answers the same prompts greedily in five engines.
+`auto` and `k4v4`, the latter with its default window and its own calibration, each run crowded and alone. *Crowded* is
+many prompts at once, with CUDA graphs, prefix caching, chunks, and so little cache that requests are preempted. *Alone*
+is one prompt at a time, eager, uncut and without prefix caching. The fifth engine runs crowded with the bare *codec*:
+no window, no factors, and chunks that read themselves back. Up to rounding, its predictions are those of plain
+transformers with the same codec.
 
-Writes DIR/families-answers.json.gz, and DIR/families-errors.log with the ends of logs of engines that failed;
-gpu_families_page.py judges the answers, wherever it is. Needs `demo` on the path beside `runtime` and `kernels`.
+Writes DIR/families-answers.json.gz, and DIR/families-errors.log with the last lines of failed engines' logs.
+gpu_families_page.py judges the answers on any machine. Needs `demo`, `runtime` and `kernels` on the path.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ RUNS: dict[str, tuple[str, bool, dict[str, str]]] = {
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Engine cores run in the engines' own processes, where their caches can be taken."""
 LINES, LINE = 150, 500
-"""Lines that are kept of the log of an engine that failed, and characters of each: vLLM prints whole configurations."""
+"""Lines to keep of a failed engine's log, and characters of each line: vLLM prints whole configurations."""
 CHUNK = 128
 ROOM = 1.5
-"""Requests of the longest kind (`MAX_MODEL_LEN`) that a crowded engine has cache for."""
+"""Longest requests (`MAX_MODEL_LEN`) that fit in a crowded engine's cache."""
 QUICK: dict[str, Any] = {
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     "kernel_config": {"enable_jit_warmup": False},
 }
-"""Graphs of crowded engines: only those of decode, for a short start."""
+"""CUDA graphs of crowded engines: only for decode, for a short start."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,14 @@ class Case:
     auto: dict[str, Any] = field(default_factory=dict)
 
 
-# By itself vLLM takes FlashAttention 4 for their heads of 512, which needs packages that a GPU host may lack.
+# vLLM's default for their heads of 512 is FlashAttention 4, which needs packages that a GPU host may lack.
 GEMMA4 = Case(engine={"attention_config": {"flash_attn_version": 3}},
               auto={"attention_config": {"backend": "TRITON_ATTN"}})  # fmt: skip
 
 
 CASES: dict[str, Case] = {
-    # FlashAttention's sinks want bfloat16, whose rounding chooses other experts, which is a jump: so all of them.
+    # FlashAttention's sinks need bfloat16. Its rounding can choose other experts, which makes answers jump, so every
+    # token uses all experts.
     "gpt-oss": Case("bfloat16", {"num_experts_per_tok": 4}),
     # vLLM takes no float16 for these two.
     "gemma3": Case("bfloat16"),
@@ -77,9 +79,9 @@ CASES: dict[str, Case] = {
     "gemma3n": Case(),
     "gemma4": GEMMA4,
     "gemma4-26b": GEMMA4,
-    # On a GPU a chunk has whole blocks of 64 tokens.
+    # A chunk on a GPU has whole blocks of 64 tokens.
     "llama-4": Case(fields={"attention_chunk_size": 128}),
-    # By itself vLLM takes FlashInfer for its linear attention on Hopper.
+    # vLLM's default for its linear attention on Hopper is FlashInfer.
     "qwen3-next": Case(engine={"gdn_prefill_backend": "triton"}),
     **{name: Case() for name in ("granite-4", "qwen3-moe", "nemotron-h", "lfm2", "qwen2", "qwen3", "phi3", "stablelm",
                                  "heads-of-192", "shared-kv-head", "plain")},
@@ -96,7 +98,7 @@ def arguments() -> argparse.Namespace:
 
 
 def shared_arguments(parser: argparse.ArgumentParser, engines: int) -> None:
-    """Those of gpu_options.py, too."""
+    """Add the options that gpu_options.py has, too."""
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=24, help="tokens generated per prompt")
     parser.add_argument("--at-once", type=int, default=engines, help="engines beside each other (default: %(default)s)")
@@ -107,7 +109,7 @@ def shared_arguments(parser: argparse.ArgumentParser, engines: int) -> None:
 
 
 def engine_options(model: Path, dtype: str, crowded: bool) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`. The largest chunk is the same alone and crowded, and so are the engine's own factors."""
+    """Return arguments of `vllm.LLM`. The largest chunk is always the same, so the engine finds the same factors."""
     both: dict[str, Any] = {
         "model": str(model), "kv_cache_dtype": dtype, "block_size": 64, "skip_tokenizer_init": True,
         "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": MAX_MODEL_LEN, "kv_cache_memory_bytes": 256 << 20,
@@ -120,7 +122,7 @@ def engine_options(model: Path, dtype: str, crowded: bool) -> dict[str, Any]:
 
 
 def asked(args: argparse.Namespace, name: str, run: str, model: Path, out: Path) -> Asked:
-    """One engine of a family."""
+    """Return one engine of a family, with its requests."""
     case, (dtype, crowded, env) = CASES[name], RUNS[run]
     skip = FAMILIES[name].skip if dtype != "auto" else ()
     engine = {**engine_options(model, dtype, crowded), "dtype": case.dtype, **case.engine}
@@ -138,7 +140,7 @@ def made(names: list[str], folder: Path) -> tuple[dict[str, Path], dict[str, str
     for name in names:
         try:
             found[name] = make(name, folder / name, fields=CASES[name].fields)
-        except Exception as error:  # a version of transformers that has other classes is to lose one family, not all
+        except Exception as error:  # if a version of transformers has other classes, only this family fails
             failed[name] = f"{type(error).__name__}: {error}"
     return found, failed
 
@@ -149,7 +151,9 @@ def digest(model: Path) -> str:
 
 
 def serve(args: argparse.Namespace, engines: dict[str, Asked], models: dict[str, Path]) -> int:
-    """Have all engines answer and write what they said; 1 where one failed. `models` are known by their weights."""
+    """Run all engines and write their answers; return 1 if one failed. The document identifies `models` by hashes of
+    their weights.
+    """
     args.out.mkdir(parents=True, exist_ok=True)
     log = args.out / f"{args.name}.log"
     with tempfile.TemporaryDirectory(prefix="kvpilot-job-") as folder, environment() as env:
@@ -187,7 +191,7 @@ def main() -> int:
         scratch = Path(folder)
         models, failed = made(names, scratch / "models")
         say(f"{len(models)} models made; {failed or 'none failed'}")
-        # By run, so that what vLLM and Triton keep of a family is there when its next engine starts.
+        # Sort by run, so that a family's next engine finds the compiled code that vLLM and Triton cached for it.
         engines = {f"{name} {run}": asked(args, name, run, models[name], scratch) for run in runs for name in models}
         return serve(args, engines, models)
 

@@ -20,12 +20,14 @@ SAMPLES = 4
 
 @dataclass(frozen=True)
 class Asked(Job):
-    """One engine, as `Job`, and what it runs in.
+    """Engine, as in `Job`, and its surroundings.
 
     Attributes:
-        env: further variables of its environment. room: cache for so many requests of the longest kind is left, the
-            rest is taken, so that requests are preempted; 0 leaves all. how: what is asked, a name of `HOW`. more: what
-            that needs to know.
+        env: further variables of its environment.
+        room: number of longest requests that fit in the cache; the rest of the cache is taken, so that requests are
+            preempted. 0 leaves all of it.
+        how: kind of requests, a name of `HOW`.
+        more: arguments of that kind.
     """
 
     env: dict[str, str]
@@ -52,13 +54,13 @@ def start(asked: Asked) -> tuple[Any, dict[str, Any]]:
 
 
 def answers(asked: Asked) -> dict[str, Any]:
-    """Greedy answers."""
+    """Return greedy answers."""
     llm, facts = start(asked)
     return {**answered(llm, asked), **facts}
 
 
 def adapted(asked: Asked) -> dict[str, Any]:
-    """Greedy answers of the adapter in the folder `more["adapter"]`, mixed with those of the model itself."""
+    """Return greedy answers with the adapter in the folder `more["adapter"]`, mixed with the model's own."""
     from vllm.lora.request import LoRARequest
 
     llm, facts = start(asked)
@@ -69,7 +71,7 @@ def adapted(asked: Asked) -> dict[str, Any]:
 
 
 def slept(asked: Asked) -> dict[str, Any]:
-    """Greedy answers, the same asked again, and after the engine has slept (level 1) and was woken up."""
+    """Return greedy answers, the answers to a repetition, and the answers after sleep (level 1) and wake-up."""
     llm, facts = start(asked)
     first, again = answered(llm, asked), answered(llm, asked)
     llm.sleep(level=1)
@@ -78,7 +80,7 @@ def slept(asked: Asked) -> dict[str, Any]:
 
 
 def details(asked: Asked) -> dict[str, Any]:
-    """Prompt logprobs, several samples of a prompt, and an answer under a schema with the same one without."""
+    """Return prompt logprobs, several samples of a prompt, and an answer with and without a schema."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -93,7 +95,7 @@ def details(asked: Asked) -> dict[str, Any]:
     free = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=200), **quiet)
 
     def text(one: Any) -> str:
-        # vLLM's own text begins in the prompt where that ends in the middle of a letter, as random bytes do.
+        # If a prompt ends in the middle of a letter, as random bytes may, vLLM's own text begins inside the prompt.
         found: str = llm.get_tokenizer().decode(one.outputs[0].token_ids, skip_special_tokens=True)
         return found
 
@@ -110,7 +112,9 @@ def details(asked: Asked) -> dict[str, Any]:
 
 
 def data_parallel(asked: Asked) -> dict[str, Any]:
-    """Greedy answers of engines that share the requests: all at once, in processes that vLLM starts and balances."""
+    """Return greedy answers of engines that share the requests. All run at once, in processes that vLLM starts and
+    balances.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

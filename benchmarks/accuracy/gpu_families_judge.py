@@ -1,10 +1,10 @@
 """Verdict on a family's answers, compared with its weights and the codec.
 
-All divergences are in nats, means over tokens. Those *from an oracle* are between an engine's predictions and those of
-plain transformers for the same tokens (kvpilot_smallmodels.oracle), without a codec (`auto`) or with it (`k4v4`): every
-token of every answer counts. `k4v4` as it is served depends on how a request came to a token (what the window holds,
-which part of a prompt was read back), which no oracle knows: its damage is held against that of the bare codec, and
-itself in a crowd against itself alone.
+All divergences are means over tokens, in nats. A divergence *from an oracle* compares an engine's predictions with
+those of plain transformers for the same tokens (kvpilot_smallmodels.oracle), without a codec (`auto`) or with it
+(`k4v4`). Every token of every answer counts. `k4v4` as served depends on a request's history: the tokens in the window,
+and the part of a prompt that was read back. No oracle knows this history. So the verdict compares the damage of `k4v4`
+with that of the bare codec, and its crowded run with its run alone.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from benchmarks.accuracy.gpu_equality_compare import Answer, agreement, divergen
 from kvpilot_smallmodels.oracle import Oracle
 
 NEAR = 0.25
-"""An engine is right where it is nearer to its own oracle than to the other one by this factor at least."""
+"""Largest allowed ratio: an engine's distance from its own oracle over its distance from the other oracle."""
 ROUNDED = 3.0
-"""Or no further from it than this many times what rounding alone does, to codes and to `auto`: a value on the edge of
-two codes falls to either side, and where a group's range moves by a step, all of its codes are other ones."""
+"""Factor on the divergence by rounding alone, of codes and of `auto`: an engine may be this far from its oracle. A
+value on the edge between two codes may round to either. If a group's range moves by a step, all its codes change.
+"""
 SERVED = 1.25
-"""With its window and its factors `k4v4` may do this many times the damage of the bare codec; it should do less."""
+"""Largest allowed ratio of damage: `k4v4` with its window and its factors over the bare codec. It should be below 1."""
 FAULT = 0.5
-"""And it is right where it is nearer to its own oracle than to one that misreads a block, by this factor at least."""
+"""Largest allowed ratio: an engine's distance from its own oracle over its distance from one that misreads a block."""
 CROWD = 3.0
-"""In a crowd it may be from itself alone as far as its own damage, and this many times as far as `auto` is."""
+"""Factor on the allowed difference between a crowded and a lone run: the dtype's own damage, plus this many times the
+difference of `auto`.
+"""
 BLOCK = 16
 """Tokens that the oracle of a fault misreads."""
 RIGHT = "served and right"
 COMPUTED = "transformers in bfloat16 from float32"
-"""A figure: `auto`, too, is right where it is no further off than that, which computing alone does."""
+"""Name of the divergence by bfloat16 arithmetic alone. `auto`, too, may be as far off."""
 
 Figures = dict[str, Any]
 PAIRS = (("auto/crowded", "auto/alone"), ("k4v4/alone", "auto/alone"), ("k4v4/crowded", "k4v4/alone"))
@@ -43,7 +46,9 @@ TOLD = ("counters", "kv_tokens", "groups", "free_blocks", "said", "attention", "
 
 
 def from_oracle(oracle: Oracle, prompts: list[list[int]], answers: list[Answer], *, misread: bool = False) -> float:
-    """Mean divergence of an engine's predictions from the oracle's; with `misread` the oracle has a block misread."""
+    """Return the mean divergence of an engine's predictions from the oracle's. With `misread` the oracle misreads a
+    block.
+    """
     found: list[float] = []
     for prompt, answer in zip(prompts, answers, strict=True):
         at = max(BLOCK, (len(prompt) - BLOCK) // BLOCK * BLOCK)
@@ -55,7 +60,7 @@ def from_oracle(oracle: Oracle, prompts: list[list[int]], answers: list[Answer],
 
 
 def of_rounding(oracle: Oracle, prompts: list[list[int]], answers: list[Answer], dtype: str) -> float:
-    """Mean divergence of an oracle from itself with its keys and values moved by as much as `dtype` rounds them."""
+    """Return an oracle's mean divergence from itself if its keys and values move by the rounding of `dtype`."""
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
         exact = oracle.predictions(prompt, answer["tokens"])
@@ -65,7 +70,7 @@ def of_rounding(oracle: Oracle, prompts: list[list[int]], answers: list[Answer],
 
 
 def of_computing(model: Path, oracle: Oracle, prompts: list[list[int]], answers: list[Answer]) -> float:
-    """Mean divergence of plain transformers in bfloat16 from themselves in float32: `oracle`, which has no codec."""
+    """Return the mean divergence of transformers in bfloat16 from `oracle`: the same in float32, without a codec."""
     rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="eager")
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -78,7 +83,7 @@ def of_computing(model: Path, oracle: Oracle, prompts: list[list[int]], answers:
 
 
 def judge(model: Path, dtype: str, runs: dict[str, dict[str, Any]]) -> Figures:
-    """Figures of a family and the verdict in words. `runs` are answers of gpu_families.py's engines, by their names."""
+    """Return a family's figures and the verdict. `runs` are answers of gpu_families.py's engines, by run name."""
     prompts = next(iter(runs.values()))["prompts"]
     errors = {name: run["error"] for name, run in runs.items() if "error" in run}
     figures: Figures = {
@@ -112,7 +117,7 @@ def far(figures: Figures, name: str) -> float:
 
 
 def verdict(figures: Figures) -> str:
-    """Return `served and right`, or the fault. A crowd is compared where an engine alone has answered too."""
+    """Return `served and right`, or the fault. A crowded run is compared if the run alone has answered too."""
     errors = {name: error for name, error in figures["errors"].items() if not name.endswith("/alone")}
     if errors:
         return "not served: " + "; ".join(f"{name}: {error}" for name, error in errors.items())

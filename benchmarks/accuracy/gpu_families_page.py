@@ -1,7 +1,7 @@
-"""Judge answers of gpu_families.py and gpu_options.py and write their page: `gpu_families_page.py ANSWERS ... OUT.md`.
+"""Judge the answers of gpu_families.py and gpu_options.py, and write a page: `gpu_families_page.py ANSWERS ... OUT.md`.
 
-These programs wrote ANSWERS. The models are made anew, and must be those that answered. A file beside OUT holds all
-figures.
+The two programs wrote the files ANSWERS. This one makes the models again, and they must be the ones that answered. A
+file next to OUT holds all figures.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ TITLES = {"families": "Families", "options": "What people switch on", "options-2
 
 
 def number(value: float) -> str:
-    """Nats as millinats."""
+    """Return nats as text in units of 0.001."""
     if math.isnan(value):
         return "-"
     return f"{1e3 * value:,.1f}" if value < 1 else f"{1e3 * value:,.0f}"
 
 
 def pressure(row: dict[str, Any], run: str) -> str:
-    """Preemptions and cached tokens of a run."""
+    """Return a run's preemptions and cached tokens."""
     counters = row.get("engines", {}).get(run, {}).get("counters") or {}
     if not counters:
         return "-"
@@ -83,7 +83,7 @@ def family(name: str, row: Figures) -> str:
 
 
 def table(rows: Rows) -> list[str]:
-    """Families, or what is spread over GPUs."""
+    """Return the table of families, or of models spread over GPUs."""
     heads = [
         "", "computed in", "`auto` from transformers: `auto` / codec",
         "codec from transformers: codec / rounding alone / `auto` / misread", "as served from transformers: `auto`",
@@ -94,7 +94,7 @@ def table(rows: Rows) -> list[str]:
 
 
 def other(name: str, row: dict[str, Any]) -> str:
-    """Return a line for a row that is neither."""
+    """Return a line for a row of neither kind."""
     figures = [
         f"{key}: {number(far(row, key))}" if isinstance(value, dict) and "mean_kl" in value else f"{key}: {value}"
         if not isinstance(value, float) else f"{key}: {number(value)}"
@@ -104,7 +104,7 @@ def other(name: str, row: dict[str, Any]) -> str:
 
 
 def section(facts: dict[str, Any]) -> list[str]:
-    """One run of a program."""
+    """Return the section of one run of a program."""
     rows: Rows = facts["rows"]
     compared = {name: row for name, row in rows.items() if "engines" in row}
     others = {name: row for name, row in rows.items() if "engines" not in row}
@@ -118,10 +118,10 @@ def section(facts: dict[str, Any]) -> list[str]:
 
 
 def judged(facts: dict[str, Any]) -> Rows:
-    """Rows of one run of a program, of its answers.
+    """Return the rows of a program's run, judged from its answers.
 
     Raises:
-        ValueError: the models that are made here are not those that answered.
+        ValueError: the models made here differ from those that answered.
     """
     told: dict[str, Any] = facts["answers"]
     with tempfile.TemporaryDirectory(prefix="kvpilot-judged-") as folder:

@@ -1,7 +1,7 @@
-"""The child of gpu_families.py and gpu_options.py: engines side by side on one GPU.
+"""Child process of gpu_families.py and gpu_options.py: engines side by side on one GPU.
 
-Each has a process of its own, forked from one that has imported vLLM and has started nothing; what one says is in its
-log, and one that fails leaves its reason as its answer.
+Each engine has its own process, forked from one that has only imported vLLM. Each has its own log. A failed engine
+leaves the reason in place of its answers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.engine.gpu_engine_process import attention_lines, end_with_paren
 
 
 def serve(asked: Asked) -> NoReturn:
-    """Be one engine: start, answer, write, end. Its log is beside what it writes."""
+    """Run one engine: start it, answer, write the answers, and exit. The log is next to the answers."""
     os.environ.update(asked.env)
     out = Path(asked.out)
     log = out.with_suffix(".log")
@@ -38,18 +38,20 @@ def serve(asked: Asked) -> NoReturn:
         found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
     sys.stdout.flush()
     out.write_text(json.dumps(found))
-    os._exit(0)  # as in gpu_engine_measure.py: nothing that vLLM left has to be taken apart
+    os._exit(0)  # as in gpu_engine_measure.py: skip vLLM's own shutdown
 
 
 def inspect_here() -> None:
-    """Look at a model's class in this process: vLLM starts another one for that, which imports all anew."""
+    """Inspect a model's class in this process. vLLM would start another process for that, which imports everything
+    again.
+    """
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda look: look()
 
 
 def run(context: Any, limit: float, asked: Asked) -> None:
-    """One engine in a process of its own, ended when its time is up."""
+    """Run an engine in its own process, and kill it when its time is up."""
     name, out = Path(asked.out).stem, Path(asked.out)
     process = context.Process(target=serve, args=(asked,))
     process.start()
@@ -86,7 +88,7 @@ def processes() -> Any:
 
 
 def main() -> None:
-    """Serve all that the job file asks for: `at_once` engines beside each other, each `limit` seconds at most."""
+    """Run all engines of the job file: `at_once` engines in parallel, each for `limit` seconds at most."""
     end_with_parent()
     job = json.loads(Path(sys.argv[1]).read_text())
     context = processes()

@@ -21,7 +21,7 @@ NAMES = ("left", "left again", "freed pages overwritten", "first pages overwritt
 
 
 class Plain:
-    """The model, whose keys and values go through the codec of `dtype` as whole tensors; on a GPU if there is one."""
+    """Model with keys and values that go through the codec of `dtype` as whole tensors; on a GPU if there is one."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -70,7 +70,9 @@ def last_life(steps: list[list[Any]]) -> list[list[Any]]:
 
 
 def held(steps: list[list[Any]], page: int, length: int) -> torch.Tensor:
-    """bool [queries, keys]: which pages a request had when a token was computed; of a prefix that was cached, all."""
+    """Return bool [queries, keys]: True if the request held the key's page when the query was computed. A cached prefix
+    counts as held.
+    """
     mask = torch.ones(length, length, dtype=torch.bool)
     for before, new, places, *_ in steps:
         seen = torch.zeros(-(-length // page), page, dtype=torch.bool)
@@ -80,7 +82,7 @@ def held(steps: list[list[Any]], page: int, length: int) -> torch.Tensor:
 
 
 def by_page(x: torch.Tensor, page: int) -> torch.Tensor:
-    """Sum float64 [tokens] over its pages."""
+    """Sum float64 [tokens] by page."""
     return functional.pad(x, (0, -len(x) % page)).view(-1, page).sum(1)
 
 
@@ -99,9 +101,9 @@ def judge(
     """Return the figures of one engine's turns; plain transformers are compared with the first.
 
     Returns:
-        Among others, `masses`: how far what a page weighed in a step is from what plain transformers gave it, in units
-        of a mean page's, and the same beside the next page's, so that the figure can be bad. `freed_over_lightest`: by
-        their masses, what was freed over what should have been.
+        Figures that include `masses`: the error of a page's attention mass in a step against plain transformers, in
+        units of a mean page's mass. A control compares with the next page's mass instead, to show a bad figure.
+        `freed_over_lightest`: mass of the freed pages over the mass of those that should have been freed.
     """
     first = turns[0]
     below: dict[str, list[float]] = {"held": [], "whole": []}
@@ -117,7 +119,7 @@ def judge(
         below["whole"] += plain(prompt, answer, torch.ones(length, length, dtype=torch.bool))[0]
         masses = torch.zeros(-(-length // page), dtype=torch.float64)
         had = list(range(-(-steps[0][0] // page)))
-        ahead: list[tuple[int, torch.Tensor]] = []  # by its last token, what a step gives that is perhaps in flight
+        ahead: list[tuple[int, torch.Tensor]] = []  # by its last token, masses of a step that may be in flight
         for before, new, places, weighed, alone, known in steps:
             for end, mass in ahead:
                 if end <= known:

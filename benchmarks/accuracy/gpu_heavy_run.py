@@ -1,4 +1,6 @@
-"""The child of gpu_heavy.py: one engine with heavy hitters, asked the same while freed pages are changed."""
+"""Child process of gpu_heavy.py: one engine with heavy hitters answers the same requests while freed pages are
+overwritten.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ FILLS = ("", "", "freed", "first")
 
 @dataclass(frozen=True)
 class Job:
-    """One engine and what to ask it.
+    """Engine, and the requests to send to it.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`. rounds: of prompts, asked together. tokens: to generate after each.
@@ -37,11 +39,14 @@ class Turn:
     """Results of one turn.
 
     Attributes:
-        answers: of all rounds' prompts. steps: of each request, by its number: tokens before the step, new ones, the
-            places in its table that have a page, the masses of these, None where none were measured, and whether
-            single tokens were to be, and of how many tokens the scheduler had the results when it freed pages.
-        freed: pages that went back while their request ran. preempted: requests that began anew. cached: tokens that
-            the prefix cache had. left: pages that are not free when all is done.
+        answers: of all rounds' prompts.
+        steps: by request number, a tuple for each step: tokens before it, new tokens, the table's places that have a
+            page, their masses (None if unmeasured), True if single tokens were to be measured, and the number of tokens
+            with results when the scheduler freed pages.
+        freed: pages freed while their request ran.
+        preempted: requests that started again.
+        cached: tokens found in the prefix cache.
+        left: pages that are still not free at the end.
     """
 
     answers: list[list[int]] = field(default_factory=list)
@@ -58,7 +63,7 @@ def name_of(request: str) -> str:
 
 
 class Watched:
-    """Stands between a scheduler and its workers."""
+    """Recorder between a scheduler and its workers."""
 
     def __init__(self, core: Any) -> None:
         from kvpilot_runtime.bounded.heavy_spec import KEPT, MASSES
@@ -82,7 +87,7 @@ class Watched:
             gone = before - set(self.held(request).values())
             self.turn.freed += len(gone)
             for block in (self.pool.blocks[i] for i in gone):
-                if block.ref_cnt == 0:  # nobody else has it; else a later request could hit it in some turns alone
+                if block.ref_cnt == 0:  # only unshared pages, or else a later request could hit them in some turns only
                     self.pool._maybe_evict_cached_block(block)
                     self.freed.append(block.block_id)
 
@@ -103,12 +108,12 @@ class Watched:
         executor.execute_model, scheduler.update_from_output = executing, updating
 
     def held(self, request: str) -> dict[int, int]:
-        """Blocks of a request, by their places."""
+        """Return a request's blocks by their places."""
         blocks = enumerate(self.manager.req_to_blocks.get(request, ()))
         return {place: block.block_id for place, block in blocks if not block.is_null}
 
     def before_step(self, scheduled: Any) -> None:
-        """Note the step, and overwrite what this turn overwrites."""
+        """Record the step, and overwrite the pages that this turn overwrites."""
         self.turn.preempted += len(scheduled.preempted_req_ids or ())
         cached = scheduled.scheduled_cached_reqs
         before = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
@@ -126,20 +131,21 @@ class Watched:
         self.freed.clear()
 
     def overwrite(self, blocks: Sequence[int]) -> None:
-        """With codes at their largest and NaN for scales; 16 bits with large numbers, as FlashAttention multiplies what
-        follows a sequence's end by zero."""
+        """Fill pages with the largest codes and NaN scales. Fill 16-bit pages with large numbers instead, because
+        FlashAttention multiplies values past a sequence's end by zero.
+        """
         for cache in self.caches:
             for block in blocks:
                 cache[block].fill_(255 if cache.element_size() == 1 else 1e4)
 
 
 def ask(llm: Any, job: Job, watched: Watched, fill: str) -> Turn:
-    """All rounds once, from an empty prefix cache on."""
+    """Run all rounds once, starting with an empty prefix cache."""
     if not llm.reset_prefix_cache():
         raise RuntimeError("the prefix cache could not be emptied: pages are in use")
     engine, turn, number = llm.llm_engine, Turn(), 0
     watched.fill, watched.turn = fill, turn
-    watched.manager.steps = 0  # every so many steps of single tokens are measured: of each turn the same
+    watched.manager.steps = 0  # every turn measures the same steps
     for prompts, counts in zip(job.rounds, job.tokens, strict=True):
         answers, cached = in_steps(engine, prompts, counts, number)
         number += len(prompts)

@@ -1,11 +1,12 @@
 """Features of vLLM in `k4v4` on GPUs: `python -m benchmarks.accuracy.gpu_options --out DIR [--gpus 2]`.
 
-On one GPU: weights in fp8 made at the start, sleep mode, a LoRA adapter, prompt logprobs, parallel samples, structured
-output. On two: tensor, pipeline and data parallelism, and expert parallelism of a small mixture of experts, each beside
-the same on one GPU. Small random models and prompts as in gpu_families.py.
+On one GPU it runs weights quantized to fp8 at the start, sleep mode, a LoRA adapter, prompt logprobs, parallel samples
+and structured output. On two GPUs it runs tensor, pipeline and data parallelism, and expert parallelism of a small
+mixture of experts. Each is compared with the same model on one GPU. Models and prompts are small and random, as in
+gpu_families.py.
 
-Writes DIR/options-answers.json.gz (options-2), which gpu_families_page.py judges. Needs `demo` on the path beside
-`runtime` and `kernels`.
+Writes DIR/options-answers.json.gz (options-2), which gpu_families_page.py judges. Needs `demo`, `runtime` and `kernels`
+on the path.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvpilot_smallmodels.families import VOCABULARY, make
 
 MODEL, EXPERTS, DTYPE = "plain", "qwen3-moe", "float16"
 WIDTH = 2
-"""GPUs that an engine is spread over."""
+"""Number of GPUs that an engine uses."""
 SPREAD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tensor parallel": (MODEL, "answers", {"tensor_parallel_size": WIDTH}),
     "pipeline parallel": (MODEL, "answers", {"pipeline_parallel_size": WIDTH}),
@@ -48,7 +49,7 @@ def arguments() -> argparse.Namespace:
 
 
 def tokenizer(folder: Path) -> None:
-    """Put a tokenizer beside a model, with a token for each byte: structured output asks what tokens stand for."""
+    """Add a tokenizer with one token per byte to a model's folder: structured output needs the text of each token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -61,7 +62,7 @@ def tokenizer(folder: Path) -> None:
 
 
 class Engines:
-    """The engines that are to be served, by name, with their models."""
+    """Return the engines to run, by name, with their models."""
 
     def __init__(self, args: argparse.Namespace, scratch: Path, prompts: list[list[int]]) -> None:
         self.args, self.scratch, self.prompts, self.asked = args, scratch, prompts, dict[str, Asked]()
@@ -69,7 +70,7 @@ class Engines:
     def add(
         self, name: str, model: Path, run: str, how: str = "answers", more: dict[str, Any] | None = None, **engine: Any
     ) -> None:
-        """One as a run of gpu_families.py, with further arguments of vLLM's."""
+        """Return an engine like a run of gpu_families.py, with further arguments of vLLM."""
         dtype, crowded, env = RUNS[run]
         options = {**engine_options(model, dtype, crowded), "dtype": DTYPE, **engine, **self.args.engine_args}
         own = {} if how == "data_parallel" else OWN_PROCESS
@@ -110,7 +111,7 @@ def on_two(engines: Engines, models: dict[str, Path], what: str) -> None:
 
 
 def rows_of_one(told: dict[str, Any], models: dict[str, Path], what: str) -> Rows:
-    """Rows of one GPU."""
+    """Return the rows of one GPU."""
 
     def of(name: str) -> dict[str, Any]:
         return {run: told[f"{name} {run}"] for run in RUNS if f"{name} {run}" in told}
@@ -150,7 +151,7 @@ def main() -> int:
         raise SystemExit(f"--what has {', '.join(sorted(unknown))}; on {args.gpus} GPUs there is {', '.join(known)}")
     with tempfile.TemporaryDirectory(prefix="kvpilot-options-") as folder:
         models = made(Path(folder))
-        # Random tokens, as families are asked: with the other model's tokenizer it would be a text of this machine.
+        # Use random tokens, as for families: the other model's tokenizer would encode a text of this machine.
         engines = Engines(args, Path(folder), prompts_of(models[EXPERTS], args.prompts))
         for what in chosen:
             asking(engines, models, what)

@@ -16,7 +16,7 @@ from benchmarks.accuracy.gpu_families_judge import CROWD, NEAR, RIGHT, from_orac
 from kvpilot_smallmodels.oracle import Oracle
 
 Runs = dict[str, dict[str, Any]]
-"""Answers by run, of one thing that was switched on."""
+"""Answers by run, for one feature."""
 
 
 def failed(*of: Runs) -> str:
@@ -36,7 +36,7 @@ def pair(runs: Runs, name: str, against: Runs, reference: str) -> dict[str, Any]
 
 
 def fp8_row(fp8: Runs, plain: Runs) -> dict[str, Any]:
-    """Weights in fp8: the cache does about the damage that it does beside 16 bits, and a crowd no more than there."""
+    """Judge weights in fp8: the cache does about as much damage as with 16-bit weights, crowded or not."""
     if error := failed(fp8, plain):
         return {"verdict": f"not served: {error}"}
     figures = {
@@ -55,7 +55,7 @@ def fp8_row(fp8: Runs, plain: Runs) -> dict[str, Any]:
 
 
 def sleep_row(runs: Runs) -> dict[str, Any]:
-    """Sleep mode: after it an engine answers as before, as far as one that has not slept answers the same twice."""
+    """Judge sleep mode: an engine answers as before, up to the difference of two answers without sleep."""
     if error := failed(runs):
         return {"verdict": f"not served: {error}"}
     figures, holds = dict[str, Any](), dict[str, bool]()
@@ -68,7 +68,7 @@ def sleep_row(runs: Runs) -> dict[str, Any]:
 
 
 def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
-    """Judge an adapter, mixed with the model itself in one batch: each answers as its own weights with the codec."""
+    """Judge an adapter mixed with the model in one batch. Each must answer like its own weights and codec."""
     if error := failed(runs):
         return {"verdict": f"not served: {error}"}
     (run,) = runs.values()
@@ -87,7 +87,9 @@ def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
 
 
 def spread_row(one: Runs, two: Runs) -> dict[str, Any]:
-    """On several GPUs: the answers are those of one GPU, which a family's row is about, beside what a codec does."""
+    """Judge runs on several GPUs: compare their difference from one GPU, which a family's row judges, with the codec's
+    damage.
+    """
     if error := failed(one, two):
         return {"verdict": f"not served: {error}"}
     figures = {f"{name} from one GPU": pair(two, name, one, name) for name in two}
@@ -103,7 +105,7 @@ def spread_row(one: Runs, two: Runs) -> dict[str, Any]:
 
 
 def details_rows(model: Path, runs: Runs) -> dict[str, dict[str, Any]]:
-    """Prompt logprobs and samples: those of the codec; structured output: it holds to its schema."""
+    """Judge prompt logprobs and samples by the codec's, and structured output by its schema."""
     names = ("prompt logprobs", "parallel samples", "structured output")
     if error := failed(runs):
         return {name: {"verdict": f"not served: {error}"} for name in names}

@@ -1,10 +1,10 @@
 """Answers of every dtype, to compare versions of vLLM: `python -m benchmarks.accuracy.gpu_versions --out a.json`.
 
-Each case of `CASES` gets an engine in a process of its own, with a small random model, CUDA graphs and prefix caching.
-It answers prompts of several lengths greedily, all together, and once more from the prefix cache. The document has
-vLLM's version, the token ids, and the functions of vLLM that kvpilot had replaced in the engine's process.
-`--compare a.json b.json` prints how many answers of two documents are the same. With the vLLM of each version on
-PYTHONPATH, the first form runs without a network. A retention that kvpilot refuses on a version is tried nevertheless.
+Each case of `CASES` gets an engine in its own process, with a small random model, CUDA graphs and prefix caching. The
+engine answers prompts of several lengths greedily in one batch, and once more from the prefix cache. The document has
+vLLM's version, the token ids, and the functions of vLLM that kvpilot had replaced in the engine's process. `--compare
+a.json b.json` prints how many answers of two documents are the same. With the vLLM of each version on PYTHONPATH, the
+first form runs without a network. It also tries a retention that kvpilot refuses on a version.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def prompts(vocabulary: int) -> list[list[int]]:
 
 
 def compare(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Print a line for each case of both documents; True where all answers are the same."""
+    """Print a line for each case of both documents; return True if all answers are the same."""
     print(f"vLLM {one['vllm']} on {one['device']} and vLLM {other['vllm']} on {other['device']}")
     alike = True
     for name in (name for name in one["cases"] if name in other["cases"]):
@@ -75,7 +75,7 @@ def compare(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    """Run every case and write the document; 1 where an engine ended with an error."""
+    """Run every case and write the document; return 1 if an engine ended with an error."""
     args = arguments()
     if args.compare:
         return int(not compare(*(json.loads(path.read_text()) for path in args.compare)))

@@ -1,4 +1,4 @@
-"""The child of gpu_versions.py: one engine, asked twice, and the functions of vLLM that kvpilot replaced in it."""
+"""Child process of gpu_versions.py: one engine, asked twice, and the functions of vLLM that kvpilot replaced in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 @dataclass(frozen=True)
 class Job:
-    """One engine and what to ask it.
+    """Engine, and the requests to send to it.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`. prompts: asked together. tokens: to generate. out: where answers go.
@@ -28,7 +28,7 @@ class Job:
 
 
 def replaced() -> list[str]:
-    """Functions of vLLM's modules and classes that are code of kvpilot, by their dotted names."""
+    """Return functions in vLLM's modules and classes that are kvpilot's code, by their dotted names."""
     found = set()
     for name, module in list(sys.modules.items()):
         if not name.startswith("vllm."):
@@ -45,7 +45,7 @@ def replaced() -> list[str]:
 
 
 def main() -> NoReturn:
-    """Ask, and write; the process ends without taking the engine apart."""
+    """Ask, write, and exit without vLLM's shutdown."""
     end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     from vllm import LLM, SamplingParams

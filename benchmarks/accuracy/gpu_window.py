@@ -1,10 +1,10 @@
 """The recent window in real vLLM: `python -m benchmarks.accuracy.gpu_window [--model PATH]`.
 
-Crowded engines (CUDA graphs, prefix caching, prompts in small chunks, so little cache that requests are preempted)
-answer the same prompts greedily, in steps that are the same from run to run. In two of them every ring page is written
-over when a request gets it: with zeros, or with the rows of another request's ring, each one place further. A row of
-another token must not be read, so both answer alike to the last logprob. Beside them: no window, and 16 bits.
-Writes OUT/window-MODEL.json.
+Crowded engines answer the same prompts greedily, in steps that are the same in every run. They have CUDA graphs, prefix
+caching, small chunks, and so little cache that requests are preempted. Two of them overwrite every ring page when a
+request gets it: with zeros, or with another request's ring rows, shifted by one place. An engine must not read another
+token's row, so both must agree to the last logprob. Two more engines have no window and a 16-bit cache. Writes
+OUT/window-MODEL.json.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def compare(found: dict[str, dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every run against 16 bits, and the two with written-over rings against one another, with `same` for equal."""
+    """Compare every run with 16 bits, and the two runs with overwritten rings with each other; `same` means equal."""
     pairs = [(name, "auto/0") for name in found if name != "auto/0"]
     for dtype in args.dtypes.split(","):
         pairs.append((f"{dtype}/{args.recent}/others", f"{dtype}/{args.recent}/zeros"))

@@ -1,4 +1,4 @@
-"""The child of gpu_window.py: greedy answers of one engine in one process, whose rings may be written over."""
+"""Child process of gpu_window.py: greedy answers of one engine, with rings that may be overwritten."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 @dataclass(frozen=True)
 class Job:
-    """One engine and what to ask it.
+    """Engine, and the requests to send to it.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`. prompts: token ids of each. tokens: to generate after each.
-        fill: what a ring page holds when a request gets it: `zeros`, the rows of `others`, or "" for what was there.
-        out: where the answers are written.
+        fill: new content of a ring page when a request gets it: `zeros`, the rows of `others`, or "" to leave it.
+        out: file for the answers.
     """
 
     engine: dict[str, Any]
@@ -31,7 +31,7 @@ class Job:
 
 
 class Rings:
-    """Writes over the ring pages that a step gives to requests, before the step."""
+    """Writer that overwrites the ring pages that a step gives to requests, before the step."""
 
     def __init__(self, llm: Any, fill: str) -> None:
         core = llm.llm_engine.engine_core.engine_core
@@ -58,7 +58,7 @@ class Rings:
         worker.execute_model = before
 
     def write(self, scheduled: Any) -> None:
-        """Every page that is new to its request."""
+        """Return every page that is new to its request."""
         for request in scheduled.finished_req_ids | (scheduled.preempted_req_ids or set()):
             self.owned.pop(request, None)
         cached = scheduled.scheduled_cached_reqs

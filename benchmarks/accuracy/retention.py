@@ -1,16 +1,14 @@
 """Cost of a bounded cache: `python -m benchmarks.accuracy.retention --tokens 2048 --budgets 256,512`.
 
-SmolLM2-135M's weights in float32 over one stream of a text; attention sees what docs/retention.md says that an engine
-keeps. A budget is sinks and window together, or with the heaviest pages between (HeavyHitters, whose window is half of
-it; the stream is read `--chunk` tokens at a time). Beside it stand the whole cache, the whole cache in `--dtype`, and
-the window of the largest budget without sinks, which no engine serves. Perplexity is of the tokens after the largest
-budget, where rows differ. `--needle LENGTH` asks for facts at five depths of a text of so many tokens instead.
-
-`--equal` puts `--dtype` as engines serve it (factors found at start, its default recent window) beside the budget of 16
-bits that takes as many bytes of a sequence of 4,096 tokens.
-
-`--beyond LENGTH` shows what true positions past the length that a model was trained for cost (8,192 for SmolLM2). On
-two cores a row of 2,048 tokens takes half a minute or so; 64K tokens are for a GPU.
+SmolLM2-135M reads one stream of text in float32. Attention sees the tokens that an engine keeps by docs/retention.md. A
+budget covers sinks and window, or with HeavyHitters also the heaviest pages between; their window is half of the
+budget. HeavyHitters read the stream `--chunk` tokens at a time. Rows for comparison: the whole cache, the whole cache
+in `--dtype`, and the window of the largest budget without sinks, which engines do not offer. Perplexity covers the
+tokens after the largest budget, where rows differ. `--needle LENGTH` asks for facts at five depths of a text of LENGTH
+tokens instead. `--equal` compares `--dtype`, as engines serve it (factors found at start, its default recent window),
+with a 16-bit budget of the same bytes for a sequence of 4,096 tokens. `--beyond LENGTH` shows the cost of positions
+past the trained length (8,192 for SmolLM2). A row of 2,048 tokens takes about half a minute on two cores; 64K tokens
+need a GPU.
 """
 
 from __future__ import annotations
@@ -46,15 +44,16 @@ _PIECE = 256
 
 
 class Bounded(Probe):
-    """The model with a cache that keeps `sinks` first tokens and a `window`, in pages, or heavy hitters; all of them
-    where it is None."""
+    """Model with a cache that keeps `sinks` first tokens and a `window`, in pages, or heavy hitters. It keeps all
+    tokens if `window` is None.
+    """
 
     kept: Kept = None
     page, chunk = 16, 32
 
     @torch.inference_mode()
     def hidden(self, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
-        """Attend as the whole model; with heavy hitters chunk by chunk, as pages are freed between steps."""
+        """Attend in one pass; with heavy hitters chunk by chunk, because pages are freed between steps."""
         if not isinstance(self.kept, HeavyHitters):
             return super().hidden(tokens, reading)
         cache, states = DynamicCache(), []
@@ -77,7 +76,7 @@ class Bounded(Probe):
     def _heavy(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, None]:
-        """Attention of a chunk to what is held, which weighs it."""
+        """Compute a chunk's attention to the held tokens, and add it to their weights."""
         new, (k, v) = query.shape[2], (x[:, :, self._seen_tokens] for x in (key, value))
         rows, weight = measured_rows(new)
         if rows:
@@ -115,7 +114,7 @@ class Bounded(Probe):
 
 
 def nll(probe: Probe, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
-    """float64 [tokens - 1], minus the log-probability of each token but the first."""
+    """Return the negative log-probability of each token but the first, float64 [tokens - 1]."""
     states, found = probe.hidden(tokens, reading), []
     for start, logits in probe.logits(states):
         following = tokens[start + 1 : start + 1 + logits.shape[0]]
@@ -163,7 +162,7 @@ def main() -> None:
         held = int(CONTEXT * bits(served, probe.model.config.head_dim) / 16)
         coarse = f"whole in {served}, {held} tokens' bytes of 16 bits"
         asked.tokens = CONTEXT
-        # The sinks' pages, and a window that begins inside a page, take `held` tokens' room at most.
+        # The sinks' pages and a window that begins inside a page take the room of at most `held` tokens.
         asked.budgets = [held - (-(-asked.sinks // asked.page) + 1) * asked.page + 1 + asked.sinks]
     most = max(asked.budgets)
     rows: list[tuple[str, Kept, Reading | None]] = [

@@ -1,12 +1,11 @@
 """Share of ngram's accepted drafts, by KV-cache dtype: `python -m benchmarks.accuracy.speculation_acceptance`.
 
-SmolLM2-135M's real weights, greedy. A prompt is a piece of a text of docs/benchmarks/accuracy.md
-and then the beginning of that piece, so that the model quotes the rest: what people use ngram for. Our dtypes are
-served as by default, calibrated by the engine itself and with their window. Each dtype runs in a process of its own. An
-answer changes with the dtype and so does what is drafted for it: `accepted` is of each dtype's own drafts. `--cut`
-writes the prompts to a file, which `--texts` reads on a machine without the documents; `--model` may be the model's
-folder there. Writes OUT/speculation-acceptance.json, of which
-speculation_acceptance_report.py makes the page.
+It serves SmolLM2-135M's real weights greedily. A prompt is a piece of a text of docs/benchmarks/accuracy.md, followed
+by the beginning of that piece. So the model quotes the rest, which is the typical use of ngram. Our dtypes are served
+with the defaults: calibration by the engine itself, and their window. Each dtype runs in its own process. Answers and
+drafts change with the dtype, so `accepted` is a share of each dtype's own drafts. `--cut` writes the prompts to a file,
+and `--texts` reads that file on a machine without the documents. There `--model` may be the model's folder. Writes
+OUT/speculation-acceptance.json; speculation_acceptance_report.py makes the page from it.
 """
 
 from __future__ import annotations
@@ -26,11 +25,13 @@ from benchmarks.accuracy.accuracy_texts import EVALUATION, text
 from benchmarks.engine.gpu_engine_process import environment
 
 PIECE, QUOTED = 192, 48
-"""Tokens of a piece and of the beginning that stands in the prompt once more, about."""
+"""Approximate tokens of a piece, and of its beginning that the prompt repeats."""
 
 
 def prompts(name: str, count: int) -> list[str]:
-    """Pieces of a text, evenly over its length, in characters of about `PIECE` tokens, each begun anew."""
+    """Return pieces of a text, spread evenly over its length, each of about `PIECE` tokens and followed by its own
+    beginning.
+    """
     size, whole = 4 * PIECE, text(name)
     starts = [(len(whole) - size) * (i + 1) // (count + 1) for i in range(count)]
     return [f"{(piece := whole[at : at + size])}\n\n{piece[: 4 * QUOTED]}" for at in starts]
@@ -73,7 +74,7 @@ def machine() -> str:
 
 
 def alike(answers: list[list[int]], others: list[list[int]]) -> float:
-    """Share of tokens that stand before the first difference."""
+    """Return the share of tokens before the first difference."""
     same = 0
     for one, other in zip(answers, others, strict=True):
         same += next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
@@ -81,7 +82,7 @@ def alike(answers: list[list[int]], others: list[list[int]]) -> float:
 
 
 def main() -> int:
-    """Run each dtype, the first of which the others are held against, and write the figures."""
+    """Run each dtype, compare all with the first one, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--dtypes", nargs="+", default=["auto", "fp8", "k8v4", "k4v4"])

@@ -1,8 +1,9 @@
-"""The simulated engine beside a real one: `python -m benchmarks.backtest.backtest_cpu`.
+"""Comparison of the simulated engine with a real one: `python -m benchmarks.backtest.backtest_cpu`.
 
-One vLLM on this machine's CPU (SmolLM2-135M, eager, one thread, a small KV cache so that it runs full). Its costs are
-fitted to steps of known batches and contexts; then one known trace of requests is asked of it several times and of the
-simulation once, and both are compared. Writes docs/benchmarks/backtest-cpu.json.
+The real one is a vLLM on this machine's CPU: SmolLM2-135M, eager, one thread, and a KV cache so small that it fills.
+The program fits the simulation's costs to steps of known batches and contexts. Then it replays one trace of requests
+several times on the engine and once in the simulation, and compares the results. Writes
+docs/benchmarks/backtest-cpu.json.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def tokens(chance: random.Random, length: int) -> list[int]:
 
 
 async def ask(client: httpx.AsyncClient, prompt: list[int], output: int) -> list[float]:
-    """When each token came, on the monotonic clock."""
+    """Return the arrival times of tokens, on the monotonic clock."""
     body = {"model": "m", "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True, "stream": True}
     times = []
     async with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -65,7 +66,7 @@ async def ask(client: httpx.AsyncClient, prompt: list[int], output: int) -> list
 
 
 async def steps(running: RealEngine) -> dict[str, Any]:
-    """Seconds of decode steps by batch and context, and of prefills by length, each the median of the repeats."""
+    """Measure decode steps by batch and context, and prefills by length, in seconds; each is the median of repeats."""
     chance = random.Random(1)  # noqa: S311
     async with httpx.AsyncClient(base_url=running.url, timeout=600) as client:
         await ask(client, tokens(chance, 64), 8)
@@ -88,7 +89,7 @@ async def steps(running: RealEngine) -> dict[str, Any]:
 
 
 def fit(measured: dict[str, Any], kv_tokens: int) -> Costs:
-    """Least squares of relative errors, constants not below zero."""
+    """Fit by least squares of relative errors; constants are at least 0."""
     rows = [(1, d["batch"], d["batch"] * d["context"], 0, 0) for d in measured["decode"]]
     rows += [(1, 0, 0, p["tokens"], p["tokens"] ** 2 / 2) for p in measured["prefill"]]
     seconds = np.array([d["seconds"] for d in measured["decode"]] + [p["seconds"] for p in measured["prefill"]])
@@ -104,7 +105,7 @@ def fit(measured: dict[str, Any], kv_tokens: int) -> Costs:
 
 
 def errors(measured: dict[str, Any], costs: Costs) -> dict[str, float]:
-    """Relative error of the fit, in percent: the largest, and the mean."""
+    """Return the fit's relative error in percent: the largest, and the mean."""
     off = [costs.decode_step(d["batch"], d["batch"] * d["context"]) / d["seconds"] - 1 for d in measured["decode"]]
     off += [(costs.base + costs.prefill(p["tokens"], 0)) / p["seconds"] - 1 for p in measured["prefill"]]
     sizes = [abs(x) * 100 for x in off]

@@ -21,11 +21,11 @@ MODEL = {"head_dim": 128, "kv_heads": 8, "layers": 32, "window_layers": 0}
 
 
 def points(run: dict[str, Any]) -> list[tuple[str, tuple[float, ...], float]]:
-    """Every measured time of one dtype: its name, the features that Costs multiplies, and seconds."""
+    """Return every measured time of one dtype: its name, the features that Costs multiplies, and seconds."""
     found: list[tuple[str, tuple[float, ...], float]] = []
     for name, case in run["cases"].items():
         batch, context = case["batch"], case["context"]
-        # 128 tokens are decoded after the prompt: on average half of them are there.
+        # 128 tokens are decoded after the prompt, so on average half of them are stored.
         cached = batch * (context + 64)
         found.append((f"step {name}", (1, batch, cached, 0, 0), case["step_ms"] / 1000))
         for group in case["prefill"]["groups"][:1]:
@@ -50,7 +50,7 @@ def newest() -> list[dict[str, Any]]:
 
 
 def fit(run: dict[str, Any]) -> tuple[Costs, dict[str, float]]:
-    """Least squares of relative errors over all points of one dtype; and the error of each, in percent."""
+    """Fit one dtype's points by least squares of relative errors; also return the error of each, in percent."""
     measured = points(run)
     features = np.array([row for _, row, _ in measured])
     seconds = np.array([s for _, _, s in measured])

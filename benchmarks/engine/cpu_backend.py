@@ -1,8 +1,9 @@
-"""Our CPU backend beside vLLM's own, speed and damage in one run: `python -m benchmarks.engine.cpu_backend`.
+"""Comparison of our CPU backend with vLLM's own, speed and damage in one run: `python -m
+benchmarks.engine.cpu_backend`.
 
-Each dtype gets an engine of its own on SmolLM2-135M (eager, one thread, 256 MiB of KV cache). First the accuracy probe
-of the operator measures it against what the `auto` engine answered (general and multi-turn packs), then users ask in a
-closed loop, 33 to 96 tokens after a prompt of 400. Writes docs/benchmarks/cpu-backend.json and .md.
+Each dtype gets its own engine of SmolLM2-135M (eager, one thread, 256 MiB of KV cache). First the operator's accuracy
+probe compares it with the answers of the `auto` engine (general and multi-turn packs). Then users ask in a closed loop
+for 33 to 96 tokens after a prompt of 400 tokens. Writes docs/benchmarks/cpu-backend.json and .md.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ OUT = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
 async def speed(running: Engine, users: int) -> float:
-    """Tokens a second under `users` users, after a warm-up, by the engine's own counter."""
+    """Return tokens per second under `users` users, after a warm-up, by the engine's own counter."""
     load = Load(running.url, "m", users=users, prompt_tokens=400, output_tokens=64)
     await load.start()
     await asyncio.sleep(WARM_SECONDS)
@@ -49,7 +50,9 @@ async def speed(running: Engine, users: int) -> float:
 
 
 async def both(running: Engine, dtype: str, baseline: Baseline | None) -> tuple[Baseline, dict[str, Any]]:
-    """Return the probe's figures (of the control if there is no baseline yet), then tokens a second by users."""
+    """Return the probe's figures (the control's if there is no baseline yet) and the tokens per second by number of
+    users.
+    """
     if baseline is None:
         prompts = packs.load(["builtin/general", "builtin/multi-turn"])
         baseline = await capture(running.url, "m", prompts, identity="benchmark", dtype=dtype)

@@ -1,7 +1,7 @@
-"""Measure a step that extends one conversation beside sequences that decode: wall time, kernels, functions of the host.
+"""Measure a step that extends one conversation while others decode: wall time, kernel time, and time of host functions.
 
-`gpu_engine.py --beside 100,400` calls this in the engine's process. Users feel such a step as one long pause between
-two tokens, so its wall time is the longest gap between two results after the request has arrived.
+`gpu_engine.py --beside 100,400` calls this in the engine's process. Users notice such a step as one long pause between
+two tokens. So its wall time is the longest gap between two results after the request's arrival.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ from typing import Any
 from benchmarks.engine.gpu_engine_driver import WARM_STEPS, DriveError, Driver, prompt
 
 SEQUENCES, CONTEXT = 16, 8192
-"""Sequences that decode, and the tokens stored of each one and of the conversation that goes on."""
+"""Number of sequences that decode, their stored tokens, and those of the continued conversation."""
 REPEATS = 7
 WARM = 8
 """Arrivals before the first one that counts: kernels are compiled, and the process settles."""
 STEPS = 6
-"""Steps that are watched from the arrival on; the request is in one of the first two."""
+"""Steps to watch after the arrival; the request is in one of the first two."""
 SHOWN = 30
 """Functions of the host that a result lists."""
 
 
 class Beside:
-    """Sequences that decode together, and requests that join them for one step.
-
-    Raises:
-        DriveError: the sequences never decode together.
+    """Sequences that decode together, plus requests that join them for one step. Raises:
+    DriveError: the sequences never decode together.
     """
 
     def __init__(self, driver: Driver, vocab: int) -> None:
@@ -59,7 +57,7 @@ class Beside:
         return [later - earlier for earlier, later in itertools.pairwise(marks)]
 
     def store(self) -> list[int]:
-        """Return the tokens of a fresh context that is stored, in steps that nothing measures."""
+        """Store a fresh context in unmeasured steps, and return its tokens."""
         tokens = self._fresh(CONTEXT)
         (name,) = self._driver.submit([tokens], 1)
         while not any(output.request_id == name and output.finished for output in self._engine.step()):
@@ -76,12 +74,12 @@ class Beside:
 
 
 def beside_case(driver: Driver, vocab: int, new: int) -> dict[str, Any]:
-    """Measure steps in which `new` tokens of one conversation are computed beside 16 sequences that decode.
+    """Measure steps that compute `new` tokens of one conversation while 16 other sequences decode.
 
-    Returns: times in milliseconds. `step_ms` is the wall time of such a step, `gaps_ms_of_repeats` the gaps between
-    results from each arrival on, `kernels_ms` the time of its kernels, `decode_ms` and `decode_kernels_ms` those of a
-    step without it, `host` the functions that take most time in the call that launches it, as cProfile counts them
-    (it slows Python down, so read shares).
+    Returns: times in milliseconds. `step_ms` is the wall time of such a step, and `kernels_ms` the time of its kernels.
+    `gaps_ms_of_repeats` are the gaps between results after each arrival. `decode_ms` and `decode_kernels_ms` are the
+    times of a step without the request. `host` lists the slowest functions in the call that launches the step, by
+    cProfile. cProfile slows Python down, so only their shares are meaningful.
     """
     beside = Beside(driver, vocab)
     gaps = []

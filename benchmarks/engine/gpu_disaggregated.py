@@ -1,11 +1,11 @@
 """Prefill on one GPU and decode on another in real vLLM: `python -m benchmarks.engine.gpu_disaggregated`.
 
-Each dtype has two engines (dummy weights) with vLLM's NixlConnector, `DTYPE/window` one of ours with its recent window,
-`DTYPE` without one; `@LAYOUT` behind either is vLLM's name of a layout for their KV cache, in place of the one that the
-connector asks for. Prompts are read on GPU 0, one by one, and answered on GPU 1. Written down are the bytes that
-travel, the copies that NIXL makes of them (blocks in a row on both sides are one), how long that takes, the time to the
-first token, whether every block came as it left, and how many tokens of an answer are those that the first engine gives
-over the same blocks. Writes OUT/disaggregated-SHAPE.json and prints a table.
+Each dtype has two engines (dummy weights) with vLLM's NixlConnector. `DTYPE/window` is one of our dtypes with its
+recent window, and `DTYPE` has no window. A suffix `@LAYOUT` names vLLM's layout for their KV cache, instead of the
+connector's choice. GPU 0 reads prompts one by one, and GPU 1 answers them. The results are the bytes transferred,
+NIXL's copies (adjacent blocks on both sides count as one), the transfer time, the time to the first token, a comparison
+of every block's bytes on both sides, and the number of answer tokens that equal those of the first engine over the same
+blocks. Writes OUT/disaggregated-SHAPE.json and prints a table.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def arguments() -> argparse.Namespace:
 
 
 class Child:
-    """An engine, asked by lines of JSON."""
+    """Engine that answers lines of JSON."""
 
     def __init__(self, listener: socket.socket) -> None:
         self.line = listener.accept()[0]
         self.lines = self.line.makefile("r")
 
     def tell(self, what: str, **more: Any) -> None:
-        """Ask, and wait for no answer."""
+        """Ask without waiting for the answer."""
         self.line.sendall(json.dumps([what, more]).encode() + b"\n")
 
     def hear(self) -> Any:
@@ -71,7 +71,7 @@ class Child:
 
 
 def measured(prefill: Child, decode: Child, length: int, number: int, answer: int) -> dict[str, Any]:
-    """One prompt."""
+    """Measure one prompt."""
     left = prefill.ask("serve", prompt=[length, number], tokens=1, params={"do_remote_decode": True})
     sums = prefill.ask("sums", blocks=left["params"]["remote_block_ids"])
     came = decode.ask("serve", prompt=[length, number], tokens=answer, params=left["params"])
@@ -89,7 +89,7 @@ def measured(prefill: Child, decode: Child, length: int, number: int, answer: in
 
 
 def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict[str, Any]:
-    """Both engines of a dtype."""
+    """Run both engines of a dtype."""
     kind, _, layout = name.partition("@")
     dtype, _, window = kind.partition("/")
     file_name = name.replace("/", "-").replace("@", "-")
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
                 options["gpu_memory_utilization"] = 0.4
             file = scratch / f"{file_name}-{role}.json"
             file.write_text(json.dumps(asdict(Job(options, SHAPES[args.shape].vocab, where))))
-            # A process sees its peer's GPU behind its own, so that UCX cannot lack a way between them.
+            # Each process also sees its peer's GPU, after its own, so that UCX finds a path between them.
             others = dict.fromkeys(other for other in args.gpus.split(",") if other != gpu)
             extra = {
                 "CUDA_VISIBLE_DEVICES": ",".join([gpu, *others]), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
             threads.append(threading.Thread(target=start))
             threads[-1].start()
             try:
-                children.append(Child(listener))  # which connects before it makes its engine
+                children.append(Child(listener))  # it connects before it makes its engine
             except TimeoutError:
                 failed.append("an engine never came")
         try:
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
                 child.tell("start")
             starts = [child.hear() for child in children]
             prefill, decode = children
-            measured(prefill, decode, min(lengths), -1, args.answer)  # the first of all makes connections
+            measured(prefill, decode, min(lengths), -1, args.answer)  # the first prompt also opens connections
             found = [measured(prefill, decode, n, i, args.answer) for n in lengths for i in range(args.each)]
         except (ChildFailedError, OSError, ValueError) as error:
             failed.append(f"{type(error).__name__}: {error}")
@@ -176,7 +176,7 @@ def spread(of: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Run all, print and write; returns 1 when a run failed or a block came changed."""
+    """Run all, print and write; returns 1 if a run failed or a block's bytes changed."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     shape, rows = SHAPES[args.shape], []

@@ -1,4 +1,4 @@
-"""The child of gpu_disaggregated.py: one engine that prefills or decodes, and does what it is asked."""
+"""Child process of gpu_disaggregated.py: one engine that prefills or decodes, and answers its questions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 @dataclass(frozen=True)
 class Job:
-    """One engine: keyword arguments of `vllm.LLM`, token ids are drawn below `vocab`; `where` asks."""
+    """Engine: keyword arguments of `vllm.LLM`, the limit `vocab` of token ids, and its client's address `where`."""
 
     engine: dict[str, Any]
     vocab: int
@@ -28,7 +28,9 @@ class Job:
 
 
 def block_sums(layers: dict[str, Any], num_blocks: int, blocks: Sequence[int]) -> list[int]:
-    """Return checksums of blocks over all stored layers: 8-byte words, each times its number, with wrap-around."""
+    """Return checksums of blocks over all stored layers: sums of 8-byte words, each times its own number, with
+    wrap-around.
+    """
     import torch
 
     caches = [layer.kv_cache for name, layer in layers.items()
@@ -36,7 +38,7 @@ def block_sums(layers: dict[str, Any], num_blocks: int, blocks: Sequence[int]) -
     total = torch.zeros(len(blocks), dtype=torch.int64)
     at = torch.tensor(list(blocks), dtype=torch.int64)
     for number, cache in enumerate(caches, 1):
-        # Of blocks that do not lie one behind the other no view has a row for each: these alone are copied.
+        # No view has one row per block if the blocks are not contiguous, so only such blocks are copied.
         held = cache.unflatten(0, (num_blocks, -1))[at.to(cache.device)].contiguous()
         words = held.view(torch.uint8).flatten(1).view(torch.int64)
         weights = torch.arange(1, words.shape[1] + 1, device=words.device, dtype=torch.int64) * 2 + 1
@@ -91,7 +93,9 @@ class Engine:
         return [block_sums(self.layers, self.config.num_blocks, group) for group in blocks]
 
     def serve(self, prompt: list[int], tokens: int, params: Any) -> dict[str, Any]:
-        """Answer one prompt, drawn by its length and number; one token more, so that all before fills blocks."""
+        """Answer one prompt, drawn by its length and number. It has one extra token, so that the tokens before it fill
+        blocks.
+        """
         from vllm import SamplingParams
 
         rng = random.Random(str(prompt))  # noqa: S311  # a load, the same for all
@@ -118,7 +122,7 @@ class Engine:
         }  # fmt: skip
 
     def hear(self) -> None:
-        """Take word of what was read."""
+        """Record which blocks were read."""
         self.core.step()
 
 

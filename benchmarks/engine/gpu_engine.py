@@ -1,7 +1,7 @@
 """Step time, prefill rate and capacity of KV-cache dtypes in real vLLM: `python -m benchmarks.engine.gpu_engine`.
 
-Each dtype gets an engine in a process of its own (dummy weights, default compilation and CUDA graphs, prefix caching)
-and is measured there in every case; one that fails or runs out of time is recorded with its error. Writes
+Each dtype gets an engine in its own process: dummy weights, default compilation and CUDA graphs, prefix caching. That
+engine is measured in every case. If it fails or runs out of time, the result holds its error. Writes
 OUT/SHAPE-DTYPE.json and .log; `plots.py` makes tables and plots of these files.
 """
 
@@ -27,7 +27,7 @@ CASES = "32x16K,32x8K,32x4K,32x2K,32x16,8x1K,1x64K"
 
 
 def size(text: str) -> int:
-    """Tokens: `2048`, or `2K` for the same."""
+    """Parse a number of tokens: `2048`, or `2K` for the same."""
     return int(text[:-1]) * 1024 if text.upper().endswith("K") else int(text)
 
 
@@ -37,7 +37,7 @@ def sizes(text: str) -> list[int]:
 
 
 def case(text: str) -> tuple[int, int]:
-    """`32x16K`: 32 sequences with 16,384 tokens of context each."""
+    """Parse a case: `32x16K` is 32 sequences with 16,384 tokens of context each."""
     batch, _, context = text.partition("x")
     return int(batch), size(context)
 
@@ -85,12 +85,12 @@ def model_of(args: argparse.Namespace, scratch: Path) -> tuple[str, int, dict[st
 
 
 def alone(args: argparse.Namespace) -> dict[str, str]:
-    """Run the engine in the child itself where its functions are replaced (`--drafts`) or profiled (`--beside`)."""
+    """Run the engine inside the child process if its functions are replaced (`--drafts`) or profiled (`--beside`)."""
     return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.drafts or args.beside else {}
 
 
 def drafted(count: int) -> dict[str, Any]:
-    """Speculation by n-grams, whose proposer the child replaces."""
+    """Return options for n-gram speculation; the child replaces vLLM's proposer."""
     return {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_max": 2}
 
 
@@ -104,7 +104,7 @@ def command_line(words: list[str]) -> str:
 
 
 def measure(args: argparse.Namespace, name: str, dtype: str, job: Job, env: dict[str, str]) -> dict[str, Any]:
-    """Run one engine and join what it wrote with what it was asked; an error is part of the result."""
+    """Run one engine, and return its output together with its job. An error is part of the result."""
     out = Path(job.out)
     log, error = out.with_suffix(".log"), None
     out.unlink(missing_ok=True)

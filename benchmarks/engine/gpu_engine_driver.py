@@ -1,7 +1,7 @@
-"""Drives vLLM's engine step by step: seconds to prefill prompts, and seconds between decode steps.
+"""Driver of vLLM's engine, step by step: seconds to prefill prompts, and seconds between decode steps.
 
-The engine core runs in a process of its own, as it does behind an API server, and is fed ahead of the GPU. One call of
-`engine.step()` returns what one step produced, so the time between two returns is the time of a step.
+The engine core runs in its own process, as behind an API server, and schedules ahead of the GPU. One call of
+`engine.step()` returns the output of one step, so a step takes the time between two returns.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from dataclasses import dataclass
 from typing import Any
 
 WARM_STEPS = 8
-"""Steps left out before timing: two are in flight when the last prompt's prefill ends, the rest settle clocks."""
+"""Steps to skip before timing. Two are in flight when the last prompt's prefill ends; the others let the clocks settle.
+"""
 
 FIRST_TOKEN = 100
 """Lowest token id in a prompt, above the special ones."""
 
 
 class DriveError(RuntimeError):
-    """The engine did not do what the measurement needs; the message says what it did instead."""
+    """Error for an engine that does not behave as the measurement needs; the message describes its behaviour."""
 
 
 def prompt(family: str, tokens: int, vocab: int) -> list[int]:
-    """`tokens` random token ids; a shorter prompt of the same family is a prefix of a longer one."""
+    """Return `tokens` random token ids; a shorter prompt of the same family is a prefix of a longer one."""
     chosen = random.Random(family)  # noqa: S311
     return chosen.choices(range(FIRST_TOKEN, vocab), k=tokens)
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A batch of prompts prefilled: their tokens, how many of these the prefix cache held, and the seconds it took."""
+    """Prefill of a batch of prompts: its tokens, the tokens found in the prefix cache, and its seconds."""
 
     tokens: int
     cached: int
@@ -39,7 +40,7 @@ class Filled:
 
 
 class Driver:
-    """Runs greedy requests of token ids through an `LLMEngine`."""
+    """Driver of an `LLMEngine` with greedy requests of token ids."""
 
     def __init__(self, engine: Any, max_model_len: int) -> None:
         self.engine = engine
@@ -55,12 +56,9 @@ class Driver:
         return Filled(sum(map(len, prompts)), cached, time.perf_counter() - began)
 
     def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
-        """Seconds of each of `steps` consecutive steps in which every sequence got exactly one token.
-
-        The requests are cut off after that. Prompts should be in the prefix cache, or their prefill comes first.
-
-        Raises:
-            DriveError: the sequences were never all decoding for so long (the cache cannot hold them together).
+        """Return the seconds of each of `steps` consecutive steps that gave every sequence exactly one token; then
+        abort the requests. Prompts should be in the prefix cache, or their prefill comes first. Raises:
+            DriveError: the sequences never all decoded for `steps` steps, because the cache cannot hold them together.
         """
         names = self.submit(prompts, self.max_model_len - max(map(len, prompts)))
         marks: list[float] = []
@@ -74,7 +72,7 @@ class Driver:
             elif outputs:
                 marks.clear()
         self.engine.abort_request(names)
-        # Steps in flight at the abort must not run into what is measured next.
+        # Steps in flight at the abort must not run into the next measurement.
         time.sleep(0.2)
         timed = marks[WARM_STEPS:]
         return [later - earlier for earlier, later in itertools.pairwise(timed)]

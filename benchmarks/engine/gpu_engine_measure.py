@@ -1,7 +1,7 @@
-"""The child of gpu_engine.py: starts one engine, measures every case of a job file, and writes as it goes.
+"""Child process of gpu_engine.py: start one engine, measure every case of a job file, and write after each.
 
-Cases share their prompts (a shorter context is a prefix of a longer one), so each prompt is prefilled once, as far as
-the longest case needs it; a rate in tokens per second is that of prompts that the engine never saw.
+Cases share their prompts: a shorter context is a prefix of a longer one. So each prompt is prefilled once, as far as
+the longest case needs it. A rate in tokens per second counts only prompts that are new to the engine.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from benchmarks.engine.gpu_engine_driver import FIRST_TOKEN, WARM_STEPS, DriveEr
 from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 PROMPTS_AT_ONCE = 8
-"""Prompts of one timed prefill: several rates per case show their spread."""
+"""Prompts of one timed prefill: several rates per case show the spread."""
 SHORT, SHORTS = 512, 7
 """Sizes of the mixed prefill: tokens of a short context and as many new ones, and number of short prompts."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One engine and what to measure in it.
+    """Engine, and the measurements to make in it.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
         cases: (batch, context tokens) of each decode measurement.
-        chunked: tokens of the prompt whose second half is prefilled over a cached first half; 0 leaves it out.
-        mixed: whether the end of such a prompt is prefilled beside short ones, in one step.
+        chunked: tokens of a prompt with a cached first half and a second half to prefill; 0 skips this case.
+        mixed: True also prefills the end of such a prompt in one step with short prompts.
         steps, repeats: decode steps of one timing, and timings per case.
         vocab: token ids are drawn below this.
-        drafts: tokens that are drafted for every sequence in every step, at random, so that next to none is taken: a
-            step then has 1 + drafts tokens of each sequence and yields one. 0: no speculation.
-        out: where the result is written.
-        beside: new tokens of a request that arrives beside sequences that decode, one measurement each.
+        drafts: random draft tokens for every sequence in every step, almost all rejected. A step then has 1 + drafts
+            tokens of each sequence and yields one. 0: no speculation.
+        out: file for the result.
+        beside: new tokens of a request that arrives while other sequences decode, one measurement each.
     """
 
     engine: dict[str, Any]
@@ -59,7 +59,7 @@ class Job:
 
 
 class Result:
-    """The JSON document of one engine, written anew after each case so that a time limit loses one case at most."""
+    """JSON document of one engine, rewritten after each case, so that a time limit loses one case at most."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -94,13 +94,13 @@ def decode_case(driver: Driver, job: Job, batch: int, context: int) -> dict[str,
 
 
 def prefill_facts(filled: list[Filled]) -> dict[str, Any]:
-    """Tokens per second over the groups that found nothing cached; None where the cache held some of each."""
+    """Return tokens per second over the groups without cached tokens; None if every group had some."""
     rates = [group.tokens / group.seconds for group in filled if group.cached == 0]
     return {"tokens_per_s": statistics.median(rates) if rates else None, "groups": [asdict(g) for g in filled]}
 
 
 def chunked_case(driver: Driver, job: Job) -> dict[str, Any]:
-    """Time to first token of a long prompt whose first half is cached, over `repeats` fresh prompts."""
+    """Return the time to first token of a long prompt with a cached first half, over `repeats` fresh prompts."""
     fills = []
     for repeat in range(job.repeats):
         tokens = prompt(f"chunked/{repeat}", job.chunked, job.vocab)
@@ -110,7 +110,7 @@ def chunked_case(driver: Driver, job: Job) -> dict[str, Any]:
 
 
 def first_tokens(job: Job, fills: list[Filled]) -> dict[str, Any]:
-    """Facts of prompts of `chunked` tokens, by repeat: the time to the last first token."""
+    """Return, by repeat, the time to the last first token for prompts of `chunked` tokens."""
     return {
         "tokens": job.chunked,
         "ttft_s": statistics.median(fill.seconds for fill in fills),
@@ -119,7 +119,7 @@ def first_tokens(job: Job, fills: list[Filled]) -> dict[str, Any]:
 
 
 def mixed_case(driver: Driver, job: Job, step: int) -> dict[str, Any]:
-    """Time of one step of `step` new tokens: the end of a long prompt, and short ones, all with cached contexts."""
+    """Time one step of `step` new tokens: the end of a long prompt and short prompts, all with cached contexts."""
     if not SHORTS * SHORT < step < job.chunked:
         raise DriveError(f"steps have {step:,} new tokens: give more than {SHORTS * SHORT:,}, and a longer --chunked")
     fills = []
@@ -148,7 +148,7 @@ def attempt(what: str, capacity: int, needed: int, measure: Callable[[], dict[st
     began = time.perf_counter()
     try:
         facts = measure()
-    except Exception as error:  # whatever an engine raises is this case's result; the others go on
+    except Exception as error:  # the engine's error is this case's result, and the other cases still run
         facts = {"error": f"{type(error).__name__}: {error}"}
     shown = facts.get("error") or f"{facts.get('step_ms', facts.get('ttft_s')):.3f}"
     say(f"{what}: {shown} ({time.perf_counter() - began:.1f} s)")
@@ -156,9 +156,8 @@ def attempt(what: str, capacity: int, needed: int, measure: Callable[[], dict[st
 
 
 def draft_at_random(drafts: int, vocab: int) -> None:
-    """Have vLLM's n-gram proposers name so many random tokens for each sequence, whatever it has read.
-
-    On a GPU vLLM 0.32 has another one, beside another model runner.
+    """Let vLLM's n-gram proposers draft this many random tokens for each sequence. On a GPU vLLM 0.32 has a second
+    proposer for its second model runner.
     """
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 

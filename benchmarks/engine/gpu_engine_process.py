@@ -1,4 +1,4 @@
-"""One vLLM engine per process: offline, with our plugin, under a time limit, and gone with all its children."""
+"""Runs of one vLLM engine per process: offline, with our plugin and a time limit. All its children end with it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _OFFLINE = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it may be absent, and nothing is sampled here
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it may be absent, and nothing is sampled here anyway
 }
 
 
 class ChildFailedError(RuntimeError):
-    """A child ended badly or ran past its limit; the message names the errors that its log holds."""
+    """Error for a child that failed or ran past its limit; the message has the errors from its log."""
 
 
 def say(text: str) -> None:
@@ -42,8 +42,8 @@ def say(text: str) -> None:
 def environment(extra: dict[str, str] | None = None) -> Iterator[dict[str, str]]:
     """Return the environment of an engine: our packages on the path, no network, and our plugin for vLLM.
 
-    vLLM finds plugins by the entry points of installed distributions, in every process that it starts. From a checkout
-    that is not installed, a folder on the path with the same entry point does as well.
+    vLLM finds plugins by the entry points of installed distributions, in every process that it starts. For a checkout
+    that is not installed, a folder on the path provides the same entry point.
     """
     with tempfile.TemporaryDirectory(prefix="kvpilot-plugin-") as folder:
         paths = [str(ROOT), *(str(ROOT / name) for name in ("runtime", "kernels", "formats"))]
@@ -59,12 +59,9 @@ def environment(extra: dict[str, str] | None = None) -> Iterator[dict[str, str]]
 
 
 def run_child(module: str, job: Path, log: Path, limit_s: float, env: dict[str, str]) -> None:
-    """Run a module on a job file; end it and its children when time is up.
-
-    All that it prints goes to `log`, and its progress (`say`) to our output as well.
-
-    Raises:
-        ChildFailedError: it ended with an error, or was still running after `limit_s` seconds.
+    """Run a module on a job file, and end it and its children when time is up. Its output goes to `log`, and its
+    progress lines (`say`) also go to our output. Raises:
+        ChildFailedError: the module ended with an error, or was still running after `limit_s` seconds.
     """
     command = [sys.executable, "-m", module, str(job)]
     child = subprocess.Popen(
@@ -79,11 +76,11 @@ def run_child(module: str, job: Path, log: Path, limit_s: float, env: dict[str, 
     except subprocess.TimeoutExpired:
         code = None
     finally:
-        # Also after a clean end: a worker that outlived its engine would keep the GPU's memory.
+        # Kill also after a clean end: a worker that outlives its engine would keep the GPU's memory.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        # Compile workers have a session of their own, hold the pipe open, and end a moment after their parent.
+        # Compile workers have their own session and hold the pipe open. They end a moment after their parent.
         reader.join(10)
     if code != 0:
         print(*log.read_text().splitlines()[-60:], sep="\n", flush=True)

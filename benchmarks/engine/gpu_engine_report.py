@@ -1,4 +1,4 @@
-"""Tables of the engine benchmark: what was measured, over `auto` and `fp8`, and against the bars that the project set.
+"""Tables of the engine benchmark: figures, ratios over `auto` and `fp8`, and comparison with the project's targets.
 
 `load` reads the JSON files of gpu_engine.py; the newest run of a shape and dtype counts.
 """
@@ -31,33 +31,35 @@ def _documents(path: Path) -> list[Run]:
 
 
 def step(run: Run | None, batch: int, context: int) -> float | None:
-    """Milliseconds of a decode step; None where it was not measured."""
+    """Return the milliseconds of a decode step; None if it was not measured."""
     case = (run or {}).get("cases", {}).get(f"{batch}x{context}", {})
     found: float | None = case.get("step_ms")
     return found
 
 
 def prefill(run: Run | None, context: int) -> float | None:
-    """Tokens per second of fresh prompts of `context` tokens, of the largest batch measured."""
+    """Return tokens per second for fresh prompts of `context` tokens, in the largest measured batch."""
     cases = [case for case in (run or {}).get("cases", {}).values() if case.get("context") == context]
     rates = [(case["batch"], case["prefill"]["tokens_per_s"]) for case in cases if case["prefill"]["tokens_per_s"]]
     return max(rates)[1] if rates else None
 
 
 def attention(run: Run | None, batch: int, context: int) -> float | None:
-    """Milliseconds of a step that its context costs: the step less one with a nearly empty cache."""
+    """Return the milliseconds that a step spends on its context: its time minus that of a step with a nearly empty
+    cache.
+    """
     whole, empty = step(run, batch, context), step(run, batch, 16)
     return whole - empty if whole and empty else None
 
 
 def chunked(run: Run | None) -> float | None:
-    """Seconds to the first token of the long prompt whose first half is cached."""
+    """Return the seconds to the first token of the long prompt with a cached first half."""
     found: float | None = (run or {}).get("chunked", {}).get("ttft_s")
     return found
 
 
 def capacity(run: Run | None) -> float | None:
-    """Tokens that the KV cache holds."""
+    """Return the tokens that the KV cache holds."""
     return (run or {}).get("kv_tokens")
 
 
@@ -89,17 +91,17 @@ class Bar:
 
 
 def faster(dtype: str, than: str, batch: int, context: int) -> Callable[[Runs], float | None]:
-    """Return how many times as fast as another dtype a step is."""
+    """Return a function that reads the speed of a step over that of another dtype."""
     return lambda runs: ratio(step(runs.get(than), batch, context), step(runs.get(dtype), batch, context))
 
 
 def milliseconds(dtype: str, batch: int, context: int) -> Callable[[Runs], float | None]:
-    """Milliseconds of a step."""
+    """Return a function that reads the milliseconds of a step."""
     return lambda runs: step(runs.get(dtype), batch, context)
 
 
 def tokens(dtype: str) -> Callable[[Runs], float | None]:
-    """KV tokens over those of `auto`."""
+    """Return a function that reads the KV tokens over those of `auto`."""
     return lambda runs: ratio(capacity(runs.get(dtype)), capacity(runs.get("auto")))
 
 
@@ -125,7 +127,7 @@ OTHER_BARS = (Bar("k4v4 step, 32 x 16K, over bf16", faster("k4v4", "auto", 32, 1
 
 
 def bars_table(shape: str, runs: Runs) -> str:
-    """Return the bars of a shape: asked, measured, held or not."""
+    """Return the targets of a shape: target, figure, and verdict."""
     bars = MAIN_BARS if shape == MAIN_SHAPE else OTHER_BARS
     rows = "\n".join(bar.row(runs) for bar in bars)
     return f"| what | bar | measured | |\n|---|---|---|---|\n{rows}\n"
@@ -168,7 +170,7 @@ def over(value: float | None, up: float | None, down: float | None, digits: int 
 
 
 def short(tokens: int) -> str:
-    """`16K` for 16,384."""
+    """Return `16K` for 16,384."""
     return f"{tokens // 1024}K" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
 
 

@@ -1,8 +1,8 @@
 """Model shapes for the engine benchmark: a `config.json` each, served with dummy weights.
 
-A step's time depends on shapes alone, so no checkpoint is needed. Dense stand-ins keep the attention shape of models
-whose other parts do not matter here: a mixture of experts becomes a dense FFN of its active width, and the share of
-one GPU in eight under tensor parallelism becomes a model of an eighth of the heads, FFN and vocabulary.
+A step's time depends on shapes alone, so no checkpoint is needed. Some models have a dense stand-in with the same
+attention shape, because their other parts do not matter here. A mixture of experts becomes a dense FFN of its active
+width. One of eight GPUs under tensor parallelism becomes a model with an eighth of the heads, FFN and vocabulary.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Shape:
 
 
 def latent(layers: int, heads: int, nope: int, value: int, hidden: int, vocab: int, **others: Any) -> Shape:
-    """DeepSeek V2's architecture with so many heads; MoE of 64 experts, as DeepSeek-V2-Lite has them."""
+    """Return DeepSeek V2's architecture with this many heads, and an MoE of 64 experts as in DeepSeek-V2-Lite."""
     fields = {
         "model_type": "deepseek_v2", "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": nope,
         "qk_rope_head_dim": 64, "v_head_dim": value, "n_routed_experts": 64, "n_shared_experts": 2,
@@ -74,7 +74,7 @@ SHAPES = {
     # 16 layers: with more, 32 x 16K tokens in 16 bits would not fit one H200.
     "hd256": Shape(16, 16, 8, 256, 3584, 14336, 128256),
     "deepseek-v2-lite": latent(27, 16, 128, 128, 2048, 102400),
-    # Its attention in DeepSeek V2's architecture, whose class wants a hidden size that its heads divide.
+    # Its attention has DeepSeek V2's architecture, because that class needs a hidden size that its heads divide.
     "glm-4.7-flash": latent(47, 20, 192, 256, 1920, 154880, q_lora_rank=768, num_experts_per_tok=4, n_shared_experts=1),
     "tiny": Shape(2, 4, 2, 64, 128, 256, 4096),
 }

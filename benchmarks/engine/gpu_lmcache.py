@@ -1,10 +1,10 @@
-"""Prompts that one engine computes and another one loads from LMCache: `python -m benchmarks.engine.gpu_lmcache`.
+"""Prompts that one engine computes and another engine loads from LMCache: `python -m benchmarks.engine.gpu_lmcache`.
 
-A server of LMCache, which is shown no GPU, and of each dtype two engines (dummy weights), one after the other. The
-first computes prompts, one by one, and stores them; the second one, whose own cache is empty, is asked the same.
-Written down are tokens and bytes that were stored and loaded, the time to the first token either way, whether every
-block came as it left, and how many tokens of the answers are alike.
-Writes OUT/lmcache-SHAPE.json after each dtype and prints a table.
+It starts a server of LMCache without a GPU and, for each dtype, two engines (dummy weights), one after the other. The
+first engine computes prompts one by one and stores them. The second engine starts with an empty cache and gets the same
+prompts. The results are tokens and bytes stored and loaded, the time to the first token in both engines, a comparison
+of every block's bytes, and the number of equal answer tokens. Writes OUT/lmcache-SHAPE.json after each dtype and prints
+a table.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from benchmarks.engine.gpu_lmcache_run import Job
 
 BLOCK = 64
 QUICK = {"enforce_eager": True, "kernel_config": {"enable_jit_warmup": False}}
-"""Nothing that takes long at the start."""
+"""Options that shorten the start."""
 QUIET = {"LMCACHE_TRACK_USAGE": "false", "HF_HUB_OFFLINE": "1"}
-"""Variables of the server and of engines: nothing is looked for elsewhere."""
+"""Environment of the server and of engines, which keeps them from network lookups."""
 READY = "cache server is running"
 WAIT = 60
-"""Seconds that the server may take to start, and one of its answers."""
+"""Time limits in seconds for the server's start, and for one of its answers."""
 
 
 def arguments() -> argparse.Namespace:
@@ -58,10 +58,8 @@ def arguments() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def server(args: argparse.Namespace) -> Iterator[int]:
-    """LMCache's server; the port that engines ask.
-
-    Raises:
-        ChildFailedError: it did not start; the message has the end of its log.
+    """Start LMCache's server, and return the port for engines. Raises:
+    ChildFailedError: it did not start; the message has the end of its log.
     """
     sockets = [socket.socket() for _ in range(3)]
     for one in sockets:
@@ -93,7 +91,7 @@ def server(args: argparse.Namespace) -> Iterator[int]:
 
 
 def run(args: argparse.Namespace, dtype: str, model: Path, port: int, scratch: Path) -> dict[str, Any]:
-    """Both engines of a dtype: the first one's word, the second one's, and what of them agrees."""
+    """Run both engines of a dtype, and return the report of each and their agreement."""
     transfer = {
         "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
@@ -104,7 +102,7 @@ def run(args: argparse.Namespace, dtype: str, model: Path, port: int, scratch: P
     engine = {
         "model": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
         "kv_cache_dtype": dtype, "block_size": BLOCK, "max_num_seqs": 4,
-        # So that no block that is compared after an answer is anyone else's by then.
+        # This way no block changes its owner before it is compared after an answer.
         "num_gpu_blocks_override": (args.tokens // BLOCK + 8) * (args.prompts + 2),
         "max_model_len": args.tokens + args.answer + BLOCK, "max_num_batched_tokens": args.tokens + BLOCK,
         "gpu_memory_utilization": 0.8, "kv_transfer_config": transfer, **QUICK, **args.engine_args,
@@ -166,7 +164,7 @@ def table(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Run all, print and write; returns 1 when a run failed, a block came changed, or none came."""
+    """Run all, print and write; returns 1 when a run failed, a block's bytes changed, or no block arrived."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     shape, rows = SHAPES[args.shape], []

@@ -1,4 +1,6 @@
-"""The child of gpu_lmcache.py: one engine with LMCache, prompts one by one, and what became of their blocks there."""
+"""Child process of gpu_lmcache.py: one engine with LMCache answers prompts one by one, and reports on their blocks in
+LMCache.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,13 @@ from benchmarks.engine.gpu_offload_run import counters
 
 @dataclass(frozen=True)
 class Job:
-    """One engine and its prompts.
+    """Engine and its prompts.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`. vocab: token ids are drawn below this.
-        prompts, tokens, answer: how many prompts, tokens of each (one more is asked), and of an answer.
-        wait: seconds that what is stored may take to be there. out: where the result is written.
+        prompts, tokens, answer: number of prompts, tokens of each (plus one), and tokens of an answer.
+        wait: longest seconds until stored blocks are in LMCache.
+        out: file for the result.
     """
 
     engine: dict[str, Any]
@@ -51,7 +54,7 @@ class Moves:
         context = adapter.transfer_ctx
         device = next(iter(adapter.kv_caches.values())).device.type
         copy = resolve_device_ops(device).multi_layer_block_kv_transfer
-        # LMCache goes on with torch where its compiled kernels do not go with the installed torch.
+        # LMCache falls back to torch if its compiled kernels do not fit the installed torch.
         self.how = f"{type(context).__name__}, copies by {'torch' if inspect.ismethod(copy) else 'its kernels'}"
         store, retrieve, message = context.submit_store, context.submit_retrieve, context.engine_driven_context
         prepare, commit = message.prepare_retrieve, message.commit_store
@@ -76,7 +79,7 @@ class Moves:
             self.found["read_bytes"] += sum(chunk.nbytes for chunk in chunks or ())
             return chunks
 
-        def written(key: Any, instance: int, chunks: Any) -> bool:  # on CUDA in a thread of LMCache's, one at a time
+        def written(key: Any, instance: int, chunks: Any) -> bool:  # a thread of LMCache on CUDA
             began = time.perf_counter()
             done = bool(commit(key, instance, chunks))
             self.found["write_s"] += time.perf_counter() - began
@@ -87,7 +90,7 @@ class Moves:
         message.prepare_retrieve, message.commit_store = read, written
 
     def take(self, wait: float) -> dict[str, Any]:
-        """Wait for what is stored; then the blocks, by what became of them, each with its place in the prompt."""
+        """Wait for stores to end, and return the blocks by outcome, each with its place in the prompt."""
         taken: dict[str, Any] = {"stored": {}, "loaded": {}, "failed": 0}
         for what, moves in (("stored", self.stores), ("loaded", self.loads)):
             for done, first, blocks in moves:
@@ -109,7 +112,8 @@ class Engine:
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
-            # vLLM 0.32's CPU platform asks every module for kernels, and ends at one of numba's, which LMCache imports.
+            # vLLM 0.32's CPU platform searches every module for kernels, and crashes on one of numba, which LMCache
+            # imports.
             import llvmlite.binding.ffi
 
             llvmlite.binding.ffi.lib._fntab["__dict__"] = {}
@@ -123,10 +127,11 @@ class Engine:
         self.moves = Moves(job.engine["block_size"])
 
     def serve(self, number: int) -> dict[str, Any]:
-        """Answer one prompt, drawn by its number; one token more, so that all before fills blocks.
+        """Answer one prompt, drawn by its number. It has one extra token, so that the tokens before it fill whole
+        blocks.
 
-        Bytes are compared after the answer: until then nothing but LMCache writes to full blocks, and a check would
-        stand in the times.
+        Bytes are compared after the answer, because a check would add to the times. Until then only LMCache writes to
+        full blocks.
         """
         from vllm import SamplingParams
 

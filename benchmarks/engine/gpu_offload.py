@@ -1,11 +1,11 @@
 """Offloading to host memory under a multi-turn load in real vLLM: `python -m benchmarks.engine.gpu_offload`.
 
-Conversations whose histories together are several times what the GPU's cache holds go on in random order, so many at
-a time. Each dtype has an engine of its own (dummy weights) with the tier and one without, all with the same load, the
-same tokens of GPU cache (`--equal bytes`: the same bytes) and the same host memory. `--check` runs each engine with a
-tier once more, briefly, and compares every block that comes back with what left, in all layers. `--disk-gib` runs each
-dtype with a file of that size below the host memory, too, whose blocks have a checksum.
-Writes OUT/offload-SHAPE.json and prints a table.
+Conversations continue in random order, a fixed number at a time. Their histories together are several times larger than
+the GPU's cache. Each dtype has one engine with the tier and one without (dummy weights). All engines get the same load,
+the same tokens of GPU cache (`--equal bytes`: the same bytes) and the same host memory. `--check` runs each engine with
+a tier once more, briefly. It compares every block that returns with the block that left, in all layers. `--disk-gib`
+also runs each dtype with a file of that size below the host memory; its blocks have checksums. Writes
+OUT/offload-SHAPE.json and prints a table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvpilot_runtime.config import offload
 
 BLOCK = 64
 MOVED = {"loaded": "load", "stored": "store", "the disk gave": "disk_read", "it took": "disk_write"}
-"""Names in a table for the bytes that moved, and the child's names."""
+"""Column titles for the bytes moved, and the child's names for them."""
 
 
 def arguments() -> argparse.Namespace:
@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 def runs_of(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
-    """Dtype, the lowest tier that is not the GPU, and whether it is checked."""
+    """Return dtype, lowest tier below the GPU, and True for a run with checks."""
     found: list[tuple[str, str, bool]] = []
     for dtype in args.dtypes.split(","):
         found += [(dtype, "", False)] if args.without else []
@@ -77,7 +77,7 @@ def tiers(args: argparse.Namespace, tier: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run all, print and write; returns 1 when a run failed or a block came back changed."""
+    """Run all, print and write; returns 1 if a run failed or a block came back with other bytes."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[args.shape]
@@ -123,7 +123,7 @@ def main() -> int:
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    """Print what a reader compares, a line each."""
+    """Print the figures to compare, one line each."""
     for row in rows:
         if "error" in row:
             say(f"{row['run']}: {row['error']}")

@@ -1,4 +1,6 @@
-"""The child of gpu_offload.py: one engine, conversations that go on in random order, and where their prefixes were."""
+"""Child process of gpu_offload.py: one engine continues conversations in random order, and reports the tier of their
+prefixes.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,16 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 @dataclass(frozen=True)
 class Job:
-    """One engine and its load.
+    """Engine and its load.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`. vocab: token ids are drawn below this.
-        conversations: how many there are. history, turn, answer: tokens of each, of a request's own, and of its answer.
-        requests: measured, after each conversation was asked once. at_once: in flight.
-        check: whether to compare the bytes of what is loaded. out: where the result is written.
+        conversations: their number.
+        history, turn, answer: tokens of a conversation's history, of a request, and of its answer.
+        requests: measured requests, after one in each conversation.
+        at_once: requests in flight.
+        check: True compares the bytes of loaded blocks.
+        out: file for the result.
     """
 
     engine: dict[str, Any]
@@ -42,7 +47,7 @@ class Job:
 
 
 class Checked:
-    """Sums of every stored block's bytes in every layer, held against what is loaded."""
+    """Checksums of every stored block in every layer, to compare with the loaded bytes."""
 
     def __init__(self, llm: Any) -> None:
         import torch
@@ -62,7 +67,9 @@ class Checked:
         weights: dict[int, Any] = {}
 
         def sums(group: int, blocks: Any) -> Any:
-            """int64 [blocks, layers]: a block's 8-byte words, each times a number of its own; what overflows wraps."""
+            """Return checksums, int64 [blocks, layers]: the sum of a block's 8-byte words, each times its own number,
+            with wrap-around.
+            """
             found = []
             for name in groups[group]:
                 cache = layers[name].kv_cache
@@ -139,12 +146,12 @@ def main() -> NoReturn:
 
 
 def turn(history: list[int], job: Job, rng: random.Random) -> list[int]:
-    """Return a request: the history and new tokens, which no later one has."""
+    """Return a request: the history, and new tokens that no later request repeats."""
     return history + [rng.randrange(3, job.vocab) for _ in range(job.turn)]
 
 
 def serve(llm: Any, job: Job, prompts: Sequence[list[int]]) -> list[float]:
-    """Answer them in order, `at_once` in flight; seconds from each one's arrival to its first token."""
+    """Answer requests in order with `at_once` in flight; return the seconds from each arrival to the first token."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=job.answer, ignore_eos=True, detokenize=False)
@@ -167,9 +174,9 @@ def serve(llm: Any, job: Job, prompts: Sequence[list[int]]) -> list[float]:
 
 
 def counters() -> dict[str, float]:
-    """vLLM's counters by name, summed over their series; `LLM.get_metrics` would cut seconds to whole ones.
+    """Return vLLM's counters by name, summed over their series; `LLM.get_metrics` would cut seconds to whole ones.
 
-    "disk" is what a disk had of the prompts' tokens.
+    "disk" counts the prompts' tokens that a disk had.
     """
     found: dict[str, float] = {}
     for family in REGISTRY.collect():

@@ -1,9 +1,9 @@
-"""Steps beside the physical limit: `python -m benchmarks.engine.growth RAW.json --copy-rate 3.03`.
+"""Comparison of steps with the physical limit: `python -m benchmarks.engine.growth RAW.json --copy-rate 3.03`.
 
-Reads what gpu_engine.py wrote of a shape in every dtype, in one file, and prints a table of steps, each with what of it
-the limit is: the bytes of the cache and of the weights that a step reads, over the rate of a plain copy on that GPU.
-With `--plot` it draws step and limit against the tokens in all, a panel for each number of sequences (needs
-matplotlib).
+Reads the results of gpu_engine.py for a shape in every dtype, joined in one file. Prints a table of steps with the
+limit's share of each. The limit is the bytes of cache and weights that a step reads, divided by the rate of a plain
+copy on that GPU. `--plot` draws step and limit against the total tokens, with a panel for each number of sequences
+(needs matplotlib).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ DTYPES = ("auto", "fp8", "k8v4", "k4v4", "k4v2")
 
 
 def weights_of(shape: Shape, layers: int) -> int:
-    """Bytes of weights that a step of a dense model reads, in 16 bits: all of a layer's, and the output's."""
+    """Return the bytes of 16-bit weights that a step of a dense model reads: those of all layers and of the output."""
     attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
     return 2 * (layers * (attention + 3 * shape.hidden * shape.ffn) + shape.vocab * shape.hidden)
 
 
 def limits(run: dict[str, Any], copy_rate: float) -> Callable[[int], float]:
-    """Return, by tokens in all, the least milliseconds of the run's step; `copy_rate` in bytes a second."""
+    """Return, by total tokens, the smallest possible milliseconds of a step. `copy_rate` is in bytes per second."""
     name, layers = re.fullmatch(r"(.+?)(?:-(\d+)-layers)?", run["shape"]).groups()  # type: ignore[union-attr]
     shape = SHAPES[name]
     count = int(layers or shape.layers)
@@ -39,7 +39,7 @@ def limits(run: dict[str, Any], copy_rate: float) -> Callable[[int], float]:
 
 
 def steps(run: dict[str, Any]) -> dict[tuple[int, int], float]:
-    """Milliseconds of a step by sequences and tokens of each."""
+    """Return the milliseconds of a step by sequences and tokens of each."""
     cases = [case for case in run["cases"].values() if "step_ms" in case]
     return {(case["batch"], case["context"]): case["step_ms"] for case in cases}
 

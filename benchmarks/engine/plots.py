@@ -1,8 +1,8 @@
 """Page and plots of the engine benchmark: `python -m benchmarks.engine.plots RAW.json ... [--out docs/benchmarks]`.
 
-Reads what gpu_engine.py wrote, and writes OUT/h200-engine.json (all runs in one file), OUT/h200-engine.md and an SVG
-per shape and question: a decode step against the context, and the tokens that fit. Needs matplotlib, which is no
-dependency of kvpilot; given h200-engine.json alone, it draws the same page again.
+Reads the files of gpu_engine.py. Writes OUT/h200-engine.json (all runs in one file), OUT/h200-engine.md and two SVGs
+per shape: decode step against context, and tokens that fit. From h200-engine.json alone it draws the same page again.
+It needs matplotlib, which kvpilot does not depend on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ STYLE = {"svg.hashsalt": "kvpilot", "font.size": 9, "axes.spines.top": False, "a
 
 
 def steps_plot(title: str, runs: report.Runs, path: Path) -> bool:
-    """Milliseconds of a step against the context, a line per dtype, at the batch with most contexts; False: no data."""
+    """Plot the milliseconds of a step against the context, a line per dtype, at the batch with most contexts. Return
+    False without data.
+    """
     cases = [case for run in runs.values() for case in run["cases"].values() if "step_ms" in case]
     batches = [case["batch"] for case in cases if case["context"] >= 1024]
     if not batches:
@@ -55,7 +57,7 @@ def steps_plot(title: str, runs: report.Runs, path: Path) -> bool:
         axes.plot([c / 1024 for c in contexts], steps, marker="o", markersize=3.5, color=colour, linewidth=width)
         ends.append((steps[-1], contexts[-1] / 1024, dtype, colour))
     axes.set(xlabel="context of each sequence, thousands of tokens", ylabel="decode step, ms", title=title)
-    # Logarithmic: equal distances are equal ratios, and slow rivals do not flatten the rest.
+    # A logarithmic axis shows equal ratios as equal distances, and slow rivals do not flatten the rest.
     axes.set_yscale("log")
     ticks = [tick for tick in TICKS if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -67,7 +69,7 @@ def steps_plot(title: str, runs: report.Runs, path: Path) -> bool:
 
 
 def _label_ends(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:
-    """Name each line at its right end, far enough from one another to be read."""
+    """Label each line at its right end, with readable distances between labels."""
     low, high = axes.get_ylim()
     gap = (high / low) ** 0.05
     lowest = 0.0
@@ -78,7 +80,7 @@ def _label_ends(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:
 
 
 def capacity_plot(title: str, runs: report.Runs, path: Path) -> bool:
-    """Tokens that fit the KV cache, a bar per dtype; False: no data."""
+    """Plot the tokens that fit the KV cache, a bar per dtype; return False without data."""
     held = sorted((run["kv_tokens"], dtype) for dtype, run in runs.items() if run.get("kv_tokens"))
     if not held:
         return False

@@ -1,11 +1,10 @@
 """Error and size of group formats on Gaussian rows: `python -m benchmarks.kernels.codec_error`.
 
-After a Hadamard rotation a row is close to Gaussian, so this is the error that the formats are designed for. Prints a
-Markdown table of the mean squared error (the signal's power is 1) and the bits an element takes with its metadata.
-
-With `--head-dims 64 80 96` it prints each dtype's error in heads of so many elements instead, rotated as they are
-stored, and padded with zeros if they have no layout: the norm of the error over that of the head, and bits. In heads
-with outliers some channels are eight times the others.
+A row is close to Gaussian after a Hadamard rotation, so this is the error that the formats are designed for. Prints a
+Markdown table of the mean squared error (signal power 1) and the bits per element with metadata. `--head-dims 64 80 96`
+prints each dtype's error in heads of these sizes instead, rotated as they are stored, and padded with zeros if the size
+has no layout. The table then has the error's norm over the head's norm, and bits. In heads with outliers some channels
+are eight times the others.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Decode attention alone on a GPU, ours beside FlashAttention 3 and FlashInfer: `python -m benchmarks.kernels.decode`.
+"""Decode attention alone on a GPU, ours against FlashAttention 3 and FlashInfer: `python -m benchmarks.kernels.decode`.
 
-One layer's decode over random pages of random block tables, in a CUDA graph of 32 launches that go round several
-layers' caches, so that no cache is in L2; the median of ten replays. `decode` is the split kernel alone, `merged` with
-the merge of its parts (what FlashAttention and FlashInfer do too), `layer` with the store of the step's token; in the
-raw file, without a window, `weigh` is what heavy hitters add in a step that is weighed, `weigh_idle` in others. The
-yardstick is a device-to-device copy in the same run. FlashAttention comes with vLLM, FlashInfer by itself; what is not
-installed is left out. Our formats are measured with each window of `--recent`, whose tokens all have their row in the
-ring. Writes OUT/decode.json, of which `decode_page.py` makes pages.
+One layer decodes over random pages of random block tables. A CUDA graph of 32 launches rotates over several layers'
+caches, so that no cache stays in L2. Times are medians of ten replays. `decode` is the split kernel alone. `merged`
+adds the merge of its parts, as FlashAttention and FlashInfer do. `layer` adds the store of the step's token. The raw
+file also has, without a window, `weigh` and `weigh_idle`: the extra time of heavy hitters in weighed steps and in
+others. The yardstick is a device-to-device copy in the same run. FlashAttention comes with vLLM, and FlashInfer is a
+package of its own; missing ones are left out. Our formats are measured with each window of `--recent`, and all tokens
+of a window are in the ring. Writes OUT/decode.json; `decode_page.py` makes pages from it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def random_pages(fmt: formats.Format, case: Case, block: int, device: torch.devi
 def fill_ring(
     pages: GpuPages, table: torch.Tensor, rings: torch.Tensor, context: int, of: torch.Tensor
 ) -> torch.Tensor | None:
-    """Give every sequence's last tokens true rows in pages and ring; returns the last ones' slots in the ring."""
+    """Write valid rows of every sequence's last tokens to pages and ring; return the ring slots of the last tokens."""
     shape = pages.shape
     if not shape.recent:
         return None
@@ -159,7 +159,7 @@ def ours(
 def weighing(
     pages: list[GpuPages], table: torch.Tensor, lens: torch.Tensor, plan: Plan, turn: Iterator[int]
 ) -> dict[str, float]:
-    """Time the additions of heavy hitters to decode, in a step that is weighed and in one that is not."""
+    """Time the extra work of heavy hitters in decode, in a weighed step and in another one."""
     wanted = torch.ones(1, dtype=torch.int32, device=table.device)
     size = stretch(plan.shape)
     room = table.shape[1] * plan.shape.block_size // size

@@ -1,13 +1,13 @@
-"""Check of the GPU's kernels on this GPU: `python -m benchmarks.kernels.decode_check`.
+"""Check of the GPU kernels on this GPU: `python -m benchmarks.kernels.decode_check`.
 
-Ragged sequences are stored and decoded by the kernels in a captured CUDA graph of four layers that share their plan,
-each started while the one before may still run. Pages, rings and outputs are poisoned before: every byte 0xFF, every
-output NaN, every ring full of another sequence's rows at the same positions, and part of each prompt from pages that
-the ring does not have. Some steps have one token of each sequence, some up to 8, of some sequences fewer than of
-others, and rows of padding; some are cut as if the GPU had one multiprocessor, so that there are more sequences than
-programs at once. The results are compared with the CPU's code over the same bytes (which the tests compare with
-float64). Then one value of a token is NaN, of a stored one and of one of the step: each answer that attends to it must
-be NaN, and every other one unchanged. Writes OUT/decode-check.json; exits 1 if a row is off.
+The kernels store and decode sequences of different lengths in a captured CUDA graph. Its four layers share a plan, and
+each may start while the one before still runs. Pages, rings and outputs are poisoned before: every byte is 0xFF and
+every output NaN. Every ring is full of another sequence's rows at the same positions, and part of each prompt comes
+from pages without ring rows. Some steps have one token of each sequence. Others have up to 8, a different number for
+each sequence, and rows of padding. Some are planned for a GPU with one multiprocessor, so that there are more sequences
+than concurrent programs. The results are compared with the CPU code over the same bytes, which the tests compare with
+float64. Then one value becomes NaN, in a stored token and in one of the step. Each answer that attends to it must be
+NaN, and every other one must stay unchanged. Writes OUT/decode-check.json; exits 1 if a row is off.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def check(case: Case) -> dict[str, Any]:
         cpu.store(keys[i], values[i], where(i, 0, n)[0].cpu(), ordinals=torch.arange(1, n + 1))
     begins = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
     read = torch.full((2, int(begins[-1]), KV_HEADS, dim), torch.nan, dtype=torch.bfloat16, device=device)
-    # The step's own tokens are taken as they are, all before them is read back.
+    # Attention uses the step's own tokens exactly, and reads all earlier ones back from the cache.
     starts = torch.tensor([0, *torch.tensor(news).cumsum(0)], dtype=torch.int32, device=device)
     places = joined_slots(on_gpu, begins.to(device), starts, int(begins[-1]), BLOCK)
     pages.gather(*places, read[0], read[1], key, value)
@@ -224,7 +224,7 @@ def check(case: Case) -> dict[str, Any]:
 
         element = value[last, 1, 0].clone()
         clean = answers(values[i][place : place + 1], element)
-        # A token of an earlier step, which all rows see, and the last one of this step.
+        # One token of an earlier step, which all rows attend to, and the last one of this step.
         for begin, broken in (
             (first, answers(spoilt, element)),
             (last, answers(values[i][place : place + 1], spoilt[0, 1, 0].to(device))),

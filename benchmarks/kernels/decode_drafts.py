@@ -1,11 +1,11 @@
 """Decode with draft tokens on a GPU, a layer at a time: `python -m benchmarks.kernels.decode_drafts`.
 
-A sequence's 1 + k tokens are rows of one step, as `cuda_steps` of the runtime has it; its pages are read once for all
-of them. Measured as `decode.py` does, in one run, with 1 token a sequence as the baseline: `store`, `decode` (the split
-kernel), `merged` (with the merge of its parts), `layer` (all of it), and `plan`, which a step has once for all layers.
-`off` is how far the rows of a step are from the same rows, one of each sequence at a time, of a head's norm; more than
-2e-3 ends the run. Writes OUT/decode-drafts.json. `--choices` times other tiles, stages and programs a multiprocessor
-than `tuning` has for several tokens, as 32x3x8.
+A sequence's 1 + k tokens are rows of one step, as in the runtime's `cuda_steps`, and its pages are read once for all of
+them. Times are measured as in `decode.py`, in one run, with 1 token per sequence as the baseline: `store`, `decode`
+(the split kernel), `merged` (with the merge of its parts), `layer` (all of these), and `plan`, which runs once per step
+for all layers. `off` is the error over a head's norm against steps of one token per sequence; more than 2e-3 ends the
+run. Writes OUT/decode-drafts.json. `--choices` times other launch choices than `tuning` has for several tokens: tile,
+stages and programs per multiprocessor, for example 32x3x8.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BLOCK, LIMIT = 64, 2e-3
 
 
 def launch_as(shape: Shape, choice: str, tokens: int) -> None:
-    """Set other launch choices than `tuning` has, for steps of several tokens of a sequence."""
+    """Replace `tuning`'s launch choices for steps with several tokens of a sequence."""
     tile, stages, programs = map(int, choice.split("x"))
     found, own = shape.cut(tokens), tuning.Choice(tile, stages, programs, shape.cut(tokens).choice.registers)
     wave = max(1, tuning.multiprocessors(shape.device) * programs // (shape.kv_heads * found.parts))
@@ -41,7 +41,7 @@ def launch_as(shape: Shape, choice: str, tokens: int) -> None:
 
 
 def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: int, choice: str) -> dict[str, Any]:
-    """Time one format with so many `tokens` of each sequence in a step."""
+    """Time one format with `tokens` tokens of each sequence in a step."""
     fmt = formats.parse(name)
     shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, BLOCK, device, recent=recent)
     if recent:
@@ -103,7 +103,7 @@ def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: in
     for i in range(tokens):
         mine = slice(i, None, tokens)
         again = torch.empty_like(exact[mine])
-        # Nothing is stored anew: slots of padding.
+        # The slots are padding, so that nothing is stored.
         nothing = torch.full((case.batch,), -1, dtype=torch.int64, device=device)
         one.update(seen[mine].contiguous())
         first.store(

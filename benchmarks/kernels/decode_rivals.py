@@ -1,5 +1,6 @@
-"""The kernels that ours stand beside in `decode.py`: FlashAttention 3 as vLLM ships it, FlashInfer, and vLLM's own
-Triton kernel for heads that these do not take."""
+"""Rivals of our kernels in `decode.py`: FlashAttention 3 as vLLM ships it, FlashInfer, and vLLM's own Triton kernel for
+heads that these two do not support.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Resources:
     stack: int
 
     def misfit(self, capability: int) -> str:
-        """Return the reason why such a program must not be launched on such a GPU; empty if it may."""
+        """Return the reason why this program must not be launched on this GPU; empty if it may be."""
         if self.stack:
             return f"spills {self.stack} bytes of registers"
         if self.shared > SHARED_KIB[capability] * 1024:
@@ -86,16 +86,17 @@ def kernels() -> dict[str, Any]:
 
 
 def known(variant: Variant, taken: Resources) -> bool:
-    """Return True if such a program is known to spill: some with a recent window, and decode of several tokens.
+    """Return True if this program is known to spill: some with a recent window, and decode of several tokens.
 
-    Decode with a window: of 4 queries up to 64 bytes where 168 registers let 12 programs fit (one fewer takes an H100
-    1.2 times as long at 32 x 16K), up to 128 from head_dim 192 on, and of k8v4 40 by Triton 3.9, not by 3.6, which was
-    measured. Of 8 queries up to 480: a tile of 16 tokens would fit, and takes an H200 1.5 to 1.9 times as long.
-    Without a window, by Triton 3.9 on 9.0: int8 48 and k8v4 16 bytes at 192, k2v2 8 at 512; nothing else was tried.
-    Decode of several tokens, which is 16 queries (8 at head_dim 256): up to 112 bytes without a window, 512 with one;
-    on 9.0 up to 256 by Triton 3.6, with which it was measured. Prefill of heads of 512 elements on 9.0, 8 bytes by
-    Triton 3.6 and 456 by 3.9: 32 queries spill none and take an H200 2.1 times as long. Reduce, 8 bytes by some Tritons
-    from 3.6 to 3.9, and 16 of rows of 96.
+    Decode of 4 queries with a window spills up to 64 bytes, because 168 registers let 12 programs fit. With 11 programs
+    an H100 takes 1.2 times as long at 32 x 16K. From head_dim 192 on it spills up to 128 bytes. For k8v4 it spills 40
+    bytes with Triton 3.9, but none with the measured 3.6. Decode of 8 queries with a window spills up to 480 bytes. A
+    tile of 16 tokens would fit, but takes an H200 1.5 to 1.9 times as long. Decode without a window spills with Triton
+    3.9 on compute capability 9.0: int8 48 and k8v4 16 bytes at head_dim 192, k2v2 8 bytes at 512. No alternative was
+    tried. Decode of several tokens, with 16 queries (8 at head_dim 256), spills up to 112 bytes without a window and
+    512 with one. With the measured Triton 3.6 it spills up to 256 on 9.0. Prefill of heads of 512 elements on 9.0
+    spills 8 bytes with Triton 3.6 and 456 with 3.9. With 32 queries it spills none, but an H200 takes 2.1 times as
+    long. Reduce spills 8 bytes with some Tritons from 3.6 to 3.9, and 16 bytes for rows of 96.
     """
     most = 0
     if variant.kernel == "reduce_kernel":
@@ -132,7 +133,7 @@ def compile_for(variant: Variant, capability: int) -> Resources:
     in_gluon = variant.kernel in ("decode_kernel", "latent_decode_kernel")
     if in_gluon:
         types |= {name: kind for name, kind in {"query_ptr": "*fp16", "out_ptr": "*fp32"}.items() if name in types}
-    if variant.kernel.startswith("latent"):  # whose prepared queries are floats
+    if variant.kernel.startswith("latent"):  # its prepared queries are floats
         own = {"rotated_ptr": "*fp16", "sums_ptr": "*fp32"}
         types |= {name: kind for name, kind in own.items() if name in types}
     aligned = {

@@ -177,13 +177,10 @@ def every_variant(capability: int) -> list[Variant]:
 
 
 def few_variants(capability: int) -> list[Variant]:
-    """Return every kernel for few shapes.
-
-    Decode is that of each format as for Llama-3-8B, with a window of 64, and int8's of head_dim 256, as Gemma's. Of the
-    others there are one or two, since their resources hardly depend on the format; latents are for 16 heads in mla4.
-    Other
-    head dims are on two GPUs alone, one with little shared memory and one with much: 192, whose rows have slots in two
-    parts, 80, which is padded, and Gemma 4's 512.
+    """Return every kernel for a few shapes. Decode has Llama-3-8B's shape in each format, with a window of 64, and
+    Gemma's head_dim 256 in int8. The other kernels have one or two shapes, because their resources hardly depend on the
+    format. Latents have 16 heads in mla4. Three more head dims are only for two GPUs, one with little shared memory and
+    one with much: 192, whose rows have slots in two parts, 80, which is padded, and Gemma 4's 512.
     """
     found = [*step_variants(), reduce_variant(128, 1, 32, 2), reduce_variant(128, 2, 8, 1, several=True)]
     for name in formats.own_names():

@@ -1,9 +1,10 @@
 """Error of a latent cache, by bits and elements per scale: `python -m benchmarks.kernels.latent_error`.
 
-Entries are random, like a model's: a latent after RMSNorm with a learned weight, in which some channels are 8 times the
-others, and a RoPE part with large channels and no norm. Prints a Markdown table: bytes per token, capacity over 16
-bits, the lost share of a latent's and of a RoPE part's power, and the error of attention's output (median and worst of
-64 heads, of its norm; a query looks at some 100 of 4,096 tokens).
+Entries are random, but similar to a model's. The latent looks like the output of an RMSNorm with a learned weight, with
+some channels 8 times the others. The RoPE part has large channels and no norm. Prints a Markdown table: bytes per
+token, capacity over 16 bits, the lost share of a latent's and of a RoPE part's power, and the error of attention's
+output. That error is the median and the worst of 64 heads, over the output's norm. A query attends to some 100 of 4,096
+tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Baseline of latent decode in `mla_decode.py` without vLLM: the same attention over 16 or 8 bits.
 
-A split-context Triton kernel, like that of engines for GPUs without a special kernel: heads along M, the tile of
-entries loaded once and used as keys and as values, online softmax. Entries are bfloat16, or float8 (e4m3, one scale of
-1), which become bfloat16 on the way into the tensor cores. `attend` takes launch choices; `CHOICES` are those to try.
+It is a split-context Triton kernel, like those of engines for GPUs without a special kernel. Heads are along M. A tile
+of entries is loaded once, and serves as keys and as values; the softmax is online. Entries are bfloat16, or float8
+(e4m3, scale 1) that is converted to bfloat16 before the tensor cores. `attend` takes launch choices; `CHOICES` are
+those to try.
 """
 
 from __future__ import annotations

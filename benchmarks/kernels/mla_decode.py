@@ -1,12 +1,12 @@
 """Latent decode (MLA) on a GPU: correctness and time: `python -m benchmarks.kernels.mla_decode`.
 
-First correctness: ragged sequences are stored and decoded by the kernels in a captured CUDA graph, over poisoned pages
-and outputs (every byte 0xFF, every number NaN), against the CPU's code over the same bytes, which the tests compare
-with float64. Then times of one layer, in graphs of 32 launches that go round several layers' caches: `decode` is the
-split kernel alone, `merged` with the merge of its parts, `layer` with the store of the step's token. Beside it the same
-attention over bfloat16 and float8 entries (`mla_baseline`), each at the best of its launch choices, and a
-device-to-device copy. `--sweep` also times other launch choices of ours: of the split kernel, or of the merge and of
-the number of splits. Needs only torch and Triton.
+First it checks correctness. The kernels store and decode sequences of different lengths in a captured CUDA graph, over
+poisoned pages and outputs (every byte 0xFF, every number NaN). The results are compared with the CPU code over the same
+bytes, which the tests compare with float64. Then it times one layer, in graphs of 32 launches that rotate over several
+layers' caches. `decode` is the split kernel alone, `merged` adds the merge of its parts, and `layer` adds the store of
+the step's token. Baselines are the same attention over bfloat16 and float8 entries (`mla_baseline`), each at the best
+of its launch choices, and a device-to-device copy. `--sweep` also times other launch choices of ours: of the split
+kernel, or of the merge and of the number of splits. Needs only torch and Triton.
 
 Writes OUT/mla-decode.json after every row; exits 1 if something is wrong.
 """
@@ -244,7 +244,7 @@ def beside(dtype: torch.dtype, case: Case, device: torch.device) -> dict[str, An
         try:
             base = Baseline(table, lens, case.heads, choice)
             took = microseconds(lambda: base.attend(query, caches[next(turn) % len(caches)], 192**-0.5))  # noqa: B023
-        except Exception as error:  # shared memory that is not there
+        except Exception as error:  # more shared memory than the GPU has
             best.setdefault("failed", []).append([asdict(choice), type(error).__name__])
             continue
         if took < best.get("decode", float("inf")):
@@ -253,7 +253,7 @@ def beside(dtype: torch.dtype, case: Case, device: torch.device) -> dict[str, An
 
 
 def decodes(choice: LatentChoice) -> Iterator[tuple[LatentChoice, None]]:
-    """Yield choices around one; for more programs the assembler has fewer registers, and spills."""
+    """Yield choices around one; with more programs the assembler has fewer registers and spills."""
     ways = [(4, 1, None), (4, 2, None), (4, 3, 168), (4, 4, 128), (8, 1, None), (8, 2, 128)]
     for tile, stages, (warps, programs, registers) in product((64, 32), (2, 3), ways):
         yield replace(choice, tile=tile, stages=stages, warps=warps, programs=programs, registers=registers), None

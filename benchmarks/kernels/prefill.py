@@ -1,9 +1,10 @@
-"""Prefill of wide heads on a GPU, beside float64 and vLLM's Triton kernel: `python -m benchmarks.kernels.prefill`.
+"""Prefill of wide heads on a GPU, compared with float64 and vLLM's Triton kernel: `python -m
+benchmarks.kernels.prefill`.
 
-First ragged sequences, causal and not, with a soft cap and without, in bfloat16 and float16, whose rows are parts of
-wider ones with NaN behind the last token. Then a chunk of 8,192 tokens that sees itself, and one that also sees a
-context of as many: times, and of the GPU's peak in bfloat16. `--sweep` times other blocks. Writes OUT/prefill.json;
-exits 1 where something is off.
+First it checks sequences of different lengths, causal and not, with and without a soft cap, in bfloat16 and float16.
+Their rows are parts of wider rows, with NaN after the last token. Then it times a chunk of 8,192 tokens that attends to
+itself, and one that also attends to a context of the same length. It prints times and the share of the GPU's peak in
+bfloat16. `--sweep` times other blocks. Writes OUT/prefill.json; exits 1 if a result is off.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def rival(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, new: int,
 
 
 def times(new: int, old: int, blocks: list[PrefillBlock], device: torch.device) -> list[dict[str, Any]]:
-    """Time a chunk that sees itself and a context before it, both in one launch here."""
+    """Time a chunk that attends to itself and to a context before it, both in one launch."""
     query = torch.randn(new, HEADS, DIM, device=device).bfloat16()
     key, value = torch.randn(2, new + old, KV_HEADS, DIM, device=device).bfloat16()
     starts, rows = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (new, new + old))

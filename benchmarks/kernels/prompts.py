@@ -1,9 +1,9 @@
 """Store and gather of a prompt's tokens on a GPU: `python -m benchmarks.kernels.prompts`.
 
-One layer of a step of prefill: `store` quantizes so many new tokens into random blocks, `gather` reads as many back
-into 16 bits. Beside it what vLLM does for them in bfloat16 and in its fp8, where it is installed, which reads a
-context from its pages as it is. In a CUDA graph of 32 launches that go round several layers' caches, the median of ten
-replays. `of copy` is bytes read and written over that time, over the rate of a copy in the same run. `--blocks` and
+It times one layer of a prefill step: `store` quantizes new tokens into random blocks, and `gather` reads as many back
+into 16 bits. If vLLM is installed, its store in bfloat16 and fp8 is timed, too; vLLM needs no gather, because it
+attends to its pages directly. A CUDA graph of 32 launches rotates over several layers' caches; times are medians of ten
+replays. `of copy` is the rate of bytes read and written over the rate of a copy in the same run. `--blocks` and
 `--gathers` time other programs: tokens and warps. Writes OUT/prompts.json.
 """
 

@@ -1,4 +1,4 @@
-"""Timing of launches on a GPU, in CUDA graphs that go round many caches, and the rate of its memory copies."""
+"""Timing of launches on a GPU, in CUDA graphs that rotate over many caches, and the rate of its memory copies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def microseconds(launch: Callable[[], object]) -> float:
 
 
 def layers_for(size: int) -> int:
-    """Return the number of caches to go round: at least 1 GB of them, well beyond any L2."""
+    """Return the number of caches to rotate over: at least 1 GB of them, well beyond any L2."""
     return max(2, min(LAUNCHES, -(-(10**9) // size)))
 
 

@@ -1,11 +1,11 @@
-"""The operator with a fleet: 2,000 services, 6,000 pods, the real API server, the real operator process.
+"""The operator with a fleet: 2,000 services, 6,000 pods, a real API server, a real operator process.
 
     python -m benchmarks.operator.fleet [--sizes 100 500 1000 2000] [--seconds 60] [--soak 0] [--out FILE.json]
 
-It starts etcd and the API server of localcluster/kvpilot_localcluster, one process that makes the Deployments' pods
-(fleet_kubelets.py), one that answers /metrics of all of them (fleet_engines.py) and `kvpilot-operator`. At each size it
-waits until every service has its three ready replicas; then for `--seconds` it edits two specs and changes one pod a
-second, reads the operator's own metrics as a Prometheus would, and measures. At the largest size it goes on for
+It starts etcd and the API server of localcluster/kvpilot_localcluster, and `kvpilot-operator`. One process makes the
+Deployments' pods (fleet_kubelets.py), and one answers /metrics for all of them (fleet_engines.py). At each size the
+benchmark waits until every service has its three ready replicas. Then for `--seconds` it edits two specs and changes
+one pod per second, reads the operator's metrics as Prometheus would, and measures. At the largest size it continues for
 `--soak` seconds. `fleet_page.py` makes the page and the plot.
 """
 
@@ -53,14 +53,14 @@ PROMETHEUS_SECONDS = 30.0
 
 
 class ApiServer(ControlPlane):
-    """etcd and the API server alone: pods are made by fleet_kubelets.py."""
+    """Start only etcd and the API server; fleet_kubelets.py makes the pods."""
 
     def _controllers(self) -> None:
         pass
 
 
 class Fleet:
-    """The cluster, the programs beside it, and what is done to them."""
+    """The cluster, its helper processes, and the changes that the benchmark makes."""
 
     def __init__(self, cluster: Cluster, operator: Process, port: int) -> None:
         self.cluster = cluster
@@ -68,11 +68,11 @@ class Fleet:
         self._port = port
         self.watched = Watched(cluster)
         self.keys: list[tuple[str, str]] = []
-        # One for all measurements: values that a spec has already are no edits.
+        # All measurements share one generator, because a value that a spec already has is not an edit.
         self._random = random.Random(1)  # noqa: S311
 
     async def grow(self, size: int) -> float:
-        """Create services up to this number; seconds until all of them have their replicas."""
+        """Create services up to this number; return the seconds until all have their replicas."""
         began = time.monotonic()
         new = [(f"team-{i % NAMESPACES}", f"model-{i:04d}") for i in range(len(self.keys), size)]
         places = asyncio.Semaphore(8)
@@ -92,7 +92,7 @@ class Fleet:
         return time.monotonic() - began
 
     async def measure(self, seconds: float) -> dict[str, Any]:
-        """Edit specs and change pods for this long."""
+        """Edit specs and change pods for this many seconds."""
         await self._stats()
         before, cores, began = await self._metrics(), Cores(), time.monotonic()
         edits: list[asyncio.Task[float]] = []
@@ -160,7 +160,7 @@ class Fleet:
         return max(0.0, done - answered)
 
     async def _page(self) -> tuple[float, int]:
-        """Seconds that the operator's own metrics take, and their bytes."""
+        """Return the seconds and the bytes of a read of the operator's metrics."""
         began = time.monotonic()
         async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{self._port}/metrics") as answer:
             size = len(await answer.read())
@@ -225,7 +225,7 @@ async def connected(plane: ControlPlane) -> Cluster:
 
 @contextlib.asynccontextmanager
 async def world(folder: Path, pods: int) -> AsyncIterator[Fleet]:
-    """Everything started, with engines for so many pods, and ended afterwards."""
+    """Start everything, with engines for this many pods, and end it afterwards."""
     with plane_of(folder, [f"team-{i}" for i in range(NAMESPACES)]) as plane:
         cluster = await connected(plane)
         port = free_port()
@@ -249,7 +249,7 @@ async def world(folder: Path, pods: int) -> AsyncIterator[Fleet]:
 
 
 async def sizes(fleet: Fleet, options: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Grow and measure; what is known is written after each size."""
+    """Grow and measure; write the figures after each size."""
     for size in options.sizes:
         up = await fleet.grow(size)
         await asyncio.sleep(options.settle)
@@ -265,7 +265,7 @@ async def sizes(fleet: Fleet, options: argparse.Namespace, result: dict[str, Any
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
-    """All sizes, and the soak."""
+    """Run all sizes, and the soak."""
     result: dict[str, Any] = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": os.cpu_count(), "sizes": []}
     result["pages_per_second"] = PAGES_PER_SECOND
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
@@ -279,7 +279,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[100, 500, 1000, 2000], help="services")
     parser.add_argument("--seconds", type=float, default=60.0, help="of measuring at each size (60)")

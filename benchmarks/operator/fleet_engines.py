@@ -2,8 +2,9 @@
 
     python -m benchmarks.operator.fleet_engines EARLY LATER PODS
 
-EARLY and LATER are two pages of one real vLLM. Every counter goes on as it went between them, at one of sixteen paces,
-and use and running requests go up and down. /stats tells how long ago each pod was asked before, as a histogram.
+EARLY and LATER are two pages of one real vLLM. Every counter continues at its rate between these pages, times one of
+sixteen factors. KV use and running requests go up and down. /stats returns a histogram of the time since each pod's
+previous scrape.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _COUNTED = re.compile(r"^[^{ ]+_(total|bucket|sum|count)(\{|$)")
 
 
 class Pages:
-    """The page of a pod now; there is a new one a second for each pace."""
+    """Return the current page of a pod; each pace has a new one per second."""
 
     def __init__(self, early: str, later: str) -> None:
         before = dict(m.groups() for m in map(_SERIES.match, early.splitlines()) if m)
@@ -68,7 +69,7 @@ class Pages:
 
 
 class Engines:
-    """Every pod's last scrape, and how long the ones before lay apart."""
+    """Every pod's last scrape, and the intervals between earlier ones."""
 
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
@@ -86,14 +87,14 @@ class Engines:
         return self.pages.of((int(a) * 256 + int(b)) % PACES)
 
     def stats(self) -> bytes:
-        """Gaps between two scrapes of one pod since the last call, in tenths of a second, and pods asked so far."""
+        """Return gaps between scrapes of one pod since the last call, in tenths of a second, and pods asked so far."""
         body = json.dumps({"pods": len(self._last), "gaps": self._gaps}).encode()
         self._gaps = Counter()
         return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
 class Connection(asyncio.Protocol):
-    """One connection; a request fits into one segment."""
+    """Serve one connection; a request fits into one segment."""
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
@@ -114,11 +115,11 @@ class Connection(asyncio.Protocol):
 
 
 async def serve(early: str, later: str, pods: int) -> None:
-    """Answer for ever."""
+    """Answer forever."""
     engines = Engines(Pages(early, later))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    # Number 0 is nobody's: it answers /stats.
+    # Number 0 is not a pod: it answers /stats.
     addresses = [numbered(number) for number in range(pods + 1)]
     server = await asyncio.get_running_loop().create_server(lambda: Connection(engines), addresses, PORT, backlog=64)
     await server.serve_forever()

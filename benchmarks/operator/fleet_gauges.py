@@ -1,4 +1,4 @@
-"""What fleet.py measures with: a process' cost, the statuses that the watch brings, percentiles, rates of counters."""
+"""Gauges of fleet.py: a process' cost, the statuses from the watch, percentiles, rates of counters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Process:
-    """A child process, and what it costs."""
+    """Child process and its cost."""
 
     def __init__(
         self, command: list[str], folder: Path, kubeconfig: Path, start: Callable[[], None] | None = None
@@ -40,12 +40,12 @@ class Process:
             self._child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, preexec_fn=start)
 
     def rss(self) -> float:
-        """Resident MiB."""
+        """Return the resident MiB."""
         pages = Path(f"/proc/{self._child.pid}/statm").read_text().split()[1]
         return int(pages) * _PAGE_BYTES / 2**20
 
     def lives(self) -> bool:
-        """Whether it still runs."""
+        """Return True while it runs."""
         return self._child.poll() is None
 
     def end(self) -> None:
@@ -58,20 +58,22 @@ class Process:
 
 
 class Cores:
-    """Who takes the machine's cores from its making on: the benchmark's own programs by name, and everybody else."""
+    """Users of the machine's cores since this object was made: the benchmark's programs by name, and all others
+    together.
+    """
 
     def __init__(self) -> None:
         self._before, self._since = self._now(), time.monotonic()
 
     def taken(self) -> dict[str, float]:
-        """Cores by program; a program that has ended since is counted as somebody else's."""
+        """Return cores by program. A program that has ended since counts as another's."""
         wall, now = time.monotonic() - self._since, self._now()
         spent = {name: (seconds - self._before.get(name, 0.0)) / wall for name, seconds in now.items()}
         spent["others"] = spent.pop("machine") - sum(spent.values())
         return {name: round(max(0.0, cores), 2) for name, cores in spent.items()}
 
     def _now(self) -> dict[str, float]:
-        """Seconds of processor time so far, of the machine and of each descendant of this process."""
+        """Return the seconds of processor time so far, of the machine and of each descendant of this process."""
         words = Path("/proc/stat").read_text().split(maxsplit=9)
         found = {"machine": sum(map(int, (*words[1:4], *words[6:9]))) / _TICK}
         family = {os.getpid()}
@@ -86,7 +88,7 @@ class Cores:
 
 
 def _processes() -> dict[int, tuple[int, float]]:
-    """Of each process its parent and its seconds of processor time."""
+    """Return the parent and the processor seconds of each process."""
     found = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -107,7 +109,7 @@ def _program(pid: int) -> str:
 
 
 class Watched:
-    """Services as their watch tells of them: who waits for a status is told when it came."""
+    """Services as the watch reports them; callers can wait for a status and get its arrival time."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -116,7 +118,7 @@ class Watched:
         self._waiting: dict[tuple[str, str], list[tuple[Any, asyncio.Future[float]]]] = defaultdict(list)
 
     async def run(self) -> None:
-        """Follow for ever."""
+        """Follow the watch forever."""
         version = ""
         while True:
             try:
@@ -134,7 +136,9 @@ class Watched:
                 await asyncio.sleep(0.2)
 
     async def until(self, key: tuple[str, str], right: Any, since: float) -> float:
-        """When a status came, not before `since`, of which `right(object)` holds; infinite where none did."""
+        """Return the arrival time of the first status after `since` for which `right(object)` is true; infinite if
+        there is none.
+        """
         seen, latest = self._latest.get(key, (0.0, {}))
         if seen >= since and right(latest):
             return seen
@@ -163,12 +167,12 @@ def total(metrics: dict[str, float], name: str, part: str = "") -> float:
 
 
 def rate(before: dict[str, float], after: dict[str, float], name: str, seconds: float) -> float:
-    """How much a counter grew a second."""
+    """Return a counter's growth per second."""
     return round((total(after, name) - total(before, name)) / seconds, 1)
 
 
 def shares(values: Iterable[float]) -> dict[str, float]:
-    """Percentiles of what is finite, and how many are not."""
+    """Return percentiles of the finite values, and the number of infinite ones."""
     every = list(values)
     rising = sorted(value for value in every if value != float("inf"))
     if not rising:

@@ -1,9 +1,9 @@
-"""One process in the place of the Deployment controller, the scheduler and all kubelets.
+"""One process that replaces the Deployment controller, the scheduler and all kubelets.
 
     python -m benchmarks.operator.fleet_kubelets KUBECONFIG
 
-It watches our Deployments and keeps as many pods for each: bound to a node, Running and Ready, each with an address of
-its own in 127.0.0.0/8. The pods are real objects of the real API server; nothing runs in them.
+It watches our Deployments and keeps the requested number of pods for each. Pods are bound to a node, Running and Ready,
+and each has its own address in 127.0.0.0/8. They are real objects of the real API server, but run no containers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS = (
     "good", "label", "quoted", "large", "lines", "hang", "drip",
     "objects", "probe-hang", "maps", "yaml", "spec", "route",
 )  # fmt: skip
-"""What the engines of hostile.py's services do; of others all are good."""
+"""Behaviour of the engines of hostile.py's services. Those of other services are all good."""
 
 
 def kind_of(deployment: Object) -> int:
@@ -58,7 +58,7 @@ class Kubelets:
         self._places = asyncio.Semaphore(AT_ONCE)
 
     async def run(self) -> None:
-        """Work for ever."""
+        """Work forever."""
         version = ""
         async with asyncio.TaskGroup() as group:
             while True:
@@ -115,7 +115,7 @@ async def set_ready(cluster: Cluster, namespace: str, name: str, ready: bool, ip
     word = "True" if ready else "False"
     status: Object = {
         "phase": "Running",
-        # A merge patch replaces the list: what is not repeated here, a readiness gate that is open, would be closed.
+        # A merge patch replaces the list, so an open readiness gate must be repeated or it would close.
         "conditions": [
             {"type": "PodScheduled", "status": "True"},
             {"type": ADMITTED, "status": "True"},

@@ -48,7 +48,7 @@ _COLUMNS = """| services | pods | up s | edit p50/p95/p99 ms | pod p50/p95/p99 m
 
 
 def row(one: dict[str, Any]) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
 
     def ms(shares: dict[str, float]) -> str:
         return " / ".join(f"{1000 * shares[q]:.0f}" for q in ("p50", "p95", "p99"))
@@ -71,7 +71,7 @@ def row(one: dict[str, Any]) -> str:
 
 
 def slope(memory: list[list[float]]) -> float:
-    """MiB an hour, least squares."""
+    """Return the growth in MiB per hour, by least squares."""
     n = len(memory)
     t, m = sum(x for x, _ in memory) / n, sum(y for _, y in memory) / n
     return 3600 * sum((x - t) * (y - m) for x, y in memory) / sum((x - t) ** 2 for x, _ in memory)
@@ -112,7 +112,7 @@ def _wrapped(text: str) -> str:
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
-    """Latency, scrape gap, cores and memory over the number of services."""
+    """Plot latency, scrape gap, cores and memory over the number of services."""
     sizes = result["sizes"]
     x = [one["services"] for one in sizes]
     figure, axes = plt.subplots(2, 2, figsize=(9, 6))
@@ -138,12 +138,12 @@ def plot(result: dict[str, Any], file: Path) -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """One line a size."""
+    """Return the table, one line per size."""
     return _COLUMNS + "\n".join(row(one) for one in result["sizes"]) + "\n"
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
     parser.add_argument("--before", type=Path)

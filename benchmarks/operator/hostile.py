@@ -1,14 +1,14 @@
-"""Fifty hostile services of every kind beside fifty good ones: the real API server, the real operator in 512 MiB.
+"""Fifty hostile services of every kind next to fifty good ones, with a real API server and a real operator in 512 MiB.
 
     python -m benchmarks.operator.hostile [--services 50] [--seconds 20] [--background CORES] [--out FILE.json]
 
-It measures how the good services fare alone, then makes the hostile ones, and measures again while those are edited,
-scraped and probed. What is compared is counted rather than timed where it can be: scrapes of each good service, edits
-whose status came, probes that were done. The times stand beside them.
+It measures the good services alone. Then it makes the hostile ones, and measures again while those are edited, scraped
+and probed. It prefers counts to times: scrapes of each good service, edits with a resulting status, and completed
+probes. Times are reported too.
 
-All of it shares the machine: what the hostile services cost the API server, the engines' process and the operator is
-not there for the good ones. `--background` takes as many cores from the good services alone, by a process that does
-nothing else (`background`): what they wait then, they wait for the machine and not for the operator.
+All processes share the machine, so processor time that hostile services cost is missing for the good ones. As a
+control, `--background` measures the good services alone while a process that only burns time (`background`) takes as
+many cores. Delays in that run come from the machine and not from the operator.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from kvpilot_operator.cluster.objects import Ref
 MEBIBYTES = 512
 SCRAPE_SECONDS = 1.0
 PROBES = 5
-# Of the scrape loop, in each phase at least.
+# Smallest number of scrape loops in each phase.
 CYCLES = 6
 
 
 class HostileFleet:
-    """The cluster, and what is done to it."""
+    """The cluster, and the benchmark's actions on it."""
 
     def __init__(self, cluster: Cluster, operator: Process, group: MemoryGroup, port: int) -> None:
         self.cluster, self.operator, self.group = cluster, operator, group
@@ -95,7 +95,7 @@ class HostileFleet:
             raise RuntimeError(f"the operator has ended: {self.operator.log.read_text()[-3000:]}")
 
     async def measure(self, seconds: float) -> dict[str, Any]:
-        """Edit and probe good services, and hostile ones where there are any, for at least so long."""
+        """Edit and probe good services, and hostile ones if there are any, for at least this long."""
         own = {key: await self._addresses(key) for key in self.good}
         before, began, cores = await self.asked(), time.monotonic(), Cores()
         failed = self._failed_scrapes()
@@ -176,7 +176,7 @@ class HostileFleet:
                 await asyncio.sleep(0.25)
 
     async def _count_cycles(self) -> None:
-        """Scrapes of the whole fleet, told by the operator's own metrics."""
+        """Return the scrapes of the whole fleet, from the operator's own metrics."""
         self._cycles = set()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE)) as http:
             while True:
@@ -190,7 +190,7 @@ class HostileFleet:
         return [pod["status"]["podIP"] for pod in found]
 
     async def asked(self, address: str = "127.100.0.1") -> Counter[str]:
-        """How often each engine of a process was asked for its page."""
+        """Return the number of requests for its page that each engine of a process got."""
         async with aiohttp.ClientSession() as http, http.get(f"http://{address}:8000/stats") as answer:
             return Counter(json.loads(await answer.text()))
 
@@ -223,7 +223,7 @@ async def world(folder: Path) -> AsyncIterator[HostileFleet]:
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Quiet, then beside the hostile ones."""
+    """Measure the good services alone, then together with the hostile ones."""
     result: dict[str, Any] = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": os.cpu_count()}
     result["background_cores"] = options.background
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
@@ -256,7 +256,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--services", type=int, default=50, help="good ones, and hostile ones (50)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of measuring, without and with them (20)")

@@ -1,10 +1,10 @@
-"""The engines of hostile.py's fleet: a process for the good ones, and one for all others.
+"""Engines of hostile.py's fleet: one process for the good ones, and one for all others.
 
     python -m benchmarks.operator.hostile_engines good
     python -m benchmarks.operator.hostile_engines hostile
 
-The address says what an engine does: 127.(100 + kind).x.y, with x from 128 where it serves a quantized dtype. A good
-one (kind 0) answers as vLLM does. /stats tells how often each address was asked for its page.
+An engine's address 127.(100 + kind).x.y selects its behaviour; x is at least 128 for a quantized dtype. A good engine
+(kind 0) answers as vLLM does. /stats returns the number of page requests for each address.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HostileEngine(Engine):
         self._kind = kind
 
     async def answer(self, path: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Answer in the way of this kind; False where it has none for this path."""
+        """Answer as this kind does; return False if it has no special answer for this path."""
         if path == "/metrics" and self._kind in PAGES:
             writer.write(HEAD)
             for chunk in PAGES[self._kind]:
@@ -70,7 +70,7 @@ ENGINES: dict[str, HostileEngine] = {}
 
 
 async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """One request on one connection."""
+    """Serve one request on one connection."""
     address = writer.get_extra_info("sockname")[0]
     _, kind, number, _ = address.split(".")
     engine = ENGINES.get(address)
@@ -96,7 +96,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def main(side: str) -> None:
-    """Answer for ever, at addresses of their own: nobody else's engines are in the way."""
+    """Answer forever, at addresses that no other process uses."""
     kinds = [0] if side == "good" else range(1, len(KINDS))
     hosts = [f"127.{100 + kind}.{half}.{i}" for kind in kinds for half in (0, 128) for i in range(1, ADDRESSES)]
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -75,19 +75,19 @@ _PHASES = {"quiet": "alone", "background": "beside a load", "hostile": "beside t
 
 
 def cycle(one: dict[str, Any]) -> float:
-    """Seconds of a cycle of the scrape loop."""
+    """Return the seconds of a cycle of the scrape loop."""
     return float(one["seconds"] / one["cycles"])
 
 
 def table(phases: dict[str, dict[str, Any]], rows: tuple[_Row, ...]) -> str:
-    """Rows by phase."""
+    """Return the table's rows by phase."""
     lines = [("", *(_PHASES[name] for name in phases)), ("---",) * (len(phases) + 1)]
     lines += [(what, *(said(one) for one in phases.values())) for what, said in rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def verdicts(phases: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield the waiting times against the quiet ones, and those beside another load."""
+    """Yield the waiting times against those of the quiet phase, and those under another load."""
     for what, waited in _BARS:
         before, after = waited(phases["quiet"]), waited(phases["hostile"])
         word = "within" if after <= 2 * before else "**over**"

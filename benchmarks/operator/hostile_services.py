@@ -1,4 +1,4 @@
-"""The hostile services of hostile.py: what their owners write, and what they do to them afterwards."""
+"""Hostile services of hostile.py: their objects, and their owners' later actions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpilot_operator.errors import ClusterError
 
 GOOD_REPLICAS, HOSTILE_REPLICAS = 2, 4
 HOSTILE = KINDS[1:]
-# As many teams as there are hostile ones: the operator's places and turns are shared out by namespace.
+# There are as many good teams as hostile ones, because the operator shares its slots and turns by namespace.
 GOOD = tuple(f"team-good-{i}" for i in range(len(HOSTILE)))
 MAPS = 16
 BOMB = "prompts:\n- &a {k: v}\n" + "".join(f"- &a{i} {{<<: [{', '.join(['*a'] * 20)}]}}\n" for i in range(12))
@@ -41,7 +41,7 @@ def service(namespace: str, name: str, replicas: int, **spec: Any) -> Object:
 
 
 class HostileServices:
-    """Those of one cluster, each kind in a namespace of its own; what the API server refuses is counted by kind."""
+    """Services of one cluster, each kind in its own namespace. Rejections by the API server are counted by kind."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.refused: Counter[str] = Counter()
@@ -49,7 +49,7 @@ class HostileServices:
         self._keys: list[tuple[str, str]] = []
 
     async def create(self, number: int) -> list[tuple[str, str]]:
-        """Create services of each kind in turn: those that come to have replicas."""
+        """Create services of each kind in turn; return those that get replicas."""
         self._keys = [
             (f"team-{kind}", f"{kind}-{i:03d}") for i in range(number) for kind in [HOSTILE[i % len(HOSTILE)]]
         ]
@@ -65,7 +65,7 @@ class HostileServices:
                 spec["canary"] = {"routeRef": {"name": "../" * 6 + "api/v1/configmaps"}}
             if not await self._try(self._cluster.create(service(*key, HOSTILE_REPLICAS, **spec))):
                 self.refused[kind] += 1
-        # Those with a name that climbs are refused, by the API server or by the operator.
+        # Services with a path such as `..` in a name are refused, by the API server or by the operator.
         return [key for key in self._keys if key[0] != "team-route"]
 
     async def _config_map(self, namespace: str, name: str, kind: str) -> None:
@@ -83,13 +83,13 @@ class HostileServices:
         return True
 
     async def provoke(self) -> None:
-        """Act as their owners for ever: edit megabytes, and start canaries of engines that hang or lie."""
+        """Act as their owners forever: edit megabytes, and start canaries of engines that hang or lie."""
         canaries = [key for key in self._keys if key[0] in ("team-objects", "team-probe-hang")]
         for key in canaries:
             await self._try(self._cluster.merge(Ref(API_VERSION, KIND, *key), {"spec": {"kvCache": {"dtype": "k8v4"}}}))
         specs = [key for key in self._keys if key[0] == "team-spec"]
         for number in itertools.count():
-            # No faster: what is measured is the operator, and not an API server that has megabytes to judge.
+            # Edit no faster, or the benchmark would measure the API server's work on megabytes and not the operator.
             await asyncio.sleep(1)
             if specs:
                 env = [{"name": f"V{i}", "value": f"{number:04d}" + CHARACTER * 4000} for i in range(64)]

@@ -1,5 +1,6 @@
-"""A limit on a process' memory: a control group where one can be made, of version 1 or 2, or else a limit
-on what it allocates (RLIMIT_DATA: RLIMIT_AS would count libraries and what threads reserve and never touch).
+"""Limit on a process' memory: a control group of version 1 or 2 if one can be made, else a limit on its allocations.
+The fallback is RLIMIT_DATA, because RLIMIT_AS would also count libraries and memory that threads reserve and never
+touch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 class MemoryGroup:
-    """Room for one process and what it starts. `joins` is called in the child before it becomes the program."""
+    """Memory limit for one process and its children. `joins` is called in the child before it becomes the program."""
 
     def __init__(self, mebibytes: int) -> None:
         self._bytes = mebibytes * 1024 * 1024
@@ -36,7 +37,7 @@ class MemoryGroup:
         return self._read("memory.max_usage_in_bytes", "memory.peak")
 
     def kills(self) -> int:
-        """How often the kernel has ended a process of the group."""
+        """Return the number of processes of the group that the kernel has killed."""
         if self._folder is None:
             return 0
         words = (self._folder / ("memory.oom_control" if self._v1 else "memory.events")).read_text().split()

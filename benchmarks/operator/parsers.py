@@ -1,9 +1,9 @@
-"""What the parsers of every input cost, with sizes that double: a linear one costs the same for each byte.
+"""Cost of the parser of every input at sizes that double. A linear parser costs the same for each byte.
 
     python -m benchmarks.operator.parsers --out docs/benchmarks/operator-parsers.json
 
-Each parser reads texts of every hostile kind that is known here, and a sound one. The page beside the JSON is made from
-it. The limits on a page's size are lifted for the measurement, so that the slope shows beyond them.
+Each parser reads a valid text and texts of every known hostile kind. The page next to the JSON is made from it. The
+measurement lifts the limits on page sizes, so that it shows the slope beyond them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from kvpilot_operator.probes.errors import ProbeError
 from kvpilot_operator.probes.packs import MAX_PACK_BYTES, load
 
 SIZES = [1024 * 2**i for i in range(11)]
-# A parser that is not linear is not asked for more once one text took so long.
+# A parser gets no larger text after one that took this long, because it is not linear.
 ENOUGH_SECONDS = 1.0
 
 
 def page(text: bytes) -> None:
-    """As scrapes read it: in chunks."""
+    """Read a page in chunks, as scrapes do."""
     reader = PageReader()
     for start in range(0, len(text), METRICS_CHUNK_BYTES):
         for _ in reader.steps(text[start : start + METRICS_CHUNK_BYTES]):
@@ -79,7 +79,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], dict[str, Make], int]] = {
 
 
 def measured(read: Callable[[bytes], object], make: Make, most: int) -> dict[str, Any]:
-    """Nanoseconds for each byte by size, and memory and outcome at the largest size."""
+    """Measure nanoseconds per byte by size, and memory and outcome at the largest size."""
     costs: dict[str, float] = {}
     for size in (size for size in SIZES if size <= most):
         best = float("inf")
@@ -140,7 +140,7 @@ def _size(size: int) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON; its page is written beside it")
     parser.add_argument("--page", type=Path, help="make the page of this JSON, and do nothing else")
@@ -148,7 +148,7 @@ def main() -> None:
     if options.page:
         options.page.with_suffix(".md").write_text(table(json.loads(options.page.read_text())))
         return
-    # The slope is to be seen beyond them.
+    # Lift the limits, so that the slope shows beyond them.
     series.METRICS_LINE_BYTES = series.METRICS_LINES = 2**40
     series.METRICS = replace(series.METRICS, read_bytes=2**40)
     result: dict[str, Any] = {

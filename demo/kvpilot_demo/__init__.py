@@ -1,1 +1,1 @@
-"""The demo of the README: one service earns its smaller KV cache, on this machine, with real parts."""
+"""Demo of the README: one service earns its smaller KV cache, on this machine, with real components."""

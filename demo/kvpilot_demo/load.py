@@ -28,14 +28,14 @@ from kvpilot_operator.probes.stats import percentile
 # A user waits this long after a failure, so that a refused connection does not become a busy loop.
 PAUSE_AFTER_FAILURE_SECONDS = 0.5
 TIMEOUT = httpx.Timeout(900.0)
-# About 12,000 tokens, and as many distinct prompts: more than a demo uses.
+# The corpus has about 12,000 tokens and as many distinct prompts, more than a demo uses.
 CORPUS_CHARACTERS = 60_000
 KEPT_FAILURES = 100
 KEPT_TIMES = 20_000
 
 
 class LoadError(Exception):
-    """An error that keeps the load from starting."""
+    """Error that keeps the load from starting."""
 
 
 @dataclass(slots=True)

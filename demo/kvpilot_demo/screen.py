@@ -152,7 +152,7 @@ class Screen:
 
 
 def service_row(service: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Return the columns of `kubectl get qllm`, and the canary."""
+    """Return the columns of `kubectl get qllm`, and a line about the canary."""
     if service is None:
         return []
     status = service.get("status") or {}

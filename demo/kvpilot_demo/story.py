@@ -1,4 +1,4 @@
-"""Steps of the demo. A step ends when its promise was observed, or fails with the observation."""
+"""Steps of the demo. A step ends when its promised effect was observed, or fails with the observation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HANGS = 900
 
 
 class StoryFailed(Exception):
-    """A step whose promise was not kept."""
+    """Error of a step without its promised effect."""
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ class Story:
         )
         self.record.good_probe = after["accuracy"]["last"]
         self.record.capacity_after = after["kvCache"]["capacityTokens"]
-        # The old engine drains; only then is it known that no request was lost in the change.
+        # Wait until the old engine has drained. Only then it is certain that the change lost no request.
         await self._world.until_pods(1, HANGS)
         await self._end_load()
 
@@ -209,7 +209,7 @@ class Story:
 
 
 def _ended(status: dict[str, Any]) -> dict[str, Any]:
-    """Return the newest trial that ended; empty where none has."""
+    """Return the newest trial that ended; empty if none has."""
     return next(iter(status.get("history", ())), {})
 
 

@@ -86,7 +86,7 @@ class World:
             await asyncio.to_thread(local.stop)
 
     def start_operator(self) -> None:
-        """Start the operator as a process, as it runs after `pip install` beside a cluster."""
+        """Start the operator as a process, as after `pip install` outside a cluster."""
         command = [str(Path(sys.executable).parent / "kvpilot-operator"), "--scrape-seconds=2"]
         command += ["--http-host=127.0.0.1", f"--http-port={free_port()}"]
         with (self._folder / "operator.log").open("ab") as log:
@@ -173,7 +173,7 @@ class World:
 
 
 def run_folder() -> Path:
-    """Make a folder for the files of this run beside the cache."""
+    """Make a folder for the files of this run, next to the cache."""
     folder = cache_folder() / "runs" / str(os.getpid())
     folder.mkdir(parents=True, exist_ok=True)
     return folder

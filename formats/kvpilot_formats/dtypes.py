@@ -1,4 +1,4 @@
-"""All KV-cache dtypes of a service: vLLM's, ours, and ours of multi-head latent attention. Pure Python.
+"""All KV-cache dtypes of a service: vLLM's, ours, and ours for multi-head latent attention. Pure Python.
 
 The tables are `formats.FORMATS` and `latent.formats.LATENT_FORMATS`. Callers that need no layout take a dtype from
 here, and both kinds have `ours`, `latent`, `has_ring`, `calibrated_only`, `bits_per_element` and `recent_tokens`.

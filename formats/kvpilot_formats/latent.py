@@ -5,10 +5,10 @@ Under MLA (DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash) a token has one entry for
 
     score of head h = q_h . latent + q_rope_h . rope        output of head h = sum_t p_t latent_t        (absorbed form)
 
-The latent is rotated by a Hadamard matrix and stored in codes of 8 or 4 bits, the RoPE part likewise in 8 bits. Each
-of both has one scale and zero point for a token, in the 16 bits of `kvpilot_formats.layouts`; bytes of codes are as
-there. There is one scale for 512 elements, because the same codes are keys and values: scores and probabilities
-are then scaled by token, and no product has to stop at a group (docs/decisions/0025).
+The latent is rotated by a Hadamard matrix and stored in codes of 8 or 4 bits; the RoPE part is rotated, too, and has 8
+bits. Each part has one scale and zero point per token, in the 16 bits of `kvpilot_formats.layouts`. Codes have the same
+byte order as there. There is one scale for 512 elements, because the same codes are keys and values: scores and
+probabilities are then scaled by token, and no product has to stop at a group (docs/decisions/0025).
 
 Page layout (one flat region per block; T = tokens in a block, b = code bits)
 ----------------------------------------------------------------------------

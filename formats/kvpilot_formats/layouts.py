@@ -138,7 +138,7 @@ def page(key_bits: int, value_bits: int, head_dim: int, groups: int, tokens: int
 
 
 def ring(key_bits: int, value_bits: int, head_dim: int, groups: int, size: int) -> RingLayout:
-    """Return a ring's page with as many tokens as `size` bytes hold; the module's second table."""
+    """Return the layout of a ring's page with as many tokens as fit in `size` bytes (the module's second table)."""
     tokens = size // (head_dim * (16 - key_bits - value_bits) // 8 + 4 * groups)
     value_digits = tokens * head_dim * (8 - key_bits) // 8
     meta = value_digits + tokens * head_dim * (8 - value_bits) // 8

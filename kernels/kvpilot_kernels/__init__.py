@@ -1,1 +1,1 @@
-"""Reference codecs and kernels of the KV-cache formats; knows neither vLLM nor Kubernetes."""
+"""Reference codecs and kernels of the KV-cache formats; they are independent of vLLM and Kubernetes."""

@@ -237,18 +237,14 @@ def int32(**given: torch.Tensor) -> None:
 
 
 def sequences(seq_lens: torch.Tensor, most: int) -> None:
-    """Check that there are lengths of at most so many sequences.
-
-    Raises:
-        BadInputError: there are more.
-    """
+    """Check that there are lengths for at most this many sequences. Raises: BadInputError: there are more."""
     if seq_lens.shape[0] > most:
         raise BadInputError("seq_lens", f"has {seq_lens.shape[0]} sequences", f"the plan has room for {most}")
 
 
 def several(starts: torch.Tensor, owners: torch.Tensor, most: int, seq_lens: torch.Tensor, tokens: int,
             rows: int) -> None:  # fmt: skip
-    """Check the rows of a step whose sequences have several, for a plan of `tokens` per sequence and `rows` in all.
+    """Check a step with several rows per sequence, for a plan of `tokens` rows per sequence and `rows` in all.
 
     Raises:
         BadInputError: another type, no first row for each sequence, or more rows than the plan has room for.

@@ -87,7 +87,7 @@ class PackedPages:
             slots: int64 [tokens], block * block_size + offset in the block; a negative slot is padding.
             ring_slots: int64 [tokens], from `ring.ring_slots`, negative for none; None without a ring.
             ordinals: int [tokens], each token's position in its sequence, from 1 on; None if none of them is its
-                sequence's first. For fewer than all tokens if padding follows.
+                sequence's first. It may be shorter than the tokens if the rest is padding.
 
         Raises:
             BadInputError: another type or shape, or a slot beyond the cache; nothing is written.
@@ -147,7 +147,7 @@ class PackedPages:
             seq_lens: int [sequences], tokens stored, at least 1.
             scale: factor on the scores. softcap: 0 for none, else scores become cap * tanh(score / cap).
             ring_table: int [sequences, ring_blocks], negative for none; None without a ring.
-            sinks: [heads], a logit of each head that takes weight and has no value; None without.
+            sinks: [heads], a logit per head that takes weight but has no value; None without sinks.
 
         Returns:
             float32 [sequences, heads, head_dim].
@@ -171,7 +171,7 @@ class PackedPages:
         q = query.float().view(sequences, kv_heads, heads // kv_heads, self.head_dim)
         apart, level = None, None
         if self.factors is not None:
-            # The token at position 0 has another mean. q . key_mean is the same for all tokens: no softmax sees it,
+            # The token at position 0 has another mean. q . key_mean is the same for all tokens: the softmax ignores it,
             # unless scores have a cap, or a logit beside them that it is not in.
             apart = (q * (self.factors.key_first - self.factors.key_mean)[:, None]).sum(-1).mul_(scale)
             level = (q * self.factors.key_mean[:, None]).sum(-1, keepdim=True).mul_(scale)
@@ -208,7 +208,7 @@ class PackedPages:
             out += torch.matmul(near, fine_value.values)
         out = out.transpose(2, 3).flatten(3) @ self.rotation.T
         if self.factors is not None:
-            # A sink takes weight from the mean too.
+            # A sink also takes weight from the mean.
             weight = 1.0 if sinks is None else p.sum(-1).transpose(2, 3).reshape(sequences, kv_heads, -1, 1)
             out = out / self.factors.value_scale[:, None] + weight * self.factors.value_mean[:, None]
         return out.view(sequences, heads, self.head_dim)

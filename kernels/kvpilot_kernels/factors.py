@@ -5,9 +5,9 @@ A token is stored as
     k' = ((k - key_mean) * key_scale) H        v' = ((v - value_mean) * value_scale) H
 
 and read back with the inverse. `key_mean` costs nothing at decode: q . key_mean is the same for every token, and the
-softmax ignores it. Only with a cap on scores or an attention sink it is added to them. `key_scale` divides the query.
-`value_scale` and `value_mean` apply to the output, because probabilities sum to one. With a sink they sum to less, and
-the mean is weighted by that.
+softmax ignores it. Scores only include it with a soft cap or an attention sink. `key_scale` divides the query.
+`value_scale` and `value_mean` apply to the output, because probabilities sum to one. With a sink they sum to less than
+one, and the mean is weighted by that sum.
 
 The first token of a sequence, at position 0, is an attention sink: in every text its key is far from all others, and in
 most layers at the same place. So its key has its own mean, `key_first`, in place of `key_mean`, and a decode step adds

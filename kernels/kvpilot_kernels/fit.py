@@ -1,10 +1,9 @@
-"""Fit of a layer's static factors to calibration text, with the least expected damage by quantization.
+"""Fit of a layer's static factors to calibration text, for the least expected damage by quantization.
 
-With gradients (`Moments`, `fit`; `kvpilot calibrate`)
-------------------------------------------------------
-Let x_t be a token's key (or value), g_t the gradient of the model's log-likelihood with respect to it, m the mean and
-s the scale to be found, per channel. Rotated by a Hadamard matrix, (x_t - m) s has its energy spread evenly over the
-coordinates, and the quantizer leaves in each of them an error of variance proportional to
+With gradients (`Moments`, `fit`; `kvpilot calibrate`) ------------------------------------------------------ Let x_t be
+a token's key (or value), g_t the gradient of the model's log-likelihood with respect to it, m the mean and s the scale
+to be found, per channel. A Hadamard rotation spreads the energy of (x_t - m) s evenly over the coordinates. In each of
+them the quantizer leaves an error with a variance proportional to
 
     v_t = sum_c' s_c'^2 (x_tc' - m_c')^2 / D
 
@@ -100,7 +99,7 @@ def fit(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
         damage = damage + _FLOOR * damage.mean((1, 2), keepdim=True) + torch.finfo(torch.float64).tiny
         out = torch.einsum("hcd,hd->hc", damage, squared)
         back = torch.einsum("hdc,hd->hc", damage, 1 / squared)
-        # The geometric mean of the old and the new value: the plain step oscillates.
+        # Use the geometric mean of the old and the new value, because the plain step oscillates.
         squared = (squared * (out / back).sqrt()).sqrt()
         squared = squared / squared.log().mean(-1, keepdim=True).exp()
         squared = squared.clamp(_LIMIT**-2, _LIMIT**2)
@@ -146,7 +145,7 @@ class Observed:
             query: [tokens, heads, D], any float dtype; heads is a multiple of kv_heads, grouped as in attention.
             key, value: [tokens, kv_heads, D].
             scale: factor on the scores. softcap: 0 for none. sliding_window: tokens that a query sees; None for all.
-            sinks: [heads], a logit of each head that takes weight and has no value; None without.
+            sinks: [heads], a logit per head that takes weight but has no value; None without sinks.
 
         Raises:
             ValueError: the shapes do not fit each other or this layer.
@@ -181,9 +180,7 @@ class Observed:
     def factors(self) -> Factors:
         """Return the layer's factors, float32; scales have the geometric mean 1 per head.
 
-        If no key of position 0 was added, its mean is that of the others.
-
-        Raises:
+        If no key of position 0 was added, `key_first` is the other keys' mean. Raises:
             ValueError: queries, keys or values were not finite, or nothing was added.
         """
         if self._broken:

@@ -31,8 +31,8 @@ def ring_slots(
         positions: int [tokens], of each token in its sequence, from 0; negative for padding.
         ends: int [tokens], tokens stored of its sequence after this step.
         ring_rows: int [tokens, ring_blocks], the ring's blocks of its sequence; negative for none.
-        recent: tokens that the ring keeps: those of the window, and as many more as a step may have drafts.
-        ring_tokens: of a ring's page (`RingLayout.tokens`).
+        recent: tokens that the ring keeps: the window, plus the largest number of drafts in a step.
+        ring_tokens: tokens of a ring's page (`RingLayout.tokens`).
 
     Returns:
         int64 [tokens]: block * ring_tokens + offset; -1 for a token that the ring loses with this step, for padding,

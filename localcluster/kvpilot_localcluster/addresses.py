@@ -12,7 +12,7 @@ from pathlib import Path
 from kvpilot_localcluster.errors import LocalClusterError, StartFailed
 
 _MOST_HELD = 64
-# Ports that were handed out, by whose owners they may not be listened on yet: the newest ones.
+# The newest ports that were handed out. Their owners may not listen yet.
 _held: deque[socket.socket] = deque()
 
 
@@ -64,13 +64,10 @@ class Addresses:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """Return a TCP port without a listener that no other process of this machine was given just before.
-
-    It is below those that the kernel gives to outgoing connections: one of theirs could be taken by any client of this
-    machine before its new owner listens, an engine after a minute.
-
-    Raises:
-        StartFailed: there is none among those that were tried.
+    """Return a TCP port that has no listener and was not handed out on this machine just before. It lies below the
+    kernel's range for outgoing connections. In that range any client could take the port before its new owner listens,
+    which takes an engine a minute. Raises:
+        StartFailed: none of the tried ports is free.
     """
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for port in random.sample(range(lowest // 2, lowest), min(100, lowest // 2)):

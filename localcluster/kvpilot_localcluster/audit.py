@@ -1,4 +1,4 @@
-"""The API server's audit log: who wrote what, when; and whether a Lease's holder alone wrote."""
+"""Audit log of the API server: every write with its author and time, and a check that only a Lease's holder wrote."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def flags(policy: Path, log: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Write:
-    """One request that asked for a change; times are the API server's.
+    """Request for a change, with times of the API server.
 
     Attributes:
         what: verb and path, e.g. "patch /apis/apps/v1/namespaces/a/deployments/b".
@@ -54,7 +54,7 @@ class Write:
 
 
 def writes(log: Path) -> list[Write]:
-    """Everything that was written down so far, by the time it was received; a half line at the end is left out."""
+    """Return all logged writes so far, by time of receipt, without an incomplete line at the end."""
     lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []
     found = [_write(event) for event in map(json.loads, lines) if event["stage"] == "ResponseComplete"]
     return sorted(found, key=lambda write: write.received)
@@ -95,7 +95,7 @@ class Term:
     followed: datetime | None
 
     def covers(self, write: Write) -> bool:
-        """Return True if a write began after the claim and ended before anybody else could write."""
+        """Return True if a write began after the claim and ended before another holder could write."""
         return (
             self.claimed <= write.received
             and (self.released is None or write.received < self.released)
@@ -123,7 +123,7 @@ def terms(log: Sequence[Write], lease: str) -> list[Term]:
 
 
 def misplaced(log: Sequence[Write], lease: str, identity: Callable[[Write], str | None]) -> list[str]:
-    """Describe writes outside their terms by writers that `identity` knows. It returns None for others."""
+    """Describe writes outside their terms by known writers. `identity` returns None for unknown ones."""
     held = terms(log, lease)
     faults = []
     for write in log:

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Backoff:
-    """Seconds: the first wait, the longest one. A run that lasted twice the longest wait starts the count anew."""
+    """Seconds: the first wait, the longest one. A run that lasted twice the longest wait resets the count."""
 
     initial: float = 10.0
     cap: float = 300.0
 
     def delay(self, runs: Sequence[float]) -> float:
-        """Seconds from the last end to the next start.
+        """Return the seconds from the last end to the next start.
 
         The first restart is immediate; then the wait is the initial one, and doubles up to the cap.
 
         Args:
-            runs: how long each run so far lasted, in seconds, oldest first.
+            runs: durations of the runs so far, in seconds, oldest first.
         """
         crashes = 0
         for seconds in runs:

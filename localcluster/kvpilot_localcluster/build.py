@@ -1,4 +1,4 @@
-"""The control plane's programs: found in KUBEBUILDER_ASSETS or the cache, else built once from Debian packages.
+"""Programs of the control plane: found in KUBEBUILDER_ASSETS or the cache, else built once from Debian packages.
 
 The cache is ${KVPILOT_CACHE:-~/.cache/kvpilot}/controlplane. A finished build is one folder NAME-KEY, put there by one
 rename and keyed on the file names (so the versions) of every package that went in; a killed build leaves its work
@@ -30,7 +30,7 @@ Report = Callable[[str, float], None]
 """Called with the step's name and the fraction of the whole build that is done, 0 to 1."""
 
 MINIMUM = (1, 29)
-"""The oldest Kubernetes that kvpilot supports; of an older one the newer APIs are served beside it."""
+"""Oldest Kubernetes that kvpilot supports. Separate servers add the newer APIs to an older core."""
 
 _FETCH_WEIGHT = 8.0
 
@@ -62,7 +62,7 @@ class Binaries:
 
 @dataclass(frozen=True)
 class Progress:
-    """One piece of news from a build: the step and the fraction of the whole that is done, 0 to 1."""
+    """Progress of a build: the step, and the finished fraction of the whole, 0 to 1."""
 
     step: str
     fraction: float
@@ -86,11 +86,9 @@ def find() -> Binaries | None:
 
 
 def progress() -> Iterator[Progress]:
-    """Build what `find` does not find, telling how far it is; returns at once if nothing is missing.
-
-    Raises:
-        MissingTool: a system tool is missing; the message names it and its package.
-        BuildFailed: a step failed; what was done so far is kept for the next try.
+    """Build the programs that `find` misses, and yield the progress. Return at once if none is missing. Raises:
+    MissingTool: a system tool is missing; the message names it and its package. BuildFailed: a step failed; finished
+    steps are kept for the next try.
     """
     if find() is not None:
         return

@@ -1,4 +1,4 @@
-"""The folder of what is downloaded and built once on a machine."""
+"""Folder of downloads and builds that a machine needs only once."""
 
 from __future__ import annotations
 

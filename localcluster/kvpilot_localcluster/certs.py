@@ -1,4 +1,4 @@
-"""A certificate authority of our own, by openssl, and the client configurations made with it."""
+"""Our own certificate authority, made by openssl, and client configurations with its certificates."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def certificate(folder: Path, name: str, subject: str, names: str = "") -> None:
     """Make NAME.crt and NAME.key, signed by the authority, good for servers and clients.
 
     Args:
-        folder: where the authority lies.
+        folder: the authority's folder.
         name: the file name without its ending.
         subject: an X.509 subject, e.g. "/O=system:masters/CN=admin".
         names: subject alternative names as openssl writes them, e.g. "IP:127.0.0.1,DNS:localhost".

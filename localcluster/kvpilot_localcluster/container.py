@@ -1,9 +1,9 @@
-"""One run of a container's process: start, adopt, wait, end. Its whole state lies in a folder.
+"""One run of a container's process: start, adopt, wait, end. A folder holds its whole state.
 
-The folder of a run holds what shim.py reads and writes. An agent that starts after a kill -9 of the one before finds
-there either an exit record, or a shim that runs and is watched on, or neither: then the process was never started, or
-somebody killed its shim. What a shim was told to end has ended with all that it started when the shim is gone; only
-then may the folder go.
+The folder of a run holds shim.py's files. An agent that starts after a kill -9 of the one before finds there either an
+exit record, or a shim that runs and is watched on, or neither: then the process was never started, or somebody killed
+its shim. What a shim was told to end has ended with all that it started when the shim is gone; only then may the folder
+go.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Process:
     Attributes:
         folder: holds the run's records.
         log: holds what the process writes.
-        killed: why this node ended it, shown as its message; empty if it ended by itself.
+        killed: reason why this node ended it, shown as its message; empty if it ended by itself.
     """
 
     def __init__(self, folder: Path, log: Path, policy: str = "File") -> None:
@@ -61,7 +61,7 @@ class Process:
         return self.folder / "termination-log"
 
     def start(self, command: Command) -> None:
-        """Start the process; returns before it runs. Once this has returned, `end` ends it, whether it runs or not."""
+        """Start the process; returns before it runs. After this, `end` ends the process, running or not."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.message_file.touch()
@@ -95,7 +95,7 @@ class Process:
 
     @property
     def shim(self) -> procs.ProcessId | None:
-        """The process's shim, if it runs: then the process will run, runs, or has not ended with all it started."""
+        """Return the process's shim if it runs. Then the process will start, runs, or still has running children."""
         if self._shim is not None:
             self._shim.poll()
         return procs.read_record(self.folder / "shim.json")
@@ -160,7 +160,7 @@ class Process:
             found.signal(signal.SIGUSR1)
 
     async def end(self, grace: float) -> Run:
-        """SIGTERM, then SIGKILL when `grace` seconds are over; the record of the run."""
+        """Send SIGTERM, then SIGKILL after `grace` seconds; return the record of the run."""
         self.terminate()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, grace)):

@@ -1,11 +1,11 @@
-"""The real etcd, kube-apiserver, kube-controller-manager and kube-scheduler as child processes on loopback.
+"""Real etcd, kube-apiserver, kube-controller-manager and kube-scheduler as child processes on loopback.
 
-Services get their addresses from a range 127.N.0.0/16: the API server takes such a range, and so a Service's clusterIP
-can really be listened on and reached (`localcluster.services`). Two things follow from pods and services on loopback:
-the Endpoints API refuses loopback addresses, so the endpoints controller is off and EndpointSlices, which take them,
-are the record of endpoints; and nothing here is reachable from another machine.
+Services get their addresses from a range 127.N.0.0/16: the API server accepts such a range, so a Service's clusterIP
+can really listen and be reached (`localcluster.services`). Two things follow from pods and services on loopback: the
+Endpoints API refuses loopback addresses, so the endpoints controller is off and EndpointSlices, which take them, are
+the record of endpoints; and nothing here is reachable from another machine.
 
-kvpilot needs Kubernetes 1.29. What it uses of that and the 1.20 core lacks stands behind the core's aggregator: a newer
+kvpilot needs Kubernetes 1.29. The parts that the 1.20 core lacks are behind the core's aggregator: a newer
 apiextensions-apiserver keeps all definitions and enforces their CEL rules, and `localcluster.policy` answers policy/v1.
 """
 
@@ -40,7 +40,7 @@ _CLIENTS = {
 
 
 def sweep(folder: Path) -> list[str]:
-    """End what an earlier, perhaps killed, control plane left running in this run folder; return the names."""
+    """End processes of an earlier, perhaps killed, control plane in this run folder; return their names."""
     return [name for name in reversed(_COMPONENTS) if procs.end(folder / f"{name}.pid")]
 
 
@@ -50,7 +50,7 @@ class ControlPlane:
     Attributes:
         folder: the run folder; its content is replaced at start.
         kubeconfig: the administrator's client configuration, valid once started.
-        audit_log: what the API server wrote down of every write, if it was asked to.
+        audit_log: the API server's log of every write, if auditing is on.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class ControlPlane:
         *,
         audit: bool = False,
     ) -> None:
-        """With `audit` the API server writes down every write (`localcluster.audit` reads it)."""
+        """Configure the control plane. With `audit` the API server logs every write (`localcluster.audit` reads the
+        log).
+        """
         self.folder = folder.absolute()
         self.kubeconfig = self.folder / "admin.kubeconfig"
         self.audit_log = self.folder / "audit.log"
@@ -111,7 +113,7 @@ class ControlPlane:
             raise
 
     def stop(self) -> None:
-        """End every process, newest first; certificates and logs stay for a look."""
+        """End every process, newest first; certificates and logs remain for inspection."""
         atexit.unregister(self.stop)
         if self._aggregation is not None:
             self._aggregation.stop()
@@ -251,7 +253,7 @@ class ControlPlane:
             "apiextensions-apiserver",
             str(self._binaries.apiextensions_apiserver),
             f"--etcd-servers={self._store}",
-            # Its own corner of the store: the core server must not see these definitions.
+            # This server has its own prefix in the store, because the core server must not see these definitions.
             "--etcd-prefix=/modern",
             "--bind-address=127.0.0.1",
             f"--secure-port={port}",
@@ -281,10 +283,10 @@ class ControlPlane:
                 f"--root-ca-file={folder / 'ca.crt'}",
                 "--use-service-account-credentials",
                 "--controllers=*,-endpoint,-endpointslicemirroring,-nodeipam,-cloud-node-lifecycle,-route,-service",
-                # One small cluster: the default of 20 requests a second only makes deployments slow.
+                # In a small cluster the default of 20 requests per second only slows deployments down.
                 "--kube-api-qps=200",
                 "--kube-api-burst=400",
-                # An autoscaler looks every 15 s by default, which nobody here wants to wait for.
+                # An autoscaler looks every 15 s by default, which is too slow for tests.
                 "--horizontal-pod-autoscaler-sync-period=2s",
             )
         if binaries.kube_scheduler is not None:

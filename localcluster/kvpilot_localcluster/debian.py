@@ -65,7 +65,7 @@ def _one_line(sources: str, suite: str) -> list[str]:
 
 
 def machine_sources() -> str:
-    """All of the machine's apt sources, as text."""
+    """Return all of the machine's apt sources, as text."""
     etc = Path("/etc/apt")
     files = [
         etc / "sources.list",
@@ -114,7 +114,7 @@ class Archive:
         return sorted({name for name in re.findall(r"(?m)^Inst (\S+)", plan) if re.fullmatch(pattern, name)})
 
     def fetch(self, packages: Sequence[str], *, source: str | None = None) -> None:
-        """Download packages into debs/; what is there already is not fetched again."""
+        """Download packages into debs/, except those that are already there."""
         self._apt("-qq", "download", *packages)
         if source is not None:
             self._apt("-qq", "source", "--download-only", source)
@@ -135,7 +135,7 @@ class Archive:
             "Dir::State::Lists": self.folder / "lists",
             "Dir::State::status": self.folder / "status",
             "Dir::Cache": self.folder / "cache",
-            # As root apt would drop to a user who cannot write below a home folder.
+            # As root, apt would switch to a user without write access below a home folder.
             "APT::Sandbox::User": "root",
         }
         flags = [part for name, value in options.items() for part in ("-o", f"{name}={value}")]
@@ -146,7 +146,7 @@ def run(command: Sequence[str], *, cwd: Path | None = None) -> str:
     """Run a command and return its output.
 
     Raises:
-        BuildFailed: it failed; the message holds the end of what it said.
+        BuildFailed: it failed; the message holds the end of its output.
     """
     done = subprocess.run(list(command), cwd=cwd, capture_output=True, text=True, check=False)
     if done.returncode:

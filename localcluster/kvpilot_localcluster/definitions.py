@@ -57,7 +57,7 @@ def undefine(server: Rest, definition: Definition) -> None:
 
 
 class Aggregation:
-    """Lets an older core server pass requests on to servers on localhost, which know newer APIs."""
+    """Registration that lets an older core server forward requests to servers on localhost with newer APIs."""
 
     def __init__(self, core: Rest) -> None:
         self._core = core
@@ -65,7 +65,7 @@ class Aggregation:
         self._stopped = threading.Event()
 
     def start(self, ports: Mapping[str, int]) -> None:
-        """Name the ports of the servers, before anything is routed there."""
+        """Register the servers' ports before any route leads to them."""
         spec = {
             "type": "ExternalName",
             "externalName": "localhost",
@@ -108,14 +108,15 @@ class Aggregation:
     def take_definitions(self, newer: Rest, port: int) -> None:
         """Let `newer`, which listens at `port`, keep all definitions and serve their objects, from now on."""
         self.route("apiextensions.k8s.io", "v1", port, priority=16700)
-        # The aggregator reports Available before it has the route: a definition that only `newer` has tells.
+        # The aggregator reports Available before it has the route. So wait until it returns a definition that only
+        # `newer` has.
         newer.create(DEFINITIONS, _marker())
         until(partial(self._core.get, f"{DEFINITIONS}/{_MARKER}"), "definitions are routed")
         newer.delete(f"{DEFINITIONS}/{_MARKER}")
         threading.Thread(target=self._follow, args=(newer, port), name="routes", daemon=True).start()
 
     def _follow(self, newer: Rest, port: int) -> None:
-        """Route the groups of all definitions that come, and take back the routes of those that go."""
+        """Route the groups of new definitions, and remove the routes of deleted ones."""
         while not self._stopped.is_set():
             try:
                 listed = newer.get(DEFINITIONS)

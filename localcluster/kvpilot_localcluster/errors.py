@@ -1,4 +1,4 @@
-"""Errors of the local cluster: each names what was wanted, what was found and what to do."""
+"""Errors of the local cluster: each names the requirement, the finding and the remedy."""
 
 
 class LocalClusterError(Exception):
@@ -6,20 +6,20 @@ class LocalClusterError(Exception):
 
 
 class MissingTool(LocalClusterError):
-    """A system tool that a build or a start needs is not on PATH."""
+    """Error for a system tool that a build or a start needs but that is not on PATH."""
 
 
 class BuildFailed(LocalClusterError):
-    """A build step failed; the message holds the step, the command and the end of its output."""
+    """Error for a failed build step; the message holds the step, the command and the end of its output."""
 
 
 class StartFailed(LocalClusterError):
-    """A process of the cluster did not become ready; the message holds the end of its log."""
+    """Error for a process of the cluster that did not become ready; the message holds the end of its log."""
 
 
 class InvalidPod(LocalClusterError):
-    """A pod asks for something that the node agent cannot give; the message is shown in the pod's status."""
+    """Error for a pod that needs something that the node agent does not support; the pod's status shows the message."""
 
 
 class UnknownImage(InvalidPod):
-    """The image table has no entry for an image."""
+    """Error for an image without an entry in the image table."""

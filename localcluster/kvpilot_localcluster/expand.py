@@ -13,7 +13,7 @@ from kvpilot_localcluster.errors import InvalidPod
 
 Data = Mapping[str, str]
 Source = Callable[[str, str], Data | None]
-"""Looks up the decoded data of a ("ConfigMap" or "Secret", name); None if there is none."""
+"""Function that returns the decoded data of a ("ConfigMap" or "Secret", name), or None if it is missing."""
 
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_.\-][A-Za-z0-9_.\-]*)\)")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
@@ -135,7 +135,7 @@ def field_value(pod: Mapping[str, Any], path: str) -> str:
 
 
 def service_variables(services: Sequence[Mapping[str, Any]], namespace: str) -> dict[str, str]:
-    """NAME_SERVICE_HOST and NAME_SERVICE_PORT of the namespace's services, and of kubernetes in default."""
+    """Return NAME_SERVICE_HOST and NAME_SERVICE_PORT of the namespace's services, and of kubernetes in default."""
     found: dict[str, str] = {}
     for service in services:
         name, home = service["metadata"]["name"], service["metadata"]["namespace"]

@@ -1,4 +1,4 @@
-"""The table of images: which local programs stand for a container image."""
+"""Table of images: the local programs that replace a container image."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Kube:
         await self._client.close()
 
     async def call(self, method: str, path: str, body: Any = None, *, content: str = "application/json") -> Json:
-        """One request below the server's address.
+        """Send one request to a path below the server's address.
 
         Raises:
             ApiException: the server refused; `.status` is the HTTP status.
@@ -62,11 +62,11 @@ class Kube:
         return decoded
 
     async def watch(self, path: str, **selectors: str) -> AsyncIterator[tuple[str, Json]]:
-        """Every object of a collection now and every change to it, for ever, across lost connections.
+        """Yield every object of a collection and then every change to it, forever, across lost connections.
 
         Yields (kind, object) with kind LISTED for each object of a list, SYNCED with an empty object after the last of
-        it, then ADDED, MODIFIED and DELETED. After a lost connection the collection is listed again: what was deleted
-        meanwhile is only missing from it, so a consumer compares at SYNCED.
+        it, then ADDED, MODIFIED and DELETED. After a lost connection the collection is listed again. Objects that were
+        deleted meanwhile are only missing from the list, so a consumer must compare at SYNCED.
         """
         while True:
             try:

@@ -1,4 +1,4 @@
-"""The one part of a kubelet's HTTPS API that is worth having here: container logs, so that `kubectl logs` works."""
+"""Container logs from a kubelet's HTTPS API, so that `kubectl logs` works. No other part of that API is needed here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 from aiohttp import web
 
 LogFolder = Callable[[str, str], Path | None]
-"""The folder of the logs of the pod (namespace, name), with a folder for each container; None for an unknown pod."""
+"""Function that returns the log folder of a pod (namespace, name), with a folder for each container; None for an
+unknown pod.
+"""
 
 _PAUSE = 0.2
 
@@ -21,7 +23,7 @@ def last_lines(text: bytes, count: int) -> bytes:
 
 
 class LogServer:
-    """Serves logs on a port of loopback; the API server is the only client that is meant."""
+    """Server of logs on a loopback port; the API server is its only intended client."""
 
     def __init__(self, folder: LogFolder, certificate: Path, key: Path) -> None:
         self._folder = folder

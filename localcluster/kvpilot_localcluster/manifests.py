@@ -10,5 +10,5 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def objects(text: str) -> list[Any]:
-    """All objects of a YAML stream, without its empty documents."""
+    """Return all objects of a YAML stream, without its empty documents."""
     return [one for one in yaml.load_all(text, _LOADER) if one]

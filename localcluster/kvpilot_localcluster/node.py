@@ -1,4 +1,4 @@
-"""A node agent: it registers one Node and runs the containers of the Pods bound to it as local processes.
+"""Node agent: it registers one Node and runs the containers of its Pods as local processes.
 
 What it does as a kubelet does: the Node's Lease and conditions; command, arguments, variables, working folder;
 init containers; restart policies with back-off; startup, readiness and liveness probes; preStop, SIGTERM and the grace
@@ -44,7 +44,7 @@ from kvpilot_localcluster.tasks import cancelled
 
 log = logging.getLogger("kvpilot_localcluster.node")
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
-# Often: a node whose agent is slow on a busy machine is not taken for one that is gone.
+# The agent renews often, so that a slow agent on a busy machine does not look like a lost node.
 _HEARTBEAT = 2.0
 _STATUS = 30.0
 
@@ -87,7 +87,7 @@ def machine_resources() -> dict[str, str]:
 
 
 class Agent:
-    """The node agent of one Node; `run` goes on until it is cancelled."""
+    """Node agent of one Node; `run` continues until it is cancelled."""
 
     def __init__(self, kube: Kube, options: Options) -> None:
         self._kube = kube
@@ -99,7 +99,7 @@ class Agent:
         )
         self._addresses = Addresses(options.folder)
         self._pods: dict[str, PodWorker] = {}
-        # Pods whose end this agent has seen to, until the watch has told of it, too: what it tells until then is old.
+        # Pods that this agent has ended. Events of the watch about them are stale until it reports their deletion.
         self._ended: set[str] = set()
         self._port = 0
         self._forwarder = Forwarder(kube, self._node.services)
@@ -119,7 +119,7 @@ class Agent:
             await asyncio.gather(*(pod.abandon(self._options.stop_grace) for pod in list(self._pods.values())))
 
     async def _serve_logs(self) -> None:
-        """For `kubectl logs`, with the API server's certificate, if the cluster is one that this package made."""
+        """Serve `kubectl logs`, with the API server's certificate if this package made the cluster."""
         certificates = self._options.kubeconfig.resolve().parent
         certificate, key = certificates / "server.crt", certificates / "server.key"
         if certificate.exists() and key.exists():
@@ -246,7 +246,7 @@ class Agent:
             return None
 
     async def _clean(self, known: Iterable[str]) -> None:
-        """End and remove what pods have left that the API server does not know any more."""
+        """End processes and remove folders of pods that the API server has deleted."""
         gone = set((self._options.folder / "pods").glob("*")) - {self._options.folder / "pods" / uid for uid in known}
         await asyncio.gather(*(end_folder(folder, self._options.stop_grace) for folder in gone))
 
@@ -260,13 +260,13 @@ async def end_folder(folder: Path, grace: float) -> None:
 
 
 async def sweep(folder: Path, grace: float = 5.0) -> None:
-    """End what a killed agent left running below its folder, recorded or not."""
+    """End the processes that a killed agent left below its folder, recorded or not."""
     await asyncio.gather(*(end_folder(pod, grace) for pod in (folder / "pods").glob("*")))
     procs.kill_all_of(folder)
 
 
 async def serve(options: Options) -> None:
-    """Run an agent until SIGTERM or SIGINT, or until the one who started the cluster has ended and left it behind."""
+    """Run an agent until SIGTERM or SIGINT, or until the process that started the cluster has ended."""
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)

@@ -1,7 +1,7 @@
 """Paths of a container's file system turned into paths of this machine's; pure.
 
-A container here has no file system of its own, so a path in its command, arguments or environment that lies below a
-mount point, or below a folder that the image brings, is rewritten to where that folder really is.
+A container here has no file system of its own, so paths in its command, arguments or environment are rewritten. A path
+below a mount point, or below a folder of the image, becomes the path of the real folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _AFTER = r"(?=$|[/\s:,;\"'()\[\]{}<>|&])"
 
 
 def rewrite(text: str, folders: Mapping[str, str]) -> str:
-    """Replace each path prefix in `folders` (container path -> machine path) where it stands as a whole path."""
+    """Replace each path prefix in `folders` (container path -> machine path) if it is a whole path."""
     if not folders:
         return text
     longest_first = sorted(folders, key=len, reverse=True)

@@ -29,12 +29,12 @@ LOGS_ANNOTATION = "localcluster.kvpilot.io/logs"
 
 
 def pod_folder(node: Node, uid: str) -> Path:
-    """Folders of a pod's records and volumes."""
+    """Return the folder of a pod's records and volumes."""
     return node.folder / "pods" / uid
 
 
 class PodWorker:
-    """Runs one pod from the moment it is bound to the node until the API server has forgotten it.
+    """Runner of one pod, from its binding to the node until its deletion in the API server.
 
     Attributes:
         key: namespace and name.
@@ -69,7 +69,7 @@ class PodWorker:
         self.observe(pod)
 
     def _record(self) -> float:
-        """Write down whose folder this is, so that a later agent can clean up; returns when the pod was taken."""
+        """Record the folder's pod, so that a later agent can clean up; return the time when the node took the pod."""
         file = self._folder / "pod.json"
         if file.exists():
             return float(json.loads(file.read_text())["started"])
@@ -104,7 +104,7 @@ class PodWorker:
         if int(pod["metadata"]["resourceVersion"]) >= int(self._pod["metadata"]["resourceVersion"]):
             self._pod = pod
             if pod["spec"].get("readinessGates"):
-                self._dirty.set()  # Whoever opens or closes a gate writes the pod's status, from which Ready follows.
+                self._dirty.set()  # Opening or closing a gate changes the pod's status, which determines Ready.
         if "deletionTimestamp" not in pod["metadata"]:
             return
         deadline = time.monotonic() + float(pod["metadata"].get("deletionGracePeriodSeconds") or 0)
@@ -212,7 +212,7 @@ class PodWorker:
         return max(0.0, (self._deadline or 0.0) - time.monotonic())
 
     async def _end(self) -> None:
-        # Out of every Service first: traffic must stop before the process does.
+        # Leave every Service first: traffic must stop before the process does.
         self._dirty.set()
         await cancelled(self._running)
         await asyncio.gather(*(worker.end(self._left) for worker in self._mains + self._inits))
@@ -235,6 +235,6 @@ class PodWorker:
         self._forget()
 
     async def abandon(self, grace: float) -> None:
-        """End the pod's processes because the node goes down; the API server hears nothing."""
+        """End the pod's processes because the node shuts down, without a report to the API server."""
         await cancelled(self._running, self._publishing, *filter(None, [self._ending]))
         await asyncio.gather(*(worker.kill(grace) for worker in self._mains + self._inits))

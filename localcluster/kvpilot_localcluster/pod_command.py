@@ -76,7 +76,7 @@ async def command(
     )
     folders = dict(image.folders) | volumes.mounts(spec, mounted)
     folders[spec.get("terminationMessagePath") or "/dev/termination-log"] = str(message_file)
-    # What the image sets is in this machine's terms already.
+    # The image's settings already have paths of this machine.
     variables = base | {name: rewrite(value, folders) for name, value in wanted.items()}
     first = [*(spec.get("command") or image.entrypoint), *(spec.get("args") or [])]
     argv = [rewrite(expand(part, variables), folders) for part in first]

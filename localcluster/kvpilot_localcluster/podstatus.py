@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a container's process; times are seconds since the epoch, `finished` None while it goes on."""
+    """One run of a container's process. Times are seconds since the epoch; `finished` is None while it runs."""
 
     identity: str
     started: float
@@ -28,12 +28,12 @@ class ContainerView:
     """A container as its status shows it.
 
     Attributes:
-        waiting: reason and message while no process runs and one is still to come; None otherwise.
+        waiting: reason and message while no process runs and another will start; None otherwise.
         run: the present or the last run.
         previous: the run before it.
-        restarts: how many runs came before `run`.
-        ready: what its readiness probe says (a finished init container counts as ready).
-        started: whether its startup probe has passed.
+        restarts: number of runs before `run`.
+        ready: True if its readiness probe passes (a finished init container counts as ready).
+        started: True if its startup probe has passed.
     """
 
     name: str
@@ -136,7 +136,7 @@ def _verdicts(
     going: bool,
     gates: Mapping[str, bool],
 ) -> dict[str, tuple[bool, str, str]]:
-    """Each condition as (is it true, reason, message)."""
+    """Return the conditions, each as (status, reason, message)."""
     done = now_phase in ("Succeeded", "Failed")
     pending = [view.name for view in inits if not view.succeeded]
     initialized = (not pending, "" if not pending else "ContainersNotInitialized", _incomplete(pending))
@@ -180,9 +180,9 @@ def pod_status(
         mains: the other containers.
         address: the pod's IP address.
         host: the node's IP address.
-        started: when the node took the pod, seconds since the epoch.
+        started: time when the node took the pod, seconds since the epoch.
         now: seconds since the epoch.
-        going: whether the pod is being deleted; then it is not ready.
+        going: True if the pod is being deleted; then it is not ready.
     """
     before = {entry["type"]: entry for entry in pod.get("status", {}).get("conditions", [])}
     gates = {
@@ -196,7 +196,7 @@ def pod_status(
         status = "True" if true else "False"
         old = before.get(kind, {})
         since = old.get("lastTransitionTime") if old.get("status") == status else None
-        # Null removes what an earlier state left there, for conditions are merged by their type.
+        # Null removes values of an earlier state, because conditions are merged by their type.
         entry = {"type": kind, "status": status, "reason": reason or None, "message": message or None}
         conditions.append({**entry, "lastProbeTime": None, "lastTransitionTime": since or timestamp(now)})
     return {

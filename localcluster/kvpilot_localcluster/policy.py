@@ -1,4 +1,4 @@
-"""policy/v1 for a core that has policy/v1beta1 alone: the same budgets, translated by a server behind the aggregator.
+"""API policy/v1 for a core that only has policy/v1beta1. A server behind the aggregator translates the budgets.
 
 The two versions have the same shape. `unhealthyPodEvictionPolicy` (Kubernetes 1.27) is dropped: 1.20 would refuse it,
 and its disruption controller does not know it. An eviction itself is a subresource of pods and does not pass here.
@@ -25,10 +25,10 @@ _EXTRA = "X-Remote-Extra-"
 
 
 class PolicyServer:
-    """Answers requests of the aggregator about policy/v1, as the user that it names."""
+    """Server of the aggregator's requests for policy/v1; it acts as the user that the aggregator names."""
 
     def __init__(self, core: Rest, folder: Path) -> None:
-        """`folder` holds the authority that the aggregator's certificate must come from, and ours."""
+        """Listen with the certificate in `folder`, and accept the aggregator's if the authority there signed it."""
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(core))
         self._server.daemon_threads = True
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(folder / "ca.crt"))
@@ -39,7 +39,7 @@ class PolicyServer:
         threading.Thread(target=self._server.serve_forever, name="policy/v1", daemon=True).start()
 
     def stop(self) -> None:
-        """Answer nothing more."""
+        """Stop answering requests."""
         self._server.shutdown()
         self._server.server_close()
 

@@ -26,7 +26,7 @@ class Target:
     Attributes:
         address: the pod's IP address.
         ports: the container's named ports.
-        command: what the container runs; exec actions get its environment and folders.
+        command: the container's command; exec actions get its environment and folders.
     """
 
     address: str
@@ -111,12 +111,12 @@ async def _exec(command: list[str], target: Target) -> str:
 async def probe(
     spec: Mapping[str, Any], target: Target, verdict: Callable[[bool, str], Awaitable[None]], *, initially: bool | None
 ) -> None:
-    """Probe for ever, telling each change of the verdict, and each further failure over the threshold.
+    """Probe forever, and report each change of the verdict and each further failure over the threshold.
 
     Args:
         spec: a Probe object.
-        target: where it goes.
-        verdict: is told (success, what went wrong).
+        target: the probed address.
+        verdict: callback with (success, error).
         initially: the verdict before the first probe, None for none.
     """
     await asyncio.sleep(spec.get("initialDelaySeconds", 0))

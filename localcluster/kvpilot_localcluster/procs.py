@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "LOCALCLUSTER_RUN"
-"""A variable of every process of a container, probes and hooks too: the folder of its run."""
+"""Environment variable of every process of a container, including probes and hooks: the folder of its run."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def start_time(pid: int) -> int | None:
         return None
     # The second field is the command in parentheses and may itself hold spaces and parentheses.
     fields = stat[stat.rindex(")") + 2 :].split()
-    # The first thread is a zombie as soon as it has ended; while others are still ending, the process has its sockets.
+    # The first thread is a zombie as soon as it has ended. The process keeps its sockets until all threads have ended.
     over = fields[0] == "X" or (fields[0] == "Z" and int(fields[17]) <= 1)
     return None if over else int(fields[19])
 
@@ -84,14 +84,14 @@ def read_record(path: Path) -> ProcessId | None:
 
 
 def kill_all_of(*places: Path) -> set[int]:
-    """Kill -9 every process of ours that belongs to one of these folders or files, and wait for it; returns their pids.
-
-    It finds what no record and no parent tells of any more: by the variable `MARK`, or by where its output goes, for a
-    process may overwrite its environment, as one does that sets its title.
+    """Kill -9 every process of ours that belongs to one of these folders or files, and wait for it; return the pids.
+    This also finds processes without a record or a living parent. It looks at the variable `MARK` and at their output
+    files, because a process that sets its title overwrites its environment.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + 10
-    # Again until there is none: what they started meanwhile belongs there, too, and a killed process takes a moment.
+    # Repeat until there is none: the processes may have started others meanwhile, and a killed process takes a moment
+    # to end.
     while (found := _all_of([os.fsencode(place) for place in places])) and time.monotonic() < deadline:
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
@@ -110,7 +110,7 @@ def _all_of(places: Sequence[bytes]) -> list[int]:
 
 
 def _told(entry: Path) -> Iterator[bytes]:
-    """Paths that tell whose a process is."""
+    """Return the paths that identify a process' owner."""
     mark = MARK.encode() + b"="
     # Another user's process is not ours to read, and one may end while we look.
     with contextlib.suppress(OSError):

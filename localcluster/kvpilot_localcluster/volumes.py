@@ -28,9 +28,7 @@ def decoded(kind: str, thing: Mapping[str, Any]) -> dict[str, bytes]:
 async def prepare(pod: Mapping[str, Any], folder: Path, fetch: Fetch) -> dict[str, Path]:
     """Make every volume of a pod below `folder` and return where each one is.
 
-    ConfigMaps and Secrets are written as they are now, and not again when they change.
-
-    Raises:
+    ConfigMaps and Secrets are written once; later changes have no effect. Raises:
         InvalidPod: a volume is of a kind that this node does not know, or what it refers to does not exist.
     """
     found = {}

@@ -1,4 +1,4 @@
-"""One container of a pod: start it, accompany it with its probes, start it again when its policy says so."""
+"""Worker of one container of a pod: it starts the container, runs its probes, and restarts it by its policy."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def restarts(policy: str, exit_code: int) -> bool:
 
 
 class ContainerWorker:
-    """Runs one container; its history is the folder of its runs, so a new worker goes on where a killed one was.
+    """Runner of one container. Its history is the folder of its runs, so a new worker continues where a killed one
+    stopped.
 
     Attributes:
-        view: what the container's status shows.
+        view: the container's status.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class ContainerWorker:
         return Process(self._folder / str(number), self._logs / f"{number}.log", policy)
 
     def _adopt(self, before: Mapping[str, Any]) -> None:
-        """Take up what an earlier agent left; a process that still runs stays as ready as it was."""
+        """Adopt the runs of an earlier agent. A process that still runs keeps its readiness."""
         self._show()
         if self.view.running:
             self.view = replace(self.view, ready=before.get("ready", False), started=before.get("started", False))
@@ -129,7 +130,7 @@ class ContainerWorker:
         self._set(waiting=("ErrImagePull", message))
         await asyncio.sleep(2)
         self._set(waiting=("ImagePullBackOff", message))
-        # The table of images is read at the agent's start: only a new agent can know more.
+        # An agent reads the table of images only at its start, so an unknown image stays unknown.
         await asyncio.Event().wait()
 
     def _target(self, process: Process) -> Target:
@@ -182,10 +183,9 @@ class ContainerWorker:
         await self.end_process(process, lambda: self.grace)
 
     async def end(self, grace: Callable[[], float]) -> None:
-        """End the container for good: preStop, SIGTERM, and SIGKILL when the grace period is over.
-
-        Args:
-            grace: seconds left of the grace period, asked again and again, for it may be shortened.
+        """End the container for good: preStop, SIGTERM, and SIGKILL when the grace period is over. Args: grace:
+        function that returns the rest of the grace period in seconds. It is called repeatedly, because the period may
+        be shortened.
         """
         processes = self._processes()
         if not processes or processes[-1].shim is None:
@@ -216,7 +216,7 @@ class ContainerWorker:
         return await gone
 
     async def kill(self, grace: float) -> None:
-        """End whatever runs, without hooks; for a node that is going down."""
+        """End all processes without hooks, because the node shuts down."""
         for process in self._processes():
             if process.shim is not None:
                 await process.end(grace)

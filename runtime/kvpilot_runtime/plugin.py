@@ -28,7 +28,7 @@ BACKENDS = "kvpilot_runtime.backends"
 DTYPE = "KVPILOT_DTYPE"
 """Environment variable with the engine's dtype, one of ours, for child processes."""
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
 
 
 def register() -> None:

@@ -69,7 +69,7 @@ def spares(vllm_config: Any, layer: Any) -> int:
 
     vLLM needs all layers of a draft model in one group. It splits layers with pages like those of `layer` into groups
     of as many as there are rings, and might spread a large draft model over two. With as many rings as layers there is
-    one group of each, which is no larger than vLLM's padding would make them.
+    one group of each. They are no larger than with vLLM's padding.
     """
     found = getattr(vllm_config, "speculative_config", None)
     if found is None or found.method != "draft_model":

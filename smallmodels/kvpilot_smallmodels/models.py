@@ -34,7 +34,7 @@ class ModelError(RuntimeError):
 
 
 def smollm2_135m(progress: Progress | None = None) -> Path:
-    """SmolLM2-135M-Instruct in bf16 (30 layers, 9 query heads, 3 KV heads, head_dim 64, 8,192 tokens).
+    """Return SmolLM2-135M-Instruct in bf16 (30 layers, 9 query heads, 3 KV heads, head_dim 64, 8,192 tokens).
 
     The weights come from a package of the Python index as a GGUF file and are turned into a Hugging Face folder once.
 
@@ -45,8 +45,8 @@ def smollm2_135m(progress: Progress | None = None) -> Path:
 
 
 def gemma3_270m(progress: Progress | None = None) -> Path:
-    """Gemma 3 270M, pretrained, in bf16 (18 layers, of which 3 are full and 15 have a window of 512 tokens; 4 query
-    heads, 1 KV head, head_dim 256, normalized queries and keys; 32,768 tokens).
+    """Return pretrained Gemma 3 270M in bf16 (18 layers, of which 3 are full and 15 have a window of 512 tokens; 4
+    query heads, 1 KV head, head_dim 256, normalized queries and keys; 32,768 tokens).
 
     As `smollm2_135m`, from four packages (230 MB).
     """
@@ -78,7 +78,7 @@ MODELS: dict[str, Callable[[Progress | None], Path]] = {
 
 
 def _once(name: str, make: Callable[[Path, Progress], None], progress: Progress | None) -> Path:
-    """Let `make` fill a scratch folder, then rename it, so that nobody sees half a model."""
+    """Let `make` fill a scratch folder, then rename it, so that no process sees half a model."""
     report = progress or (lambda _what, _fraction: None)
     folder = cache_folder() / "models" / name
     if not (folder / "config.json").exists():

@@ -73,7 +73,7 @@ def rules_of(schema: dict[str, Any]) -> Iterator[dict[str, str]]:
 
 
 def is_of(rule: dict[str, str], message: str) -> bool:
-    """Whether a message is the rule's: of one with a value, the end of it."""
+    """Return True if a message is the rule's. Compare only its end if it contains a value."""
     remedy = rule["message"].rpartition(": ")[2]
     return message.endswith(remedy if "messageExpression" in rule else rule["message"])
 

@@ -193,7 +193,7 @@ def examples(defined: Defined) -> dict[str, Json]:
 
 
 def a_status() -> Json:
-    """What the operator's own rules write after pressure, a trial and a promotion."""
+    """Return the status that the operator's own rules write after pressure, a trial and a promotion."""
     cluster = ModelCluster(
         manifest(kvCache={"pressure": {"sustainedSeconds": 30}}, canary={"steps": []}), demand=9000, start_ticks=2
     )
@@ -204,7 +204,7 @@ def a_status() -> Json:
 
 
 def content(service: Json) -> Json:
-    """What an object says, whatever the version in which it is read."""
+    """Return an object's content, independent of the API version in which it is read."""
     metadata = {name: service["metadata"][name] for name in ("name", "uid", "generation")}
     return {"metadata": metadata, "spec": service["spec"], "status": service.get("status")}
 

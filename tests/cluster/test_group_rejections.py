@@ -25,7 +25,7 @@ def groups(cluster: LocalCluster) -> Iterator[None]:
 
 
 def stateful_set(of: Json) -> Json:
-    """What LeaderWorkerSet makes of one for its leaders."""
+    """Return the object that LeaderWorkerSet makes of one for its leaders."""
     labels = {"app": of["metadata"]["name"]}
     template = of["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
     return {

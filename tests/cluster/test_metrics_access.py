@@ -50,7 +50,7 @@ def bind(plane: ControlPlane, name: str, role: str, account: str) -> None:
 
 @pytest.fixture(scope="module")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """With the chart's roles, and accounts of a Prometheus that may read metrics and of a tenant that may not."""
+    """Create the chart's roles, and accounts of a Prometheus that may read metrics and of a tenant that may not."""
     with ControlPlane(tmp_path_factory.mktemp("access"), build.build()) as plane:
         until(lambda: plane.rest.get(f"{CORE}/serviceaccounts/default"), "the default account")
         for name in ("kvpilot-operator", "prometheus", "tenant"):

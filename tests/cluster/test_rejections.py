@@ -152,7 +152,7 @@ def replaced(rest: Rest, namespace: str, path: str) -> Json:
 
 
 def test_the_server_itself_refuses_to_merge_our_deployment_into_another_one(rest: Rest, namespace: str) -> None:
-    """What lets a new Deployment do without a claim of its name."""
+    """Return the changes that let a new Deployment do without a claim of its name."""
     key, spec = ServiceKey(namespace, "chat"), spec_of(manifest())
     ours = workload(key, "u-1", pod_template("chat", spec, "auto"), 1, 600)
     about = {"name": ours["metadata"]["name"], "namespace": namespace}

@@ -52,7 +52,7 @@ class Changes:
         return not await self.missing()
 
     async def missing(self) -> list[str]:
-        """Which of the changes are not acted on yet."""
+        """Return the changes that were not acted on yet."""
         done = {
             "the replica count": await self.world.wanted("dial") == self.replicas,
             "the new service": await self.world.wanted(self.new) == 0,

@@ -35,7 +35,7 @@ async def uid(world: FaultyWorld, name: str) -> str:
 
 
 async def owners(world: FaultyWorld, name: str) -> set[str]:
-    """By uid: who owns what carries the service's label."""
+    """Return the owners of objects with the service's label, by uid."""
     found = []
     for api_version, kind in (("apps/v1", "Deployment"), ("v1", "Service"), ("v1", "ConfigMap")):
         found += await world.cluster.list(api_version, kind, NAMESPACE, f"{SERVICE_LABEL}={name}")

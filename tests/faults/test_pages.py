@@ -40,7 +40,7 @@ def answering(chunk: bytes, *, first: bytes = b"", times: int = 1, pause: float 
 
 
 async def refusal(handler) -> str:
-    """What the scraper says of a server; none keeps it for ever."""
+    """Return the scraper's answer for a server. No server may keep it for ever."""
     async with asyncio.timeout(10 * scrape.TIMEOUT_SECONDS), engine(handler) as url, scraping() as scraper:
         with pytest.raises(ScrapeError) as caught:
             await scraper.scrape(KEY, url, ignore)

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(360
 
 
 def moves_traffic(written: str) -> bool:
-    """Whether a kill is worth its time also where that is short: after what says who gets requests."""
+    """Return True if a kill is worth its time even in a short test: after a write that moves traffic."""
     return written.split()[1].startswith(("quantizedllmservices", "services", "inferencepools", "httproutes"))
 
 

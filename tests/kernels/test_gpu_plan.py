@@ -100,7 +100,7 @@ def takes(splits: torch.Tensor, wave: int, tile: int) -> int:
     ([100000] * 3 + [500] * 250, 198), ([4096] * 1024, 198), ([16000 + 37 * i for i in range(27)], 45),
 ])  # fmt: skip
 def test_a_gpu_is_busy_nearly_all_of_the_time_whatever_the_number_of_sequences(lengths: list[int], wave: int) -> None:
-    """With one split each, or a wave of them at most, most would take 1.4 to 1.6 times as long as the least."""
+    """Keep plans near the shortest time; one split each, or one wave, often takes 1.4 to 1.6 times as long."""
     splits, _ = cut(lengths, 64, wave, 0)
     least = -(-sum(-(-n // 64) for n in lengths) // wave) + int(FIXED)
     assert takes(splits, wave, 64) <= 1.3 * least

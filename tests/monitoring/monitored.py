@@ -28,8 +28,9 @@ ROOT = Path(__file__).parents[2]
 OPERATOR, NAMESPACE, NAME = "kvpilot-system", "models", "chat"
 SERVICES = f"/apis/kvpilot.io/v1alpha1/namespaces/{NAMESPACE}/quantizedllmservices"
 SCRAPES = "5s"
-"""How often, and how long one may take: after a timeout no series has a value until the next one. A page comes within
-0.02 s on quiet cores, and within 1.4 s where eleven processes want two."""
+"""Interval and timeout of scrapes: after a timeout no series has a value until the next scrape. A page comes within
+0.02 s on quiet cores, and within 1.4 s where eleven processes want two.
+"""
 _LABELS = {"app.kubernetes.io/name": "kvpilot", "app.kubernetes.io/component": "operator"}
 
 
@@ -88,7 +89,7 @@ def without_discovery(config: dict[str, Any], targets: Path) -> dict[str, Any]:
 
 
 def discovered(pods: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What Prometheus' own discovery, role pod, says of these pods: a target for each port, with its labels."""
+    """Return the targets that Prometheus' pod discovery makes of these pods: one for each port, with its labels."""
     found = []
     for pod in pods:
         about, address = pod["metadata"], (pod.get("status") or {}).get("podIP")

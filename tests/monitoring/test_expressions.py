@@ -135,7 +135,7 @@ def test_each_alert_fires_when_it_should_and_only_then():
 
 
 def own(name: str, existing: dict[str, set[str]]) -> bool:
-    """Whether a series is about the operator itself, and so has the namespace of its target."""
+    """Return True if a series is about the operator itself, and so has the namespace of its target."""
     return "namespace" not in existing[name]
 
 
@@ -181,7 +181,7 @@ def test_a_tenants_series_neither_raise_nor_silence_any_alert(tmp_path, existing
 
 
 def firing() -> dict[str, list[set[str]]]:
-    """By alert, the labels that it fires with in each of its tests; an empty set where it must stay silent."""
+    """Return, by alert, the labels that it fires with in each of its tests; an empty set if it must stay silent."""
     found: dict[str, list[set[str]]] = {}
     for case in yaml.safe_load((HERE / "rules_test.yaml").read_text())["tests"]:
         fired: dict[str, set[str]] = {}

@@ -126,7 +126,7 @@ def test_answers_are_those_of_the_pages_that_were_held(served: tuple[Asked, Told
 
 @pytest.mark.parametrize("served", ["auto"], indirect=True)  # whose keys are not quantized: the reference's are not
 def test_the_lightest_pages_by_the_models_own_attention_are_freed(served: tuple[Asked, Told]) -> None:
-    """By docs/retention.md, one step in 32 is measured in decode, with weight 32, and the last tokens of a chunk."""
+    """Measure one decode step in 32, with weight 32, and the last tokens of a chunk (docs/retention.md)."""
     what, told = served
     page, bound = PAGE[what.dtype], BOUND[what.dtype]
     mask, drops, middle = torch.zeros(0), 0, 0

@@ -1,4 +1,4 @@
-"""What is not the service's own is never written to and never deleted, whoever was there first and whenever it came."""
+"""The operator never writes or deletes objects that are not the service's own, whichever existed first."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_a_users_canary_service_is_neither_taken_over_nor_deleted(operator
 
 @pytest.mark.parametrize("kind", ["Service", "Deployment"])
 async def test_one_who_is_quicker_between_the_look_and_the_write_keeps_the_name(operator: Operator, kind: str) -> None:
-    """Of a Deployment the server itself refuses the merge: its selector is immutable."""
+    """The server itself refuses the merge of a Deployment, because its selector is immutable."""
     name = {"Service": "chat", "Deployment": DEPLOYMENT}[kind]
     theirs: list[Any] = []
 

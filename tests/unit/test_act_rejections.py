@@ -1,4 +1,4 @@
-"""What the API server refuses is told within one reconcile, keeps nothing else waiting, and is asked for again."""
+"""A rejection by the API server is reported within one reconcile, delays nothing else, and is retried."""
 
 from __future__ import annotations
 

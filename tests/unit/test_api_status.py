@@ -1,4 +1,4 @@
-"""What the operator writes to status is what the CRD keeps: the server prunes a field that it does not know."""
+"""The CRD keeps every status field that the operator writes. The server prunes a field that it does not know."""
 
 from __future__ import annotations
 

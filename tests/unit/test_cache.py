@@ -133,7 +133,7 @@ class Server:
         self.lists = 0
         self.since: list[str] = []
         self.after_a_watch: tuple[list[Any], int] | None = None
-        """What it lists, and at which version, once it was watched."""
+        """Return its list and the resource version once the watch has started."""
 
     async def pages(self, *what: str) -> AsyncIterator[tuple[Sequence[Any], str]]:
         self.lists += 1

@@ -1,4 +1,4 @@
-"""Where the 16-bit answers come from: kept ones are found again, new ones are captured from the right replica only."""
+"""Sources of 16-bit answers: kept ones are found again, and new ones come only from the right replica."""
 
 from __future__ import annotations
 

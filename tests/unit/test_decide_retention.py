@@ -17,7 +17,7 @@ from support.trials import end_of
 
 
 def service(window: int | None, dtype: str = "auto", **spec: Any) -> dict[str, Any]:
-    """In mode Fixed; it keeps every token where `window` is None."""
+    """Return a service in mode Fixed. It keeps every token if `window` is None."""
     bound = {"retention": {"policy": "SinksAndWindow", "sinkTokens": 4, "windowTokens": window}}
     return manifest(kvCache={"mode": "Fixed", "dtype": dtype, **({} if window is None else bound)}, **spec)
 

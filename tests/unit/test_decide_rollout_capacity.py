@@ -1,4 +1,4 @@
-"""Where a canary's GPU comes from, over a model cluster: spare places, replaced replicas, changed numbers."""
+"""Sources of a canary's GPU in a model cluster: spare places, replaced replicas, changed numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a service does that says no kvCache.mode, and one that loses it: nothing by itself."""
+"""A service without kvCache.mode, or one that loses it, changes nothing by itself."""
 
 from __future__ import annotations
 

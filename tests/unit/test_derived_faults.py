@@ -7,7 +7,7 @@ from support.derived_manifests import Wrong, derived, leaves, service_with
 
 
 def told(case: Wrong, message: str) -> bool:
-    """Whether a message has the value, unless it may be a secret, stands in a map or is no scalar, and a remedy."""
+    """Return True if a message has a remedy and the value. Secrets, values in maps and non-scalars are exempt."""
     scalar = isinstance(case.value, (str, int)) and not isinstance(case.value, bool) and not case.field.endswith(".a")
     shown = repr(case.value)[:90] if scalar else ""
     remedy = "set " if case.keyword == "required" else "use a value"

@@ -76,7 +76,7 @@ class Server:
 
 
 class Link:
-    """What stands between one life of a replica and the server; `cut` and `slow` change under way."""
+    """Connection between one run of a replica and the server; tests change `cut` and `slow` while it is open."""
 
     def __init__(self, server, dice, delay):
         self.server, self.dice, self._delay = server, dice, delay

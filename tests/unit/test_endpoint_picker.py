@@ -37,7 +37,7 @@ DUPLEX = ProtocolConfiguration(request_body_mode=STREAMED, response_body_mode=ST
 
 
 class Pool:
-    """What a test says of a pool, and the picker's port."""
+    """A test's settings of a pool, and the picker's port."""
 
     def __init__(self) -> None:
         self.endpoints: Sequence[str] | None = (A, B)

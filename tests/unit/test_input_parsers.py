@@ -28,7 +28,7 @@ from kvpilot_operator.probes.packs import MAX_PACK_BYTES, load
 
 @dataclass(frozen=True)
 class DoorTest:
-    """How a parser reads, what it may raise, and how many bytes it is given at most."""
+    """A parser's function, the errors it may raise, and its input limit in bytes."""
 
     read: Callable[[bytes], object]
     refuses: tuple[type[Exception], ...]

@@ -110,7 +110,7 @@ class Server:
 
     @staticmethod
     def _discovery(path: str) -> dict[str, Any]:
-        """What kopf asks for before it watches anything."""
+        """Requests that kopf makes before it watches anything."""
         groups = {GROUP: (VERSION, PLURAL, KIND), "apiextensions.k8s.io": ("v1", "customresourcedefinitions", "C")}
         if path == "/api":
             return {"versions": ["v1"]}
@@ -129,7 +129,7 @@ def _resource(plural: str, kind: str) -> dict[str, Any]:
 
 
 class Watched:
-    """What the operator knows: a Store fed by kopf."""
+    """The operator's knowledge: a Store that kopf fills."""
 
     def __init__(self, server: Server) -> None:
         self.server = server

@@ -1,4 +1,4 @@
-"""What tools that wait conclude from a service: kstatus' rules, Argo CD's script and Flux's expressions over each state
+"""Conclusions of tools that wait for a service: kstatus' rules, Argo CD's script and Flux's expressions, for each state
 of docs/conditions.md. The rows of its table are the expectations here.
 """
 
@@ -84,7 +84,7 @@ def flux(obj: dict[str, Any]) -> str:
 
 
 def columns(obj: dict[str, Any]) -> dict[str, Any]:
-    """What kubectl get shows in the columns that stand there without -o wide; None is an empty cell."""
+    """Return kubectl get's columns without -o wide; None is an empty cell."""
     shown = {}
     for column in load_crd()["spec"]["versions"][0]["additionalPrinterColumns"]:
         if not column.get("priority"):

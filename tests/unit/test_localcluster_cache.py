@@ -1,4 +1,4 @@
-"""Where the local cluster keeps what it downloads and builds."""
+"""Folders in which the local cluster keeps its downloads and builds."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_a_process_id_is_not_mistaken_for_another_with_the_same_number() -> None
 
 
 def test_a_process_whose_first_thread_has_ended_runs_until_the_last_one_has() -> None:
-    """As one does that was killed on a busy machine: until then nobody else can have its port."""
+    """Exit late, like a process killed on a busy machine. Until then no other process can bind its port."""
     script = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(900,)).start(); "
     child = subprocess.Popen([sys.executable, "-c", f"{script}ctypes.CDLL(None).pthread_exit(None)"])
     try:

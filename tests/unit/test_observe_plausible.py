@@ -1,4 +1,4 @@
-"""Who is believed: what an engine cannot have done never counts, and a pod that keeps telling it is named."""
+"""Impossible counts from an engine are ignored, and a pod that keeps reporting them is named."""
 
 from __future__ import annotations
 

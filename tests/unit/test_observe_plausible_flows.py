@@ -1,4 +1,4 @@
-"""From pages to a Sample: what an engine did between two pages counts once, whatever came between."""
+"""An engine's work between two pages counts once in a Sample, whatever happened between them."""
 
 from __future__ import annotations
 

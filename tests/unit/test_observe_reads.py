@@ -1,4 +1,4 @@
-"""What is asked of the API server for a Snapshot, how often, and what it costs where an answer is odd or missing."""
+"""Requests to the API server for a Snapshot: their number, and their cost if an answer is odd or missing."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ async def test_what_has_proved_to_be_old_is_read_again(world: World) -> None:
 
 
 class NotSent(ClusterError):
-    """What cannot be asked for, whoever is asked."""
+    """Requests that every server refuses."""
 
 
 ODD_READS = [

@@ -144,7 +144,7 @@ async def test_large_pages_of_many_pods_at_once_take_little_memory() -> None:
 
 
 async def answer(head: bytes, body: bytes) -> tuple[list[int], str, int]:
-    """What one scrape of a server that sends this costs: work, what it says where it fails, and turns of the loop."""
+    """Return the cost of one scrape of a server that sends this: work, the error if it fails, and turns of the loop."""
     turns, spent = 0, []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""How often an engine is asked: always while it answers well, seldom while it does not, and large pages are paid."""
+"""Scrape an engine often while it answers well and seldom while it does not; charge it for large pages."""
 
 from __future__ import annotations
 

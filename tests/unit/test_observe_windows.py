@@ -1,4 +1,4 @@
-"""What is kept of scrapes: as far back as the spec looks, evenly, within bounds, and nothing that happened is lost."""
+"""Scrapes are kept as far back as the spec looks, evenly and within bounds, and no event is lost."""
 
 from __future__ import annotations
 

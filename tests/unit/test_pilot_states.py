@@ -228,7 +228,9 @@ class BadDays(RuleBasedStateMachine):
             assert now.canary.verdict == "Passed"
 
     def _check_dwell(self, was: Status, now: Status, spec: dict[str, Any]) -> None:
-        """In mode Auto a canary for another dtype starts no sooner than the dwell, but away from damaged answers."""
+        """Start a canary for another dtype in mode Auto only after the dwell, unless it leads away from damaged
+        answers.
+        """
         if spec["kvCache"]["mode"] != "Auto" or now.canary is None or was.canary is not None:
             return
         changed = was.kv_cache.changed_time

@@ -116,7 +116,9 @@ def test_an_engine_pod_passes_every_rule_of_restricted(spec: dict[str, Any], dty
 
 
 def beyond_restricted_v2(template: Mapping[str, Any]) -> Iterator[str]:
-    """What OpenShift's SCC restricted-v2 refuses in a pod: users and groups that are not the namespace's own too."""
+    """Return OpenShift's objections to a pod under SCC restricted-v2, including users and groups outside the
+    namespace's range.
+    """
     pod = template["spec"]
     ids = ("runAsUser", "runAsGroup", "fsGroup", "supplementalGroups")
     contexts = [pod.get("securityContext", {}), *(one.get("securityContext", {}) for one in pod["containers"])]

@@ -132,7 +132,7 @@ def test_what_this_operator_allows_is_what_its_services_are_judged_by() -> None:
 
 
 def own_mounts() -> set[str]:
-    """Where kvpilot mounts volumes of an engine that uses all kinds of them."""
+    """Return kvpilot's mount paths in an engine that uses every kind of volume."""
     obj = engine({}, resources={"limits": {"cpu": 1}})
     obj["spec"]["cache"] = {"weightsClaimName": "w", "compileClaimName": "c"}
     obj["spec"]["model"]["adapters"] = [{"name": "sql", "source": "pvc://a/sql"}]
@@ -211,7 +211,9 @@ def test_whatever_is_accepted_takes_nothing_of_ours_from_a_pod(given_template: J
 
 
 def beyond_baseline(template: Mapping[str, Json]) -> Iterator[str]:
-    """What of Pod Security "baseline" a pod template breaks; "restricted" is in tests/unit/test_pod_security.py."""
+    """Return the rules of Pod Security "baseline" that a pod template breaks; tests/unit/test_pod_security.py has
+    "restricted".
+    """
     pod = template["spec"]
     yield from (name for name in ("hostNetwork", "hostPID", "hostIPC") if pod.get(name))
     yield from ("hostPath" for volume in pod["volumes"] if "hostPath" in volume)

@@ -1,4 +1,4 @@
-"""What is said of the Job that fills a claim: in status and conditions, and what its page says of its progress."""
+"""Reports on the Job that fills a claim, in status and conditions, and its progress on its metrics page."""
 
 from __future__ import annotations
 

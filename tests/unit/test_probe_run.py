@@ -1,4 +1,4 @@
-"""What a probe does with an engine: which requests it sends, when it ends, and what it makes of the answers."""
+"""A probe's run against an engine: its requests, its end, and its conclusions from the answers."""
 
 import asyncio
 import json

@@ -35,7 +35,7 @@ def normalised(values: list[float]) -> list[float]:
 
 
 def top(distribution: list[float], k: int = TOP_K) -> dict[int, float]:
-    """What an engine reports of a distribution: its k likeliest tokens' logprobs."""
+    """Return an engine's report of a distribution: the log-probabilities of its k likeliest tokens."""
     best = sorted(range(len(distribution)), key=lambda t: -distribution[t])[:k]
     return {t: math.log(distribution[t]) for t in best}
 

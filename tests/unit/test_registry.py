@@ -1,4 +1,4 @@
-"""What the operator remembers of a service: all of it in one record, which lasts as long as the service does."""
+"""The operator remembers everything about a service in one record, which lasts as long as the service."""
 
 from __future__ import annotations
 
@@ -159,7 +159,9 @@ class World:
 
 
 def reachable(roots: Iterable[object], but: tuple[type, ...]) -> Iterator[object]:
-    """What the operator's own objects, containers and callbacks lead to from these, not through an object of `but`."""
+    """Return the objects that these ones reach through kvpilot's objects, containers and callbacks, but not through
+    `but`.
+    """
     seen: dict[int, object] = {}
     left: deque[object] = deque(roots)
     while left:

@@ -1,4 +1,4 @@
-"""What an HPA or KEDA reads at /scale and what becomes of what it writes there, down to zero and back."""
+"""An HPA or KEDA reads /scale, and the operator follows its writes there, down to zero and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From pages to a step: gauges that no counter confirms, and means that would hide a full engine."""
+"""Decide a step from pages with gauges that no counter confirms, and with means that would hide a full engine."""
 
 from __future__ import annotations
 

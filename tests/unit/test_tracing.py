@@ -168,7 +168,7 @@ class Maps:
 
 
 async def probed(handler: Handler, tracer: Tracer, ask: Callable[[str], Any], maps: Maps, heads: list[str]) -> Any:
-    """What is found by a probe that a reconcile has asked for."""
+    """Findings of a probe that a reconcile asked for."""
     scraper = Scraper()
     done = asyncio.Event()
     probe = Probe(KEY, partial(Prober(maps, scraper, tracer).probe, uid="u"), lambda _: done.set())  # type: ignore[arg-type]
@@ -194,7 +194,7 @@ def measure(url: str) -> Measure:
 
 
 def traces(heads: list[str]) -> set[tuple[str, str, bool] | None]:
-    """Of the `traceparent` of each request trace, span, and whether it is kept; None where it has none."""
+    """Return trace, span and sampled flag from each request's `traceparent`; None for a request without one."""
     found = [[line for line in head.split("\r\n") if line.lower().startswith("traceparent:")] for head in heads]
     return {parsed(lines[0].split(":", 1)[1].strip()) if lines else None for lines in found}
 

@@ -1,5 +1,6 @@
-"""In the middle of every stage of a trial: a new leader, an evicted pod, a clock that jumps. Every limit is kept after
-each single write, and the trial ends as it would have."""
+"""Disturb every stage of a trial: with a new leader, an evicted pod, or a clock that jumps. Every limit holds after
+each single write, and the trial ends as without the disturbance.
+"""
 
 from __future__ import annotations
 

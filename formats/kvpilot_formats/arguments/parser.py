@@ -21,7 +21,7 @@ KVPILOT = (
     "--calibration", "--recent-tokens", "--retention", "--retention-sink-tokens", "--retention-window-tokens",
     "--retention-budget-tokens", "--kv-offloading-disk-path", "--kv-offloading-disk-size",
 )  # fmt: skip
-"""Options that only kvpilot-serve has. Each takes one value, and prefixes do not stand for it."""
+"""Options that only kvpilot-serve has. Each takes one value, and its name cannot be abbreviated."""
 
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 _LEVEL = "--optimization-level"

@@ -76,7 +76,7 @@ _MOVING = (
 )
 
 BESIDE_BOUNDED = (_SPECULATIVE, *_MOVING, *BESIDE_ANY)
-"""Features that were not tested beside a bounded cache, or would look for freed pages."""
+"""Features that were not tested with a bounded cache, or would look for freed pages."""
 
 BESIDE_LATENT = (
     _SPECULATIVE,
@@ -86,13 +86,13 @@ BESIDE_LATENT = (
 """Features that our latent dtypes do not support."""
 
 BESIDE_HEAVY_HITTERS = (_TENSOR, _PIPELINE)
-"""Features that were not tested beside weighed pages."""
+"""Features that were not tested with weighed pages."""
 
 BESIDE_DRAFT_MODELS = (_TENSOR, _PIPELINE, _ADAPTERS, _OFFLOADING)
-"""Features that are not known to work beside a draft model."""
+"""Features that are not known to work with a draft model."""
 
 BESIDE_CONNECTORS = (_PIPELINE, _DATA, _SPECULATIVE, _ADAPTERS, _OFFLOADING._replace(setting=""))
-"""Features that are not known to work beside a connector of `CONNECTORS`."""
+"""Features that are not known to work with a connector of `CONNECTORS`."""
 
 SEVERAL_ENGINES = (
     DATA_PARALLEL, "--data-parallel-size-local", "--data-parallel-address", "--data-parallel-rpc-port",

@@ -97,7 +97,7 @@ class Architecture:
 
     @property
     def window_layers(self) -> int:
-        """Number of these with a sliding window, which stay in 16 bits beside our dtypes."""
+        """Number of these with a sliding window, which stay in 16 bits under our dtypes."""
         return sum(group.layers for group in self.groups if group.kind is Kind.WINDOW)
 
     @property

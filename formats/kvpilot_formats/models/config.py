@@ -42,7 +42,7 @@ class ConfigError(ValueError):
 def load(file: Path) -> dict[str, Any]:
     """Return the object in a config.json.
 
-    If it has no quantization_config, that of an hf_quant_config.json beside it is added.
+    If it has no quantization_config, that of an hf_quant_config.json in the same folder is added.
 
     Raises:
         ConfigError: there is no such file, it is too large to be a config, or it holds no JSON object.

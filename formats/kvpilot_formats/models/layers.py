@@ -65,7 +65,7 @@ def _repeated(fields: Fields) -> list[str]:
 
 
 def _by_sparsity(fields: Fields, layers: int) -> list[str] | None:
-    """Return the layers of MiniMax M3, some of which choose blocks of tokens by an index beside keys and values."""
+    """Return the layers of MiniMax M3, some of which choose blocks of tokens by an extra index."""
     sparse = fields.get("sparse_attention_config")
     if not isinstance(sparse, Mapping) or not sparse.get("use_sparse_attention"):
         return None
@@ -134,7 +134,7 @@ def _by_class(fields: Fields, layers: int) -> list[str]:
             written = None
         length = 0 if written is None else Fields.checked(rule["by"], written, MOST_LAYERS)
         if length:
-            # The class's rule, to this length: the first or the last layer is odd.
+            # The class's rule for lists of this length: the first or the last layer is different.
             odd, others = (0, 1) if rule["odd"] == 0 else (-1, 0)
             one, many = [period[odd]], [period[others]] * (length - 1)
             period = one + many if odd == 0 else many + one

@@ -1,4 +1,4 @@
-"""Files of a model's weights, and their bytes: those that vLLM's default loader reads, without copies beside them."""
+"""Files of a model's weights, and their bytes: only those that vLLM's default loader reads, without further copies."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _DAMAGED = "; download the model again"
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that vLLM loads with `--load-format auto`, or GGUF files if there are no others.
 
-    Weights in the publisher's own layout (`consolidated*.safetensors`) come first. An index decides which of several
-    safetensors files are the model's.
+    Weights in the publisher's own layout (`consolidated*.safetensors`) take precedence. An index selects the model's
+    files among several safetensors files.
 
     Raises:
         ConfigError: the folder has no weights, or an index names a file that does not exist or cannot be read.

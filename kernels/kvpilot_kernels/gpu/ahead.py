@@ -1,4 +1,4 @@
-"""Compile the variants that launches need before any of them runs, several at once.
+"""Parallel compilation of the variants that launches need, before any of them runs.
 
 Triton compiles a variant at its first launch, in the launching thread. Most of the time goes to its passes, LLVM, the
 assembler and the C compiler, which run without Python's lock, so threads can compile in parallel. Results go to the
@@ -17,7 +17,7 @@ from typing import Any
 from triton import AsyncCompileMode
 from triton.runtime.driver import driver
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
 
 MOST_THREADS = 8
 """Largest useful number: about a tenth of the time holds Python's lock, and the longest variant sets the end."""
@@ -48,7 +48,7 @@ class Ahead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types for 
 
 
 def threads(sharers: int) -> int:
-    """Return the threads for each of so many processes that compile at once: half of the cores together."""
+    """Return the threads for each of several processes that compile at once: together they use half of the cores."""
     return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // (2 * sharers)))
 
 

@@ -1,8 +1,8 @@
-"""Columns of decode's matrix products: which query is in which column, before, between and after the two products.
+"""Columns of decode's matrix products: the place of each query before, between and after the two products.
 
-Tensor cores take 8 queries at once, and models have 4 to a KV head. So the first product has a query in two adjacent
-columns, 2 i and 2 i + 1, as the upper and the lower byte of a 16-bit integer: a thread holds both sums and adds them.
-After that each thread has its own query, and no column is empty down to 4 queries.
+Tensor cores take 8 queries at once, but models often have 4 per KV head. So the first product has each query in two
+adjacent columns, 2 i and 2 i + 1, as the upper and the lower byte of a 16-bit integer: a thread holds both sums and
+adds them. After that each thread has its own query. With 4 queries or more no column is empty.
 
 The second product has 8 columns. Its right operand is the transpose of the threads' registers after the first, by
 blocks of 8 tokens and 8 numbers. `movmatrix` takes the two halves of a register as adjacent columns, so that
@@ -94,7 +94,8 @@ def load_sums(sums_ptr, first, count, stride, g: gl.constexpr, BITS: gl.constexp
 @gluon.jit
 def load_units(units_ptr, apart_ptr, level_ptr, first, count, stride, RATIO: gl.constexpr, Q: gl.constexpr,
                LEVEL: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Load the units of `count` queries, float32 [Q], NaN for a query with one; then offsets of scores in these units.
+    """Load the units of `count` queries, float32 [Q], NaN for a query with a NaN; then offsets of scores in these
+    units.
 
     The offsets are those of the sequence's first token, float32 [Q], and with LEVEL of every token.
     """

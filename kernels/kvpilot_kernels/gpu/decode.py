@@ -1,4 +1,4 @@
-"""Decode: a step's tokens of every sequence over its packed pages, split over the sequence, never dequantizing.
+"""Decode: a step's tokens of every sequence over its packed pages, split over the sequence, without dequantization.
 
 With codes c, scale s and zero point z of a group, and the rotated query q (in units of log2, see `store`)
 
@@ -76,7 +76,8 @@ def epilogue(out_ptr, lse_ptr, first, count, stride, m, total, zeros, acc, VALUE
              GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
     """Write a split's normalised output, float32 [count, D], and its log-sums, float32 [count], at their `place_of`.
 
-    Of several tokens one may see nothing of a sequence's last split: its output is 0 there, with next to no weight.
+    With several tokens, one may attend to no token of a sequence's last split. Its output there is 0, with a negligible
+    weight.
     """
     PLANES: gl.constexpr = value_planes(VALUE.bits, D, GROUP)
     WORDS: gl.constexpr = chunk_words(VALUE.bits, D, GROUP)
@@ -107,8 +108,7 @@ def attend(query, stage, m, total, zeros, acc, recent, base, table_ptr, ring_ptr
 
     Copies of tiles up to `ahead`, STAGES - 1, are in flight. With RECENT only the tile at `stage` is, with its digits
     in the buffers of the others, and `recent` has its `load_recent`. length: the smallest number of tokens that a query
-    sees;
-    `ends`: as in `hide`; ring_rows: the blocks of the sequence's ring.
+    attends to; `ends`: as in `hide`; ring_rows: the blocks of the sequence's ring.
     """
     scores_unit = gl.full([Q], 1.0, gl.float32, COLS) if SOFTCAP else query[-3]
     for t in range(begin, stop, TILE):
@@ -237,7 +237,7 @@ def decode_kernel(
         ring_rows = ()
         for i in gl.static_range(RING_BLOCKS):
             ring_rows = ring_rows + (gl.load(ring_table_ptr + sequence.to(gl.int64) * ring_table_stride + i),)
-        # From the first tile of the recent window on, digits take the buffers of later tiles.
+        # From the first tile of the recent window on, digits use the buffers of later tiles.
         plain = end
         ahead = end
         if RECENT > 0:

@@ -1,11 +1,10 @@
 """Store of latent pages: rotate, quantize, pack and write a step's entries; and prepare the queries that decode.
 
-There are two launches, because vLLM stores a step's entries before it has absorbed its queries. The computation is that
-of `latent.reference` with the factors of `latent.factors`. For a query it is, with both parts rotated,
+There are two launches, because vLLM stores a step's entries before it absorbs the queries. The computation is that of
+`latent.reference` with the factors of `latent.factors`. For a query it is, with both parts rotated,
 
-    q' = (q / factor) H * scale * log2(e) / unit        unit: so that its largest element is LARGEST
-
-in float16. So neither q' nor a sixteenth of it leaves float16's range, whatever the model's magnitudes are.
+    q' = (q / factor) H * scale * log2(e) / unit        unit: chosen so that the largest element of q' is LARGEST in
+    float16. So neither q' nor q' / 16 leaves float16's range for any model.
 """
 
 import triton

@@ -31,7 +31,7 @@ class Merge:
 
 
 def merging(splits: int) -> Merge:
-    """Return the merge for sequences of at most so many splits.
+    """Return the merge for sequences of at most this many splits.
 
     A single sequence has as many splits as the GPU has room for, and few programs merge them. These take many splits at
     once, to pay memory's latency less often. Measured with 264, 33 and 8 splits per sequence.
@@ -53,9 +53,12 @@ class LatentChoice:
     """Launch choices of a program.
 
     Attributes:
-        heads: padded to a multiple of 8. tile: tokens a turn. stages: tiles in flight. warps: of the program.
-        programs: number that fits a multiprocessor at once. registers: limit per thread, None to let the assembler
-            choose.
+        heads: number of heads, padded to a multiple of 8.
+        tile: tokens per iteration.
+        stages: tiles in flight.
+        warps: warps of the program.
+        programs: number that fits on a multiprocessor at once.
+        registers: limit per thread, None to let the assembler choose.
     """
 
     heads: int
@@ -71,7 +74,7 @@ class LatentChoice:
 
 
 def program_heads(heads: int) -> int:
-    """Return the heads of a program, of so many in all: an even share of at most MOST_HEADS."""
+    """Return a program's heads if there are this many in all: an even share of at most MOST_HEADS."""
     return -(-heads // -(-heads // MOST_HEADS))
 
 

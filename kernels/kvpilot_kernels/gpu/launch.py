@@ -1,8 +1,8 @@
-"""Launch a compiled kernel again without Triton's Python launcher.
+"""Repeated launches of a compiled kernel without Triton's Python launcher.
 
 Triton binds, specializes and looks up every argument of every launch in Python. With 40 parameters that takes longer
-than the kernels of a small step run, so a step outside a CUDA graph would wait for the host. A `Variant` keeps
-Triton's compiled program for each kind of arguments, and passes later arguments directly to the compiled launcher.
+than the kernels of a small step. So a step outside a CUDA graph would wait for the host. A `Variant` keeps Triton's
+compiled program for each kind of arguments, and passes later arguments directly to the compiled launcher.
 """
 
 from __future__ import annotations

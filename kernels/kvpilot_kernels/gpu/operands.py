@@ -140,9 +140,8 @@ def keep_in_bytes(bits, first):
 
 @gluon.jit
 def store_pairs(pointer, even, odd, mask):
-    """Write adjacent float32, one of each tensor, to `pointer`, which has the address of the first.
-
-    They are written by eight bytes, so that sectors of memory are written whole.
+    """Write adjacent float32 values, one of each tensor, from `pointer` on. Each store has eight bytes, so that whole
+    sectors of memory are written.
     """
     both = even.to(gl.uint32, bitcast=True).to(gl.uint64) | (odd.to(gl.uint32, bitcast=True).to(gl.uint64) << 32)
     gl.store(pointer.to(gl.pointer_type(gl.uint64)), both, mask=mask)

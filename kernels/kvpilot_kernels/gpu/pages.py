@@ -39,9 +39,8 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Several:
-    """Rows (query tokens) of a step whose sequences have several; a sequence's rows are consecutive.
-
-    Its last row sees all that is stored of the sequence, and each earlier one a token less.
+    """Rows (query tokens) of a step with several rows per sequence; a sequence's rows are consecutive. Its last row
+    attends to all stored tokens of the sequence, and each earlier row to one token less.
 
     Attributes:
         starts: int32 [sequences + 1], each sequence's first row. most: rows of the longest sequence.
@@ -102,7 +101,7 @@ class Shape:
         return self._variants[key]
 
     def cut(self, tokens: int = 1) -> Cut:
-        """Return the launch of decode for a step with at most so many tokens per sequence."""
+        """Return the launch of decode for a step with at most this many tokens per sequence."""
         if tokens not in self._cuts:
             take, bits = (
                 tuning.program_queries(self.row_dim, self.ratio, tokens),
@@ -114,10 +113,10 @@ class Shape:
         return self._cuts[tokens]
 
     def settle(self, tokens: int, taken: tuning.Taken | None) -> None:
-        """Limit the programs of such steps to those that fit with the resources of each, None if unknown.
-
-        `attend` returns these. The tables assume one compiler, and a GPU of 9.0. If fewer programs fit, some of a wave
-        would wait for others. Do not call this after a CUDA graph has been captured, since it keeps its grid.
+        """Limit the programs of such steps to the number that fits with each program's resources, None if unknown.
+        `attend` returns the resources. The tables assume one compiler and compute capability 9.0. If fewer programs
+        fit, some programs of a wave would wait for others. Do not call this after a CUDA graph was captured, because
+        the graph keeps its grid.
         """
         cut = self.cut(tokens)
         if taken is not None:
@@ -175,8 +174,8 @@ class Plan:
         """Split the work for int32 [sequences or fewer] stored lengths; 0 is padding.
 
         `several` are the step's rows; None if each sequence has one. With `overlap`, decode starts to read before the
-        step's tokens are stored. That is right only if the step stores just one token of each of these sequences, since
-        a chunk of a prompt may be another sequence's prefix.
+        step's tokens are stored. This is only correct if the step stores just one token of each sequence, because a
+        chunk of a prompt may be another sequence's prefix.
 
         Raises:
             BadInputError: more sequences or rows than the plan has, or rows that contradict `Several`.

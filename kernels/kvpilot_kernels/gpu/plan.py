@@ -1,9 +1,10 @@
 """Plan: the splits of decode, computed on the GPU, so that a captured graph follows the lengths of each step.
 
-The tiles of all sequences are cut into splits of one sequence, of about tiles / wave tiles each. `wave` is the number
-of programs that run at once, divided by those that share a split, and each has one split. If the sequences' ends would
-make more splits, all become a little longer. If much of a wave would stay without a split, as with 32 sequences and a
-wave of 49, or with more sequences than a wave, there are splits for several rounds of a wave if these end sooner.
+The tiles of all sequences are cut into splits of about tiles / wave tiles; a split has tiles of one sequence. `wave` is
+the number of concurrent programs divided by those that share a split, so each gets one split. If the sequences' ends
+would make more splits, all splits become a little longer. Sometimes a large part of a wave would get no split, as with
+32 sequences and a wave of 49, or with more sequences than a wave. Then there are splits for several rounds of a wave if
+these end sooner.
 """
 
 import torch
@@ -17,7 +18,7 @@ ROUNDS = 4
 """Numbers of rounds to compare, from the smallest on."""
 
 FIXED = tl.constexpr(3)
-"""Cost of a split beside its tiles, in tiles: first loads, results and their merge. An estimate, not tuned."""
+"""Fixed cost of a split in tiles: first loads, results and their merge. This is an untuned estimate."""
 
 
 def beyond(tokens: int) -> int:
@@ -34,7 +35,7 @@ def most_splits(sequences: int, wave: int, more: int) -> int:
 
 
 def most_results(rows: int, tokens: int, wave: int, sequences: int) -> int:
-    """Return the largest number of partial results of a plan with so many `rows` and up to `tokens` of a sequence.
+    """Return the largest number of partial results of a plan with `rows` rows and up to `tokens` rows per sequence.
 
     A split has a result for each row of its sequence. The first splits of all sequences have `rows` together. The
     others are at most a wave and `beyond` less 1 per sequence with tokens.
@@ -76,12 +77,10 @@ def count_splits(lens_ptr, sequences, tokens, c, TILE: tl.constexpr, WINDOW: tl.
 @triton.jit
 def most_tiles(lens_ptr, sequences, more, wave, tokens, TILE: tl.constexpr, WINDOW: tl.constexpr, ROUNDS: tl.constexpr,
                CHUNK: tl.constexpr):  # fmt: skip
-    """Return the tiles per split with which all end soonest.
-
-    There are at most a wave and `more` splits of each sequence that has tokens, on average. Sequences without tokens
-    add none, which `most_results` relies on. A cut is assumed to last as many rounds of a wave as it has splits for,
-    each as long as the largest split and FIXED. From the fewest rounds on, ROUNDS cuts are compared, until one is
-    within an eighth of the bound for every cut.
+    """Return the tiles per split for the earliest end of all. There are at most a wave of splits plus, on average,
+    `more` for each sequence that has tokens. Sequences without tokens add none, which `most_results` relies on. The
+    assumed time of a cut is its number of rounds of a wave, times the largest split plus FIXED. The search compares up
+    to ROUNDS cuts, starting with the fewest rounds. It stops at a cut within an eighth of the lower bound.
     """
     total = 0
     live = 0

@@ -46,7 +46,7 @@ def prefill_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, starts_ptr, 
                    SOFTCAP: tl.constexpr):  # fmt: skip
     """Attend from M queries of a head to all keys of the sequence. Grid (cdiv(longest, M), heads, sequences).
 
-    With CAUSAL a query sees the keys up to its own, and the last query sees all.
+    With CAUSAL a query attends to the keys up to its own, and the last query to all.
 
     query, out: [rows, heads, D], key and value: [keys, heads / RATIO, D], 16 bits, strides per token in elements, heads
     and elements contiguous; WIDE: D padded to a power of two; starts: int32 [sequences + 1], first queries; rows_ptr:
@@ -96,9 +96,12 @@ def prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts:
 
     Args:
         query: [tokens, heads, D]; key, value: [keys, kv_heads, D]; heads and elements contiguous.
-        starts, rows: int32 [sequences + 1], where each sequence's queries and keys begin. longest: largest number of
-            queries of one. scale: factor on the scores. softcap: 0 for none.
-        causal: the last query of a sequence sees all of its keys, each earlier one a key less; else each sees all.
+        starts, rows: int32 [sequences + 1], where each sequence's queries and keys begin.
+        longest: largest number of queries of a sequence.
+        scale: factor on the scores.
+        softcap: 0 for none.
+        causal: the last query of a sequence attends to all its keys, and each earlier query to one key less; else each
+            query attends to all.
         out: [tokens, heads, D], written; made if not given.
 
     Returns:

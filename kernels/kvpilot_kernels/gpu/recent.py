@@ -1,7 +1,7 @@
 """Decode of the recent window: the ring's digits, and the check that they belong to a tile's tokens.
 
-`layouts` has the ring's layout. Digits take the same way as codes (`operands`). A token gets scale 0 if its tag differs
-from that of its row in the page.
+`layouts` has the ring's layout. Digits are processed like codes (`operands`). A token gets scale 0 if the tag in the
+ring differs from the tag of its row in the page.
 """
 
 from triton.experimental import gluon
@@ -24,7 +24,7 @@ def place_of_digit(stage, i: gl.constexpr, PLACES: gl.constexpr):
 
 @gluon.jit
 def block_of(ring_rows, place, RING: gl.constexpr):
-    """Return the block of a sequence's ring, whose blocks are `ring_rows`, that has these places [TILE]."""
+    """Return the block that has these places [TILE] of a sequence's ring; `ring_rows` are the ring's blocks."""
     block = place * 0 + ring_rows[0]
     for i in gl.static_range(1, len(ring_rows)):
         block = gl.where(place >= i * RING, ring_rows[i], block)
@@ -80,7 +80,7 @@ def over_lanes(tile):
 def load_recent(base, table_ptr, page_stride, ring_ptr, ring_rows, t, end, ring_page_stride, KEY: gl.constexpr,
                 VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr,
                 RING: gl.constexpr):  # fmt: skip
-    """Load the data that tells if the ring has the tokens [t, t + TILE); it is arbitrary for t >= `end`.
+    """Load the data that shows if the ring has the tokens [t, t + TILE); it is arbitrary for t >= `end`.
 
     By group, keys before values: the ring's metadata, uint16 [TILE], and for the first two groups of a side the codes
     in its tag, uint16 [TILE]. Then the ring's block, [TILE] or one for all, negative for none.

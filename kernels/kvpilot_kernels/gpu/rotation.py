@@ -123,7 +123,7 @@ def rotate(x, signs, D: tl.constexpr):
 def by_twelves(y, signs, T: tl.constexpr, PARTS: tl.constexpr):
     """Sum the eights of T times PARTS rows of 96, in their slots, by signs.
 
-    Tokens are fastest along M: then four threads have a row, as many as hold one of a product's rows.
+    Tokens are fastest along M. Then four threads hold a row, like a row of a product.
     """
     BY: tl.constexpr = signs.shape[0]
     y = tl.reshape(tl.permute(tl.reshape(y, [T, PARTS, BY, EIGHT]), [3, 1, 0, 2]), [EIGHT * PARTS * T, BY])

@@ -150,9 +150,8 @@ def store_side(x_ptr, stride, first_ptr, mean_ptr, scale_ptr, signs_ptr, slots_p
                ring_slots_ptr, ring_ptr, head, tokens, numbered, page_stride, head_stride, ring_page_stride,
                ring_head_stride, SIDE: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
                TOKENS: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, WAIT: tl.constexpr):  # fmt: skip
-    """Quantize a block of tokens' rows of `head`'s side; write them into each token's page, and into its ring.
-
-    first: the mean of the tokens whose ordinal, of the `numbered` that have one, is 1.
+    """Quantize a block of tokens' rows on one side of `head`; write them into each token's page, and into its ring.
+    first: mean for tokens with ordinal 1; only the first `numbered` tokens have an ordinal.
     """
     GROUPS: tl.constexpr = WIDE // 64
     element, real = plain_slots(D, WIDE)
@@ -199,10 +198,11 @@ def store_integers(y, at, live, rotated_ptr, sums_ptr, units_ptr, BITS: tl.const
                    WIDE: tl.constexpr):  # fmt: skip
     """Write queries y [ROWS, WIDE], in the slots of keys of BITS, as decode multiplies them, where `live`.
 
-    An element becomes round(y / factor / unit), by `query_planes`, in a unit that makes the largest one LARGEST, as an
-    upper and a lower byte: int8 [2, D]. The error is at most half a unit, or two if the factor is 4: 2^-16 or 2^-14 of
-    the query's largest element. Also written are the unit, NaN if an element is, and by group three sums, int32
-    [groups, 3]: of upper and of lower bytes where codes end at a sign, and of all integers times their factors.
+    `query_planes` turns an element into round(y / factor / unit), as an upper and a lower byte: int8 [2, D]. The unit
+    makes the largest element LARGEST. The error is at most half a unit, or two if the factor is 4: 2^-16 or 2^-14 of
+    the query's largest element. The unit is also written; it is NaN if an element is NaN. So are three sums for each
+    group, int32 [groups, 3]: of the upper and the lower bytes if codes end at a sign, and of all integers times their
+    factors.
     """
     GROUPS: tl.constexpr = WIDE // 64
     ROWS: tl.constexpr = y.shape[0]

@@ -109,13 +109,13 @@ def score(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D: gl.c
 @gluon.jit
 def hide(score, meta, t, ends, end, length, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr,
          WINDOW: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Hide the tokens of a tile that a query does not see: their scores become -1e38 or less.
+    """Mask the tokens of a tile that a query does not attend to: their scores become -1e38 or less.
 
-    t: the first token. `length` is the smallest number of tokens that a query sees. With several query tokens per
+    t: the first token. `length` is the smallest number of tokens that a query attends to. With several query tokens per
     sequence `ends` has the number for each, int32 [Q], and the largest of them.
 
     A hidden token has weight 0, and 0 times a NaN scale would be NaN, so its scales are limited to numbers. If queries
-    differ in what they see, all scales of the tile are limited, and a token with a broken value gets the score NaN
+    attend to different tokens, all scales of the tile are limited, and a token with a broken value gets the score NaN
     instead.
 
     Returns:

@@ -1,13 +1,14 @@
 """Launch choices of decode: tile, stages, and how many programs fit a multiprocessor.
 
-They are tables, so that no user waits for tuning. Measured on an H200 (2026-11-22, Triton 3.6): at head_dim 128 and 256
-8, 10 to 13, 15 and 16 programs, in batches from 1 x 64K and 8 x 1K to 32 x 16K. 64 tokens of 2 stages in flight were
-best with keys of 16 bits (2026-11-21), and 32 at 256. Rows for head_dim 64 and 96 follow from registers; 192 has those
-of 256, and nothing else was tried there.
+They are tables, so that no user waits for tuning. Measured on an H200 (2026-11-22, Triton 3.6): 8, 10 to 13, 15 and 16
+programs at head_dim 128 and 256, in batches from 1 x 64K and 8 x 1K to 32 x 16K. Two stages of 64 tokens were best with
+16-bit keys (2026-11-21), and of 32 tokens at head_dim 256. The table's rows for head_dim 64 and 96 follow from register
+counts. The row for 192 is a copy of that for 256, without a measurement.
 
 Decode of 8 queries with a recent window spills up to 480 bytes, and that of several tokens up to 512
-(docs/benchmarks/kernel-resources.md). At 512 6, 7 and 8 programs of 8 queries, 5 to 8 of 4, and tiles of 16 and 32
-tokens were timed (2026-11-24), with splits of single tiles; splits of multiples of 64 tokens came later.
+(docs/benchmarks/kernel-resources.md). At head_dim 512, 6 to 8 programs of 8 queries, 5 to 8 programs of 4 queries, and
+tiles of 16 and 32 tokens were timed (2026-11-24). Splits consisted of single tiles then; they are multiples of 64
+tokens now.
 
 Blocks of `store` and `gather`, `MERGES`, and 168 registers of decode with a window were timed on an H100 (2026-11-25
 and 26), in `k4v4`, and store of prompts in `k2v2` too; other formats and GPUs follow from them. A merge of rows of 192
@@ -65,7 +66,7 @@ PROGRAMS: dict[tuple[int, int], tuple[int, int, int]] = {
 
 @dataclass(frozen=True)
 class Block:
-    """Work of a program of `store` or `gather`: so many `tokens` of a head, in so many `warps`."""
+    """Work of a program of `store` or `gather`: the `tokens` of a head that it takes, and its `warps`."""
 
     tokens: int
     warps: int
@@ -73,7 +74,7 @@ class Block:
 
 @dataclass(frozen=True)
 class PrefillBlock:
-    """Work of a program of `prefill`: so many `queries` of a head, by so many `keys` at once, in so many `warps`.
+    """Work of a program of `prefill`: its `queries` of a head, the `keys` of one iteration, and its `warps`.
 
     `stages` of keys and values are in flight.
     """
@@ -94,9 +95,9 @@ MERGES: dict[int, tuple[tuple[float, tuple[int, int, int]], ...]] = {
 }  # fmt: skip
 """Programs of `reduce` by elements of a row: a limit on query heads of all sequences per multiprocessor, then a choice.
 
-A choice is the largest number of query heads of a program, splits in flight, and warps. Few sequences leave the GPU
-idle, and have many splits: then each query head gets its own program, with more warps the fewer there are. Each choice
-holds at least from some number of sequences to its double, so that a warm-up with powers of two meets all of them.
+A choice is the largest number of query heads of a program, splits in flight, and warps. Few sequences have many splits
+and leave the GPU idle. Then each query head gets its own program, with more warps for fewer heads. Each choice covers a
+range of sequences from some number to at least its double, so that a warm-up with powers of two meets all choices.
 """
 
 FEW_TOKENS = 128
@@ -120,7 +121,7 @@ GATHERS: dict[int, Block] = {
 
 
 def store_block(dim: int, tokens: int) -> Block:
-    """Return the block of `store` for a launch of so many tokens."""
+    """Return the block of `store` for a launch of this many tokens."""
     return STORES[dim][tokens > FEW_TOKENS]
 
 
@@ -130,7 +131,7 @@ def gather_block(dim: int) -> Block:
 
 
 def weigh_warps(tokens: int) -> int:
-    """Return the warps of a program of `weigh` that takes so many tokens at once.
+    """Return the warps of a program of `weigh` that takes this many tokens at once.
 
     An operand has 16 tokens; with more warps than operands, registers spill on 9.0.
     """
@@ -145,8 +146,9 @@ def prefill_block(capability: tuple[int, int]) -> PrefillBlock:
 def program_queries(dim: int, ratio: int, tokens: int) -> int:
     """Return the queries of a program, for `ratio` heads of a KV head times the most `tokens` of a sequence in a step.
 
-    With one token these are at most 8 heads; each of two programs takes half of more. With several tokens it is 4, 8 or
-    16: pages are read once for as many as fit, and few variants are compiled. At head_dim 256 registers of 16 spill.
+    With one token a program takes at most 8 heads, and two programs share a larger number. With several tokens it takes
+    4, 8 or 16 queries, so that pages are read once for as many as fit and few variants are compiled. At head_dim 256 a
+    program of 16 queries would spill registers.
     """
     if tokens == 1:
         return -(-ratio // -(-ratio // 8))
@@ -157,11 +159,11 @@ def program_queries(dim: int, ratio: int, tokens: int) -> int:
 def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capability: tuple[int, int]) -> Choice:
     """Return the choice for `queries` of a program and `bits` of a key's and a value's element together.
 
-    The tile divides `block_size`, as it lies in one page. On 9.0, where that was measured, the assembler weighs
-    registers
-    against programs, except with a window where it misses by a few: 12 programs fit with 168. Elsewhere it would spill
-    some, so a thread may have all 255. With a window of `recent` tokens 2 bits need the shared memory and registers of
-    4. At head_dim 192 tiles of 32 would spill up to 896 bytes on 9.0, and those of 16 spill 168.
+    A tile lies in one page, so it divides `block_size`. On compute capability 9.0, which was measured, the assembler
+    balances registers against programs. With a window it misses 12 programs by a few registers, so the limit is 168. On
+    other GPUs it would spill some, so a thread may have all 255. With a window of `recent` tokens, 2-bit codes need the
+    shared memory and registers of 4-bit codes. At head_dim 192 tiles of 32 would spill up to 896 bytes on 9.0, and
+    those of 16 spill 168.
     """
     most = 4 if queries <= 4 else 8 if queries <= 8 else 16
     programs = PROGRAMS[dim, most][0 if bits > 8 else 1 if bits == 8 else 2]
@@ -184,10 +186,9 @@ class Taken(NamedTuple):
 
 
 def fitting(taken: Taken, shared: int) -> int:
-    """Return the programs of one warp that a multiprocessor with so many bytes of `shared` memory holds at once.
-
-    From compute capability 8.0 to 12.0: it has 65,536 registers of 32 bits, of which a warp takes multiples of 256, and
-    reserves 1 KiB of shared memory per program.
+    """Return the number of one-warp programs that fit on a multiprocessor with `shared` bytes of shared memory. On
+    compute capability 8.0 to 12.0 it has 65,536 registers of 32 bits. A warp takes a multiple of 256 of them, and each
+    program reserves 1 KiB of shared memory.
     """
     return min(65536 // (-(-taken.registers // 8) * 8 * 32), shared // (taken.shared + 1024))
 

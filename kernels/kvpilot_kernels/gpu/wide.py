@@ -3,11 +3,11 @@
 The sums of 512 elements are 128 registers of a thread, half of its limit. So the rest must be small:
 
 - the queries stay in shared memory with their sums, and a tile loads them where it multiplies;
-- a row is processed by chunks, and a fence keeps the assembler from starting all of them at once;
+- a row is processed in chunks, and a fence keeps the assembler from starting all of them at once;
 - sums of weights times zero codes are rows of one more product, directly on the tile's metadata;
 - the exponents of a token in the recent window are packed into one register.
 
-Groups of 64 elements lie in one sub-plane of a row here, so that group g is sub-plane g // chunks of chunk g % chunks.
+Each group of 64 elements is one sub-plane of a row here: group g is sub-plane g // chunks of chunk g % chunks.
 """
 
 from triton.experimental import gluon

@@ -53,5 +53,5 @@ def min_max(x: torch.Tensor, bits: int, dim: int) -> tuple[torch.Tensor, torch.T
 
 
 def half(x: torch.Tensor) -> torch.Tensor:
-    """Round to float16, as numbers beside the codes are stored, and return float32."""
+    """Round to float16, the stored type of numbers other than codes, and return float32."""
     return x.half().float()

@@ -1,8 +1,8 @@
 """Orthonormal Hadamard matrices for the head dimensions that kvpilot serves.
 
-A rotation by H spreads an outlier channel over the whole head: a coordinate of the rotated vector is a signed mean of
-all of them, hence close to Gaussian, which is what a uniform quantizer with one scale per group handles best. As H is
-orthogonal, q . k = (q H) . (k H), so queries are rotated like keys, and outputs are rotated back like values.
+A rotation by H spreads an outlier channel over the whole head. Each coordinate of the rotated vector is a signed mean
+of all channels, so it is close to Gaussian. A uniform quantizer with one scale per group handles such values best. As H
+is orthogonal, q . k = (q H) . (k H), so queries are rotated like keys, and outputs are rotated back like values.
 
 Sources: Sylvester (1867) for powers of two, H_2n = H_2 (x) H_n; Paley (1933), construction I with the quadratic
 residues mod 11, for H_12; their Kronecker product for D = 96 = 12 * 8 and 192 = 12 * 16.

@@ -1,4 +1,4 @@
-"""Engines and what they say, for the demo, benchmarks and tests: a real vLLM, a faulty one, recorded metrics pages."""
+"""Engines and their pages, for the demo, benchmarks and tests: a real vLLM, a faulty one, recorded metrics pages."""
 
 from pathlib import Path
 

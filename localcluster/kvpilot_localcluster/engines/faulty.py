@@ -1,6 +1,7 @@
-"""A cheap engine for tests of faults: vLLM's API as far as the operator, its probes and a load use it, without a model.
+"""Cheap engine for tests of faults. It has no model, and only the part of vLLM's API that operator, probes and load
+use.
 
-It is a program of its own, with nothing but the standard library, so that a dozen of them start at once:
+It is a separate program that needs only the standard library, so that a dozen can start at once:
 
     python faulty.py --port=8000 --kv-cache-dtype=auto --served-model-name=m --shutdown-timeout=10
 
@@ -39,9 +40,9 @@ class Faults:
     metrics: str = ""
     """Fault of /metrics: garbage, huge (10 MB), endless, hang, drip (a byte a second), bomb (compressed), error."""
     completions: str = ""
-    """A fault of /v1: hang (until it is lifted), or random (tokens that nobody can foresee)."""
+    """Fault of /v1: hang (until it is lifted), or random (unpredictable tokens)."""
     reports: str = ""
-    """The KV-cache dtype that the page tells instead of the one that was asked for."""
+    """KV-cache dtype that the page reports instead of the requested one."""
     only_dtype: str = ""
     """Dtype to which `completions` and `reports` are limited, if set."""
     usage: float = -1.0
@@ -49,7 +50,7 @@ class Faults:
     running: int = 0
     waiting: int = 0
     stalled: bool = False
-    """True if the requests that run by `running` make no tokens; else each makes one between two pages."""
+    """True if the requests counted by `running` make no tokens; else each makes one between two pages."""
     eat_mib: int = 0
     """Memory to take, in MiB."""
 

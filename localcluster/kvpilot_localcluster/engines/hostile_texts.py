@@ -1,4 +1,6 @@
-"""Texts that a tenant may send, sound and hostile, of about any number of bytes: what is known to hurt parsers."""
+"""Texts that a tenant may send, valid and hostile, of about any number of bytes. The hostile ones are known to hurt
+parsers.
+"""
 
 from __future__ import annotations
 

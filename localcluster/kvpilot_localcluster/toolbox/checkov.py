@@ -11,5 +11,5 @@ _VERSION = "3.3.30"
 
 
 def checkov() -> Path:
-    """PATH's own checkov, else the pinned one."""
+    """Return checkov on PATH, else the pinned version."""
     return tool("checkov", _VERSION, partial(environment, [f"checkov=={_VERSION}"]))

@@ -1,6 +1,6 @@
 """operator-courier: the Operator Framework's own checks of a bundle, as far as they are a Python package.
 
-Its successors check more, and are not had from a package index.
+Its successors check more, but no package index has them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _VERSION = "2.1.11"
 
 
 def courier() -> Path:
-    """PATH's own operator-courier, else the pinned one."""
+    """Return operator-courier on PATH, else the pinned version."""
     # It needs `semver.parse`, which is gone from semver 4, and `pkg_resources`, which is from setuptools 81.
     packages = [f"operator-courier=={_VERSION}", "semver<4", "setuptools<81"]
     return tool("operator-courier", _VERSION, partial(environment, packages))

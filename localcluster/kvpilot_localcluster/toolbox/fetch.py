@@ -26,7 +26,7 @@ def tool(program: str, version: str, fetch: Callable[[Path], None]) -> Path:
 
     Args:
         program: the name of the executable.
-        version: what is fetched; part of the cache's key. PATH's own comes first, whatever its version.
+        version: version to fetch, and part of the cache's key. A program on PATH comes first, whatever its version.
         fetch: puts `bin/<program>`, executable, below the folder that it is given (final from the start: a virtual
             environment cannot be moved).
 
@@ -55,7 +55,7 @@ def cached(program: str, version: str, fetch: Callable[[Path], None]) -> Path:
 
 
 def wheel(requirement: str, folder: Path) -> None:
-    """Unpack one wheel (`name==version`), without what it depends on, into `folder`."""
+    """Unpack one wheel (`name==version`), without its dependencies, into `folder`."""
     run([*installer(), "--no-deps", "--target", str(folder), requirement])
 
 
@@ -71,7 +71,7 @@ def environment(requirements: Sequence[str], folder: Path) -> None:
 
 
 def debian(packages: Sequence[str], folder: Path, *, suite: str = "bookworm") -> None:
-    """Unpack Debian packages, without what they depend on, below `folder`."""
+    """Unpack Debian packages, without their dependencies, below `folder`."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         archive = Archive(Path(scratch), suite)
         archive.update()

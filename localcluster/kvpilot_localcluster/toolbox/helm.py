@@ -20,15 +20,13 @@ class HelmRefused(Exception):
 
 
 def helm() -> Path:
-    """Helm 3: PATH's own, else 3.17.2."""
+    """Return Helm 3 on PATH, else 3.17.2."""
     return tool("helm", "3.17.2", partial(unpack, "helm"))
 
 
 def run_helm(*arguments: str | Path, values: Mapping[str, Any] | None = None, timeout: float = 900) -> str:
-    """Run helm with these values and return what it says.
-
-    Raises:
-        HelmRefused: it failed.
+    """Run helm with these values and return its output. Raises:
+    HelmRefused: it failed.
     """
     command = [helm(), *arguments, *(("--values", "-") if values is not None else ())]
     text = yaml.safe_dump(dict(values)) if values is not None else None

@@ -10,5 +10,5 @@ from kvpilot_localcluster.toolbox.kubelayer import unpack
 
 
 def kubectl() -> Path:
-    """PATH's own kubectl, else 1.32."""
+    """Return kubectl on PATH, else 1.32."""
     return tool("kubectl", "1.32", partial(unpack, "kubectl"))

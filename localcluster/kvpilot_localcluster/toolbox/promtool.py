@@ -11,12 +11,12 @@ _VERSION = "2.42"
 
 
 def promtool() -> Path:
-    """PATH's own promtool, else Debian's 2.42."""
+    """Return promtool on PATH, else Debian's 2.42."""
     return _program("promtool")
 
 
 def prometheus() -> Path:
-    """PATH's own prometheus, else Debian's 2.42."""
+    """Return prometheus on PATH, else Debian's 2.42."""
     return _program("prometheus")
 
 

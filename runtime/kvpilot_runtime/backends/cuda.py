@@ -110,7 +110,7 @@ class CudaImpl(Reserving, PackedImpl):
         ring_slots = None if rings is None else rings.slots[: slots.shape[0]]
         shared = self.kv_sharing_target_layer_name is not None
         if shared or key is None or value is None:
-            # Every slot is padding, so queries are rotated and nothing is stored. Any keys and values will do.
+            # Every slot is padding, so queries are rotated and nothing is stored. The keys and values are arbitrary.
             slots, ring_slots = meta.nowhere, None if ring_slots is None else meta.nowhere
             key = value = query[:, : self.num_kv_heads]
         pages.store(query, key, value, slots, meta.plan, meta.decodes, self.scale, ring_slots, meta.ordinals)

@@ -50,9 +50,8 @@ def decode_sizes(vllm_config: Any) -> tuple[int, int]:
 
 
 class CudaLimits:
-    """Limits of our kernels on CUDA, for the classes of backends.
-
-    A tile of the decode kernel lies in one page, so blocks are multiples of it.
+    """Limits of our CUDA kernels, for the backend classes. A tile of the decode kernel lies in one page, so block sizes
+    are multiples of the tile.
     """
 
     block_step: ClassVar[int] = BLOCK_STEPS["cuda"]
@@ -209,8 +208,8 @@ class CudaBuilder(PackedBuilder):
             prefills = common.num_reqs - decodes
         lens = common.seq_lens[:decodes]
         several, ordinals = self._several(common, decodes, decode_tokens)
-        # Rows may read tokens that the same step stores: those of drafts, and in a bounded cache those of a sequence's
-        # other pieces. Only without them may stores and reads overlap.
+        # Rows may read tokens that the same step stores: drafts, and in a bounded cache a sequence's other pieces.
+        # Stores and reads may only overlap if there are none of these.
         alone = not prefills and several is None and common.max_query_len == 1
         self.plan.update(lens, overlap=alone, several=several)
         found, later = self._prefills(common, decodes, decode_tokens) if prefills else (None, None)
@@ -240,7 +239,7 @@ class CudaBuilder(PackedBuilder):
         """Launch every variant of our kernels that serving needs.
 
         Triton recompiles for another constant, and for an address or a stride that is not a multiple of 16. vLLM's own
-        warm-up covers only some variants: it reads no context back, and never decodes beside a prompt.
+        warm-up covers only some variants: it reads no context back, and never decodes while it reads a prompt.
         """
         shape, sequences, rows = self.shape, self.plan.sequences, self.plan.rows
         heads = shape.kv_heads * shape.ratio
@@ -296,7 +295,7 @@ class CudaBuilder(PackedBuilder):
     def _prefills(self, common: Any, decodes: int, decode_tokens: int) -> tuple[Prefills, prefix_lm.LaterTokens | None]:
         starts = common.query_start_loc_cpu[decodes : common.num_reqs + 1] - decode_tokens
         new = starts[1:] - starts[:-1]
-        lens = common.seq_lens_cpu_upper_bound  # exact in prompts; elsewhere it counts rejected drafts
+        lens = common.seq_lens_cpu_upper_bound  # exact in prompts; in other requests it counts rejected drafts
         if lens is None or (self.width > 1 and not self._prompts(common, decodes)):
             lens = common.seq_lens.cpu()
         context = lens[decodes : common.num_reqs] - new

@@ -67,12 +67,12 @@ def classes_of(
 
 
 class OurBackend(AttentionBackend):  # type: ignore[misc]  # vLLM has no types for us
-    """Answers to vLLM that are attributes in each of our backends.
+    """Settings for vLLM that each of our backends has as attributes.
 
     Attributes:
-        block_step: blocks are multiples of so many tokens.
+        block_step: blocks are multiples of this many tokens.
         impl: implementation of one layer. builder: builder of a batch's metadata.
-        remedies: our words for vLLM's reasons against a backend, with what to do.
+        remedies: our text for each of vLLM's reasons against a backend, with a remedy.
     """
 
     block_step: ClassVar[int]

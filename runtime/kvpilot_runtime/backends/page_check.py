@@ -28,7 +28,7 @@ WORST = 0.05
 LONGEST = 4096
 """Largest number of tokens of a request; longer bounds are not outgrown here."""
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
 
 
 def check(worker: Any) -> None:
@@ -44,7 +44,7 @@ def check(worker: Any) -> None:
             off = _off(worker.vllm_config, layer)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            if compat.was_run_on(worker.device.type):  # the benchmarks have shown more
+            if compat.was_run_on(worker.device.type):  # benchmarks have checked this version
                 log.warning("No page was written and read back at start: %s", why)
                 return
             raise _refusal(layer, why) from error

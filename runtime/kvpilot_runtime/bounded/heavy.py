@@ -1,7 +1,7 @@
 """Heavy hitters in a worker: attention over the held pages, and measurement of the pages' masses.
 
-A page's mass is the attention that its tokens get, summed over query heads and layers. It is measured beside a layer's
-attention, for one query in `EVERY`, with that weight, so decode kernels stay unchanged.
+A page's mass is the attention that its tokens get, summed over query heads and layers. It is measured separately from a
+layer's attention, for one query in `EVERY`, with that weight. So decode kernels stay unchanged.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def attach(worker: Any, bound: HeavyHitters) -> None:
     """Measure every layer of a worker that has its KV cache, and send each step's masses to the scheduler.
 
     Raises:
-        UnsupportedModelError: keys that cannot be read, or options that are not supported beside heavy hitters.
+        UnsupportedModelError: keys that cannot be read, or options that are not supported with heavy hitters.
     """
     config, runner = worker.vllm_config, worker.model_runner
     switch = rules.first_set(config, rules.BESIDE_HEAVY_HITTERS)

@@ -21,7 +21,7 @@ INFO = WorkerInfo(
     "KVPILOT_CALIBRATION_REPORT",
 )
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
 
 
 @dataclass(frozen=True)

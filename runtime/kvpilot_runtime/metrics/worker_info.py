@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class WorkerInfo:
             scratch.replace(path)
         except OSError as error:
             log.warning("%s cannot be written (%s): no %s on /metrics", path, error, self.name)
-        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # several API servers serve what all processes wrote to a folder
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            # With several API servers, each one serves the metrics that all processes wrote to a folder.
             from prometheus_client import Gauge
 
             gauge = Gauge(self.name, self.help, self.labels, multiprocess_mode="mostrecent")

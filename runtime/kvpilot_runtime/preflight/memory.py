@@ -24,7 +24,7 @@ SEQUENCES, LARGE_GPU = (256, 1024), 70 * 2**30
 """Default `--max-num-seqs` of vLLM 0.32 on small and large GPUs, and the bytes of memory that make a GPU large."""
 
 RESULTS = 3
-"""Largest number of partial results of a sequence in a step of single tokens, without those of one wave of programs."""
+"""Largest number of partial results of a sequence in a step of single tokens, beyond those of one wave of programs."""
 
 
 def stages(request: Request) -> int:
@@ -196,7 +196,8 @@ def _ring_tokens(
     """Return the tokens whose pages a request's ring takes, in blocks of the platform's default size."""
     unlike = config.state_layers or config.chunked_layers
     if isinstance(fmt, LatentFormat) or not fmt.ours or unlike or request.retention is not None:
-        # There are no rings beside states and chunks (docs/model-kinds.md), nor in bounded caches (docs/retention.md).
+        # Models with states or chunks have no rings (docs/model-kinds.md), and bounded caches have none
+        # (docs/retention.md).
         return 0
     block = BLOCK_TOKENS[platform]
     recent = fmt.recent_tokens(request.recent, context)

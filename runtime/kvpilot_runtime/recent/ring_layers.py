@@ -1,4 +1,4 @@
-"""Ring layers: beside each of our layers one without weights, which holds the pages of its recent window.
+"""Ring layers: each of our layers gets a companion without weights, which holds the pages of its recent window.
 
 vLLM puts every layer with a KV cache into a group, and each group has a block table. `attach` adds a `RecentLayer`
 beside each of our layers once the weights are loaded. The builder of its group finds the ring slots of a step's tokens.
@@ -29,7 +29,7 @@ VARIABLE = "KVPILOT_RECENT_TOKENS"
 SUFFIX = ".recent"
 """Suffix of a ring layer's name after the name of its layer."""
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
 
 
 @dataclass
@@ -84,10 +84,9 @@ def asked() -> int | None:
 
 
 def attach(config: Any, layers: dict[str, Any]) -> None:
-    """Give our layers of an engine, by name, their rings, or decide that there are none; once.
-
-    Later layers belong to a draft model and have no rings. Their backend gets another name, because vLLM has one
-    builder per backend, which plans steps either with or without a window.
+    """Attach rings to our layers of an engine, by name, or decide once that there are none. Layers of later calls
+    belong to a draft model and have no rings. Their backend gets another name, because vLLM has one builder per
+    backend, which plans steps either with or without a window.
 
     Raises:
         UnsupportedModelError: the requested window is not supported, or is longer than the context.

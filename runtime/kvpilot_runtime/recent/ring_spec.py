@@ -23,7 +23,7 @@ class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # vLLM has no types f
     """Spec of a ring's pages. They have the layer's page and block size, for one pool and unchanged prefix granularity.
 
     Attributes:
-        kept: tokens that a ring keeps: those of the window, and as many as a step may have drafts.
+        kept: tokens that a ring keeps: the window, plus the largest number of drafts in a step.
         fmt: name of the layer's format.
     """
 

@@ -1,8 +1,8 @@
 """Tier of a file below host memory, one of vLLM's secondary tiers (0.32).
 
-vLLM's own tier `fs` names files without factors or dtype, reads blocks without a check, and never deletes. This one
-has a file that no other engine can find, within a fixed size, and the checksum of all that it wrote. Bytes that come
-back changed are computed again.
+vLLM's own tier `fs` names files without factors or dtype, reads blocks without a check, and never deletes. This tier
+has a file of fixed size that no other engine can find, with a checksum for every block. Tokens of blocks with a wrong
+checksum are computed again.
 """
 
 from __future__ import annotations

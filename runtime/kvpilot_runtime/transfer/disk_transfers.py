@@ -58,10 +58,11 @@ class Move:
 
 
 class DiskTransfers:
-    """Moves between host memory and `file`, with so many `threads`; reads go first.
+    """Transfers between host memory and `file`, with `threads` threads; reads have priority.
 
     Args:
-        chunk: bytes of one. patience: seconds in which at least one move has to end, or all are given up.
+        chunk: bytes of a chunk.
+        patience: seconds within which at least one transfer must end, or all are abandoned.
     """
 
     def __init__(self, file: DiskFile, chunk: int, threads: int, patience: float) -> None:

@@ -21,7 +21,7 @@ from kvpilot_runtime.errors import UnsupportedEngineError
 from kvpilot_runtime.recent.ring_spec import RingSpec
 from kvpilot_runtime.transfer.terms import Terms, weights_hash
 
-log = init_logger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+log = init_logger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
 
 
 def name_of(model: str, terms: Terms, weights: str) -> str:

@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 from kvpilot_runtime.recent.ring_spec import RingSpec
 from kvpilot_runtime.transfer.terms import Terms, short
 
-log = init_logger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+log = init_logger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
 
 _CLOCKS = 0.5
 """Seconds by which two machines' clocks may differ after the handshake: half a round trip, and a margin."""

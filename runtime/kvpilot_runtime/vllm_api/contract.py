@@ -19,7 +19,7 @@ from kvpilot_runtime.vllm_api.vllm_parts import PARTS, Broken, Feature
 TOLD = "KVPILOT_VERSION_TOLD"
 """Environment variable that keeps vLLM's other processes from repeating the warnings of the first one."""
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def refuse(dtype: str, found: Iterable[Broken], skipping: bool) -> None:
 
 
 def refuse_bound(bound: str, found: Iterable[Broken], heavy: bool = False) -> None:
-    """Refuse a bounded cache, with `heavy` one of heavy hitters, that this vLLM cannot serve.
+    """Refuse a bounded cache that this vLLM cannot serve; `heavy` is True for heavy hitters.
 
     Raises:
         UnsupportedEngineError: with the versions that serve it, or with all parts that differ.

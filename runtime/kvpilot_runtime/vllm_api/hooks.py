@@ -92,9 +92,9 @@ def share_pages(names: tuple[str, ...]) -> None:
     """Let layers in 16 bits (`--kv-cache-dtype-skip-layers`) share the block pool with layers in a dtype of `names`.
 
     All pages of a pool have one size. vLLM uses the page of the quantized layers and fits the other layers' blocks into
-    it. It asks the backend of the model's first layer for both sizes, and that layer may be one in 16 bits. Here a
-    quantized layer answers. The page holds the smallest block of every backend, and a model without 16-bit layers keeps
-    its block size. A vLLM without this function is refused for such models (`Feature.SKIPPED`).
+    it. It asks the backend of the model's first layer for both sizes, and that layer may be one in 16 bits. With this
+    hook a quantized layer answers. The page holds the smallest block of every backend, and a model without 16-bit
+    layers keeps its block size. A vLLM without this function is refused for such models (`Feature.SKIPPED`).
     """
     from vllm.platforms.interface import Platform
 

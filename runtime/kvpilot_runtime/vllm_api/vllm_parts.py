@@ -1,7 +1,7 @@
 """Parts of vLLM that kvpilot uses, each with its required shape and the feature that needs it.
 
-A part is a function with the parameters that we pass or receive, a class with the fields that we read, or a test that
-can be run.
+A part is a function with the parameters that we pass or receive, a class with the fields that we read, or a runnable
+test.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 
 class Feature(Enum):
-    """Feature that a part is for; the value says what a missing part costs."""
+    """Feature that needs a part; the value is the effect of a missing part."""
 
     NAMES = "no dtype of kvpilot can be chosen"
     LAYERS = "dtypes of kvpilot are refused"
