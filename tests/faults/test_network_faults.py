@@ -15,6 +15,7 @@ import asyncio, fcntl, json, socket, struct, sys
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.cluster.transport import give_up_early
 from kvpilot_operator.errors import ClusterError
 
@@ -44,7 +45,7 @@ async def main():
     loopback(False)
     try:
         async with asyncio.timeout(5):
-            await cluster.delete("v1", "Pod", "a", "b")
+            await cluster.delete(Ref("v1", "Pod", "a", "b"))
     except (ClusterError, TimeoutError):
         pass
     await cluster.close()
