@@ -101,12 +101,14 @@ async def test_a_name_of_5000_characters_is_refused_by_the_api(world):
     assert "no more than 253" in message
 
 
-async def test_min_above_max_that_slips_past_an_old_server_is_a_condition(world):
-    await world.cluster.create(service(world, "minmax", scaling={"minReplicas": 5, "maxReplicas": 2}))
-    status = await until(world, "team-a", "minmax", lambda s: condition(s, "Stalled")[0] == "True")
+async def test_an_argument_that_only_the_operator_can_judge_is_named_in_a_condition(world):
+    made = service(world, "reserved")
+    made["spec"]["engine"]["extraArgs"] = ["--kv-cache-dtype=fp8"]
+    await world.cluster.create(made)
+    status = await until(world, "team-a", "reserved", lambda s: condition(s, "Stalled")[0] == "True")
     _, reason, message = condition(status, "Stalled")
     assert reason == "SpecInvalid"
-    assert "spec.scaling.minReplicas" in message
+    assert "spec.engine.extraArgs[0]" in message
     assert condition(status, "Ready")[1] == "SpecInvalid"
 
 
