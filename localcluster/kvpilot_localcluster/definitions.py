@@ -77,10 +77,10 @@ class Aggregation:
         """End the thread of `follow_definitions` after its next answer."""
         self._stopped.set()
 
-    def route(self, group: str, version: str, port: int, *, priority: int = 1000) -> None:
+    def route(self, group: str, version: str, port: int, *, priority: int = 1000, version_priority: int = 1) -> None:
         """Pass this version of a group on to the server at `port`; the core's own one, if any, is replaced.
 
-        Other versions of the group that the core serves itself stay preferred.
+        Clients prefer the version with the highest priority. The core's own versions have 9 or more.
         """
         name = f"{version}.{group}"
         body: dict[str, Any] = {
@@ -89,7 +89,7 @@ class Aggregation:
                 "group": group,
                 "version": version,
                 "groupPriorityMinimum": priority,
-                "versionPriority": 1,
+                "versionPriority": version_priority,
                 "insecureSkipTLSVerify": True,
                 "service": {"name": _BACKEND, "namespace": "kube-system", "port": port},
             },
@@ -107,7 +107,7 @@ class Aggregation:
 
     def take_definitions(self, newer: Rest, port: int) -> None:
         """Let `newer`, which listens at `port`, keep all definitions and serve their objects, from now on."""
-        self.route("apiextensions.k8s.io", "v1", port, priority=16700)
+        self.route("apiextensions.k8s.io", "v1", port, priority=16700, version_priority=20)
         # The aggregator reports Available before it has the route. So wait until it returns a definition that only
         # `newer` has.
         newer.create(DEFINITIONS, _marker())

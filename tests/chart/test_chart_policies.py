@@ -45,7 +45,7 @@ def engine_manifests(root, tmp_path_factory):
             objects = [
                 workload(key, "u-1", template, 2, 600),
                 service(key, "u-1", key.name, name),
-                disruption_budget(key, "u-1", name, 1, evict_unready=True),
+                disruption_budget(key, "u-1", name, 1),
             ]
             (folder / f"{name}.yaml").write_text(yaml.safe_dump_all(objects))
     return folder

@@ -83,7 +83,7 @@ async def test_a_line_that_is_no_event_is_an_error(server: Server, line: str) ->
 @pytest.mark.parametrize("obj", [{}, {"metadata": None}, {"metadata": {"name": "p"}}])
 async def test_an_object_of_no_version_is_an_error(server: Server, obj: Any) -> None:
     server.answer = lines(("ADDED", obj))
-    with pytest.raises(ClusterError, match="no resourceVersion"):
+    with pytest.raises(ClusterError, match="lacks a resourceVersion"):
         await heard(server)
 
 
