@@ -148,7 +148,7 @@ class Format:
         """Return the elements of a row per scale in kvpilot's formats: 64, or 48 in rows of 96 and 192.
 
         Raises:
-            UnsupportedHeadDimError: as `row_dim`.
+            UnsupportedHeadDimError: in the same cases as `row_dim`.
         """
         return 64 if self.row_dim(head_dim) % 3 else 48
 
@@ -156,7 +156,7 @@ class Format:
         """Return the scales of a row in kvpilot's formats.
 
         Raises:
-            UnsupportedHeadDimError: as `row_dim`.
+            UnsupportedHeadDimError: in the same cases as `row_dim`.
         """
         return self.row_dim(head_dim) // self.group_size(head_dim)
 
@@ -181,7 +181,7 @@ class Format:
         """Return the offsets of a page of `block_size` tokens; the table of `layouts`.
 
         Raises:
-            UnsupportedHeadDimError: as `row_dim`.
+            UnsupportedHeadDimError: in the same cases as `row_dim`.
             FormatError: block_size is not a positive multiple of 16.
         """
         groups = self.groups(head_dim)

@@ -27,7 +27,7 @@ def page_cache(cache: torch.Tensor, fmt: Format, head_dim: int, field: str = "ca
     """Check a layer's cache: uint8 [blocks, kv_heads, block_size, row_bytes], every (block, head) one contiguous page.
 
     Raises:
-        BadInputError: another type, shape or stride; it names the right one.
+        BadInputError: wrong type, shape or stride; the message names the right one.
         UnsupportedHeadDimError: the format has no layout for this head dimension.
     """
     row = fmt.row_bytes(head_dim)
@@ -59,7 +59,7 @@ def tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, k
     int64, because a slot's page times the page's bytes exceeds 32 bits in a cache of 2 GiB.
 
     Raises:
-        BadInputError: another type or shape.
+        BadInputError: wrong type or shape.
     """
     for name, x in (("key", key), ("value", value)):
         if x.dtype not in FLOATS or tuple(x.shape[1:]) != (kv_heads, head_dim):
@@ -105,7 +105,7 @@ def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, rece
     """Check slots in the ring: one int64 for each of `slot_mapping` with a window, None without.
 
     Raises:
-        BadInputError: another type or shape, or one without the other.
+        BadInputError: wrong type or shape, or one without the other.
     """
     if (ring_slots is not None) != (recent > 0):
         raise BadInputError(
@@ -127,7 +127,7 @@ def ordinals(ordinals: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
     """Check positions in sequences: an integer for each token, or for fewer if padding follows; None for none.
 
     Raises:
-        BadInputError: another type, or more than there are slots.
+        BadInputError: wrong type, or more than there are slots.
     """
     if ordinals is None:
         return
@@ -143,7 +143,7 @@ def ring_table(ring_table: torch.Tensor | None, sequences: int, ring_blocks: int
     """Check rings of sequences: integers [sequences or more, ring_blocks]; None without a window.
 
     Raises:
-        BadInputError: another type or shape, or one without the other.
+        BadInputError: wrong type or shape, or one without the other.
     """
     if (ring_table is not None) != (ring_blocks > 0):
         raise BadInputError(
@@ -166,7 +166,7 @@ def queries(query: torch.Tensor, kv_heads: int, head_dim: int) -> None:
     """Check queries: floats [rows, heads, head_dim], heads a multiple of kv_heads.
 
     Raises:
-        BadInputError: another type or shape.
+        BadInputError: wrong type or shape.
     """
     right = query.dtype in FLOATS and query.dim() == 3 and query.shape[2] == head_dim
     if not right or query.shape[1] == 0 or query.shape[1] % kv_heads:
@@ -197,7 +197,7 @@ def tables(block_table: torch.Tensor, seq_lens: torch.Tensor, blocks: int, block
     Only the entries that a sequence uses are checked; later ones are arbitrary.
 
     Raises:
-        BadInputError: another type or shape, a length without room in the table, a block beyond the cache.
+        BadInputError: wrong type or shape, a length without room in the table, a block beyond the cache.
     """
     for name, x, dims in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
         if x.dtype not in _INTEGERS or x.dim() != dims or x.shape[0] != seq_lens.shape[0]:
@@ -229,7 +229,7 @@ def int32(**given: torch.Tensor) -> None:
     """Check tensors that a kernel reads as int32: it would misread another type without an error.
 
     Raises:
-        BadInputError: another type, naming the argument.
+        BadInputError: wrong type, naming the argument.
     """
     for name, x in given.items():
         if x.dtype != torch.int32:
@@ -247,7 +247,7 @@ def several(starts: torch.Tensor, owners: torch.Tensor, most: int, seq_lens: tor
     """Check a step with several rows per sequence, for a plan of `tokens` rows per sequence and `rows` in all.
 
     Raises:
-        BadInputError: another type, no first row for each sequence, or more rows than the plan has room for.
+        BadInputError: wrong type, no first row for each sequence, or more rows than the plan has room for.
     """
     int32(starts=starts, owners=owners)
     if starts.shape[0] <= seq_lens.shape[0]:
@@ -276,7 +276,7 @@ def sinks(found: torch.Tensor | None, heads: int) -> None:
     """Check logits of attention sinks: contiguous floats [heads], or None.
 
     Raises:
-        BadInputError: another type or shape.
+        BadInputError: wrong type or shape.
     """
     if found is None:
         return

@@ -90,7 +90,7 @@ class PackedPages:
                 sequence's first. It may be shorter than the tokens if the rest is padding.
 
         Raises:
-            BadInputError: another type or shape, or a slot beyond the cache; nothing is written.
+            BadInputError: wrong type or shape, or a slot beyond the cache; nothing is written.
         """
         check.tokens(key, value, slots, self.key_codes.shape[1], self.head_dim)
         check.slots(slots, self.key_codes.shape[0], self.block_size)
@@ -153,7 +153,7 @@ class PackedPages:
             float32 [sequences, heads, head_dim].
 
         Raises:
-            BadInputError: another type or shape, or a table that names a block beyond the cache.
+            BadInputError: wrong type or shape, or a table that names a block beyond the cache.
         """
         check.queries(query, self.key_codes.shape[1], self.head_dim)
         check.tables(block_table, seq_lens, self.key_codes.shape[0], self.block_size)
@@ -238,7 +238,7 @@ class PackedPages:
             [tokens, heads, head_dim] in the query's dtype.
 
         Raises:
-            BadInputError: another type or shape, or a table that names a block beyond the cache.
+            BadInputError: wrong type or shape, or a table that names a block beyond the cache.
         """
         check.queries(query, self.key_codes.shape[1], self.head_dim)
         tokens = query.shape[0]

@@ -28,14 +28,14 @@ BACKENDS = "kvpilot_runtime.backends"
 DTYPE = "KVPILOT_DTYPE"
 """Environment variable with the engine's dtype, one of ours, for child processes."""
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
 def register() -> None:
     """Make our dtypes known to vLLM, and hook in what the environment asks for.
 
     Raises:
-        UnsupportedEngineError: as `serve_dtype` and `serve_bound`, of what the environment asks for.
+        UnsupportedEngineError: in the same cases as `serve_dtype` and `serve_bound`, of what the environment asks for.
         UnsupportedModelError: what the environment asks for cannot be read.
     """
     try:
@@ -138,7 +138,7 @@ def settle(worker: Any) -> None:
     """Calibrate a worker that has loaded its model, and report its settings.
 
     Raises:
-        UnsupportedModelError: as `refuse_unsupported_options` and `at_start.calibrate`.
+        UnsupportedModelError: in the same cases as `refuse_unsupported_options` and `at_start.calibrate`.
     """
     from kvpilot_runtime.backends.packed import our_layers, refuse_unsupported_options
     from kvpilot_runtime.calibration import at_start
@@ -156,8 +156,8 @@ def serve(worker: Any) -> None:
     """Check a worker that has its KV cache: test pages, agree on terms with other engines, and set up heavy hitters.
 
     Raises:
-        UnsupportedModelError: as `refuse_other_groups` and `heavy.attach`.
-        UnsupportedEngineError: as `page_check.check` and the connector's `agree`.
+        UnsupportedModelError: in the same cases as `refuse_other_groups` and `heavy.attach`.
+        UnsupportedEngineError: in the same cases as `page_check.check` and the connector's `agree`.
     """
     from kvpilot_runtime import speculation
     from kvpilot_runtime.backends import page_check

@@ -44,7 +44,7 @@ def weight_bytes(folder: Path) -> int:
     """Return the bytes of a model's weights: of safetensors files, those of the tensors in their headers.
 
     Raises:
-        ConfigError: as `weight_files`, or a file is damaged or truncated.
+        ConfigError: in the same cases as `weight_files`, or a file is damaged or truncated.
     """
     return sum(
         _tensor_bytes(file) if file.suffix == ".safetensors" else file.stat().st_size for file in weight_files(folder)

@@ -17,13 +17,13 @@ from typing import Any
 from triton import AsyncCompileMode
 from triton.runtime.driver import driver
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 MOST_THREADS = 8
 """Largest useful number: about a tenth of the time holds Python's lock, and the longest variant sets the end."""
 
 
-class Ahead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types for us
+class Ahead(AsyncCompileMode):  # type: ignore[misc]  # mypy sees Triton's classes as Any
     """Mode in which launches of uncompiled variants only submit them to `pool`."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:

@@ -36,7 +36,7 @@ def part_layouts(fmt: LatentFormat, block_size: int) -> tuple[SideLayout, SideLa
     """Return the constants of a page's latents and RoPE parts.
 
     Raises:
-        FormatError: as `LatentFormat.page_layout`.
+        FormatError: in the same cases as `LatentFormat.page_layout`.
     """
     page = fmt.page_layout(block_size)
     latent = SideLayout(fmt.bits, page.codes.row_bytes, page.codes.offset, page.meta.offset, SHRINK[fmt.bits], 0, 0, 0)
@@ -54,7 +54,7 @@ class LatentShape:
         fmt: the format. heads: query heads of this rank, at most 128. block_size: tokens in a page.
 
     Raises:
-        BadInputError: another number of heads. FormatError: a block size without a layout.
+        BadInputError: wrong number of heads. FormatError: a block size without a layout.
     """
 
     def __init__(self, fmt: LatentFormat, heads: int, block_size: int, device: torch.device) -> None:
@@ -122,7 +122,7 @@ class GpuLatentPages:
             slot_mapping: int64 [tokens or fewer], block * block_size + offset; negative is padding.
 
         Raises:
-            BadInputError: another shape, type or stride; nothing was launched.
+            BadInputError: wrong shape, type or stride; nothing was launched.
         """
         s, f = self.shape, self.factors
         check.tokens(latent, rope, slot_mapping)
@@ -142,7 +142,7 @@ class GpuLatentPages:
                 with contiguous elements. scale: factor on the scores.
 
         Raises:
-            BadInputError: another shape, type or stride, or more queries than the plan has rows for; nothing was
+            BadInputError: wrong shape, type or stride, or more queries than the plan has rows for; nothing was
                 launched.
         """
         s = self.shape
@@ -170,7 +170,7 @@ class GpuLatentPages:
             out: [sequences, heads, 512], 16 bits or float32, in latent space, written; heads and elements contiguous.
 
         Raises:
-            BadInputError: another type or shape, or more sequences than the plan, the table or `out` have rows for.
+            BadInputError: wrong type or shape, or more sequences than the plan, the table or `out` have rows for.
         """
         common.int32(block_table=block_table, seq_lens=seq_lens)
         heads = self.shape.heads
@@ -219,7 +219,7 @@ class GpuLatentPages:
             out: [rows, 576], 16 bits or float32, contiguous: latents, then RoPE parts.
 
         Raises:
-            BadInputError: another type or shape, or no table row or start for a sequence.
+            BadInputError: wrong type or shape, or no table row or start for a sequence.
         """
         s, f = self.shape, self.factors
         common.int32(block_table=block_table, starts=starts, rows=rows)

@@ -229,7 +229,7 @@ class GpuPages:
                 None if none of them is its sequence's first.
 
         Raises:
-            BadInputError: another shape, type or stride; nothing was launched.
+            BadInputError: wrong shape, type or stride; nothing was launched.
         """
         s, f = self.shape, self.factors
         check.tokens(key, value, slot_mapping, s.kv_heads, s.head_dim)
@@ -268,7 +268,7 @@ class GpuPages:
             ring_table: int32 [sequences, ring_blocks], negative for none; None without a recent window.
 
         Raises:
-            BadInputError: another integer type, or more sequences than the plan, the table or `out` have rows for.
+            BadInputError: wrong integer type, or more sequences than the plan, the table or `out` have rows for.
         """
         check.int32(block_table=block_table, seq_lens=seq_lens)
         check.ring_table(ring_table, seq_lens.shape[0], self.shape.ring_blocks)
@@ -340,7 +340,7 @@ class GpuPages:
                 None if no slot is negative.
 
         Raises:
-            BadInputError: another integer type or stride, or not as many ordinals as slots; nothing was launched.
+            BadInputError: wrong integer type or stride, or not as many ordinals as slots; nothing was launched.
         """
         s, f, tokens = self.shape, self.factors, slots.shape[0]
         check.ordinals(ordinals, slots)

@@ -55,7 +55,7 @@ class LatentPages:
             slots: int64 [tokens], block * block_size + offset in the block; a negative slot is padding.
 
         Raises:
-            BadInputError: another type or shape, or a slot beyond the cache; nothing is written.
+            BadInputError: wrong type or shape, or a slot beyond the cache; nothing is written.
         """
         check.tokens(latent, rope, slots)
         common.slots(slots, self.codes.shape[0], self.block_size)
@@ -91,7 +91,7 @@ class LatentPages:
             float32 [sequences, heads, 512], in latent space.
 
         Raises:
-            BadInputError: another type or shape, or a table that names a block beyond the cache.
+            BadInputError: wrong type or shape, or a table that names a block beyond the cache.
         """
         check.queries(query, query_rope)
         common.tables(block_table, seq_lens, self.codes.shape[0], self.block_size)

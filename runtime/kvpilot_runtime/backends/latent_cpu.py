@@ -14,7 +14,7 @@ from kvpilot_runtime.backends.latent import LatentBackend, LatentImpl
 from kvpilot_runtime.backends.packed import classes_of
 
 
-class CpuLatentImpl(LatentImpl, CPUMLAImpl):  # type: ignore[misc]  # vLLM has no types for us
+class CpuLatentImpl(LatentImpl, CPUMLAImpl):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """Attention of one layer over latent pages on a CPU."""
 
     def pages_of(self, kv_cache: torch.Tensor) -> LatentPages:

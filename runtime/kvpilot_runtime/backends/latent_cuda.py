@@ -50,7 +50,7 @@ def no_factors(device: torch.device) -> LatentFactors:
 
 
 @dataclass
-class Decode(MLACommonDecodeMetadata):  # type: ignore[misc]  # vLLM has no types for us
+class Decode(MLACommonDecodeMetadata):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """vLLM's metadata of the sequences that decode, with the plan of their work."""
 
     plan: LatentPlan

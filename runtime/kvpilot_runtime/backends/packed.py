@@ -66,7 +66,7 @@ def classes_of(
     return find
 
 
-class OurBackend(AttentionBackend):  # type: ignore[misc]  # vLLM has no types for us
+class OurBackend(AttentionBackend):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """Settings for vLLM that each of our backends has as attributes.
 
     Attributes:
@@ -244,7 +244,7 @@ class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     """Builder of a batch's metadata.
 
     Raises (at start):
-        UnsupportedModelError: as `refuse_unsupported_options`.
+        UnsupportedModelError: in the same cases as `refuse_unsupported_options`.
     """
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:

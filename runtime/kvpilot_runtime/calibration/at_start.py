@@ -28,7 +28,7 @@ from kvpilot_runtime.ranks import of_all_ranks
 from kvpilot_runtime.recent.ring_layers import RecentLayer
 from kvpilot_runtime.vllm_api import compat
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
 def calibrate(worker: Any, layers: dict[str, Any]) -> None:

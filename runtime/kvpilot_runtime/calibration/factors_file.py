@@ -157,7 +157,7 @@ def from_environment(facts: ModelFacts) -> Calibration | None:
     """Load the file that `KVPILOT_CALIBRATION` names; return None if it names none.
 
     Raises:
-        CalibrationError: as `load`.
+        CalibrationError: in the same cases as `load`.
     """
     return load(Path(os.environ[VARIABLE]), facts) if asked() and not turned_off() else None
 

@@ -21,7 +21,7 @@ INFO = WorkerInfo(
     "KVPILOT_CALIBRATION_REPORT",
 )
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ INFO = WorkerInfo(
     ("dtype", "tokens", "reason"), "KVPILOT_RECENT_REPORT",
 )  # fmt: skip
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
 @dataclass(frozen=True)

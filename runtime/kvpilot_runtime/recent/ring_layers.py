@@ -29,7 +29,7 @@ VARIABLE = "KVPILOT_RECENT_TOKENS"
 SUFFIX = ".recent"
 """Suffix of a ring layer's name after the name of its layer."""
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Rings:
     table: torch.Tensor
 
 
-class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # vLLM has no types for us
+class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """Layer that has only a cache: the pages of one layer's rings."""
 
     def __init__(self, layer_name: str, owner: Any, recent: int) -> None:

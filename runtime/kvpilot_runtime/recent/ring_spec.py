@@ -19,7 +19,7 @@ from kvpilot_formats import formats
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # vLLM has no types for us
+class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """Spec of a ring's pages. They have the layer's page and block size, for one pool and unchanged prefix granularity.
 
     Attributes:

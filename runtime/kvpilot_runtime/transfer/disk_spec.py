@@ -20,7 +20,7 @@ with contextlib.suppress(ValueError):  # it is registered already
     SecondaryTierFactory.register_tier(offload.DISK_TIER, "kvpilot_runtime.transfer.disk_tier", "DiskTier")
 
 
-class DiskOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM has no types for us
+class DiskOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """Tiers of vLLM with two additions: no end of the engine leaves a file in /dev/shm, and a CPU has a worker.
 
     Raises:

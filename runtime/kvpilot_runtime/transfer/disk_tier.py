@@ -46,7 +46,7 @@ class _Job:
     began: float = field(default_factory=time.monotonic)
 
 
-class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no types for us
+class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """Chunks of host memory in one file of one engine.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 
-class HostCopies(OffloadingWorker):  # type: ignore[misc]  # vLLM has no types for us
+class HostCopies(OffloadingWorker):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """Copies between the KV cache and a tier, both in this machine's memory, each made when it is submitted.
 
     Args:

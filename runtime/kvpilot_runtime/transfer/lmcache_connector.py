@@ -21,7 +21,7 @@ from kvpilot_runtime.errors import UnsupportedEngineError
 from kvpilot_runtime.recent.ring_spec import RingSpec
 from kvpilot_runtime.transfer.terms import Terms, weights_hash
 
-log = init_logger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = init_logger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
 def name_of(model: str, terms: Terms, weights: str) -> str:
@@ -34,7 +34,7 @@ def name_of(model: str, terms: Terms, weights: str) -> str:
 
 
 @dataclass
-class Named(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM has no types for us
+class Named(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """Message from a worker to its scheduler, which looks chunks up: their name."""
 
     name: str

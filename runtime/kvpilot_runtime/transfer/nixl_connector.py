@@ -20,13 +20,13 @@ from vllm.logger import init_logger
 from kvpilot_runtime.recent.ring_spec import RingSpec
 from kvpilot_runtime.transfer.terms import Terms, short
 
-log = init_logger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = init_logger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 _CLOCKS = 0.5
 """Seconds by which two machines' clocks may differ after the handshake: half a round trip, and a margin."""
 
 
-class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLLM has no types for us
+class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """Scheduler's side of the connector."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:

@@ -19,7 +19,7 @@ from kvpilot_runtime.vllm_api.vllm_parts import PARTS, Broken, Feature
 TOLD = "KVPILOT_VERSION_TOLD"
 """Environment variable that keeps vLLM's other processes from repeating the warnings of the first one."""
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
 @functools.cache

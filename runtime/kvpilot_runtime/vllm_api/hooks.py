@@ -70,7 +70,7 @@ def _ours(platform: Any, paths: Mapping[str, str], judge: Judge, asked: Any) -> 
     """Return the path of our backend for a layer, or None where its KV-cache dtype is not ours.
 
     Raises:
-        UnsupportedEngineError: as `judge`.
+        UnsupportedEngineError: in the same cases as `judge`.
         UnsupportedModelError: our backend does not serve such a layer; with all of the backend's reasons.
     """
     from vllm.utils.import_utils import resolve_obj_by_qualname
