@@ -86,8 +86,7 @@ def identity(arguments: Sequence[str], folder: Path) -> str:
     """Return the name of an archive: 16 hex digits over packages, interpreter, C library, CPU, GPUs and arguments.
 
     Inside the archive vLLM, torch and Triton look files up by keys of their own. These keys leave out the C library
-    that
-    Triton's launchers are linked with, and some properties of the CPU that torch compiles for.
+    that Triton's launchers are linked with, and some properties of the CPU that torch compiles for.
     """
     installed = {name: _installed(name) for name in _DISTRIBUTIONS}
     cpu = sorted(

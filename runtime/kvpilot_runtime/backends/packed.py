@@ -144,9 +144,9 @@ class PackedBackend(OurBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Return True if image tokens may attend in both directions. A bounded cache does not support it, because its
-        pieces
-        have other token positions.
+        """Return True if image tokens may attend in both directions.
+
+        A bounded cache does not support it, because token positions differ there.
         """
         return retention.asked() is None and contract.has(Feature.IMAGES)
 
@@ -358,8 +358,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         """Return the factors of this layer for this rank's KV heads, from the calibration file or neutral.
 
         A layer that reads another layer's cache has that layer's factors. The first call creates the factors on its
-        device.
-        Later changes are made in place, because pages and captured graphs hold the address.
+        device. Later changes are made in place, because pages and captured graphs hold the address.
         """
         if self._factors is None:
             if self._calibration is not None:

@@ -1,8 +1,7 @@
 """Heavy hitters in a worker: attention over the held pages, and measurement of the pages' masses.
 
 A page's mass is the attention that its tokens receive, summed over query heads and layers. It is measured outside the
-layer's attention, so decode kernels stay unchanged. Only one query in `EVERY` is measured, and it counts as
-that many.
+layer's attention, so decode kernels stay unchanged. Only one query in `EVERY` is measured, and it counts as that many.
 """
 
 from __future__ import annotations
