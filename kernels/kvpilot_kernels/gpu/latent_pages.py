@@ -26,10 +26,10 @@ from kvpilot_kernels.latent import check
 from kvpilot_kernels.latent.factors import LatentFactors
 
 MOST_HEADS = 128
-"""Largest number of a rank's query heads that was checked against the reference."""
+"""Largest number of query heads per rank that was checked against the reference."""
 
 BEYOND = 1
-"""Splits per sequence that a plan may make beyond a wave; a result of 128 heads is 256 KiB."""
+"""Splits per sequence that a plan may make beyond a wave. A partial result of 128 heads takes 256 KiB."""
 
 
 def part_layouts(fmt: LatentFormat, block_size: int) -> tuple[SideLayout, SideLayout]:
@@ -135,7 +135,7 @@ class GpuLatentPages:
             )  # fmt: skip
 
     def prepare(self, query: torch.Tensor, query_rope: torch.Tensor, plan: LatentPlan, scale: float) -> None:
-        """Rotate and scale queries that decode, into the plan.
+        """Rotate and scale the queries of sequences that decode, and write them to the plan.
 
         Args:
             query: [sequences, heads, 512], absorbed into latent space, and query_rope: [sequences, heads, 64], each

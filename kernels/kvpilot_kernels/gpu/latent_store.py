@@ -21,7 +21,7 @@ ROPE = tl.constexpr(formats.ROPE)
 ENTRY = tl.constexpr(formats.ENTRY)
 
 LARGEST = tl.constexpr(1024.0)
-"""Largest element of a prepared query: sums over 576 of them with 8-bit codes stay within float16 and float32."""
+"""Largest element of a prepared query. Sums over 576 elements with 8-bit codes then stay within float16 and float32."""
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def store_part(x_ptr, stride, mean_ptr, factor_ptr, slots_ptr, cache_ptr, tokens
 @triton.jit
 def load_part(x_ptr, stride, head_stride, factor_ptr, row, live, scale, HEADS: tl.constexpr,
               WIDTH: tl.constexpr):  # fmt: skip
-    """Load rotated rows of queries, float32 [ROWS, WIDTH]; row: [ROWS], counting the heads of all tokens."""
+    """Load rotated rows of queries, float32 [ROWS, WIDTH]. row: [ROWS], row numbers over the heads of all tokens."""
     d = tl.arange(0, WIDTH)
     at = (row // HEADS).to(tl.int64) * stride + (row % HEADS) * head_stride
     x = tl.load(x_ptr + at[:, None] + d[None, :], mask=live[:, None], other=0.0)
@@ -111,7 +111,7 @@ def latent_prepare_kernel(
     tl.store(to[:, None] + (tl.arange(0, ROPE) + RANK)[None, :], rope_half, mask=live[:, None])
     total = tl.sum(half.to(tl.float32), 1)
     rope_total = tl.sum(rope_half.to(tl.float32), 1)
-    # Propagate NaN to all scores of the query: a maximum can drop it, a sum cannot.
+    # Propagate NaN to all scores of the query: `max()` can drop it, `sum()` cannot.
     unit += (total + rope_total) * 0.0
     to = sums_ptr + (row // HEADS).to(tl.int64) * (3 * HEADS) + row % HEADS
     tl.store(to, unit, mask=live)

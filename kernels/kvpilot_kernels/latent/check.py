@@ -1,4 +1,4 @@
-"""Checks of arguments for latent pages, as `kvpilot_kernels.check`, for one entry per token.
+"""Checks of arguments for latent pages, which have one entry per token. `kvpilot_kernels.check` has those for others.
 
 They look only at shapes, types and strides, and never wait for a GPU.
 """

@@ -111,7 +111,7 @@ class LatentPages:
         scores = (q @ codes.mT - zero * q.sum(-1, keepdim=True)) * step  # [S, heads, L]
         scores += (q_rope @ rope_codes.mT - rope_zero * q_rope.sum(-1, keepdim=True)) * rope_step
         p = scores.masked_fill_(past[:, None], -torch.inf).softmax(-1)
-        # Unused slots may have NaN scales, and 0 * NaN is not 0.
+        # Unused slots may have NaN scales, and 0 * NaN is NaN.
         weights = p * step.masked_fill(past[:, None], 0.0)
         out = weights @ codes - (weights * zero).sum(-1, keepdim=True)
         out = out @ hadamard(RANK).T

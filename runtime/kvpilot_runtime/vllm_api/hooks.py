@@ -186,7 +186,7 @@ def around_connectors(ours: Callable[[Any], Any]) -> None:
 
 
 def around_layout(ours: Callable[[Any], str | None]) -> None:
-    """Let a function of vLLM's configuration choose the KV cache's layout. It returns None for the connector's choice."""
+    """Let a function of vLLM's configuration choose the KV cache's layout; None means the connector's choice."""
 
     def get_kv_connector_cache_layout(stock: Any, vllm_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         return (vllm_config and ours(vllm_config)) or stock(vllm_config, *args, **kwargs)
