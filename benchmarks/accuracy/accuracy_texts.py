@@ -34,7 +34,7 @@ after the first 16,384.
 """
 
 Sequence = tuple[str, torch.Tensor]
-"""The text's name and its tokens, int64 [tokens]."""
+"""Type of a text: its name and its tokens, int64 [tokens]."""
 
 EVALUATION = ("opticks", "manual", "reference", "code")
 

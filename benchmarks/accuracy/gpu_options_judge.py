@@ -1,6 +1,6 @@
-"""Verdicts on the answers of gpu_options.py: one row for each feature, with its figures.
+"""Verdicts on the answers of gpu_options.py: one row for each feature, with its numbers.
 
-Divergences are in nats, as in gpu_families_judge.py, whose thresholds these are.
+Divergences are in nats. The thresholds are those of gpu_families_judge.py.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Runs = dict[str, dict[str, Any]]
 
 
 def failed(*of: Runs) -> str:
-    """Return the faults of any of them, or nothing."""
+    """Return the faults of all these runs, or an empty string."""
     return "; ".join(f"{name}: {run['error']}" for runs in of for name, run in runs.items() if "error" in run)
 
 
 def row(figures: dict[str, Any], holds: dict[str, bool]) -> dict[str, Any]:
-    """Return a row, whose verdict names the faults."""
+    """Return a row whose verdict names the faults."""
     missing = [what for what, held in holds.items() if not held]
     return {"verdict": "served, not shown right: " + "; ".join(missing) if missing else RIGHT, **figures}
 
@@ -55,7 +55,7 @@ def fp8_row(fp8: Runs, plain: Runs) -> dict[str, Any]:
 
 
 def sleep_row(runs: Runs) -> dict[str, Any]:
-    """Judge sleep mode: an engine answers as before, up to the difference of two answers without sleep."""
+    """Judge sleep mode. After it an engine answers as before, up to the difference between two runs without sleep."""
     if error := failed(runs):
         return {"verdict": f"not served: {error}"}
     figures, holds = dict[str, Any](), dict[str, bool]()

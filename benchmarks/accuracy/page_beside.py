@@ -1,4 +1,4 @@
-"""Common part of programs that make a page of figures."""
+"""Shared part of the programs that make a page from a JSON file."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from benchmarks.accuracy.accuracy_texts import EVALUATION, text
 from benchmarks.engine.gpu_engine_process import environment
 
 PIECE, QUOTED = 192, 48
-"""Approximate tokens of a piece, and of its beginning that the prompt repeats."""
+"""Approximate number of tokens of a piece, and of the beginning that the prompt repeats."""
 
 
 def prompts(name: str, count: int) -> list[str]:
@@ -38,7 +38,7 @@ def prompts(name: str, count: int) -> list[str]:
 
 
 def serve(options: argparse.Namespace, asked: dict[str, list[str]]) -> dict[str, Any]:
-    """Ask an engine of this process."""
+    """Run an engine in this process, and return its answers and counters."""
     from vllm import LLM, SamplingParams
 
     if options.model is None:

@@ -31,7 +31,7 @@ from benchmarks.engine.gpu_lmcache_run import Job
 
 BLOCK = 64
 QUICK = {"enforce_eager": True, "kernel_config": {"enable_jit_warmup": False}}
-"""Options that shorten the start."""
+"""Options that make the start faster."""
 QUIET = {"LMCACHE_TRACK_USAGE": "false", "HF_HUB_OFFLINE": "1"}
 """Environment of the server and of engines, which keeps them from network lookups."""
 READY = "cache server is running"
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace, dtype: str, model: Path, port: int, scratch: P
     engine = {
         "model": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
         "kv_cache_dtype": dtype, "block_size": BLOCK, "max_num_seqs": 4,
-        # This way no block changes its owner before it is compared after an answer.
+        # Without this a block could change its owner before it is compared after an answer.
         "num_gpu_blocks_override": (args.tokens // BLOCK + 8) * (args.prompts + 2),
         "max_model_len": args.tokens + args.answer + BLOCK, "max_num_batched_tokens": args.tokens + BLOCK,
         "gpu_memory_utilization": 0.8, "kv_transfer_config": transfer, **QUICK, **args.engine_args,
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace, dtype: str, model: Path, port: int, scratch: P
 
 
 def judged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return the record: both sides without their sums, and the comparison of the sums."""
+    """Return the record: both sides without their checksums, and the comparison of the checksums."""
     seen = dict.fromkeys(("compared", "changed", "not stored", "tokens_alike"), 0)
     for left, came in zip(first["prompts"], second["prompts"], strict=True):
         kept, loaded = left["stored"], came["loaded"]

@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 def runs_of(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
-    """Return dtype, lowest tier below the GPU, and True for a run with checks."""
+    """Return an engine's dtype, its lowest tier below the GPU, and True if it checks bytes."""
     found: list[tuple[str, str, bool]] = []
     for dtype in args.dtypes.split(","):
         found += [(dtype, "", False)] if args.without else []
@@ -69,7 +69,7 @@ def runs_of(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
 
 
 def tiers(args: argparse.Namespace, tier: str) -> dict[str, Any]:
-    """Return an engine's options for them."""
+    """Return the options of an engine with this dtype and tier."""
     host = {"kv_offloading_size": args.host_gib} if tier else {}
     if tier != "disk":
         return host

@@ -19,7 +19,7 @@ import matplotlib as mpl
 from benchmarks.engine import gpu_engine_report as report
 
 mpl.use("svg")
-import matplotlib.pyplot as plt  # the backend is chosen before
+import matplotlib.pyplot as plt  # must follow the choice of the plot backend
 
 COLOURS = {
     "auto": "#333333",
@@ -33,7 +33,7 @@ COLOURS = {
 RIVAL = "#9a9a9a"
 TICKS = (0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30, 40, 60, 80, 120, 200)
 OUR_WIDTH, RIVAL_WIDTH = 2.2, 1.3
-# The same input gives the same file: no random ids, no date.
+# Leave out random ids and the date, so that the same input gives the same file.
 STYLE = {"svg.hashsalt": "kvpilot", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 
 

@@ -34,7 +34,7 @@ from kvpilot_kernels.ring import ring_slots
 
 @dataclass(frozen=True)
 class Case:
-    """Batch of `batch` sequences of `context` tokens on an attention shape."""
+    """`batch` sequences of `context` tokens, with an attention shape."""
 
     shape: str
     heads: int
@@ -196,7 +196,7 @@ def measure(out: Path, windows: list[int], shapes: list[str], names: list[str], 
         for name, run in {**decode_rivals.installed(case.dim), **own}.items():
             try:
                 row = run(case, device)
-            except Exception as error:  # a rival that does not take a shape is part of the result
+            except Exception as error:  # if a rival does not support a shape, its error is the result
                 row = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
             facts["rows"].append({"case": case.__dict__, "name": name, **row})
             print(f"{case.shape} {case.batch}x{case.context} {name}: {row}", flush=True)

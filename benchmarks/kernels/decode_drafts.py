@@ -103,7 +103,7 @@ def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: in
     for i in range(tokens):
         mine = slice(i, None, tokens)
         again = torch.empty_like(exact[mine])
-        # The slots are padding, so that nothing is stored.
+        # Every slot is padding, so the launch stores nothing.
         nothing = torch.full((case.batch,), -1, dtype=torch.int64, device=device)
         one.update(seen[mine].contiguous())
         first.store(

@@ -17,9 +17,10 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Variant:
-    """Kernel with its constants; `shape` and `dtype` name it in a table.
+    """Kernel with its constants. `shape` and `dtype` name it in a table.
 
-    `registers`: as in `tuning.Choice`; `stages`: of loops that Triton pipelines, None without such loops.
+    `registers` is as in `tuning.Choice`. `stages` is the number for loops that Triton pipelines, None without such
+    loops.
     """
 
     kernel: str
@@ -32,7 +33,7 @@ class Variant:
 
 
 def row(dim: int) -> dict[str, int]:
-    """Return the elements of a head, of the row that it is stored as, and its slots."""
+    """Return the number of elements of a head, of its stored row, and of the row's slots."""
     stored = formats.stored_dim(dim) or 0
     return {"HEAD": dim, "D": stored, "WIDE": slots(stored)}
 
@@ -69,7 +70,7 @@ def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
 
 
 STORED = (1, tuning.FEW_TOKENS + 1)
-"""Numbers of tokens that different programs store."""
+"""Numbers of tokens for which `store` uses different programs."""
 
 
 def gather_variant(name: str, dim: int) -> Variant:

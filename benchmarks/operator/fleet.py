@@ -60,7 +60,7 @@ class ApiServer(ControlPlane):
 
 
 class Fleet:
-    """The cluster, its helper processes, and the changes that the benchmark makes."""
+    """Cluster, its helper processes, and the changes that the benchmark makes."""
 
     def __init__(self, cluster: Cluster, operator: Process, port: int) -> None:
         self.cluster = cluster
@@ -147,7 +147,7 @@ class Fleet:
         return max(0.0, done - answered)
 
     async def _flip(self, key: tuple[str, str], i: int) -> float:
-        """Make a pod unready, and ready again once the status has counted it."""
+        """Make a pod unready. Make it ready again once the status has counted it."""
         found = await self.cluster.list("v1", "Pod", key[0], f"{SERVICE_LABEL}={key[1]}")
         name = sorted(pod["metadata"]["name"] for pod in found)[i]
         since = time.monotonic()
@@ -160,7 +160,7 @@ class Fleet:
         return max(0.0, done - answered)
 
     async def _page(self) -> tuple[float, int]:
-        """Return the seconds and the bytes of a read of the operator's metrics."""
+        """Read the operator's metrics, and return the duration in seconds and the size in bytes."""
         began = time.monotonic()
         async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{self._port}/metrics") as answer:
             size = len(await answer.read())
@@ -179,7 +179,7 @@ class Fleet:
 
 
 def service(key: tuple[str, str]) -> Object:
-    """Return a service with metrics to judge. Its mode is Recommend, because there is no engine to probe."""
+    """Return a service whose metrics are judged. Its mode is Recommend, because there is no engine to probe."""
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--soak", type=float, default=0.0, help="seconds of measuring more at the largest size (0)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "fleet.json")
     parser.add_argument("--keep-log", type=Path, help="where to keep the operator's log")
-    # Else a SIGTERM would leave all the processes behind.
+    # Exit normally on SIGTERM, because otherwise all child processes would stay.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     asyncio.run(run(parser.parse_args()))
 

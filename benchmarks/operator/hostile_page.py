@@ -87,7 +87,7 @@ def table(phases: dict[str, dict[str, Any]], rows: tuple[_Row, ...]) -> str:
 
 
 def verdicts(phases: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield the waiting times against those of the quiet phase, and those under another load."""
+    """Yield the waiting times relative to the quiet phase, and those under other load."""
     for what, waited in _BARS:
         before, after = waited(phases["quiet"]), waited(phases["hostile"])
         word = "within" if after <= 2 * before else "**over**"
