@@ -45,7 +45,7 @@ BUCKETS = (128, 512, 1024, 2048, 4608)
 
 
 CHUNK = 8192
-"""Tokens that an engine reads to calibrate itself: what vLLM takes in one chunk on a GPU by default."""
+"""Number of tokens that an engine calibrates itself on: vLLM's default chunk on a GPU."""
 
 
 class Base:
@@ -186,7 +186,7 @@ def merge(file: Path, section: str, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run the command."""
+    """Run the rows or the needle task that the command line requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--codecs", nargs="*", help="rows to run, `control` among them; default: all")

@@ -87,7 +87,7 @@ class States:
 
 
 def main() -> NoReturn:
-    """Do the job named on the command line."""
+    """Run the engine of the job file on the command line, and write its answers."""
     end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     import torch

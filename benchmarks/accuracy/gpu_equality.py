@@ -192,7 +192,7 @@ def compare(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Run all, compare, print and write; returns 1 when a run failed."""
+    """Run all engines, compare their answers, print and write. Return 1 if a run failed."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     extra = {"KVPILOT_PREFILL_FROM_PAGES": "1"} if args.from_pages else {}

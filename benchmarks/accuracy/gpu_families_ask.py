@@ -37,7 +37,7 @@ class Asked(Job):
 
 
 def start(asked: Asked) -> tuple[Any, dict[str, Any]]:
-    """Return the engine, with a small cache if asked for, its graphs and its groups of layers."""
+    """Start the engine, and return it with its CUDA graphs and its groups of layers. `room` may reduce its cache."""
     from vllm import LLM
 
     llm = LLM(**asked.engine, disable_log_stats=False)

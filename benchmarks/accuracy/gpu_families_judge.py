@@ -83,7 +83,7 @@ def of_computing(model: Path, oracle: Oracle, prompts: list[list[int]], answers:
 
 
 def judge(model: Path, dtype: str, runs: dict[str, dict[str, Any]]) -> Figures:
-    """Return a family's figures and the verdict. `runs` are answers of gpu_families.py's engines, by run name."""
+    """Return a family's results and the verdict. `runs` are the answers of gpu_families.py's engines, by run name."""
     prompts = next(iter(runs.values()))["prompts"]
     errors = {name: run["error"] for name, run in runs.items() if "error" in run}
     figures: Figures = {

@@ -141,7 +141,7 @@ def judged(facts: dict[str, Any]) -> Rows:
 
 
 def main() -> int:
-    """Write the page and the joined figures."""
+    """Write the page, and one file with all results."""
     *raw, out = map(Path, sys.argv[1:])
     found = []
     for path in raw:

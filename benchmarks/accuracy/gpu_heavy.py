@@ -74,7 +74,7 @@ def requests(vocabulary: int) -> tuple[list[list[list[int]]], list[list[int]]]:
 
 
 def main() -> int:
-    """Run all, judge, print and write."""
+    """Run the engine and plain transformers, judge the results, print and write them."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     bound = HeavyHitters(4, args.window, args.budget)

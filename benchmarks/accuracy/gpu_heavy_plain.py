@@ -21,7 +21,7 @@ NAMES = ("left", "left again", "freed pages overwritten", "first pages overwritt
 
 
 class Plain:
-    """Model whose keys and values go through the codec of `dtype` as whole tensors, on a GPU if there is one."""
+    """Model whose keys and values go through the codec of `dtype` as whole tensors. It runs on a GPU if possible."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -70,8 +70,9 @@ def last_life(steps: list[list[Any]]) -> list[list[Any]]:
 
 
 def held(steps: list[list[Any]], page: int, length: int) -> torch.Tensor:
-    """Return bool [queries, keys]: True if the request held the key's page when the query was computed. A cached prefix
-    counts as held.
+    """Return bool [queries, keys]: True if the request held the key's page when the query was computed.
+
+    A cached prefix counts as held.
     """
     mask = torch.ones(length, length, dtype=torch.bool)
     for before, new, places, *_ in steps:
@@ -98,11 +99,11 @@ def best(turn: dict[str, Any], prompts: list[list[int]], plain: Plain, page: int
 def judge(
     turns: list[dict[str, Any]], prompts: list[list[int]], plain: Plain, bound: HeavyHitters, page: int
 ) -> dict[str, Any]:
-    """Return the figures of one engine's turns; plain transformers are compared with the first.
+    """Return the results of one engine's turns. Plain transformers are compared with the first turn.
 
     Returns:
-        Figures that include `masses`: the error of a page's attention mass in a step against plain transformers, in
-        units of a mean page's mass. A control compares with the next page's mass instead, to show a bad figure.
+        Results that include `masses`: the error of a page's attention mass in a step against plain transformers, in
+        units of a mean page's mass. A control compares with the next page's mass instead, to show a bad result.
         `freed_over_lightest`: mass of the freed pages over the mass of those that should have been freed.
     """
     first = turns[0]

@@ -157,7 +157,7 @@ def ask(llm: Any, job: Job, watched: Watched, fill: str) -> Turn:
 
 
 def main() -> NoReturn:
-    """Answer the job named on the command line."""
+    """Run the engine of the job file on the command line, and write its turns."""
     end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     from vllm import LLM

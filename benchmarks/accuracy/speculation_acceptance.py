@@ -82,7 +82,7 @@ def alike(answers: list[list[int]], others: list[list[int]]) -> float:
 
 
 def main() -> int:
-    """Run each dtype, compare all with the first one, and write the figures."""
+    """Run each dtype, compare all with the first one, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--dtypes", nargs="+", default=["auto", "fp8", "k8v4", "k4v4"])

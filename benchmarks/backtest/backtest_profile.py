@@ -64,7 +64,7 @@ def fit(run: dict[str, Any]) -> tuple[Costs, dict[str, float]]:
 
 
 def main() -> None:
-    """Fit, write, print."""
+    """Fit the profile of every dtype, write it into the package, and print the errors."""
     costs: dict[str, Costs] = {}
     for run in newest():
         costs[run["dtype"]], errors = fit(run)

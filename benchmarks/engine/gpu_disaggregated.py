@@ -177,7 +177,7 @@ def spread(of: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Run all, print and write; returns 1 if a run failed or a block's bytes changed."""
+    """Run all dtypes, print and write. Return 1 if a run failed or a block's bytes changed."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     shape, rows = SHAPES[args.shape], []

@@ -31,7 +31,7 @@ SHORT, SHORTS = 512, 7
 
 @dataclass(frozen=True)
 class Job:
-    """Engine, and the measurements to make in it.
+    """Settings of the engine, and the measurements to make.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
@@ -142,7 +142,7 @@ def warm_up(driver: Driver, job: Job) -> None:
 
 
 def attempt(what: str, capacity: int, needed: int, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the facts of one case, or the reason why there are none."""
+    """Return the results of one case, or the error that prevented them."""
     if needed > capacity:
         return {"error": f"needs {needed:,} tokens of KV cache, there are {capacity:,}"}
     began = time.perf_counter()

@@ -101,7 +101,7 @@ def milliseconds(dtype: str, batch: int, context: int) -> Callable[[Runs], float
 
 
 def tokens(dtype: str) -> Callable[[Runs], float | None]:
-    """Return a function that reads the KV tokens over those of `auto`."""
+    """Return a function that reads the ratio of KV tokens to those of `auto`."""
     return lambda runs: ratio(capacity(runs.get(dtype)), capacity(runs.get("auto")))
 
 

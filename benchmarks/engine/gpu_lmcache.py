@@ -164,7 +164,7 @@ def table(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Run all, print and write; returns 1 when a run failed, a block's bytes changed, or no block arrived."""
+    """Run all dtypes, print and write. Return 1 if a run failed, a block's bytes changed, or no block arrived."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     shape, rows = SHAPES[args.shape], []

@@ -164,7 +164,7 @@ class Engine:
 
 
 def main() -> NoReturn:
-    """Run the job named on the command line; the prompt before the first compiles kernels, and is not measured."""
+    """Run the job named on the command line. An extra first prompt compiles the kernels, and is not measured."""
     end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     engine = Engine(job)

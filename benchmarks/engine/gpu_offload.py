@@ -77,7 +77,7 @@ def tiers(args: argparse.Namespace, tier: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run all, print and write; returns 1 if a run failed or a block came back with other bytes."""
+    """Run all dtypes, print and write. Return 1 if a run failed or a block came back with other bytes."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[args.shape]
@@ -123,7 +123,7 @@ def main() -> int:
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    """Print the figures to compare, one line each."""
+    """Print the results to compare, one line for each engine."""
     for row in rows:
         if "error" in row:
             say(f"{row['run']}: {row['error']}")

@@ -100,7 +100,7 @@ class Checked:
 
 
 def main() -> NoReturn:
-    """Run the job named on the command line."""
+    """Run the engine of the job file on the command line, and write its result."""
     end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     from vllm import LLM

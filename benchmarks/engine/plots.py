@@ -38,8 +38,9 @@ STYLE = {"svg.hashsalt": "kvpilot", "font.size": 9, "axes.spines.top": False, "a
 
 
 def steps_plot(title: str, runs: report.Runs, path: Path) -> bool:
-    """Plot the milliseconds of a step against the context, a line per dtype, at the batch with most contexts. Return
-    False without data.
+    """Plot a step's milliseconds against the context, one line per dtype, at the batch with the most contexts.
+
+    Return False without data.
     """
     cases = [case for run in runs.values() for case in run["cases"].values() if "step_ms" in case]
     batches = [case["batch"] for case in cases if case["context"] >= 1024]

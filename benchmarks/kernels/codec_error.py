@@ -75,7 +75,7 @@ def heads(dims: list[int]) -> None:
 
 
 def main() -> None:
-    """Print the requested tables."""
+    """Print the tables that the command line requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[])
     options = parser.parse_args()

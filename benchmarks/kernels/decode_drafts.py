@@ -32,7 +32,7 @@ BLOCK, LIMIT = 64, 2e-3
 
 
 def launch_as(shape: Shape, choice: str, tokens: int) -> None:
-    """Replace `tuning`'s launch choices for steps with several tokens of a sequence."""
+    """Use these launch choices instead of `tuning`'s in steps with several tokens of a sequence."""
     tile, stages, programs = map(int, choice.split("x"))
     found, own = shape.cut(tokens), tuning.Choice(tile, stages, programs, shape.cut(tokens).choice.registers)
     wave = max(1, tuning.multiprocessors(shape.device) * programs // (shape.kv_heads * found.parts))
@@ -116,7 +116,7 @@ def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: in
 
 
 def main() -> int:
-    """Measure."""
+    """Run the measurements that the command line requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--formats", nargs="+", default=["k4v4"])

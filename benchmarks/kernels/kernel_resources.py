@@ -114,7 +114,7 @@ def known(variant: Variant, taken: Resources) -> bool:
 
 
 def compile_for(variant: Variant, capability: int) -> Resources:
-    """Compile to machine code, and read its resources; raise Triton's errors."""
+    """Compile a program to machine code, and read its resources from it. Triton's errors pass through."""
     kernel, types = kernels()[variant.kernel], {}
     constants = dict(variant.constants)
     if "OVERLAP" in kernel.arg_names:
@@ -195,7 +195,7 @@ def version(tool: str) -> str:
 
 
 def main() -> int:
-    """Compile, and write or print."""
+    """Compile every program, and print the resources or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--few", action="store_true", help="of each kernel and format one variant alone")
     parser.add_argument("--page", action="store_true", help="write the page")

@@ -58,7 +58,7 @@ def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int
 
 
 def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
-    """Return store as `GpuPages` launches it for so many tokens."""
+    """Return store as `GpuPages` launches it for this number of tokens."""
     fmt = formats.parse(name)
     block = tuning.store_block(row(dim)["D"], tokens)
     key, value = side_layouts(fmt, dim, BLOCK, recent)
@@ -82,7 +82,7 @@ def gather_variant(name: str, dim: int) -> Variant:
 
 
 def reduce_variant(dim: int, take: int, step: int, warps: int, several: bool = False) -> Variant:
-    """Return reduce for so many of 8 query heads and splits in flight; it is independent of the format."""
+    """Return reduce for this many of 8 query heads and of splits in flight. It does not depend on the format."""
     shape = f"head_dim {dim}, {take} of 8 queries, {step} splits" + (", several tokens" if several else "")
     constants = {"KV_HEADS": 8, "RATIO": 8, "TAKE": take, **row(dim), "ROWS": take, "STEP": step, "SEVERAL": several}
     return Variant("reduce_kernel", "any", shape, warps, constants)
@@ -94,7 +94,7 @@ def merge_variant(dim: int) -> Variant:
 
 
 def weigh_variant(name: str, dim: int, ratio: int, capability: int) -> Variant:
-    """Return weigh for so many query heads of a KV head."""
+    """Return weigh for this many query heads per KV head."""
     fmt = formats.parse(name)
     queries, bits = tuning.program_queries(row(dim)["D"], ratio, 1), fmt.key.bits + fmt.value.bits
     choice = tuning.choose(row(dim)["D"], queries, bits, BLOCK, 0, divmod(capability, 10))

@@ -64,7 +64,9 @@ def baseline_kernel(query_ptr, cache_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr,
 
 @dataclass(frozen=True)
 class Choice:
-    """Launch choice: `tile` tokens a turn, `stages` of the loop's pipeline, `warps`, `programs` per multiprocessor."""
+    """Launch choice: `tile` tokens per iteration, `stages` of the loop's pipeline, `warps`, `programs` per
+    multiprocessor.
+    """
 
     tile: int
     stages: int

@@ -47,7 +47,7 @@ BASELINES = [("baseline bf16", heads) for heads in (16, 20, 128)]
 
 @dataclass(frozen=True)
 class Case:
-    """Batch of `batch` sequences of `context` tokens, on a model with so many heads per rank."""
+    """`batch` sequences of `context` tokens, for a model with this many heads per rank."""
 
     model: str
     heads: int
@@ -271,7 +271,7 @@ SWEEPS = {"decode": (decodes, CASES[:2]), "merge": (merges, [case for case in CA
 
 
 def main() -> int:
-    """Check, then measure."""
+    """Check the kernels, then measure them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--check", action="store_true", help="correctness alone")

@@ -115,7 +115,7 @@ def times(new: int, old: int, blocks: list[PrefillBlock], device: torch.device) 
 
 
 def main() -> int:
-    """Check, then time."""
+    """Check the kernel, then time it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--sweep", action="store_true", help="other blocks, too")

@@ -138,7 +138,7 @@ def runs_of(options: argparse.Namespace, case: Case, device: torch.device) -> It
 
 
 def main() -> None:
-    """Time all, print and write."""
+    """Time all cases, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])

@@ -249,7 +249,7 @@ async def world(folder: Path, pods: int) -> AsyncIterator[Fleet]:
 
 
 async def sizes(fleet: Fleet, options: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Grow and measure; write the figures after each size."""
+    """Grow the fleet and measure at each size. Write the results after each one."""
     for size in options.sizes:
         up = await fleet.grow(size)
         await asyncio.sleep(options.settle)
@@ -265,7 +265,7 @@ async def sizes(fleet: Fleet, options: argparse.Namespace, result: dict[str, Any
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Run all sizes, and the soak."""
+    """Measure at all sizes, then run the soak."""
     result: dict[str, Any] = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": os.cpu_count(), "sizes": []}
     result["pages_per_second"] = PAGES_PER_SECOND
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
@@ -279,7 +279,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Parse the command line, and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[100, 500, 1000, 2000], help="services")
     parser.add_argument("--seconds", type=float, default=60.0, help="of measuring at each size (60)")

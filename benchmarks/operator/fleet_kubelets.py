@@ -140,7 +140,7 @@ async def set_ready(cluster: Cluster, namespace: str, name: str, ready: bool, ip
 
 
 async def main(kubeconfig: str) -> None:
-    """Connect and work."""
+    """Connect to the API server, and create pods forever."""
     await config.load_kube_config(config_file=kubeconfig)
     await Kubelets(Cluster(ApiClient())).run()
 

@@ -256,7 +256,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Parse the command line, and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--services", type=int, default=50, help="good ones, and hostile ones (50)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of measuring, without and with them (20)")

@@ -114,7 +114,7 @@ def page(result: dict[str, Any], name: str) -> str:
 
 
 def main() -> None:
-    """Write the page beside the figures."""
+    """Write the page next to the JSON file."""
     path = Path(sys.argv[1])
     path.with_suffix(".md").write_text(page(json.loads(path.read_text()), path.name))
 

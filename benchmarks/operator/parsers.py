@@ -140,7 +140,7 @@ def _size(size: int) -> str:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Measure every parser, and write the JSON file and the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON; its page is written beside it")
     parser.add_argument("--page", type=Path, help="make the page of this JSON, and do nothing else")

@@ -100,7 +100,9 @@ class RingPages:
         self, side: int, x: torch.Tensor, codes: torch.Tensor, packed: torch.Tensor, meta: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Write a side's rows (0: keys) of tokens: x [tokens, kv_heads, D], rotated, and its codes in the page."""
+        """Write ring rows of one side, 0 for keys or 1 for values, for x [tokens, kv_heads, D], rotated, with codes in
+        the page.
+        """
         bits, digits, meta_at = self.sides[side]
         kept = slots >= 0
         x, codes, packed, meta, slots = x[kept], codes[kept], packed[kept], meta[kept], slots[kept]

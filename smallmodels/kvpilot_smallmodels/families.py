@@ -42,7 +42,7 @@ FAMILIES: dict[str, Family] = {
         "LlamaConfig",
         {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
     ),
-    "shared-kv-head": Family(  # 32 query heads to a KV head
+    "shared-kv-head": Family(  # 32 query heads per KV head
         "LlamaConfig",
         {"num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 64},
     ),

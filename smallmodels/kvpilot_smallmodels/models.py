@@ -59,7 +59,7 @@ def tiny_llama(progress: Progress | None = None) -> Path:
 
 
 def tiny_qwen3(progress: Progress | None = None) -> Path:
-    """Make a tiny Qwen3: head_dim 128, three query heads to a KV head, normalized queries and keys."""
+    """Make a tiny Qwen3: head_dim 128, three query heads per KV head, normalized queries and keys."""
     return _once("tiny-qwen3", _make_tiny_qwen3, progress)
 
 

@@ -78,7 +78,7 @@ def planes(bits, warps):
 @gluon.jit
 def stage_queries(queries, rope_queries, query_ptr, count, first: gl.constexpr, LATENT: gl.constexpr, Q: gl.constexpr,
                   WARPS: gl.constexpr):  # fmt: skip
-    """Copy prepared queries from `first` on, of `count`, into shared memory by plane, float16 [Q, words].
+    """Copy `count` prepared queries, from `first` on, into shared memory by plane, float16 [Q, words].
 
     Each is divided by the excess factor of its plane's codes.
     """

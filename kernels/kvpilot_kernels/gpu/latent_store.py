@@ -86,7 +86,7 @@ def latent_prepare_kernel(
     query_ptr, query_rope_ptr, rotated_ptr, sums_ptr, factor_ptr, rows, query_stride, query_head,
     query_rope_stride, query_rope_head, scale, HEADS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Prepare queries; a row is a query of one head. Grid (cdiv(rows, ROWS),).
+    """Prepare the queries that `latent_decode` reads. A row is a query of one head. Grid (cdiv(rows, ROWS),).
 
     query: [tokens, HEADS, 512] and query_rope: [tokens, HEADS, 64], any float dtype, strides per token and per head in
     elements; rotated: float16 [tokens, HEADS, 576]; sums: float32 [tokens, 3, HEADS], a query's unit and the sums of

@@ -174,7 +174,7 @@ def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequence
 def fill_splits(seq_lens: torch.Tensor, splits: torch.Tensor, spans: torch.Tensor, wave: int, tile: int,
                 window: int = 0, bases: torch.Tensor | None = None, starts: torch.Tensor | None = None,
                 tokens: int = 1, more: int | None = None) -> None:  # fmt: skip
-    """Split the work of int32 [sequences] stored lengths into `splits` and `spans`, as `plan_kernel`.
+    """Split the work of int32 [sequences] stored lengths into `splits` and `spans`, with `plan_kernel`.
 
     `starts` and `bases` are for sequences with several rows, up to `tokens`; None if each has one. `more`: as in
     `most_splits`; it defaults to `beyond` of the tokens.

@@ -35,7 +35,7 @@ def block_of(ring_rows, place, RING: gl.constexpr):
 def fetch_digits(buffer, stage, ring_ptr, ring_rows, t, ring_page_stride, SIDE: gl.constexpr, D: gl.constexpr,
                  GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr, STAGES: gl.constexpr,
                  SIZE: gl.constexpr):  # fmt: skip
-    """Start copying the digits that the ring may have for the tile of tokens [t, t + TILE), as `fetch_rows`."""
+    """Start copying the digits of the tokens [t, t + TILE) that the ring may have, like `fetch_rows`."""
     WIDTH: gl.constexpr = 2 * chunk_words(SIDE.bits, D, GROUP) // SIZE
     COUNT: gl.constexpr = chunks(SIDE.bits, D, GROUP)
     DIGITS: gl.constexpr = SIDE.digits

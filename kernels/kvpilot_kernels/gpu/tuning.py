@@ -102,7 +102,7 @@ range of sequences from some number to at least its double, so that a warm-up wi
 """
 
 FEW_TOKENS = 128
-"""Largest number of tokens that are stored like those of a decode step."""
+"""Largest number of tokens for which `store` uses the blocks of a decode step."""
 
 STORES: dict[int, tuple[Block, Block]] = {
     64: (Block(8, 4), Block(8, 2)), 96: (Block(8, 4), Block(8, 1)), 128: (Block(8, 4), Block(8, 2)),

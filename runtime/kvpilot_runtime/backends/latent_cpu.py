@@ -18,7 +18,7 @@ class CpuLatentImpl(LatentImpl, CPUMLAImpl):  # type: ignore[misc]  # mypy sees 
     """Attention of one layer over latent pages on a CPU."""
 
     def pages_of(self, kv_cache: torch.Tensor) -> LatentPages:
-        """Return latent pages, as `LatentImpl.pages_of`."""
+        """Return a layer's cache as latent pages; see `LatentImpl.pages_of`."""
         return LatentPages(kv_cache, self.fmt)
 
     def forward_mqa(
@@ -35,7 +35,7 @@ class CpuLatentImpl(LatentImpl, CPUMLAImpl):  # type: ignore[misc]  # mypy sees 
         self, kv_cache: torch.Tensor, block_table: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor,
         longest: int, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Read entries, as `LatentImpl.read`."""
+        """Read entries from pages into `out`; see `LatentImpl.read`."""
         pages, first = self.pages_of(kv_cache), rows.tolist()
         for i, start in enumerate(starts.tolist()):
             count = first[i + 1] - first[i]

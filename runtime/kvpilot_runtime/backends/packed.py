@@ -350,7 +350,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         calibration_info.outdate([layer.impl for layer in layers.values()])
 
     def rings(self) -> Rings | None:
-        """Return the rings of the current step; None without a window, or where nothing is stored."""
+        """Return the rings of the current step. Return None without a window, or in a step that stores nothing."""
         found = get_forward_context().attn_metadata if self.ring is not None else None
         return found[self.ring.layer_name] if found and self.ring is not None else None
 

@@ -79,7 +79,7 @@ def sequences(tokenizer: Any, texts: list[str], length: int, limit: int) -> list
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command, and return its exit status."""
+    """Run `kvpilot calibrate`, and return its exit status."""
     parser = argparse.ArgumentParser(prog="kvpilot calibrate", description="Fit a model's static KV-cache factors.")
     parser.add_argument("model", type=Path, help="folder of a transformers model")
     parser.add_argument("--prompts", type=Path, required=True, help='text, or .jsonl of {"text": "..."}')
@@ -191,7 +191,7 @@ def gain(
     facts: ModelFacts,
     read: int,
 ) -> str:
-    """Return a line on the factors' gain on held-out text, beside those that an engine finds by itself.
+    """Return a line that compares the gain of the factors with that of an engine's own factors, on held-out text.
 
     Args:
         read: largest number of tokens of the built-in text that such an engine reads.

@@ -193,7 +193,7 @@ def _ring_tokens(
     fmt: formats.Format | LatentFormat, config: models.Architecture, request: Request, context: int | None,
     platform: machine.Platform,
 ) -> int:  # fmt: skip
-    """Return the tokens whose pages a request's ring takes, in blocks of the platform's default size."""
+    """Return the size of a request's ring as a number of tokens, in blocks of the platform's default size."""
     unlike = config.state_layers or config.chunked_layers
     if isinstance(fmt, LatentFormat) or not fmt.ours or unlike or request.retention is not None:
         # Models with states or chunks (docs/model-kinds.md) and bounded caches (docs/retention.md) have no rings.

@@ -72,7 +72,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Broken:
-    """Part that differs from what kvpilot needs, and how."""
+    """Part that differs from what kvpilot needs, with the difference."""
 
     part: Part
     why: str
