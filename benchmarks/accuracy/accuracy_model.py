@@ -146,7 +146,7 @@ def _rounded(
 
 
 def _after(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, scale: float) -> torch.Tensor:
-    """Attend from queries that follow `context` tokens."""
+    """Attend from queries whose first position is `context`."""
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril_(context)
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 

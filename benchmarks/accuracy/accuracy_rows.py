@@ -103,8 +103,11 @@ def reading(name: str, factors: Mapping[str, Mapping[int, Factors]]) -> Reading:
 
 
 def engine(name: str) -> tuple[str, dict[str, str]]:
-    """Return the KV-cache dtype and the environment of a vLLM engine that serves the row `name`, without a factors
-    file. Raises:
+    """Return the KV-cache dtype and the environment of a vLLM engine that serves the row `name`.
+
+    The engine has no factors file.
+
+    Raises:
         ValueError: no engine can serve this row.
     """
     if name == "fp8_e4m3":

@@ -40,8 +40,10 @@ EVALUATION = ("opticks", "manual", "reference", "code")
 
 
 def text(name: str) -> str:
-    """Return one of the evaluated or calibration texts. Raises:
-    FileNotFoundError: this machine lacks the document; the message says which package brings it.
+    """Return one of the evaluated or calibration texts.
+
+    Raises:
+        FileNotFoundError: this machine lacks the document; the message says which package brings it.
     """
     if name == "opticks":
         found = importlib.util.find_spec("tvm_ffi")

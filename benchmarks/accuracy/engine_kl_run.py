@@ -68,8 +68,10 @@ class States:
             start = end
 
     def of(self, request: str, text: list[int], hit: int) -> Any:
-        """Return the states [tokens after the hit, hidden] of a request. Raises:
-        RuntimeError: the engine computed another text, or computed it in another way than requested.
+        """Return the states [tokens after the hit, hidden] of a request.
+
+        Raises:
+            RuntimeError: the engine computed another text, or computed it in another way than requested.
         """
         import torch
 

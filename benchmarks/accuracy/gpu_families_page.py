@@ -83,7 +83,7 @@ def family(name: str, row: Figures) -> str:
 
 
 def table(rows: Rows) -> list[str]:
-    """Return the table of families, or of models spread over GPUs."""
+    """Return a table with one row per family, or per model on several GPUs."""
     heads = [
         "", "computed in", "`auto` from transformers: `auto` / codec",
         "codec from transformers: codec / rounding alone / `auto` / misread", "as served from transformers: `auto`",

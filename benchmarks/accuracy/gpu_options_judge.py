@@ -36,7 +36,7 @@ def pair(runs: Runs, name: str, against: Runs, reference: str) -> dict[str, Any]
 
 
 def fp8_row(fp8: Runs, plain: Runs) -> dict[str, Any]:
-    """Judge weights in fp8: the cache does about as much damage as with 16-bit weights, crowded or not."""
+    """Judge fp8 weights: the cache must do about as much damage as with 16-bit weights, crowded or alone."""
     if error := failed(fp8, plain):
         return {"verdict": f"not served: {error}"}
     figures = {
@@ -136,7 +136,7 @@ def details_rows(model: Path, runs: Runs) -> dict[str, dict[str, Any]]:
 
 
 def fits(text: str) -> bool:
-    """Return True if a text is JSON of the schema."""
+    """Return True if a text is JSON that follows the schema."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError:

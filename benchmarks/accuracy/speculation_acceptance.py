@@ -29,9 +29,7 @@ PIECE, QUOTED = 192, 48
 
 
 def prompts(name: str, count: int) -> list[str]:
-    """Return pieces of a text, spread evenly over its length, each of about `PIECE` tokens and followed by its own
-    beginning.
-    """
+    """Return evenly spread pieces of a text, each of about `PIECE` tokens and followed by its own beginning."""
     size, whole = 4 * PIECE, text(name)
     starts = [(len(whole) - size) * (i + 1) // (count + 1) for i in range(count)]
     return [f"{(piece := whole[at : at + size])}\n\n{piece[: 4 * QUOTED]}" for at in starts]

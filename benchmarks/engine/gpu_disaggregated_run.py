@@ -115,7 +115,7 @@ class Engine:
             for output in self.llm.step():
                 first = first or time.perf_counter() - began
                 last = output
-        assert last is not None  # noqa: S101  # for mypy
+        assert last is not None  # noqa: S101  # tells mypy that it is set
         return {
             "first_s": first, "answer": list(last.outputs[0].token_ids), "params": last.kv_transfer_params,
             "reads": len(self.transfers), "bytes": sum(size for size, _, _ in self.transfers),

@@ -56,8 +56,11 @@ class Driver:
         return Filled(sum(map(len, prompts)), cached, time.perf_counter() - began)
 
     def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
-        """Return the seconds of each of `steps` consecutive steps that gave every sequence exactly one token; then
-        abort the requests. Prompts should be in the prefix cache, or their prefill comes first. Raises:
+        """Return the seconds of each of `steps` consecutive steps that gave every sequence exactly one token.
+
+        Then abort the requests. Prompts should be in the prefix cache, because otherwise their prefill comes first.
+
+        Raises:
             DriveError: the sequences never all decoded for `steps` steps, because the cache cannot hold them together.
         """
         names = self.submit(prompts, self.max_model_len - max(map(len, prompts)))

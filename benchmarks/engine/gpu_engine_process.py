@@ -59,8 +59,11 @@ def environment(extra: dict[str, str] | None = None) -> Iterator[dict[str, str]]
 
 
 def run_child(module: str, job: Path, log: Path, limit_s: float, env: dict[str, str]) -> None:
-    """Run a module on a job file, and end it and its children when time is up. Its output goes to `log`, and its
-    progress lines (`say`) also go to our output. Raises:
+    """Run a module on a job file, and end it and its children when time is up.
+
+    Its output goes to `log`, and its progress lines (`say`) also go to our output.
+
+    Raises:
         ChildFailedError: the module ended with an error, or was still running after `limit_s` seconds.
     """
     command = [sys.executable, "-m", module, str(job)]

@@ -58,8 +58,10 @@ def arguments() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def server(args: argparse.Namespace) -> Iterator[int]:
-    """Start LMCache's server, and return the port for engines. Raises:
-    ChildFailedError: it did not start; the message has the end of its log.
+    """Start LMCache's server, and return the port for engines.
+
+    Raises:
+        ChildFailedError: it did not start; the message has the end of its log.
     """
     sockets = [socket.socket() for _ in range(3)]
     for one in sockets:

@@ -145,7 +145,7 @@ class Engine:
                 first = first or time.perf_counter() - began
                 last = output
         answered = time.perf_counter() - began
-        assert last is not None  # noqa: S101  # for mypy
+        assert last is not None  # noqa: S101  # tells mypy that it is set
         taken = self.moves.take(self.job.wait)
         kept = time.perf_counter() - began
         sums = {}

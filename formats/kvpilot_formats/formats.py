@@ -134,7 +134,7 @@ class Format:
         return self.origin is Origin.KVPILOT
 
     def row_dim(self, head_dim: int) -> int:
-        """Return the elements of a row in kvpilot's formats: `stored_dim`.
+        """Return the number of elements that a head takes as a stored row: `stored_dim`.
 
         Raises:
             UnsupportedHeadDimError: the format is not ours, or heads of this dimension are not stored.
@@ -145,7 +145,7 @@ class Format:
         return wide
 
     def group_size(self, head_dim: int) -> int:
-        """Return the elements of a row per scale in kvpilot's formats: 64, or 48 in rows of 96 and 192.
+        """Return how many elements of a stored row share a scale: 64, or 48 in rows of 96 and 192.
 
         Raises:
             UnsupportedHeadDimError: in the same cases as `row_dim`.
@@ -153,7 +153,7 @@ class Format:
         return 64 if self.row_dim(head_dim) % 3 else 48
 
     def groups(self, head_dim: int) -> int:
-        """Return the scales of a row in kvpilot's formats.
+        """Return the number of scales of a stored row.
 
         Raises:
             UnsupportedHeadDimError: in the same cases as `row_dim`.

@@ -181,7 +181,9 @@ class Observed:
     def factors(self) -> Factors:
         """Return the layer's factors, float32; scales have the geometric mean 1 per head.
 
-        If no key of position 0 was added, `key_first` is the other keys' mean. Raises:
+        If no key of position 0 was added, `key_first` is the other keys' mean.
+
+        Raises:
             ValueError: queries, keys or values were not finite, or nothing was added.
         """
         if self._broken:

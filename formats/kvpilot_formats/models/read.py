@@ -150,7 +150,7 @@ def _group(fields: Fields, index: int, kind: Kind, window: int, crossed: bool) -
 
 
 def _kv_heads(fields: Fields, heads: int, index: int) -> int:
-    """Return the KV heads of a layer."""
+    """Return the number of KV heads of a layer, from the field that this class of model uses."""
     blocks = fields.listed("block_configs")
     if blocks is not None and index < len(blocks) and isinstance(blocks[index], Mapping):
         attention = blocks[index].get("attention")

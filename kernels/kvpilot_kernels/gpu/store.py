@@ -108,7 +108,7 @@ def encode(y, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
 def residual(y, codes, meta, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
     """Return the residuals of codes to 8 bits: r, int32 [T, G, 64], and exponents, int32 [T, G].
 
-    They are of y [T, G, 64] and its row.
+    y [T, G, 64] is the row before quantization; `codes` and `meta` are the row as it is stored.
     """
     COUNT: tl.constexpr = 1 << (8 - BITS)
     HALF: tl.constexpr = (COUNT - 1) / 2

@@ -1,10 +1,11 @@
-"""Latent pages on a CPU, in vectorised plain torch: store, decode and read over `latent.formats.LatentLayout`.
+"""Latent pages on a CPU, in vectorised plain torch: store, decode and read over `LatentLayout`.
 
 Decode never dequantizes. With codes c, scale s and zero point z of a token, and the rotated query q,
 
     q . x = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
-for latent and RoPE part. The output comes from the latent's codes alone, which are unpacked once for both products.
+for the latent and for the RoPE part. The output comes from the latent's codes alone, which are unpacked once for both
+products.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class PackedBackend(OurBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Return vLLM's layouts that pages support."""
+        """Return the cache layouts of vLLM that store a page contiguously."""
         return page_layouts()
 
     @classmethod
@@ -177,7 +177,7 @@ class RingBackend(OurBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Return vLLM's layouts that pages support."""
+        """Return the cache layouts of vLLM that store a page contiguously."""
         return page_layouts()
 
     @classmethod

@@ -89,8 +89,10 @@ def groups(weighing: Weighing, page: int, room: int) -> Iterator[Group]:
 
 
 def singles(builder: Any, page: int, most: int, sequences: int) -> Singles:
-    """Make the buffers for steps with one new token per sequence, for this many sequences of `most` pages. Raises:
-    UnsupportedModelError: the layers' pages are not ours.
+    """Make the buffers for steps with one new token per sequence, for this many sequences of `most` pages.
+
+    Raises:
+        UnsupportedModelError: the layers' pages are not ours.
     """
     if not isinstance(builder, CudaBuilder):
         raise UnsupportedModelError(

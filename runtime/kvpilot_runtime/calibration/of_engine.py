@@ -1,4 +1,4 @@
-"""Factors of this process's engine: this rank's share of a file, and a hash of all ranks' factors."""
+"""Factors of the engine in this process: this rank's share of a calibration file, and a hash over all ranks."""
 
 from __future__ import annotations
 

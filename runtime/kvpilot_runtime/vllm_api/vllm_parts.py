@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 
 class Feature(Enum):
-    """Feature that needs a part. The value describes the effect of a missing part."""
+    """Feature of kvpilot that needs a part of vLLM. The value describes the effect if the part is missing."""
 
     NAMES = "no dtype of kvpilot can be chosen"
     LAYERS = "dtypes of kvpilot are refused"
