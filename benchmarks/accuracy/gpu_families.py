@@ -183,7 +183,7 @@ def serve(args: argparse.Namespace, engines: dict[str, Asked], models: dict[str,
 
 
 def main() -> int:
-    """Serve all and write; returns 1 when an engine failed."""
+    """Run all engines and write their answers. Return 1 if an engine failed."""
     args = arguments()
     args.name = "families"
     names, runs = args.families.split(","), args.runs.split(",")

@@ -141,7 +141,7 @@ def made(scratch: Path) -> dict[str, Path]:
 
 
 def main() -> int:
-    """Serve all and write; returns 1 when an engine failed."""
+    """Run all engines and write their answers. Return 1 if an engine failed."""
     args = arguments()
     args.name, known, asking = (
         ("options", ON_ONE, on_one) if args.gpus == 1 else (f"options-{args.gpus}", tuple(SPREAD), on_two)

@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace, name: str, dtype: str, job: Job, env: dict
 
 
 def main() -> int:
-    """Run every dtype and print the table; returns 1 when none gave a whole result."""
+    """Run every dtype and print the table. Return 1 if none gave a whole result."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     runs: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""The page of hostile.py's figures.
+"""Write the page of hostile.py's results.
 
 python -m benchmarks.operator.hostile_page docs/benchmarks/operator-hostile.json
 """

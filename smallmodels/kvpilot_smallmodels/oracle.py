@@ -31,8 +31,8 @@ SLACK = 1e-3
 
 @dataclass(frozen=True)
 class Picture:
-    """An image in a prompt: `pixels` as the model's processor gives them, and `spans`, the tokens [begin, end) that
-    attend to each other both ways.
+    """Image in a prompt: `pixels` as the model's processor returns them, and `spans`, the tokens [begin, end) that
+    attend to each other in both directions.
     """
 
     pixels: torch.Tensor

@@ -52,7 +52,5 @@ def fill_ring_slots(slots: torch.Tensor, starts: torch.Tensor, seq_lens: torch.T
 
 
 def rounds(sequences: int) -> int:
-    """Return the rounds of a binary search among this many entries, as a multiple of 4, so that few variants are
-    compiled.
-    """
+    """Return the rounds of a binary search among this many entries: a multiple of 4, to compile few variants."""
     return -(-sequences.bit_length() // 4) * 4

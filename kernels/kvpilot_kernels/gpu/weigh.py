@@ -32,9 +32,7 @@ SPLITS = tl.constexpr(16)
 
 @triton.jit
 def log_sums(lse_ptr, first, number, head, row, KV_HEADS: tl.constexpr, RATIO: tl.constexpr):
-    """Return log2 of the sum of 2^score over all tokens of a sequence, float32 [ROWS]. Rows past its RATIO query heads
-    are 0.
-    """
+    """Return log2 of the sum of 2^score over all tokens of a sequence, float32 [ROWS]. Unused rows are 0."""
     k = tl.arange(0, SPLITS)[:, None]
     top = tl.full([row.shape[0]], -1e30, tl.float32)
     norm = tl.zeros([row.shape[0]], tl.float32)

@@ -127,7 +127,7 @@ class _Recorder:
         return out.transpose(1, 2).contiguous(), None
 
     def collect(self) -> None:
-        """Add the pass to the moments, and forget it."""
+        """Add the keys, values and gradients of the pass to the moments, and release them."""
         for layer, key, value in self._pass:
             for side, x in ((self.keys, key), (self.values, value)):
                 moments = side.setdefault(layer, Moments(x.shape[1], x.shape[3], x.device))
