@@ -4,7 +4,7 @@ An engine serves a random model with `HeavyHitters`, prefix caching, prompts in 
 requests are preempted. It answers the same requests four times: twice unchanged, once with every freed page overwritten
 before the next step, and once with every request's first page overwritten (which proves that reads of an overwritten
 page show). Plain transformers in float32, with the same codec and pages, compute each page's share of attention and the
-pages that should have been freed. Writes OUT/heavy.json. Return 1 if a freed page was read, a page was not returned,
+pages that should have been freed. Writes OUT/heavy.json; returns 1 if a freed page was read, a page was not returned,
 or attention masses differ from plain transformers by more than `--masses-off`. With `--ahead` steps are scheduled
 asynchronously. The freed pages then depend on the results that arrive in time, so answers are only compared with plain
 transformers.
