@@ -174,7 +174,9 @@ def calibrations(folder: Path, texts: dict[str, list[Sequence]], labels: set[str
                 prompts.write(json.dumps({"text": tokenizer.decode(tokens)}) + "\n")
             prompts.flush()
             device = str(torch.get_default_device())
-            calibrate.run(folder, Path(prompts.name), made[label], length=4096, tokens=16384, device=device)  # for k4v4
+            calibrate.run(
+                folder, Path(prompts.name), made[label], length=4096, tokens=16384, device=device
+            )  # fits factors for k4v4
     return made
 
 

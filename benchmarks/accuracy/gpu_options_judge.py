@@ -87,8 +87,9 @@ def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
 
 
 def spread_row(one: Runs, two: Runs) -> dict[str, Any]:
-    """Judge runs on several GPUs: compare their difference from one GPU, which a family's row judges, with the codec's
-    damage.
+    """Judge runs on several GPUs: their difference from one GPU must be small next to the codec's damage.
+
+    A family's row judges the run on one GPU.
     """
     if error := failed(one, two):
         return {"verdict": f"not served: {error}"}

@@ -100,8 +100,9 @@ class RingPages:
         self, side: int, x: torch.Tensor, codes: torch.Tensor, packed: torch.Tensor, meta: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Write ring rows of one side, 0 for keys or 1 for values, for x [tokens, kv_heads, D], rotated, with codes in
-        the page.
+        """Write the ring rows of some tokens' keys (side 0) or values (side 1).
+
+        x: [tokens, kv_heads, D], rotated. The page holds its codes.
         """
         bits, digits, meta_at = self.sides[side]
         kept = slots >= 0

@@ -14,7 +14,7 @@ from kvpilot_kernels.gpu.rotation import rotate
 
 @triton.jit
 def read_part(page, place, live, to, mean_ptr, factor_ptr, SIDE: tl.constexpr, WIDTH: tl.constexpr):
-    """Write rows [TOKENS, WIDTH] of a part, rotated back, in the model's dtype, at pointers [TOKENS], if `live`."""
+    """Read rows [TOKENS, WIDTH] of one part, rotate them back, and write those that are `live` at pointers [TOKENS]."""
     d = tl.arange(0, WIDTH)
     code = read_codes(page + (SIDE.codes + place * SIDE.row), live, SIDE.bits, WIDTH, WIDTH)
     meta = tl.load((page + SIDE.meta).to(tl.pointer_type(tl.int16)) + place, mask=live, other=0).to(tl.int32)

@@ -21,7 +21,7 @@ from kvpilot_kernels.reference.hadamard import hadamard
 from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
 
 LATENT, POSITION = slice(RANK), slice(RANK, None)
-"""Channels of an entry's two parts."""
+"""Channels of an entry: first those of the latent, then those of the RoPE part."""
 
 
 class LatentPages:
