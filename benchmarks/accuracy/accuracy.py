@@ -45,11 +45,11 @@ BUCKETS = (128, 512, 1024, 2048, 4608)
 
 
 CHUNK = 8192
-"""Tokens that an engine reads to calibrate itself: what vLLM takes in one chunk on a GPU by default."""
+"""Number of tokens that an engine calibrates itself on: vLLM's default chunk on a GPU."""
 
 
 class Base:
-    """Baseline's distributions over one sequence, with the sums that every row needs."""
+    """Baseline's logits over one sequence, with the sums that every row needs."""
 
     def __init__(self, probe: Probe, tokens: torch.Tensor, states: torch.Tensor) -> None:
         self.tokens = tokens
@@ -66,7 +66,7 @@ class Base:
 
 
 class Tally:
-    """Figures of one row, token by token."""
+    """Results of one row, token by token."""
 
     def __init__(self) -> None:
         self.kl: list[torch.Tensor] = []
@@ -80,8 +80,8 @@ class Tally:
         for p, (start, logits) in zip(base.p, probe.logits(states), strict=True):
             part = slice(start, start + logits.shape[0])
             whole = logits.logsumexp(-1)
-            # KL(p || q) = sum p log p - sum p logit_q + logsumexp(logit_q). This is a pairwise sum: a dot product adds
-            # 49,152 terms one after the other and is off by some 0.001 nats.
+            # KL(p || q) = sum p log p - sum p logit_q + logsumexp(logit_q). Use a pairwise sum: a dot product adds
+            # 49,152 terms one after the other, and its error is about 0.001 nats.
             cross = (p * logits).sum(-1)
             self.kl.append((base.negentropy[part] - cross + whole) * 1000)
             self.agree.append((base.top[part] == logits.argmax(-1)).float())
@@ -93,7 +93,7 @@ class Tally:
             self.text += [name] * logits.shape[0]
 
     def join(self, part: tuple[list[Any], ...]) -> None:
-        """Add what another tally held: its five lists."""
+        """Add the five lists of another tally."""
         for mine, theirs in zip((self.kl, self.agree, self.loss, self.at, self.text), part, strict=True):
             mine += theirs
 
@@ -122,9 +122,10 @@ class Tally:
 
 def compare(probe: Probe, texts: list[Sequence], rows: dict[str, Reading], raw: Path,
             done: Callable[[dict[str, Any]], None]) -> None:  # fmt: skip
-    """Run every row on each sequence, and yield the rows after each sequence. The folder `raw` keeps each result of a
-    row on a sequence, and no result is computed twice. So several processes can share the work, and a stopped run can
-    continue.
+    """Run every row on each sequence, and yield the rows after each sequence.
+
+    The folder `raw` keeps the result of each row on each sequence, and no result is computed twice. So several
+    processes can share the work, and a stopped run can continue.
     """
     tallies = {name: Tally() for name in rows}
     base_codec = plain.bf16()
@@ -144,7 +145,7 @@ def compare(probe: Probe, texts: list[Sequence], rows: dict[str, Reading], raw: 
 
 
 def control(folder: Path, texts: list[Sequence]) -> dict[str, Any]:
-    """Compare bf16 with bf16: the same weights through two attention kernels, like prefill and decode in an engine."""
+    """Compare bf16 with bf16: the same weights with two attention kernels, like prefill and decode in an engine."""
     probe, tally = Probe(folder, torch.bfloat16), Tally()
     for text, tokens in texts:
         probe.rounded = False
@@ -155,8 +156,9 @@ def control(folder: Path, texts: list[Sequence]) -> dict[str, Any]:
 
 
 def cut(tokenizer: Any) -> dict[str, list[Sequence]]:
-    """Return the tokens of every text that the benchmark reads: `evaluation`, `needle`, and one entry for each
-    calibration.
+    """Return the tokens of every text that the benchmark reads.
+
+    The keys are `evaluation`, `needle`, and one entry for each calibration.
     """
     calibrations = {label: sequences(tokenizer, plan) for label, plan in CALIBRATION.items()}
     return {"evaluation": sequences(tokenizer, PLAN), "needle": sequences(tokenizer, NEEDLE_TEXT), **calibrations}
@@ -172,19 +174,21 @@ def calibrations(folder: Path, texts: dict[str, list[Sequence]], labels: set[str
                 prompts.write(json.dumps({"text": tokenizer.decode(tokens)}) + "\n")
             prompts.flush()
             device = str(torch.get_default_device())
-            calibrate.run(folder, Path(prompts.name), made[label], length=4096, tokens=16384, device=device)  # for k4v4
+            calibrate.run(
+                folder, Path(prompts.name), made[label], length=4096, tokens=16384, device=device
+            )  # fits factors for k4v4
     return made
 
 
 def merge(file: Path, section: str, found: dict[str, Any]) -> None:
-    """Put rows into the JSON file, keeping what others wrote."""
+    """Put rows into the JSON file, and keep rows of other runs."""
     data = json.loads(file.read_text()) if file.exists() else {}
     data.setdefault(section, {}).update(found)
     file.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
 
 
 def main() -> None:
-    """Run the command."""
+    """Run the rows or the needle task that the command line requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--codecs", nargs="*", help="rows to run, `control` among them; default: all")

@@ -1,8 +1,8 @@
-"""A transformers model whose attention sees keys and values as a cache would give them back.
+"""Model of transformers whose attention sees the keys and values that a cache would return.
 
-The row (`Reading`) decides how attention reads every key (after RoPE) and value, including the query's own token. One
-pass thus computes, at every position of a text, the result of a decode step. Layers with a sliding window of their own
-are read in 16 bits, as engines serve them by default.
+A row of the table (`Reading`) decides how attention reads every key (after RoPE) and value, including those of the
+query's own token. So one pass computes the result of a decode step at every position of a text. Layers with a sliding
+window are read in 16 bits, as engines serve them by default.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvpilot_kernels.reference.windowed import Sides, windowed
 from kvpilot_runtime.calibration.text import passes
 
 _PIECE = 512
-"""Queries whose scores are held at once."""
+"""Number of queries whose scores are in memory at once."""
 
 
 class Probe:
@@ -40,7 +40,7 @@ class Probe:
         self._seen: dict[int, Observed] | None = None
         self._lone = False
         self.rounded = False
-        """Attention with probabilities rounded to the model's dtype: another kernel for the same formula."""
+        """Attention that rounds probabilities to the model's dtype: another kernel for the same formula."""
 
     @torch.inference_mode()
     def hidden(self, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
@@ -90,7 +90,7 @@ class Probe:
 
 
 def _read(query: torch.Tensor, fresh: Sides, reading: Reading, layer: int, scale: float) -> torch.Tensor:
-    """Attend to `fresh` as the cache gives it back."""
+    """Attend to `fresh` as the cache returns it."""
 
     def back(codec: Codec) -> Sides:
         key, value = (
@@ -116,13 +116,13 @@ def _read(query: torch.Tensor, fresh: Sides, reading: Reading, layer: int, scale
 
 
 def _with_first(stored: Sides, fresh: Sides, first: int) -> Sides:
-    """Return `stored` with exact first tokens."""
+    """Return `stored` with the first tokens replaced by exact ones."""
     key, value = (torch.cat([x[:, :, :first], y[:, :, first:]], 2) for x, y in zip(fresh, stored, strict=True))
     return key, value
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None) -> torch.Tensor:
-    """Attend causally, only to the last `window` tokens if it is set."""
+    """Attend causally. If `window` is set, attend only to the last `window` tokens."""
     if window is not None and window < q.shape[2]:
         return windowed(q, (k, v), (k, v), scale, recent=0, sliding_window=window)
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
@@ -146,7 +146,7 @@ def _rounded(
 
 
 def _after(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, scale: float) -> torch.Tensor:
-    """Attend from queries that follow `context` tokens."""
+    """Attend from queries whose first position is `context`."""
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril_(context)
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 
@@ -154,7 +154,7 @@ def _after(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, scal
 def _exact_ends(
     q: torch.Tensor, fresh: tuple[torch.Tensor, ...], stored: tuple[torch.Tensor, ...], scale: float, tile: int
 ) -> torch.Tensor:
-    """Attend from a tile to itself and the sequence's first tile in 16 bits, and to quantized tiles between."""
+    """Attend from each tile to itself and the first tile in 16 bits, and to quantized tiles between them."""
     outs = []
     for i in range(0, q.shape[2], tile):
         k, v = (

@@ -21,7 +21,7 @@ DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 CITIES = ("Lisbon", "Oslo", "Vienna", "Dublin", "Prague")
 SEEDS = (1, 2, 3, 4)
 TEXT = [("opticks", len(SEEDS) * max(LENGTHS), 1)]
-"""The haystack: a stretch of its own for each seed."""
+"""Text that hides the needles. Each seed has its own stretch of it."""
 
 
 def needles(
@@ -59,7 +59,7 @@ def _prompt(
     probe: Probe, text: torch.Tensor, length: int, seed: int
 ) -> tuple[torch.Tensor, dict[float, tuple[int, int]]]:
     """Return about `length` token ids, and the places of each depth's answer digits in them."""
-    rng = random.Random(seed)  # noqa: S311  # a reproducible test, no secret
+    rng = random.Random(seed)  # noqa: S311  # a reproducible test, not a secret
     cities = rng.sample(CITIES, len(CITIES))
     numbers = ["".join(rng.choice("0123456789") for _ in range(5)) for _ in cities]
 

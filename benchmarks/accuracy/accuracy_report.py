@@ -1,4 +1,6 @@
-"""Write accuracy.py's pages next to its figures: `python -m benchmarks.accuracy.accuracy_report FIGURES.json...`."""
+"""Write the pages of accuracy.py beside its JSON files: `python -m benchmarks.accuracy.accuracy_report
+FIGURES.json...`.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +166,7 @@ def _label(name: str) -> str:
 
 
 def _figure(value: float | None) -> str:
-    """Return a figure; a row that was stopped early lacks some columns."""
+    """Return a number of a row. A row that was stopped early lacks some columns."""
     return "-" if value is None else f"{value:.1f}"
 
 

@@ -1,8 +1,8 @@
-"""Rows of the accuracy table: each one's way to read a cache, and its size.
+"""Rows of the accuracy table: how each row reads a cache, and the size of that cache.
 
-A row's name is a codec's, and after it by `+`: the label of the factors (`self`: those that an engine gives itself at
-start; `calibrated`: a file of `kvpilot calibrate`), `wN` for a recent window of N tokens as the ring keeps it, and
-`firstN` for the sequence's first N tokens in 16 bits, which no engine of ours does (to compare with those that do).
+A row's name is a codec's name, followed by options after `+`. `self` stands for factors that an engine finds at start,
+and `calibrated` for a file of `kvpilot calibrate`. `wN` is a recent window of N tokens as the ring keeps it. `firstN`
+keeps a sequence's first N tokens in 16 bits. Our engines never do that; it serves to compare with engines that do.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ SERVED = tuple(row for name in formats.own_names() for row in _served(formats.pa
 """Formats with the default recent window: without options, and with a factors file if keys have fewer than 8 bits."""
 
 OTHER_WINDOWS = ("k4v2+self+w64", "k4v2+calibrated+w64")
-"""Further rows, which are not defaults."""
+"""Rows with other options than the defaults."""
 
 AGAINST_EXACT = ("k4v4+self+w128+first128", "k4v4+self+w128")
 """Rows to compare with `kvarn_k4v4+exact`, which keeps as many tokens in 16 bits."""
 
 CONTEXT = 4096
-"""Context in tokens over which data outside the pages is averaged, for the figure of bits per element."""
+"""Context in tokens over which data outside the pages is averaged, to state bits per element."""
 
 _PAGE = 64
 """Tokens of a page, for the size of a ring."""
@@ -54,11 +54,11 @@ class Reading:
     """Way in which attention reads a cache.
 
     Attributes:
-        pages: function that returns the tokens as the pages give them back.
+        pages: function that returns the tokens as the pages return them.
         recent: number of a query's last tokens, including its own, that are read by `fine` instead.
-        fine: None for 16 bits.
+        fine: function for these tokens; None for 16 bits.
         first: number of a sequence's first tokens that are read in 16 bits.
-        hit: tokens that came from the prefix cache: their queries attend in 16 bits, as a prefill does, and the ring
+        hit: number of tokens from the prefix cache. Their queries attend in 16 bits, as a prefill does, and the ring
             holds none of them.
     """
 
@@ -70,7 +70,7 @@ class Reading:
 
 
 def rivals() -> dict[str, Codec]:
-    """Return the codecs that need no layer."""
+    """Return the codecs that do not depend on the layer."""
     found = [plain.fp8_e4m3(), plain.int4_raw(), plain.int4_per_token_head(), turboquant(4), turboquant(3), kivi(2)]
     found += [kvarn(4, v, exact_ends=exact) for v in (4, 2) for exact in (False, True)]
     return {codec.name: codec for codec in found}
@@ -103,8 +103,11 @@ def reading(name: str, factors: Mapping[str, Mapping[int, Factors]]) -> Reading:
 
 
 def engine(name: str) -> tuple[str, dict[str, str]]:
-    """Return the KV-cache dtype and the environment of a vLLM engine that serves the row `name`, without a factors
-    file. Raises:
+    """Return the KV-cache dtype and the environment of a vLLM engine that serves the row `name`.
+
+    The engine has no factors file.
+
+    Raises:
         ValueError: no engine can serve this row.
     """
     if name == "fp8_e4m3":
@@ -121,7 +124,7 @@ def bits(name: str, head_dim: int) -> float:
     known = rivals()
     if name in known:
         codec = known[name]
-        kept = 2 * codec.tile if codec.exact_ends else 0  # the first tile and room for the open one
+        kept = 2 * codec.tile if codec.exact_ends else 0  # the first tile, and room for the tile that is being filled
         return _mixed(codec.bits(head_dim), kept)
     fmt, _, recent, first = _parts(name)
     pages = fmt.bits_per_element(head_dim)

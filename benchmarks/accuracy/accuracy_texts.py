@@ -34,14 +34,16 @@ after the first 16,384.
 """
 
 Sequence = tuple[str, torch.Tensor]
-"""The text's name and its tokens, int64 [tokens]."""
+"""Type of a text: its name and its tokens, int64 [tokens]."""
 
 EVALUATION = ("opticks", "manual", "reference", "code")
 
 
 def text(name: str) -> str:
-    """Return one of the evaluated or calibration texts. Raises:
-    FileNotFoundError: this machine lacks the document; the message says which package brings it.
+    """Return one of the evaluated or calibration texts.
+
+    Raises:
+        FileNotFoundError: this machine lacks the document; the message says which package brings it.
     """
     if name == "opticks":
         found = importlib.util.find_spec("tvm_ffi")

@@ -42,13 +42,13 @@ from kvpilot_smallmodels.models import smollm2_135m
 
 ROWS = "k4v4+self+w64,k8v4+self+w64,k4v2+self+w128,k4v4+self,int8+self"
 AFTER_HIT = 64
-"""Measured tokens after a hit: as many as see only part of the shortest window."""
+"""Number of measured tokens after a hit: those that see only part of the shortest window."""
 
 CONTEXT = 8192
-"""Tokens of context that engines serve, at most."""
+"""Largest context that the engines serve, in tokens."""
 
 MEMORY = 2 << 30
-"""Bytes of an engine's cache: all texts at once in 32 bits, twice."""
+"""Bytes of an engine's cache: twice the room for all texts at once in 32 bits."""
 
 
 def arguments() -> argparse.Namespace:
@@ -103,7 +103,9 @@ def answers(args: argparse.Namespace, name: str, texts: list[Sequence]) -> dict[
 
 
 def unlike(probe: Probe, found: dict[str, Any], texts: list[Sequence], hit: int) -> float:
-    """Return the largest distance of the engine's log-probabilities from those of the states, in nats."""
+    """Return the largest difference, in nats, between the engine's log-probabilities and those computed from its
+    states.
+    """
     worst = 0.0
     for (_, tokens), answer in zip(texts, found["answers"], strict=True):
         own = Base(probe, tokens[hit:], answer["states"].float()).log_prob
@@ -141,7 +143,7 @@ def cut(args: argparse.Namespace, probe: Probe) -> list[Sequence]:
 
 
 def command_line(words: list[str]) -> str:
-    """Return the command, without folders of one machine."""
+    """Return the command line, without folder names of this machine."""
     kept = list(words)
     for option in ("--out", "--model", "--texts", "--raw"):
         if option in kept:
@@ -154,7 +156,7 @@ def main() -> None:
     """Run engines and model, print and write."""
     args = arguments()
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_default_device(args.device)  # of this thread alone
+    torch.set_default_device(args.device)  # applies to this thread alone
     args.dtype = args.dtype or ("float16" if args.device == "cuda" else "float32")
     args.model = args.model or smollm2_135m()
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +164,7 @@ def main() -> None:
     args.context = min(CONTEXT, probe.model.config.max_position_embeddings)
     texts = cut(args, probe)
     rows = args.rows.split(",")
-    chosen = {name: engine(name) for name in rows}  # a row that no engine serves is refused before any is started
+    chosen = {name: engine(name) for name in rows}  # refuse a row that no engine serves before any engine starts
     with ThreadPoolExecutor(args.at_once) as pool:
         names = ["base", *([] if args.hit else ["control"]), *chosen]
         found = dict(zip(names, pool.map(lambda name: answers(args, name, texts), names), strict=True))

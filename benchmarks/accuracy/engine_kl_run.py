@@ -1,4 +1,4 @@
-"""Child process of engine_kl.py: the last states of texts in one engine, a token at a time or in one prefill."""
+"""Child process of engine_kl.py: record the last states of texts in one engine, token by token or in one prefill."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class States:
         """Assign the rows of the last step to its requests."""
         ((ids, positions, states),) = self.steps
         self.steps.clear()
-        # vLLM's first model runner keeps its batch; its second one passes the batch from this step to sampling.
+        # vLLM's first model runner keeps its batch. Its second one passes the batch from this step on to sampling.
         runner = self.runner
         batch = runner.input_batch if hasattr(runner, "input_batch") else runner.execute_model_state.input_batch
         start = 0
@@ -68,12 +68,14 @@ class States:
             start = end
 
     def of(self, request: str, text: list[int], hit: int) -> Any:
-        """Return the states [tokens after the hit, hidden] of a request. Raises:
-        RuntimeError: the engine computed another text, or computed it in another way than requested.
+        """Return the states [tokens after the hit, hidden] of a request.
+
+        Raises:
+            RuntimeError: the engine computed another text, or computed it in another way than requested.
         """
         import torch
 
-        # In one process a request's id has a suffix.
+        # If vLLM runs in one process, it appends a suffix to a request's id.
         ((_, parts),) = [item for item in self.found.items() if item[0].split("-")[0] == request]
         ids, positions, states = (torch.cat(x).cpu() for x in zip(*parts, strict=True))
         steps = [len(part[0]) for part in parts][: len(text) - hit]
@@ -87,7 +89,7 @@ class States:
 
 
 def main() -> NoReturn:
-    """Do the job named on the command line."""
+    """Run the engine of the job file on the command line, and write its answers."""
     end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     import torch
@@ -97,12 +99,12 @@ def main() -> NoReturn:
     llm = LLM(**job.engine, **threshold, enforce_eager=True, enable_prefix_caching=job.hit > 0)
     one: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "detokenize": False}
     if job.hit:
-        # Ask one after the other, because vLLM ignores the threshold for a prompt that is alone.
+        # Ask one after the other. A prompt that is alone in the batch is not cut at the threshold.
         for text in job.texts:
             llm.generate({"prompt_token_ids": text[: job.hit]}, SamplingParams(**one), use_tqdm=False)
     states = States(llm, job.decoded)
     params = SamplingParams(**one, prompt_logprobs=0, skip_reading_prefix_cache=False)
-    # The longest text gets a companion for the same reason. The companion is not counted.
+    # The longest text gets a companion for the same reason. The companion's answer is not counted.
     asked = [*job.texts, max(job.texts, key=len)] if job.decoded else job.texts
     prompts = [{"prompt_token_ids": text} for text in asked]
     batches = [prompts] if job.decoded else [[prompt] for prompt in prompts]
@@ -112,7 +114,7 @@ def main() -> NoReturn:
         entries = list(request.prompt_logprobs)[-(len(text) - 1 - job.hit) :]
         own = [entry[token].logprob for entry, token in zip(entries, text[job.hit + 1 :], strict=True)]
         answers.append({"states": states.of(request.request_id, text, job.hit), "logprobs": torch.tensor(own)})
-    facts = {name: str(value) for name, value in versions().items()}  # torch has a string of its own for its version
+    facts = {name: str(value) for name, value in versions().items()}  # torch's version is a subclass of str
     torch.save({"answers": answers, "versions": facts}, job.out)
     say(f"{sum(len(x['states']) for x in answers):,} positions")
     # Exit at once, as in gpu_engine_measure.py: the parent kills the remaining processes of vLLM.

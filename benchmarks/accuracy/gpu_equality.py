@@ -26,10 +26,10 @@ from benchmarks.engine.gpu_engine_process import ChildFailedError, environment, 
 
 MAX_MODEL_LEN = 1024
 SHARED_PREFIX = 256
-"""Tokens that every second prompt begins with, so that the prefix cache is hit."""
+"""Number of tokens that every second prompt begins with, so that the prefix cache is hit."""
 
 DRAFTERS, MTP = ("draft_model", "eagle", "eagle3"), "mtp"
-"""Methods of speculation by a model; the last one needs another served model."""
+"""Methods of speculation by a draft model. The last one needs another served model."""
 
 
 def methods(text: str) -> list[str]:
@@ -94,8 +94,8 @@ def random_model(folder: Path, latent: bool, mtp: bool) -> Path:
     else:
         model = LlamaForCausalLM(LlamaConfig(num_attention_heads=8, num_key_value_heads=2, head_dim=128, **common))
     with torch.no_grad():
-        # A token's own vector outweighs the contribution of one layer, and predictions are sharp, as in a trained
-        # model. Otherwise layers would amplify rounding into noise, and no comparison would be possible.
+        # Make a token's own vector outweigh the contribution of a layer, and make predictions sharp, as in a trained
+        # model. Otherwise the layers would amplify rounding into noise, and no comparison would be possible.
         model.model.embed_tokens.weight.mul_(10)
         model.lm_head.weight.mul_(4)
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -141,7 +141,7 @@ def variants(args: argparse.Namespace, model: Path) -> dict[str, tuple[bool, dic
     """Return, for each run, True if all prompts are asked at once, and its engine arguments."""
     alone = {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": 1,
              "max_num_batched_tokens": MAX_MODEL_LEN}  # fmt: skip
-    # One block more: vLLM keeps one for itself.
+    # Add one block, because vLLM keeps one for itself.
     blocks = args.kv_tokens // args.block_size + 1
     crowded = {"enforce_eager": False, "enable_prefix_caching": True, "max_num_seqs": 16,
                "max_num_batched_tokens": args.chunk, "num_gpu_blocks_override": blocks}  # fmt: skip
@@ -175,7 +175,7 @@ def answer(args: argparse.Namespace, model: Path, scratch: Path, env: dict[str, 
 
 
 def compare(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row per pair of runs: alone against `auto` alone, several GPUs against crowded, others against alone."""
+    """Return a row per pair of runs: alone with `auto` alone, several GPUs with crowded, all others with alone."""
     rows = []
     for name, run in found.items():
         dtype, variant = name.split("/")
@@ -192,7 +192,7 @@ def compare(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Run all, compare, print and write; returns 1 when a run failed."""
+    """Run all engines, compare their answers, print and write. Return 1 if a run failed."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     extra = {"KVPILOT_PREFILL_FROM_PAGES": "1"} if args.from_pages else {}

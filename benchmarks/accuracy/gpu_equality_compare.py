@@ -12,7 +12,7 @@ import statistics
 from typing import Any
 
 Answer = dict[str, Any]
-"""`tokens`, and per token `logprobs`: token id (as text) to log-probability of the most likely ones."""
+"""Greedy answer: `tokens`, and for each token `logprobs`, a map from token id (as text) to log-probability."""
 
 
 def agreement(reference: list[Answer], other: list[Answer]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ Logprobs and divergence cover that position, too, for the 20 most likely tokens.
 
 
 def wrapped(text: str) -> str:
-    """Wrap a paragraph as the other pages are."""
+    """Wrap a paragraph at the line length of the other pages."""
     return textwrap.fill(text, 118, break_on_hyphens=False, break_long_words=False)
 
 

@@ -65,7 +65,7 @@ def answered(llm: Any, job: Job, **more: Any) -> dict[str, Any]:
 
 
 def main() -> NoReturn:
-    """Answer the job named on the command line."""
+    """Run the engine of the job file on the command line, and write its answers."""
     end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     from vllm import LLM

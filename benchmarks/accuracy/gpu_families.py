@@ -36,26 +36,26 @@ RUNS: dict[str, tuple[str, bool, dict[str, str]]] = {
 }  # fmt: skip
 """Runs by name: dtype, True if crowded, and environment."""
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""Engine cores run in the engines' own processes, where their caches can be taken."""
+"""Run the engine core in the engine's own process, so that parts of its cache can be taken away."""
 LINES, LINE = 150, 500
-"""Lines to keep of a failed engine's log, and characters of each line: vLLM prints whole configurations."""
+"""Number of lines to keep of a failed engine's log, and characters of each line: vLLM prints whole configurations."""
 CHUNK = 128
 ROOM = 1.5
-"""Longest requests (`MAX_MODEL_LEN`) that fit in a crowded engine's cache."""
+"""Number of longest requests (`MAX_MODEL_LEN`) that fit in a crowded engine's cache."""
 QUICK: dict[str, Any] = {
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     "kernel_config": {"enable_jit_warmup": False},
 }
-"""CUDA graphs of crowded engines: only for decode, for a short start."""
+"""CUDA graphs of crowded engines, only for decode, so that they start fast."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Serving of a family.
+    """Settings to serve a family.
 
     Attributes:
-        dtype: of weights and activations. fields: further ones of config.json.
-        engine: further arguments of all its engines. auto: of those with `auto`.
+        dtype: of weights and activations. fields: further fields of config.json.
+        engine: further arguments of all its engines. auto: further arguments of those with `auto`.
     """
 
     dtype: str = "float16"
@@ -64,24 +64,24 @@ class Case:
     auto: dict[str, Any] = field(default_factory=dict)
 
 
-# vLLM's default for their heads of 512 is FlashAttention 4, which needs packages that a GPU host may lack.
+# vLLM would use FlashAttention 4 for its heads of 512 elements, but a GPU host may lack the packages.
 GEMMA4 = Case(engine={"attention_config": {"flash_attn_version": 3}},
               auto={"attention_config": {"backend": "TRITON_ATTN"}})  # fmt: skip
 
 
 CASES: dict[str, Case] = {
-    # FlashAttention's sinks need bfloat16. Its rounding can choose other experts, which makes answers jump, so every
-    # token uses all experts.
+    # FlashAttention's sinks need bfloat16. Its rounding can select other experts and so change answers, so every token
+    # uses all experts.
     "gpt-oss": Case("bfloat16", {"num_experts_per_tok": 4}),
-    # vLLM takes no float16 for these two.
+    # vLLM does not accept float16 for these two models.
     "gemma3": Case("bfloat16"),
     "gemma2": Case("bfloat16"),
     "gemma3n": Case(),
     "gemma4": GEMMA4,
     "gemma4-26b": GEMMA4,
-    # A chunk on a GPU has whole blocks of 64 tokens.
+    # A chunk on a GPU consists of whole blocks of 64 tokens.
     "llama-4": Case(fields={"attention_chunk_size": 128}),
-    # vLLM's default for its linear attention on Hopper is FlashInfer.
+    # On Hopper vLLM would use FlashInfer for its linear attention.
     "qwen3-next": Case(engine={"gdn_prefill_backend": "triton"}),
     **{name: Case() for name in ("granite-4", "qwen3-moe", "nemotron-h", "lfm2", "qwen2", "qwen3", "phi3", "stablelm",
                                  "heads-of-192", "shared-kv-head", "plain")},
@@ -98,7 +98,7 @@ def arguments() -> argparse.Namespace:
 
 
 def shared_arguments(parser: argparse.ArgumentParser, engines: int) -> None:
-    """Add the options that gpu_options.py has, too."""
+    """Add the options that gpu_options.py shares."""
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=24, help="tokens generated per prompt")
     parser.add_argument("--at-once", type=int, default=engines, help="engines beside each other (default: %(default)s)")
@@ -109,7 +109,7 @@ def shared_arguments(parser: argparse.ArgumentParser, engines: int) -> None:
 
 
 def engine_options(model: Path, dtype: str, crowded: bool) -> dict[str, Any]:
-    """Return arguments of `vllm.LLM`. The largest chunk is always the same, so the engine finds the same factors."""
+    """Return arguments of `vllm.LLM`. All engines have the same largest chunk, so they find the same factors."""
     both: dict[str, Any] = {
         "model": str(model), "kv_cache_dtype": dtype, "block_size": 64, "skip_tokenizer_init": True,
         "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": MAX_MODEL_LEN, "kv_cache_memory_bytes": 256 << 20,
@@ -140,7 +140,7 @@ def made(names: list[str], folder: Path) -> tuple[dict[str, Path], dict[str, str
     for name in names:
         try:
             found[name] = make(name, folder / name, fields=CASES[name].fields)
-        except Exception as error:  # if a version of transformers has other classes, only this family fails
+        except Exception as error:  # if a version of transformers has renamed a class, only this family fails
             failed[name] = f"{type(error).__name__}: {error}"
     return found, failed
 
@@ -183,7 +183,7 @@ def serve(args: argparse.Namespace, engines: dict[str, Asked], models: dict[str,
 
 
 def main() -> int:
-    """Serve all and write; returns 1 when an engine failed."""
+    """Run all engines and write their answers. Return 1 if an engine failed."""
     args = arguments()
     args.name = "families"
     names, runs = args.families.split(","), args.runs.split(",")

@@ -1,4 +1,4 @@
-"""Engine of gpu_families.py or gpu_options.py, in its own process, which starts it, asks it and ends."""
+"""Engine of gpu_families.py or gpu_options.py in its own process: start it, ask it and end it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SAMPLES = 4
 
 @dataclass(frozen=True)
 class Asked(Job):
-    """Engine, as in `Job`, and its surroundings.
+    """Engine, as in `Job`, and its settings.
 
     Attributes:
         env: further variables of its environment.
-        room: number of longest requests that fit in the cache; the rest of the cache is taken, so that requests are
-            preempted. 0 leaves all of it.
+        room: number of longest requests that fit in the cache. The rest of the cache is taken away, so that requests
+            are preempted. 0 leaves the whole cache.
         how: kind of requests, a name of `HOW`.
-        more: arguments of that kind.
+        more: arguments for that kind.
     """
 
     env: dict[str, str]
@@ -37,7 +37,7 @@ class Asked(Job):
 
 
 def start(asked: Asked) -> tuple[Any, dict[str, Any]]:
-    """Return the engine, with a small cache if asked for, its graphs and its groups of layers."""
+    """Start the engine, and return it with its CUDA graphs and its groups of layers. `room` may reduce its cache."""
     from vllm import LLM
 
     llm = LLM(**asked.engine, disable_log_stats=False)
@@ -71,7 +71,7 @@ def adapted(asked: Asked) -> dict[str, Any]:
 
 
 def slept(asked: Asked) -> dict[str, Any]:
-    """Return greedy answers, the answers to a repetition, and the answers after sleep (level 1) and wake-up."""
+    """Return greedy answers, the answers of a second run, and the answers after sleep (level 1) and wake-up."""
     llm, facts = start(asked)
     first, again = answered(llm, asked), answered(llm, asked)
     llm.sleep(level=1)
@@ -95,7 +95,8 @@ def details(asked: Asked) -> dict[str, Any]:
     free = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=200), **quiet)
 
     def text(one: Any) -> str:
-        # If a prompt ends in the middle of a letter, as random bytes may, vLLM's own text begins inside the prompt.
+        # A prompt of random bytes may end inside a character. vLLM's own text of the answer would then begin inside the
+        # prompt.
         found: str = llm.get_tokenizer().decode(one.outputs[0].token_ids, skip_special_tokens=True)
         return found
 

@@ -38,7 +38,7 @@ BLOCK = 16
 """Tokens that the oracle of a fault misreads."""
 RIGHT = "served and right"
 COMPUTED = "transformers in bfloat16 from float32"
-"""Name of the divergence by bfloat16 arithmetic alone. `auto`, too, may be as far off."""
+"""Name of the divergence caused by bfloat16 arithmetic alone. `auto` may have the same."""
 
 Figures = dict[str, Any]
 PAIRS = (("auto/crowded", "auto/alone"), ("k4v4/alone", "auto/alone"), ("k4v4/crowded", "k4v4/alone"))
@@ -60,7 +60,7 @@ def from_oracle(oracle: Oracle, prompts: list[list[int]], answers: list[Answer],
 
 
 def of_rounding(oracle: Oracle, prompts: list[list[int]], answers: list[Answer], dtype: str) -> float:
-    """Return an oracle's mean divergence from itself if its keys and values move by the rounding of `dtype`."""
+    """Return an oracle's mean divergence from itself when its keys and values change by the rounding of `dtype`."""
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
         exact = oracle.predictions(prompt, answer["tokens"])
@@ -83,7 +83,7 @@ def of_computing(model: Path, oracle: Oracle, prompts: list[list[int]], answers:
 
 
 def judge(model: Path, dtype: str, runs: dict[str, dict[str, Any]]) -> Figures:
-    """Return a family's figures and the verdict. `runs` are answers of gpu_families.py's engines, by run name."""
+    """Return a family's results and the verdict. `runs` are the answers of gpu_families.py's engines, by run name."""
     prompts = next(iter(runs.values()))["prompts"]
     errors = {name: run["error"] for name, run in runs.items() if "error" in run}
     figures: Figures = {
@@ -111,13 +111,13 @@ def judge(model: Path, dtype: str, runs: dict[str, dict[str, Any]]) -> Figures:
 
 
 def far(figures: Figures, name: str) -> float:
-    """Return a divergence; NaN if it was not found."""
+    """Return a divergence; NaN if it is missing."""
     found = figures.get(name, math.nan)
     return float(found["mean_kl"] if isinstance(found, dict) else found)
 
 
 def verdict(figures: Figures) -> str:
-    """Return `served and right`, or the fault. A crowded run is compared if the run alone has answered too."""
+    """Return `served and right`, or the fault. A crowded run is compared only if the lone run has answered too."""
     errors = {name: error for name, error in figures["errors"].items() if not name.endswith("/alone")}
     if errors:
         return "not served: " + "; ".join(f"{name}: {error}" for name, error in errors.items())

@@ -66,7 +66,7 @@ def pressure(row: dict[str, Any], run: str) -> str:
 
 
 def family(name: str, row: Figures) -> str:
-    """Return a line of the table."""
+    """Return one row of the table as Markdown."""
 
     def numbers(*names: str) -> str:
         return " / ".join(number(far(row, one)) for one in names)
@@ -83,7 +83,7 @@ def family(name: str, row: Figures) -> str:
 
 
 def table(rows: Rows) -> list[str]:
-    """Return the table of families, or of models spread over GPUs."""
+    """Return a table with one row per family, or per model on several GPUs."""
     heads = [
         "", "computed in", "`auto` from transformers: `auto` / codec",
         "codec from transformers: codec / rounding alone / `auto` / misread", "as served from transformers: `auto`",
@@ -94,7 +94,7 @@ def table(rows: Rows) -> list[str]:
 
 
 def other(name: str, row: dict[str, Any]) -> str:
-    """Return a line for a row of neither kind."""
+    """Return one row for runs that are neither a family nor a model on several GPUs."""
     figures = [
         f"{key}: {number(far(row, key))}" if isinstance(value, dict) and "mean_kl" in value else f"{key}: {value}"
         if not isinstance(value, float) else f"{key}: {number(value)}"
@@ -141,7 +141,7 @@ def judged(facts: dict[str, Any]) -> Rows:
 
 
 def main() -> int:
-    """Write the page and the joined figures."""
+    """Write the page, and one file with all results."""
     *raw, out = map(Path, sys.argv[1:])
     found = []
     for path in raw:

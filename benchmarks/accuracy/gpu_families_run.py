@@ -1,7 +1,7 @@
-"""Child process of gpu_families.py and gpu_options.py: engines side by side on one GPU.
+"""Child process of gpu_families.py and gpu_options.py: run engines side by side on one GPU.
 
-Each engine has its own process, forked from one that has only imported vLLM. Each has its own log. A failed engine
-leaves the reason in place of its answers.
+Each engine has its own process, forked from one that has only imported vLLM, and its own log. A failed engine writes
+the reason in place of its answers.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ def serve(asked: Asked) -> NoReturn:
         found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
     sys.stdout.flush()
     out.write_text(json.dumps(found))
-    os._exit(0)  # as in gpu_engine_measure.py: skip vLLM's own shutdown
+    os._exit(0)  # skip vLLM's own shutdown, as gpu_engine_measure.py does
 
 
 def inspect_here() -> None:
-    """Inspect a model's class in this process. vLLM would start another process for that, which imports everything
-    again.
+    """Inspect a model's class in this process.
+
+    vLLM would start another process for that, and import everything again.
     """
     from vllm.model_executor.models import registry
 
@@ -51,7 +52,7 @@ def inspect_here() -> None:
 
 
 def run(context: Any, limit: float, asked: Asked) -> None:
-    """Run an engine in its own process, and kill it when its time is up."""
+    """Run an engine in its own process, and kill it when its time limit is reached."""
     name, out = Path(asked.out).stem, Path(asked.out)
     process = context.Process(target=serve, args=(asked,))
     process.start()

@@ -52,7 +52,7 @@ def arguments() -> argparse.Namespace:
 
 
 def sharpened(model: Path, factor: float) -> Path:
-    """Enlarge the model's queries, in place."""
+    """Enlarge the model's queries in place, so that attention is less uniform."""
     from transformers import AutoModelForCausalLM
 
     made: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
@@ -74,7 +74,7 @@ def requests(vocabulary: int) -> tuple[list[list[list[int]]], list[list[int]]]:
 
 
 def main() -> int:
-    """Run all, judge, print and write."""
+    """Run the engine and plain transformers, judge the results, print and write them."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     bound = HeavyHitters(4, args.window, args.budget)
@@ -124,7 +124,7 @@ def main() -> int:
 
 
 def sound(result: dict[str, Any], most: float, ahead: bool) -> bool:
-    """Return True if no fault was found."""
+    """Return True if there is no fault."""
     equal, best = result["answers_equal"], result["tokens_that_are_the_best"]
     unread = equal["left again"] == equal["freed pages overwritten"] == result["requests"]
     if ahead:

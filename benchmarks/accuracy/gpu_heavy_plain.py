@@ -1,4 +1,4 @@
-"""Reference of gpu_heavy.py: plain transformers in float32 that attend to the held pages."""
+"""Reference for gpu_heavy.py: plain transformers in float32 that attend only to the held pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = ("left", "left again", "freed pages overwritten", "first pages overwritt
 
 
 class Plain:
-    """Model with keys and values that go through the codec of `dtype` as whole tensors; on a GPU if there is one."""
+    """Model whose keys and values go through the codec of `dtype` as whole tensors. It runs on a GPU if possible."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,7 +33,7 @@ class Plain:
 
     @torch.inference_mode()
     def __call__(self, prompt: list[int], answer: list[int], seen: torch.Tensor) -> tuple[list[float], torch.Tensor]:
-        """Return each answer token's distance below the best of its step, in logits, and the attention.
+        """Return each answer token's distance in logits from the best one of its step, and the attention.
 
         The attention from each token to each is float64 [tokens, tokens], summed over heads and layers. `seen` is a
         bool mask of the same shape.
@@ -70,8 +70,9 @@ def last_life(steps: list[list[Any]]) -> list[list[Any]]:
 
 
 def held(steps: list[list[Any]], page: int, length: int) -> torch.Tensor:
-    """Return bool [queries, keys]: True if the request held the key's page when the query was computed. A cached prefix
-    counts as held.
+    """Return bool [queries, keys]: True if the request held the key's page when the query was computed.
+
+    A cached prefix counts as held.
     """
     mask = torch.ones(length, length, dtype=torch.bool)
     for before, new, places, *_ in steps:
@@ -82,7 +83,7 @@ def held(steps: list[list[Any]], page: int, length: int) -> torch.Tensor:
 
 
 def by_page(x: torch.Tensor, page: int) -> torch.Tensor:
-    """Sum float64 [tokens] by page."""
+    """Sum float64 [tokens] over the tokens of each page."""
     return functional.pad(x, (0, -len(x) % page)).view(-1, page).sum(1)
 
 
@@ -98,11 +99,11 @@ def best(turn: dict[str, Any], prompts: list[list[int]], plain: Plain, page: int
 def judge(
     turns: list[dict[str, Any]], prompts: list[list[int]], plain: Plain, bound: HeavyHitters, page: int
 ) -> dict[str, Any]:
-    """Return the figures of one engine's turns; plain transformers are compared with the first.
+    """Return the results of one engine's turns. Plain transformers are compared with the first turn.
 
     Returns:
-        Figures that include `masses`: the error of a page's attention mass in a step against plain transformers, in
-        units of a mean page's mass. A control compares with the next page's mass instead, to show a bad figure.
+        Results that include `masses`: the error of a page's attention mass in a step against plain transformers, in
+        units of a mean page's mass. A control compares with the next page's mass instead, to show a bad result.
         `freed_over_lightest`: mass of the freed pages over the mass of those that should have been freed.
     """
     first = turns[0]
@@ -119,7 +120,7 @@ def judge(
         below["whole"] += plain(prompt, answer, torch.ones(length, length, dtype=torch.bool))[0]
         masses = torch.zeros(-(-length // page), dtype=torch.float64)
         had = list(range(-(-steps[0][0] // page)))
-        ahead: list[tuple[int, torch.Tensor]] = []  # by its last token, masses of a step that may be in flight
+        ahead: list[tuple[int, torch.Tensor]] = []  # masses by last token, because a step's results may arrive late
         for before, new, places, weighed, alone, known in steps:
             for end, mass in ahead:
                 if end <= known:

@@ -16,7 +16,7 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 from kvpilot_smallmodels.stepping import in_steps
 
 FILLS = ("", "", "freed", "first")
-"""Overwritten pages of each turn: none, none, freed pages before the next step, every request's first page."""
+"""Pages that each turn overwrites: none, none, freed pages before the next step, every request's first page."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,20 @@ class Turn:
 
 
 def name_of(request: str) -> str:
-    """Return a request's original name: vLLM appends to it."""
+    """Return a request's original name, without the suffix of vLLM."""
     return request.partition("-")[0]
 
 
 class Watched:
-    """Recorder between a scheduler and its workers."""
+    """Recorder of the messages between a scheduler and its workers."""
 
     def __init__(self, core: Any) -> None:
         from kvpilot_runtime.bounded.heavy_spec import KEPT, MASSES
 
         self.told = KEPT
         self.fill, self.turn, self.freed = "", Turn(), list[int]()
-        self.sent: dict[int, dict[str, list[Any]]] = {}  # steps whose results are not known yet
-        self.processed: dict[str, int] = {}  # tokens of each request whose results were known when pages were freed
+        self.sent: dict[int, dict[str, list[Any]]] = {}  # steps whose results have not arrived
+        self.processed: dict[str, int] = {}  # tokens of each request with known results when pages were freed
         scheduler, executor = core.scheduler, core.model_executor
         self.manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         self.pool = self.manager.block_pool
@@ -87,7 +87,7 @@ class Watched:
             gone = before - set(self.held(request).values())
             self.turn.freed += len(gone)
             for block in (self.pool.blocks[i] for i in gone):
-                if block.ref_cnt == 0:  # only unshared pages, or else a later request could hit them in some turns only
+                if block.ref_cnt == 0:  # leave shared pages: a later request could hit them in some turns only
                     self.pool._maybe_evict_cached_block(block)
                     self.freed.append(block.block_id)
 
@@ -108,7 +108,7 @@ class Watched:
         executor.execute_model, scheduler.update_from_output = executing, updating
 
     def held(self, request: str) -> dict[int, int]:
-        """Return a request's blocks by their places."""
+        """Return a request's blocks by their index in its table."""
         blocks = enumerate(self.manager.req_to_blocks.get(request, ()))
         return {place: block.block_id for place, block in blocks if not block.is_null}
 
@@ -131,8 +131,9 @@ class Watched:
         self.freed.clear()
 
     def overwrite(self, blocks: Sequence[int]) -> None:
-        """Fill pages with the largest codes and NaN scales. Fill 16-bit pages with large numbers instead, because
-        FlashAttention multiplies values past a sequence's end by zero.
+        """Fill pages with the largest codes and NaN scales, but 16-bit pages with large numbers.
+
+        FlashAttention multiplies values past a sequence's end by zero, so they must not be NaN.
         """
         for cache in self.caches:
             for block in blocks:
@@ -145,7 +146,7 @@ def ask(llm: Any, job: Job, watched: Watched, fill: str) -> Turn:
         raise RuntimeError("the prefix cache could not be emptied: pages are in use")
     engine, turn, number = llm.llm_engine, Turn(), 0
     watched.fill, watched.turn = fill, turn
-    watched.manager.steps = 0  # every turn measures the same steps
+    watched.manager.steps = 0  # so that every turn measures the same steps
     for prompts, counts in zip(job.rounds, job.tokens, strict=True):
         answers, cached = in_steps(engine, prompts, counts, number)
         number += len(prompts)
@@ -156,7 +157,7 @@ def ask(llm: Any, job: Job, watched: Watched, fill: str) -> Turn:
 
 
 def main() -> NoReturn:
-    """Answer the job named on the command line."""
+    """Run the engine of the job file on the command line, and write its turns."""
     end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     from vllm import LLM

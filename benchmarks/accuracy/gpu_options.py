@@ -102,7 +102,7 @@ def on_one(engines: Engines, models: dict[str, Path], what: str) -> None:
 
 
 def on_two(engines: Engines, models: dict[str, Path], what: str) -> None:
-    """Run the features on two GPUs, and the same on one."""
+    """Run the features on two GPUs, and the same models on one."""
     name, how, engine = SPREAD[what]
     for run in ON_TWO:
         if f"one {name} {run}" not in engines.asked:
@@ -111,7 +111,7 @@ def on_two(engines: Engines, models: dict[str, Path], what: str) -> None:
 
 
 def rows_of_one(told: dict[str, Any], models: dict[str, Path], what: str) -> Rows:
-    """Return the rows of one GPU."""
+    """Return the engines of the features on one GPU."""
 
     def of(name: str) -> dict[str, Any]:
         return {run: told[f"{name} {run}"] for run in RUNS if f"{name} {run}" in told}
@@ -141,7 +141,7 @@ def made(scratch: Path) -> dict[str, Path]:
 
 
 def main() -> int:
-    """Serve all and write; returns 1 when an engine failed."""
+    """Run all engines and write their answers. Return 1 if an engine failed."""
     args = arguments()
     args.name, known, asking = (
         ("options", ON_ONE, on_one) if args.gpus == 1 else (f"options-{args.gpus}", tuple(SPREAD), on_two)
@@ -151,7 +151,7 @@ def main() -> int:
         raise SystemExit(f"--what has {', '.join(sorted(unknown))}; on {args.gpus} GPUs there is {', '.join(known)}")
     with tempfile.TemporaryDirectory(prefix="kvpilot-options-") as folder:
         models = made(Path(folder))
-        # Use random tokens, as for families: the other model's tokenizer would encode a text of this machine.
+        # Use random tokens, as gpu_families.py does. The other model's tokenizer would encode a text of this machine.
         engines = Engines(args, Path(folder), prompts_of(models[EXPERTS], args.prompts))
         for what in chosen:
             asking(engines, models, what)

@@ -1,6 +1,6 @@
-"""Verdicts on the answers of gpu_options.py: one row for each feature, with its figures.
+"""Verdicts on the answers of gpu_options.py: one row for each feature, with its numbers.
 
-Divergences are in nats, as in gpu_families_judge.py, whose thresholds these are.
+Divergences are in nats. The thresholds are those of gpu_families_judge.py.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Runs = dict[str, dict[str, Any]]
 
 
 def failed(*of: Runs) -> str:
-    """Return the faults of any of them, or nothing."""
+    """Return the faults of all these runs, or an empty string."""
     return "; ".join(f"{name}: {run['error']}" for runs in of for name, run in runs.items() if "error" in run)
 
 
 def row(figures: dict[str, Any], holds: dict[str, bool]) -> dict[str, Any]:
-    """Return a row, whose verdict names the faults."""
+    """Return a row whose verdict names the faults."""
     missing = [what for what, held in holds.items() if not held]
     return {"verdict": "served, not shown right: " + "; ".join(missing) if missing else RIGHT, **figures}
 
@@ -36,7 +36,7 @@ def pair(runs: Runs, name: str, against: Runs, reference: str) -> dict[str, Any]
 
 
 def fp8_row(fp8: Runs, plain: Runs) -> dict[str, Any]:
-    """Judge weights in fp8: the cache does about as much damage as with 16-bit weights, crowded or not."""
+    """Judge fp8 weights: the cache must do about as much damage as with 16-bit weights, crowded or alone."""
     if error := failed(fp8, plain):
         return {"verdict": f"not served: {error}"}
     figures = {
@@ -55,7 +55,7 @@ def fp8_row(fp8: Runs, plain: Runs) -> dict[str, Any]:
 
 
 def sleep_row(runs: Runs) -> dict[str, Any]:
-    """Judge sleep mode: an engine answers as before, up to the difference of two answers without sleep."""
+    """Judge sleep mode. After it an engine answers as before, up to the difference between two runs without sleep."""
     if error := failed(runs):
         return {"verdict": f"not served: {error}"}
     figures, holds = dict[str, Any](), dict[str, bool]()
@@ -87,8 +87,9 @@ def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
 
 
 def spread_row(one: Runs, two: Runs) -> dict[str, Any]:
-    """Judge runs on several GPUs: compare their difference from one GPU, which a family's row judges, with the codec's
-    damage.
+    """Judge runs on several GPUs: their difference from one GPU must be small next to the codec's damage.
+
+    A family's row judges the run on one GPU.
     """
     if error := failed(one, two):
         return {"verdict": f"not served: {error}"}
@@ -136,7 +137,7 @@ def details_rows(model: Path, runs: Runs) -> dict[str, dict[str, Any]]:
 
 
 def fits(text: str) -> bool:
-    """Return True if a text is JSON of the schema."""
+    """Return True if a text is JSON that follows the schema."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError:

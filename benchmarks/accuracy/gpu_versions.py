@@ -28,7 +28,7 @@ CASES: dict[str, tuple[str, str]] = {
     "bounded-auto": ("auto", "SinksAndWindow:4:192"),
     "heavy": ("k4v4", "HeavyHitters:4:64:384"),
 }
-"""Cases by name: the KV-cache dtype, and the bound of the cache."""
+"""Cases by name: the KV-cache dtype, and the option that bounds the cache, if any."""
 LENGTHS = (5, 63, 64, 200, 470, 900)
 
 

@@ -1,4 +1,4 @@
-"""Child process of gpu_versions.py: one engine, asked twice, and the functions of vLLM that kvpilot replaced in it."""
+"""Child process of gpu_versions.py: ask one engine twice, and list the functions of vLLM that kvpilot replaced."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def main() -> NoReturn:
     from kvpilot_runtime.vllm_api import compat
 
     if compat.lacks_for_bounds():
-        compat.NEWEST = compat.vllm_version()  # a version must run here before it becomes a supported one
+        compat.NEWEST = compat.vllm_version()  # a version must run here before it is listed as supported
     llm = LLM(**job.engine)
     say("started")
     asked = SamplingParams(temperature=0, max_tokens=job.tokens, ignore_eos=True, detokenize=False)

@@ -41,7 +41,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run all, compare, print and write; returns 1 when a run failed or a row of another token was read."""
+    """Run all engines, compare, print and write. Return 1 if a run failed or read a row of another token."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Any]] = {}

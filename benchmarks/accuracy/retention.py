@@ -40,7 +40,7 @@ from kvpilot_smallmodels.models import smollm2_135m
 Kept = tuple[int, int, int] | HeavyHitters | None
 
 _PIECE = 256
-"""Queries whose scores are held at once."""
+"""Number of queries whose scores are in memory at once."""
 
 
 class Bounded(Probe):
@@ -125,7 +125,7 @@ def nll(probe: Probe, tokens: torch.Tensor, reading: Reading | None) -> torch.Te
 def perplexities(
     probe: Probe, tokens: torch.Tensor, reading: Reading | None, after: int, parts: int | None
 ) -> list[float]:
-    """Average the tokens from position `after` on, in each part of `parts` tokens."""
+    """Average the tokens from position `after` on, separately for each `parts` tokens."""
     losses = nll(probe, tokens, reading)
     cuts = range(0, len(tokens), parts or len(tokens))
     return [float(losses[max(begin, after) - 1 : begin + cuts.step - 1].mean().exp()) for begin in cuts]
@@ -162,7 +162,7 @@ def main() -> None:
         held = int(CONTEXT * bits(served, probe.model.config.head_dim) / 16)
         coarse = f"whole in {served}, {held} tokens' bytes of 16 bits"
         asked.tokens = CONTEXT
-        # The sinks' pages and a window that begins inside a page take the room of at most `held` tokens.
+        # The sinks' pages, and a window that begins inside a page, together take at most `held` tokens.
         asked.budgets = [held - (-(-asked.sinks // asked.page) + 1) * asked.page + 1 + asked.sinks]
     most = max(asked.budgets)
     rows: list[tuple[str, Kept, Reading | None]] = [

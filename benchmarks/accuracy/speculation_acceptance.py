@@ -25,20 +25,18 @@ from benchmarks.accuracy.accuracy_texts import EVALUATION, text
 from benchmarks.engine.gpu_engine_process import environment
 
 PIECE, QUOTED = 192, 48
-"""Approximate tokens of a piece, and of its beginning that the prompt repeats."""
+"""Approximate number of tokens of a piece, and of the beginning that the prompt repeats."""
 
 
 def prompts(name: str, count: int) -> list[str]:
-    """Return pieces of a text, spread evenly over its length, each of about `PIECE` tokens and followed by its own
-    beginning.
-    """
+    """Return evenly spread pieces of a text, each of about `PIECE` tokens and followed by its own beginning."""
     size, whole = 4 * PIECE, text(name)
     starts = [(len(whole) - size) * (i + 1) // (count + 1) for i in range(count)]
     return [f"{(piece := whole[at : at + size])}\n\n{piece[: 4 * QUOTED]}" for at in starts]
 
 
 def serve(options: argparse.Namespace, asked: dict[str, list[str]]) -> dict[str, Any]:
-    """Ask an engine of this process."""
+    """Run an engine in this process, and return its answers and counters."""
     from vllm import LLM, SamplingParams
 
     if options.model is None:
@@ -82,7 +80,7 @@ def alike(answers: list[list[int]], others: list[list[int]]) -> float:
 
 
 def main() -> int:
-    """Run each dtype, compare all with the first one, and write the figures."""
+    """Run each dtype, compare all with the first one, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--dtypes", nargs="+", default=["auto", "fp8", "k8v4", "k4v4"])

@@ -39,7 +39,7 @@ OUTPUT, REPEATS, RUNS = 16, 2, 3
 
 
 def trace(seed: int = 4) -> list[Request]:
-    """Return a load of a minute and a half: a calm half, then more than the cache holds."""
+    """Return a load of 90 seconds: a calm half, then more requests than the cache holds."""
     chance = random.Random(seed)  # noqa: S311
     now, requests = 0.0, []
     for i in range(90):
@@ -49,7 +49,7 @@ def trace(seed: int = 4) -> list[Request]:
 
 
 def tokens(chance: random.Random, length: int) -> list[int]:
-    """Return a prompt that no cache has seen."""
+    """Return a prompt that is not in any cache."""
     return [chance.randint(1000, 40000) for _ in range(length)]
 
 
@@ -133,7 +133,7 @@ async def replay(running: RealEngine, requests: list[Request]) -> dict[str, floa
 
 
 def simulate(requests: list[Request], costs: Costs) -> dict[str, float]:
-    """Ask the simulation for the trace; inter-token gaps are read from a fine record of its steps."""
+    """Replay the trace in the simulation. Read inter-token gaps from a detailed record of its steps."""
     engine = Engine(costs, Limits(SEQS, BATCHED, timeout=float("inf")))
     for r in requests:
         engine.submit(Request(r.number, r.arrival, r.prompt, r.output))
@@ -148,7 +148,7 @@ def simulate(requests: list[Request], costs: Costs) -> dict[str, float]:
 
 
 def figures(ttft: list[float], itl: list[float], preemptions: float, rate: float) -> dict[str, float]:
-    """Return the compared figures in milliseconds and tokens a second."""
+    """Return the results to compare, in milliseconds and tokens per second."""
 
     def at(values: list[float], q: float) -> float:
         return round(float(np.quantile(values, q)) * 1000, 1)

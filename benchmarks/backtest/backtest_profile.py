@@ -25,7 +25,7 @@ def points(run: dict[str, Any]) -> list[tuple[str, tuple[float, ...], float]]:
     found: list[tuple[str, tuple[float, ...], float]] = []
     for name, case in run["cases"].items():
         batch, context = case["batch"], case["context"]
-        # 128 tokens are decoded after the prompt, so on average half of them are stored.
+        # A step's context grows from the prompt by 128 tokens, so count half of them on average.
         cached = batch * (context + 64)
         found.append((f"step {name}", (1, batch, cached, 0, 0), case["step_ms"] / 1000))
         for group in case["prefill"]["groups"][:1]:
@@ -41,7 +41,7 @@ def points(run: dict[str, Any]) -> list[tuple[str, tuple[float, ...], float]]:
 
 
 def newest() -> list[dict[str, Any]]:
-    """Return the newest whole run of every dtype. Without a prompt of 64K the cost of context stays undetermined."""
+    """Return the newest complete run of every dtype. Without a prompt of 64K, the cost of context cannot be fitted."""
     first = json.loads((BENCHMARKS / "h200-engine.json").read_text())
     later = json.loads((BENCHMARKS / "h200-engine-window.json").read_text())
     found = {run["dtype"]: run for run in first if run["shape"] == "llama3-8b" and run["tp"] == 1}
@@ -64,7 +64,7 @@ def fit(run: dict[str, Any]) -> tuple[Costs, dict[str, float]]:
 
 
 def main() -> None:
-    """Fit, write, print."""
+    """Fit the profile of every dtype, write it into the package, and print the errors."""
     costs: dict[str, Costs] = {}
     for run in newest():
         costs[run["dtype"]], errors = fit(run)

@@ -18,19 +18,21 @@ from typing import Any
 from benchmarks.engine.gpu_engine_driver import WARM_STEPS, DriveError, Driver, prompt
 
 SEQUENCES, CONTEXT = 16, 8192
-"""Number of sequences that decode, their stored tokens, and those of the continued conversation."""
+"""Number of sequences that decode, tokens stored for each, and tokens stored for the continued conversation."""
 REPEATS = 7
 WARM = 8
-"""Arrivals before the first one that counts: kernels are compiled, and the process settles."""
+"""Number of unmeasured arrivals at first, while kernels are compiled and the process settles."""
 STEPS = 6
-"""Steps to watch after the arrival; the request is in one of the first two."""
+"""Number of steps to watch after the arrival. The request runs in one of the first two."""
 SHOWN = 30
-"""Functions of the host that a result lists."""
+"""Number of host functions that a result lists."""
 
 
 class Beside:
-    """Sequences that decode together, plus requests that join them for one step. Raises:
-    DriveError: the sequences never decode together.
+    """Sequences that decode together, and requests that join them for one step.
+
+    Raises:
+        DriveError: the sequences never decode together.
     """
 
     def __init__(self, driver: Driver, vocab: int) -> None:
@@ -57,7 +59,7 @@ class Beside:
         return [later - earlier for earlier, later in itertools.pairwise(marks)]
 
     def store(self) -> list[int]:
-        """Store a fresh context in unmeasured steps, and return its tokens."""
+        """Store a new context in steps that are not measured, and return its tokens."""
         tokens = self._fresh(CONTEXT)
         (name,) = self._driver.submit([tokens], 1)
         while not any(output.request_id == name and output.finished for output in self._engine.step()):

@@ -48,7 +48,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Child:
-    """Engine that answers lines of JSON."""
+    """Child process that answers lines of JSON."""
 
     def __init__(self, listener: socket.socket) -> None:
         self.line = listener.accept()[0]
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
                 options["gpu_memory_utilization"] = 0.4
             file = scratch / f"{file_name}-{role}.json"
             file.write_text(json.dumps(asdict(Job(options, SHAPES[args.shape].vocab, where))))
-            # Each process also sees its peer's GPU, after its own, so that UCX finds a path between them.
+            # Each process also sees the other's GPU, after its own, so that UCX finds a path between them.
             others = dict.fromkeys(other for other in args.gpus.split(",") if other != gpu)
             extra = {
                 "CUDA_VISIBLE_DEVICES": ",".join([gpu, *others]), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
             threads.append(threading.Thread(target=start))
             threads[-1].start()
             try:
-                children.append(Child(listener))  # it connects before it makes its engine
+                children.append(Child(listener))  # the child connects before it makes its engine
             except TimeoutError:
                 failed.append("an engine never came")
         try:
@@ -140,7 +140,8 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
                 child.tell("start")
             starts = [child.hear() for child in children]
             prefill, decode = children
-            measured(prefill, decode, min(lengths), -1, args.answer)  # the first prompt also opens connections
+            # not counted: the first prompt also opens connections
+            measured(prefill, decode, min(lengths), -1, args.answer)
             found = [measured(prefill, decode, n, i, args.answer) for n in lengths for i in range(args.each)]
         except (ChildFailedError, OSError, ValueError) as error:
             failed.append(f"{type(error).__name__}: {error}")
@@ -176,7 +177,7 @@ def spread(of: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Run all, print and write; returns 1 if a run failed or a block's bytes changed."""
+    """Run all dtypes, print and write. Return 1 if a run failed or a block's bytes changed."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     shape, rows = SHAPES[args.shape], []

@@ -20,7 +20,7 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 @dataclass(frozen=True)
 class Job:
-    """Engine: keyword arguments of `vllm.LLM`, the limit `vocab` of token ids, and its client's address `where`."""
+    """Engine: keyword arguments of `vllm.LLM`, token ids below `vocab`, and the address `where` of its client."""
 
     engine: dict[str, Any]
     vocab: int
@@ -28,8 +28,9 @@ class Job:
 
 
 def block_sums(layers: dict[str, Any], num_blocks: int, blocks: Sequence[int]) -> list[int]:
-    """Return checksums of blocks over all stored layers: sums of 8-byte words, each times its own number, with
-    wrap-around.
+    """Return checksums of blocks over all stored layers.
+
+    A checksum is the sum of the block's 8-byte words, each times its index, with wrap-around.
     """
     import torch
 
@@ -38,7 +39,7 @@ def block_sums(layers: dict[str, Any], num_blocks: int, blocks: Sequence[int]) -
     total = torch.zeros(len(blocks), dtype=torch.int64)
     at = torch.tensor(list(blocks), dtype=torch.int64)
     for number, cache in enumerate(caches, 1):
-        # No view has one row per block if the blocks are not contiguous, so only such blocks are copied.
+        # If blocks are not contiguous, no view has one row per block, so copy them.
         held = cache.unflatten(0, (num_blocks, -1))[at.to(cache.device)].contiguous()
         words = held.view(torch.uint8).flatten(1).view(torch.int64)
         weights = torch.arange(1, words.shape[1] + 1, device=words.device, dtype=torch.int64) * 2 + 1
@@ -47,7 +48,7 @@ def block_sums(layers: dict[str, Any], num_blocks: int, blocks: Sequence[int]) -
 
 
 class Engine:
-    """Engine that can be asked."""
+    """Engine that answers questions of the parent process."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.requests = job, 0
@@ -93,12 +94,13 @@ class Engine:
         return [block_sums(self.layers, self.config.num_blocks, group) for group in blocks]
 
     def serve(self, prompt: list[int], tokens: int, params: Any) -> dict[str, Any]:
-        """Answer one prompt, drawn by its length and number. It has one extra token, so that the tokens before it fill
-        blocks.
+        """Answer one prompt, drawn by its length and number.
+
+        It has one extra token, so that the tokens before it fill blocks.
         """
         from vllm import SamplingParams
 
-        rng = random.Random(str(prompt))  # noqa: S311  # a load, the same for all
+        rng = random.Random(str(prompt))  # noqa: S311  # the same load for all engines
         ids = [rng.randrange(3, self.job.vocab) for _ in range(prompt[0] + 1)]
         sampling = SamplingParams(
             temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False,
@@ -113,7 +115,7 @@ class Engine:
             for output in self.llm.step():
                 first = first or time.perf_counter() - began
                 last = output
-        assert last is not None  # noqa: S101  # for mypy
+        assert last is not None  # noqa: S101  # tells mypy that it is set
         return {
             "first_s": first, "answer": list(last.outputs[0].token_ids), "params": last.kv_transfer_params,
             "reads": len(self.transfers), "bytes": sum(size for size, _, _ in self.transfers),
@@ -122,12 +124,12 @@ class Engine:
         }  # fmt: skip
 
     def hear(self) -> None:
-        """Record which blocks were read."""
+        """Record the blocks that vLLM reads."""
         self.core.step()
 
 
 def main() -> NoReturn:
-    """Answer until the other side closes."""
+    """Answer questions until the parent closes the connection."""
     end_with_parent()
     engine = Engine(Job(**json.loads(Path(sys.argv[1]).read_text())))
     with socket.socket(socket.AF_UNIX) as asker:

@@ -73,7 +73,7 @@ def arguments() -> argparse.Namespace:
 
 
 def model_of(args: argparse.Namespace, scratch: Path) -> tuple[str, int, dict[str, Any]]:
-    """Name, vocabulary and the engine arguments that name the model and say how its weights are made."""
+    """Return the model's name, its vocabulary, and vLLM's arguments for the model and its weights."""
     if args.model:
         config = json.loads((args.model / "config.json").read_text())
         return args.model.name, config["vocab_size"], {"model": str(args.model)}
@@ -85,7 +85,7 @@ def model_of(args: argparse.Namespace, scratch: Path) -> tuple[str, int, dict[st
 
 
 def alone(args: argparse.Namespace) -> dict[str, str]:
-    """Run the engine inside the child process if its functions are replaced (`--drafts`) or profiled (`--beside`)."""
+    """Return the environment that keeps vLLM in one process, for `--drafts` (replaces functions) and `--beside`."""
     return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.drafts or args.beside else {}
 
 
@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace, name: str, dtype: str, job: Job, env: dict
 
 
 def main() -> int:
-    """Run every dtype and print the table; returns 1 when none gave a whole result."""
+    """Run every dtype and print the table. Return 1 if none gave a whole result."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     runs: dict[str, dict[str, Any]] = {}

@@ -1,6 +1,6 @@
-"""Driver of vLLM's engine, step by step: seconds to prefill prompts, and seconds between decode steps.
+"""Driver of vLLM's engine, step by step. It measures seconds per prefill of prompts, and seconds per decode step.
 
-The engine core runs in its own process, as behind an API server, and schedules ahead of the GPU. One call of
+The engine core runs in its own process, as behind an API server, and schedules ahead of the GPU. Each call of
 `engine.step()` returns the output of one step, so a step takes the time between two returns.
 """
 
@@ -17,22 +17,22 @@ WARM_STEPS = 8
 """
 
 FIRST_TOKEN = 100
-"""Lowest token id in a prompt, above the special ones."""
+"""Lowest token id in a prompt. Special tokens are below it."""
 
 
 class DriveError(RuntimeError):
-    """Error for an engine that does not behave as the measurement needs; the message describes its behaviour."""
+    """Error for an engine that behaves differently than a measurement assumes. The message describes its behaviour."""
 
 
 def prompt(family: str, tokens: int, vocab: int) -> list[int]:
-    """Return `tokens` random token ids; a shorter prompt of the same family is a prefix of a longer one."""
+    """Return `tokens` random token ids. Within a family, a shorter prompt is a prefix of a longer one."""
     chosen = random.Random(family)  # noqa: S311
     return chosen.choices(range(FIRST_TOKEN, vocab), k=tokens)
 
 
 @dataclass(frozen=True)
 class Filled:
-    """Prefill of a batch of prompts: its tokens, the tokens found in the prefix cache, and its seconds."""
+    """Prefill of a batch of prompts: number of tokens, number of tokens found in the prefix cache, and seconds."""
 
     tokens: int
     cached: int
@@ -48,7 +48,7 @@ class Driver:
         self._ids = itertools.count()
 
     def prefill(self, prompts: list[list[int]]) -> Filled:
-        """Time from the first request to the last first token."""
+        """Prefill the prompts, and time from the first request to the first token of the last one."""
         began, cached = time.perf_counter(), 0
         self.submit(prompts, 1)
         while self.engine.has_unfinished_requests():
@@ -56,8 +56,11 @@ class Driver:
         return Filled(sum(map(len, prompts)), cached, time.perf_counter() - began)
 
     def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
-        """Return the seconds of each of `steps` consecutive steps that gave every sequence exactly one token; then
-        abort the requests. Prompts should be in the prefix cache, or their prefill comes first. Raises:
+        """Return the seconds of each of `steps` consecutive steps that gave every sequence exactly one token.
+
+        Then abort the requests. Prompts should be in the prefix cache, because otherwise their prefill comes first.
+
+        Raises:
             DriveError: the sequences never all decoded for `steps` steps, because the cache cannot hold them together.
         """
         names = self.submit(prompts, self.max_model_len - max(map(len, prompts)))
@@ -72,7 +75,7 @@ class Driver:
             elif outputs:
                 marks.clear()
         self.engine.abort_request(names)
-        # Steps in flight at the abort must not run into the next measurement.
+        # Steps that are in flight at the abort must not run into the next measurement.
         time.sleep(0.2)
         timed = marks[WARM_STEPS:]
         return [later - earlier for earlier, later in itertools.pairwise(timed)]

@@ -24,14 +24,14 @@ from benchmarks.engine.gpu_engine_driver import FIRST_TOKEN, WARM_STEPS, DriveEr
 from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 PROMPTS_AT_ONCE = 8
-"""Prompts of one timed prefill: several rates per case show the spread."""
+"""Number of prompts of one timed prefill. Several rates per case show the spread."""
 SHORT, SHORTS = 512, 7
-"""Sizes of the mixed prefill: tokens of a short context and as many new ones, and number of short prompts."""
+"""Sizes of the mixed prefill: tokens of a short context, with as many new tokens, and number of short prompts."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Engine, and the measurements to make in it.
+    """Settings of the engine, and the measurements to make.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
@@ -66,7 +66,7 @@ class Result:
         self.data: dict[str, Any] = {"cases": {}}
 
     def save(self, **facts: Any) -> None:
-        """Add facts and write the file whole."""
+        """Add results and rewrite the whole file."""
         self.data.update(facts)
         scratch = self._path.with_suffix(".part")
         scratch.write_text(json.dumps(self.data, indent=1))
@@ -142,13 +142,13 @@ def warm_up(driver: Driver, job: Job) -> None:
 
 
 def attempt(what: str, capacity: int, needed: int, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the facts of one case, or the reason why there are none."""
+    """Return the results of one case, or the error that prevented them."""
     if needed > capacity:
         return {"error": f"needs {needed:,} tokens of KV cache, there are {capacity:,}"}
     began = time.perf_counter()
     try:
         facts = measure()
-    except Exception as error:  # the engine's error is this case's result, and the other cases still run
+    except Exception as error:  # the engine's error is the result of this case, and the other cases still run
         facts = {"error": f"{type(error).__name__}: {error}"}
     shown = facts.get("error") or f"{facts.get('step_ms', facts.get('ttft_s')):.3f}"
     say(f"{what}: {shown} ({time.perf_counter() - began:.1f} s)")
@@ -219,7 +219,7 @@ def main() -> NoReturn:
         found = attempt(f"{new} new beside", capacity, 0, partial(beside_case, driver, job.vocab, new))
         result.save(beside=[*result.data.get("beside", []), found])
     sys.stdout.flush()
-    # vLLM takes seconds to shut down in order; the parent ends its processes anyway, and the device's time is scarce.
+    # vLLM's orderly shutdown takes seconds of GPU time, and the parent kills the processes anyway.
     os._exit(0)
 
 

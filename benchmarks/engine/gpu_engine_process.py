@@ -1,4 +1,4 @@
-"""Runs of one vLLM engine per process: offline, with our plugin and a time limit. All its children end with it."""
+"""Runner of one vLLM engine per process: offline, with our plugin and a time limit. All its children end with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OFFLINE = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it may be absent, and nothing is sampled here anyway
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it may be missing, and this benchmark does not sample
 }
 
 
@@ -59,8 +59,11 @@ def environment(extra: dict[str, str] | None = None) -> Iterator[dict[str, str]]
 
 
 def run_child(module: str, job: Path, log: Path, limit_s: float, env: dict[str, str]) -> None:
-    """Run a module on a job file, and end it and its children when time is up. Its output goes to `log`, and its
-    progress lines (`say`) also go to our output. Raises:
+    """Run a module on a job file, and end it and its children when time is up.
+
+    Its output goes to `log`, and its progress lines (`say`) also go to our output.
+
+    Raises:
         ChildFailedError: the module ended with an error, or was still running after `limit_s` seconds.
     """
     command = [sys.executable, "-m", module, str(job)]
@@ -68,7 +71,7 @@ def run_child(module: str, job: Path, log: Path, limit_s: float, env: dict[str, 
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, start_new_session=True, text=True,
         errors="replace", bufsize=1,
     )  # fmt: skip
-    assert child.stdout is not None  # noqa: S101  # for mypy: it was asked for
+    assert child.stdout is not None  # noqa: S101  # for mypy: a pipe was requested
     reader = threading.Thread(target=_tee, args=(child.stdout, log), daemon=True)
     reader.start()
     try:
@@ -76,7 +79,7 @@ def run_child(module: str, job: Path, log: Path, limit_s: float, env: dict[str, 
     except subprocess.TimeoutExpired:
         code = None
     finally:
-        # Kill also after a clean end: a worker that outlives its engine would keep the GPU's memory.
+        # Kill the group even after a clean exit: a worker that outlives its engine would keep the GPU's memory.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
@@ -89,7 +92,7 @@ def run_child(module: str, job: Path, log: Path, limit_s: float, env: dict[str, 
 
 
 def end_with_parent() -> None:
-    """End this child's process group as soon as the parent is gone in any way; no engine outlives it."""
+    """Kill this child's process group as soon as the parent is gone, so that no engine outlives it."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -116,14 +119,14 @@ def error_lines(log: Path) -> list[str]:
 
 
 def attention_lines(log: Path) -> list[str]:
-    """Return vLLM's lines about its attention backend and the layout of its cache, each once."""
+    """Return vLLM's log lines about its attention backend and the layout of its cache, without repetitions."""
     chosen = r"Using [^\n]{0,80}?(?:[Aa]ttention backend|FlashAttention version \d|KV cache layout)"
     found = re.findall(chosen, log.read_text())
     return list(dict.fromkeys(found))
 
 
 def versions() -> dict[str, str]:
-    """Return the device and the versions of the figures; ask the driver, and start no CUDA context."""
+    """Return the device and the versions for the results. Ask the driver, so that no CUDA context is created."""
     import torch
     import vllm
     from vllm.platforms import current_platform

@@ -1,6 +1,6 @@
-"""Tables of the engine benchmark: figures, ratios over `auto` and `fp8`, and comparison with the project's targets.
+"""Tables of the engine benchmark: results, ratios over `auto` and `fp8`, and comparison with the project's targets.
 
-`load` reads the JSON files of gpu_engine.py; the newest run of a shape and dtype counts.
+`load` reads the JSON files of gpu_engine.py. Of several runs of a shape and dtype, the newest one counts.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def capacity(run: Run | None) -> float | None:
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """Return a quotient, if both were measured."""
+    """Return a quotient, or None if a value is missing."""
     return numerator / denominator if numerator and denominator else None
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A figure that must be at most, or at least, `bound`."""
+    """Target for a result, which must be at most, or at least, `bound`."""
 
     what: str
     measure: Callable[[Runs], float | None]
@@ -79,7 +79,7 @@ class Bar:
     unit: str = "x"
 
     def row(self, runs: Runs) -> str:
-        """Return a row of the table of bars."""
+        """Return one row of the table of targets."""
         value = self.measure(runs)
         sign = "at most" if self.at_most else "at least"
         bound = f"{self.bound:,g}" if self.bound < 1e6 else f"{self.bound:,.0f}"
@@ -101,7 +101,7 @@ def milliseconds(dtype: str, batch: int, context: int) -> Callable[[Runs], float
 
 
 def tokens(dtype: str) -> Callable[[Runs], float | None]:
-    """Return a function that reads the KV tokens over those of `auto`."""
+    """Return a function that reads the ratio of KV tokens to those of `auto`."""
     return lambda runs: ratio(capacity(runs.get(dtype)), capacity(runs.get("auto")))
 
 

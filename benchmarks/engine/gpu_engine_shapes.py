@@ -26,7 +26,7 @@ class Shape:
     vocab: int
     architecture: str = "LlamaForCausalLM"
     others: dict[str, Any] = field(default_factory=dict)
-    """Further fields of config.json, or others' values."""
+    """Fields of config.json to add or to replace."""
 
     def config(self, layers: int, max_model_len: int) -> dict[str, Any]:
         """Return the content of config.json with `layers` layers."""
@@ -71,10 +71,10 @@ SHAPES = {
     "llama3-70b-16-layers": Shape(16, 64, 8, 128, 8192, 28672, 128256),
     "qwen3-30b-a3b": Shape(48, 32, 4, 128, 2048, 6144, 151936, "Qwen3ForCausalLM"),
     "phi3-mini": Shape(32, 32, 32, 96, 3072, 8192, 32064),
-    # 16 layers: with more, 32 x 16K tokens in 16 bits would not fit one H200.
+    # With more layers, 32 x 16K tokens in 16 bits would not fit one H200.
     "hd256": Shape(16, 16, 8, 256, 3584, 14336, 128256),
     "deepseek-v2-lite": latent(27, 16, 128, 128, 2048, 102400),
-    # Its attention has DeepSeek V2's architecture, because that class needs a hidden size that its heads divide.
+    # Use the architecture of DeepSeek V2, because the class of this model needs a hidden size that its heads divide.
     "glm-4.7-flash": latent(47, 20, 192, 256, 1920, 154880, q_lora_rank=768, num_experts_per_tok=4, n_shared_experts=1),
     "tiny": Shape(2, 4, 2, 64, 128, 256, 4096),
 }

@@ -31,7 +31,7 @@ from benchmarks.engine.gpu_lmcache_run import Job
 
 BLOCK = 64
 QUICK = {"enforce_eager": True, "kernel_config": {"enable_jit_warmup": False}}
-"""Options that shorten the start."""
+"""Options that make the start faster."""
 QUIET = {"LMCACHE_TRACK_USAGE": "false", "HF_HUB_OFFLINE": "1"}
 """Environment of the server and of engines, which keeps them from network lookups."""
 READY = "cache server is running"
@@ -58,8 +58,10 @@ def arguments() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def server(args: argparse.Namespace) -> Iterator[int]:
-    """Start LMCache's server, and return the port for engines. Raises:
-    ChildFailedError: it did not start; the message has the end of its log.
+    """Start LMCache's server, and return the port for engines.
+
+    Raises:
+        ChildFailedError: it did not start; the message has the end of its log.
     """
     sockets = [socket.socket() for _ in range(3)]
     for one in sockets:
@@ -102,7 +104,7 @@ def run(args: argparse.Namespace, dtype: str, model: Path, port: int, scratch: P
     engine = {
         "model": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
         "kv_cache_dtype": dtype, "block_size": BLOCK, "max_num_seqs": 4,
-        # This way no block changes its owner before it is compared after an answer.
+        # Without this a block could change its owner before it is compared after an answer.
         "num_gpu_blocks_override": (args.tokens // BLOCK + 8) * (args.prompts + 2),
         "max_model_len": args.tokens + args.answer + BLOCK, "max_num_batched_tokens": args.tokens + BLOCK,
         "gpu_memory_utilization": 0.8, "kv_transfer_config": transfer, **QUICK, **args.engine_args,
@@ -124,7 +126,7 @@ def run(args: argparse.Namespace, dtype: str, model: Path, port: int, scratch: P
 
 
 def judged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return the record: both sides without their sums, and the comparison of the sums."""
+    """Return the record: both sides without their checksums, and the comparison of the checksums."""
     seen = dict.fromkeys(("compared", "changed", "not stored", "tokens_alike"), 0)
     for left, came in zip(first["prompts"], second["prompts"], strict=True):
         kept, loaded = left["stored"], came["loaded"]
@@ -164,7 +166,7 @@ def table(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Run all, print and write; returns 1 when a run failed, a block's bytes changed, or no block arrived."""
+    """Run all dtypes, print and write. Return 1 if a run failed, a block's bytes changed, or no block arrived."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     shape, rows = SHAPES[args.shape], []

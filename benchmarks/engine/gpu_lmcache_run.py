@@ -54,7 +54,7 @@ class Moves:
         context = adapter.transfer_ctx
         device = next(iter(adapter.kv_caches.values())).device.type
         copy = resolve_device_ops(device).multi_layer_block_kv_transfer
-        # LMCache falls back to torch if its compiled kernels do not fit the installed torch.
+        # LMCache falls back to torch if its compiled kernels do not match the installed torch.
         self.how = f"{type(context).__name__}, copies by {'torch' if inspect.ismethod(copy) else 'its kernels'}"
         store, retrieve, message = context.submit_store, context.submit_retrieve, context.engine_driven_context
         prepare, commit = message.prepare_retrieve, message.commit_store
@@ -79,7 +79,7 @@ class Moves:
             self.found["read_bytes"] += sum(chunk.nbytes for chunk in chunks or ())
             return chunks
 
-        def written(key: Any, instance: int, chunks: Any) -> bool:  # a thread of LMCache on CUDA
+        def written(key: Any, instance: int, chunks: Any) -> bool:  # on CUDA a thread of LMCache calls this
             began = time.perf_counter()
             done = bool(commit(key, instance, chunks))
             self.found["write_s"] += time.perf_counter() - began
@@ -105,7 +105,7 @@ class Moves:
 
 
 class Engine:
-    """The engine of a job."""
+    """Engine of a job."""
 
     def __init__(self, job: Job) -> None:
         from vllm import LLM
@@ -127,15 +127,14 @@ class Engine:
         self.moves = Moves(job.engine["block_size"])
 
     def serve(self, number: int) -> dict[str, Any]:
-        """Answer one prompt, drawn by its number. It has one extra token, so that the tokens before it fill whole
-        blocks.
+        """Answer one prompt, drawn by its number.
 
-        Bytes are compared after the answer, because a check would add to the times. Until then only LMCache writes to
-        full blocks.
+        It has one extra token, so that the tokens before it fill whole blocks. Compare bytes after the answer, because
+        the comparison takes time. Until then only LMCache writes to full blocks.
         """
         from vllm import SamplingParams
 
-        rng = random.Random(f"{number} of {self.job.tokens}")  # noqa: S311  # a load, the same for all
+        rng = random.Random(f"{number} of {self.job.tokens}")  # noqa: S311  # the same load for all engines
         ids = [rng.randrange(3, self.job.vocab) for _ in range(self.job.tokens + 1)]
         params = SamplingParams(temperature=0.0, max_tokens=self.job.answer, ignore_eos=True, detokenize=False)
         before = counters()
@@ -146,7 +145,7 @@ class Engine:
                 first = first or time.perf_counter() - began
                 last = output
         answered = time.perf_counter() - began
-        assert last is not None  # noqa: S101  # for mypy
+        assert last is not None  # noqa: S101  # tells mypy that it is set
         taken = self.moves.take(self.job.wait)
         kept = time.perf_counter() - began
         sums = {}
@@ -165,7 +164,7 @@ class Engine:
 
 
 def main() -> NoReturn:
-    """Run the job named on the command line; the prompt before the first compiles kernels, and is not measured."""
+    """Run the job named on the command line. An extra first prompt compiles the kernels, and is not measured."""
     end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     engine = Engine(job)

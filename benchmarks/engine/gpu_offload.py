@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 def runs_of(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
-    """Return dtype, lowest tier below the GPU, and True for a run with checks."""
+    """Return an engine's dtype, its lowest tier below the GPU, and True if it checks bytes."""
     found: list[tuple[str, str, bool]] = []
     for dtype in args.dtypes.split(","):
         found += [(dtype, "", False)] if args.without else []
@@ -69,7 +69,7 @@ def runs_of(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
 
 
 def tiers(args: argparse.Namespace, tier: str) -> dict[str, Any]:
-    """Return an engine's options for them."""
+    """Return the options of an engine with this dtype and tier."""
     host = {"kv_offloading_size": args.host_gib} if tier else {}
     if tier != "disk":
         return host
@@ -77,7 +77,7 @@ def tiers(args: argparse.Namespace, tier: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run all, print and write; returns 1 if a run failed or a block came back with other bytes."""
+    """Run all dtypes, print and write. Return 1 if a run failed or a block came back with other bytes."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[args.shape]
@@ -123,7 +123,7 @@ def main() -> int:
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    """Print the figures to compare, one line each."""
+    """Print the results to compare, one line for each engine."""
     for row in rows:
         if "error" in row:
             say(f"{row['run']}: {row['error']}")

@@ -26,10 +26,10 @@ class Job:
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`. vocab: token ids are drawn below this.
-        conversations: their number.
+        conversations: number of conversations.
         history, turn, answer: tokens of a conversation's history, of a request, and of its answer.
-        requests: measured requests, after one in each conversation.
-        at_once: requests in flight.
+        requests: number of measured requests, after one request in each conversation.
+        at_once: number of requests in flight.
         check: True compares the bytes of loaded blocks.
         out: file for the result.
     """
@@ -100,7 +100,7 @@ class Checked:
 
 
 def main() -> NoReturn:
-    """Run the job named on the command line."""
+    """Run the engine of the job file on the command line, and write its result."""
     end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     from vllm import LLM
@@ -109,7 +109,7 @@ def main() -> NoReturn:
     llm = LLM(**job.engine, disable_log_stats=False)
     start_s = time.perf_counter() - began
     checked = Checked(llm) if job.check else None
-    rng = random.Random(1)  # noqa: S311  # a load, the same for all
+    rng = random.Random(1)  # noqa: S311  # the same load for all engines
     histories = [[rng.randrange(3, job.vocab) for _ in range(job.history)] for _ in range(job.conversations)]
     asked = list(range(job.conversations))
     rng.shuffle(asked)
@@ -151,7 +151,7 @@ def turn(history: list[int], job: Job, rng: random.Random) -> list[int]:
 
 
 def serve(llm: Any, job: Job, prompts: Sequence[list[int]]) -> list[float]:
-    """Answer requests in order with `at_once` in flight; return the seconds from each arrival to the first token."""
+    """Answer requests in order, `at_once` in flight. Return the seconds from each arrival to the first token."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=job.answer, ignore_eos=True, detokenize=False)

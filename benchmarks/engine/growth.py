@@ -23,7 +23,7 @@ DTYPES = ("auto", "fp8", "k8v4", "k4v4", "k4v2")
 
 
 def weights_of(shape: Shape, layers: int) -> int:
-    """Return the bytes of 16-bit weights that a step of a dense model reads: those of all layers and of the output."""
+    """Return the bytes of 16-bit weights that a step of a dense model reads: all layers and the output projection."""
     attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
     return 2 * (layers * (attention + 3 * shape.hidden * shape.ffn) + shape.vocab * shape.hidden)
 
@@ -45,7 +45,7 @@ def steps(run: dict[str, Any]) -> dict[tuple[int, int], float]:
 
 
 def table(runs: dict[str, dict[str, Any]], copy_rate: float) -> str:
-    """Return the table, the most tokens first."""
+    """Return the table of steps, with the largest number of tokens first."""
     found = {dtype: (steps(run), limits(run, copy_rate)) for dtype, run in runs.items()}
     every = {case for of, _ in found.values() for case in of}
     heads = ["sequences x tokens", "tokens in all", *(f"`{dtype}`" for dtype in found)]

@@ -19,7 +19,7 @@ import matplotlib as mpl
 from benchmarks.engine import gpu_engine_report as report
 
 mpl.use("svg")
-import matplotlib.pyplot as plt  # the backend is chosen before
+import matplotlib.pyplot as plt  # must follow the choice of the plot backend
 
 COLOURS = {
     "auto": "#333333",
@@ -33,13 +33,14 @@ COLOURS = {
 RIVAL = "#9a9a9a"
 TICKS = (0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30, 40, 60, 80, 120, 200)
 OUR_WIDTH, RIVAL_WIDTH = 2.2, 1.3
-# The same input gives the same file: no random ids, no date.
+# Leave out random ids and the date, so that the same input gives the same file.
 STYLE = {"svg.hashsalt": "kvpilot", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 
 
 def steps_plot(title: str, runs: report.Runs, path: Path) -> bool:
-    """Plot the milliseconds of a step against the context, a line per dtype, at the batch with most contexts. Return
-    False without data.
+    """Plot a step's milliseconds against the context, one line per dtype, at the batch with the most contexts.
+
+    Return False without data.
     """
     cases = [case for run in runs.values() for case in run["cases"].values() if "step_ms" in case]
     batches = [case["batch"] for case in cases if case["context"] >= 1024]

@@ -42,7 +42,7 @@ def symmetric(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 
 
 def groups() -> None:
-    """Print the cost and the error of groups."""
+    """Print the size and the error of groups."""
     x = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(0))
     print("| codes | group | metadata | bits an element | mean squared error |\n|---|---|---|---|---|")
     for bits in (4, 2):
@@ -75,7 +75,7 @@ def heads(dims: list[int]) -> None:
 
 
 def main() -> None:
-    """Print the requested tables."""
+    """Print the tables that the command line requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[])
     options = parser.parse_args()

@@ -34,7 +34,7 @@ from kvpilot_kernels.ring import ring_slots
 
 @dataclass(frozen=True)
 class Case:
-    """Batch of `batch` sequences of `context` tokens on an attention shape."""
+    """`batch` sequences of `context` tokens, with an attention shape."""
 
     shape: str
     heads: int
@@ -174,7 +174,7 @@ def weighing(
 
 
 def measure(out: Path, windows: list[int], shapes: list[str], names: list[str], sizes: list[str]) -> None:
-    """Run everything that is installed and write the figures; `sizes` of batches are as 32x16384, all if empty."""
+    """Time every installed kernel and write the results. `sizes` selects batches, such as 32x16384; all if empty."""
     device = torch.device("cuda", torch.cuda.current_device())
     packages = {name: _version(name) for name in ("torch", "triton", "vllm", "flashinfer-python")}
     facts: dict[str, Any] = {
@@ -196,7 +196,7 @@ def measure(out: Path, windows: list[int], shapes: list[str], names: list[str], 
         for name, run in {**decode_rivals.installed(case.dim), **own}.items():
             try:
                 row = run(case, device)
-            except Exception as error:  # a rival that does not take a shape is part of the result
+            except Exception as error:  # if a rival does not support a shape, its error is the result
                 row = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
             facts["rows"].append({"case": case.__dict__, "name": name, **row})
             print(f"{case.shape} {case.batch}x{case.context} {name}: {row}", flush=True)
@@ -213,7 +213,7 @@ def _version(package: str) -> str | None:
 
 
 def main() -> int:
-    """Measure."""
+    """Run the measurements that the command line requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--recent", type=int, nargs="+", default=[0, 64], help="windows of our formats")

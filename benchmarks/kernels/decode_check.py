@@ -31,12 +31,12 @@ from kvpilot_kernels.places import joined_slots
 from kvpilot_kernels.ring import ring_slots
 
 LIMIT, READ_LIMIT = 2e-3, 6e-3
-"""Allowed errors over a head's norm: queries and probabilities are rounded to float16, `gather` rounds to bfloat16."""
+"""Allowed errors relative to a head's norm. Queries and probabilities are rounded to float16, `gather` to bfloat16."""
 LENGTHS, HIT, BLOCK, KV_HEADS = [1, 63, 64, 65, 300, 1000, 2500], 40, 64, 2
 
 
 PADDED = (80, 112, 160)
-"""Head dimensions without a layout, which are padded."""
+"""Head dimensions that have no layout and are padded."""
 
 
 class Case(NamedTuple):
@@ -91,7 +91,7 @@ def check(case: Case) -> dict[str, Any]:
     device, fmt, count, scale = torch.device("cuda"), formats.parse(name), len(LENGTHS), dim**-0.5
     kept = recent + most - 1 if recent else 0
     rings = fmt.ring_blocks(kept, dim, BLOCK)
-    news = [min(n, most - i % 3 % most) for i, n in enumerate(LENGTHS)]  # tokens of each in the step
+    news = [min(n, most - i % 3 % most) for i, n in enumerate(LENGTHS)]  # number of new tokens of each sequence
     owner = torch.arange(count).repeat_interleave(torch.tensor(news))
     seen = torch.cat([torch.arange(n - new + 1, n + 1) for n, new in zip(LENGTHS, news, strict=True)]).int()
     padding = PADDING if most > 1 else 0
@@ -131,7 +131,7 @@ def check(case: Case) -> dict[str, Any]:
         pages.store(query.to(device), key.to(device), value.to(device), slots, plan, 0, scale, at, ordinals.to(device))
 
     for i, n in enumerate(LENGTHS):
-        if ring_table is not None:  # another sequence's rows in all of the ring, their pages in block 0
+        if ring_table is not None:  # the ring holds another sequence's rows, whose pages are in block 0
             every, (key, value) = torch.arange(rings * tokens), torch.randn(2, rings * tokens, KV_HEADS, dim).bfloat16()
             at = ring_slots(every, torch.full_like(every, len(every)), ring_table[i].expand(len(every), -1),
                             len(every), tokens).to(device)  # fmt: skip
@@ -194,7 +194,7 @@ def check(case: Case) -> dict[str, Any]:
         cpu.store(keys[i], values[i], where(i, 0, n)[0].cpu(), ordinals=torch.arange(1, n + 1))
     begins = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
     read = torch.full((2, int(begins[-1]), KV_HEADS, dim), torch.nan, dtype=torch.bfloat16, device=device)
-    # Attention uses the step's own tokens exactly, and reads all earlier ones back from the cache.
+    # Attention reads the step's own tokens exactly, and all earlier ones from the cache.
     starts = torch.tensor([0, *torch.tensor(news).cumsum(0)], dtype=torch.int32, device=device)
     places = joined_slots(on_gpu, begins.to(device), starts, int(begins[-1]), BLOCK)
     pages.gather(*places, read[0], read[1], key, value)
@@ -224,7 +224,7 @@ def check(case: Case) -> dict[str, Any]:
 
         element = value[last, 1, 0].clone()
         clean = answers(values[i][place : place + 1], element)
-        # One token of an earlier step, which all rows attend to, and the last one of this step.
+        # Two tokens: one of an earlier step, which all rows attend to, and the last one of this step.
         for begin, broken in (
             (first, answers(spoilt, element)),
             (last, answers(values[i][place : place + 1], spoilt[0, 1, 0].to(device))),
@@ -248,7 +248,7 @@ def main() -> int:
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(DIMS))
     options = parser.parse_args()
     cases = [case for case in CASES if case.dim in options.head_dims]
-    # One process each: after a fault in a kernel a process is unusable.
+    # Use one process per case, because a fault in a kernel makes a process unusable.
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         futures = [(case, pool.submit(check, case)) for case in cases]
         rows = []

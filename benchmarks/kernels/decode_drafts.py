@@ -32,7 +32,7 @@ BLOCK, LIMIT = 64, 2e-3
 
 
 def launch_as(shape: Shape, choice: str, tokens: int) -> None:
-    """Replace `tuning`'s launch choices for steps with several tokens of a sequence."""
+    """Use these launch choices instead of `tuning`'s in steps with several tokens of a sequence."""
     tile, stages, programs = map(int, choice.split("x"))
     found, own = shape.cut(tokens), tuning.Choice(tile, stages, programs, shape.cut(tokens).choice.registers)
     wave = max(1, tuning.multiprocessors(shape.device) * programs // (shape.kv_heads * found.parts))
@@ -103,7 +103,7 @@ def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: in
     for i in range(tokens):
         mine = slice(i, None, tokens)
         again = torch.empty_like(exact[mine])
-        # The slots are padding, so that nothing is stored.
+        # Every slot is padding, so the launch stores nothing.
         nothing = torch.full((case.batch,), -1, dtype=torch.int64, device=device)
         one.update(seen[mine].contiguous())
         first.store(
@@ -116,7 +116,7 @@ def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: in
 
 
 def main() -> int:
-    """Measure."""
+    """Run the measurements that the command line requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--formats", nargs="+", default=["k4v4"])

@@ -44,7 +44,7 @@ from kvpilot_kernels.gpu import (
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "kernel-resources.md"
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory limit of a block, by compute capability."""
-triton.knobs.compilation.disable_line_info = True  # a tenth of the time, and the same machine code
+triton.knobs.compilation.disable_line_info = True  # takes a tenth of the time, and the machine code is the same
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {
     "query_ptr": "*bf16", "key_ptr": "*bf16", "value_ptr": "*bf16", "out_ptr": "*bf16", "key_out_ptr": "*bf16",
@@ -67,7 +67,7 @@ class Resources:
     stack: int
 
     def misfit(self, capability: int) -> str:
-        """Return the reason why this program must not be launched on this GPU; empty if it may be."""
+        """Return the reason why this program cannot be launched on this GPU, or an empty string."""
         if self.stack:
             return f"spills {self.stack} bytes of registers"
         if self.shared > SHARED_KIB[capability] * 1024:
@@ -114,7 +114,7 @@ def known(variant: Variant, taken: Resources) -> bool:
 
 
 def compile_for(variant: Variant, capability: int) -> Resources:
-    """Compile to machine code, and read its resources; raise Triton's errors."""
+    """Compile a program to machine code, and read its resources from it. Triton's errors pass through."""
     kernel, types = kernels()[variant.kernel], {}
     constants = dict(variant.constants)
     if "OVERLAP" in kernel.arg_names:
@@ -133,7 +133,7 @@ def compile_for(variant: Variant, capability: int) -> Resources:
     in_gluon = variant.kernel in ("decode_kernel", "latent_decode_kernel")
     if in_gluon:
         types |= {name: kind for name, kind in {"query_ptr": "*fp16", "out_ptr": "*fp32"}.items() if name in types}
-    if variant.kernel.startswith("latent"):  # its prepared queries are floats
+    if variant.kernel.startswith("latent"):  # queries for latents are floats
         own = {"rotated_ptr": "*fp16", "sums_ptr": "*fp32"}
         types |= {name: kind for name, kind in own.items() if name in types}
     aligned = {
@@ -158,7 +158,7 @@ def compile_for(variant: Variant, capability: int) -> Resources:
 
 
 def page(found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]], capabilities: list[int]) -> str:
-    """Return the table: of each kernel, dtype and shape the warps and `Resources` by compute capability."""
+    """Return the table: for each kernel, dtype and shape, the warps and the `Resources` by compute capability."""
     names = [f"{capability // 10}.{capability % 10}" for capability in capabilities]
     limits = ", ".join(f"{SHARED_KIB[c]} KiB on {n}" for c, n in zip(capabilities, names, strict=True))
     tools = ", ".join(f"{tool} {version(tool)}" for tool in ("ptxas", "ptxas-blackwell"))
@@ -195,7 +195,7 @@ def version(tool: str) -> str:
 
 
 def main() -> int:
-    """Compile, and write or print."""
+    """Compile every program, and print the resources or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--few", action="store_true", help="of each kernel and format one variant alone")
     parser.add_argument("--page", action="store_true", help="write the page")

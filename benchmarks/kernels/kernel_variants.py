@@ -17,9 +17,10 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Variant:
-    """Kernel with its constants; `shape` and `dtype` name it in a table.
+    """Kernel with its constants. `shape` and `dtype` name it in a table.
 
-    `registers`: as in `tuning.Choice`; `stages`: of loops that Triton pipelines, None without such loops.
+    `registers` is as in `tuning.Choice`. `stages` is the number for loops that Triton pipelines, None without such
+    loops.
     """
 
     kernel: str
@@ -32,7 +33,7 @@ class Variant:
 
 
 def row(dim: int) -> dict[str, int]:
-    """Return the elements of a head, of the row that it is stored as, and its slots."""
+    """Return the number of elements of a head, of its stored row, and of the row's slots."""
     stored = formats.stored_dim(dim) or 0
     return {"HEAD": dim, "D": stored, "WIDE": slots(stored)}
 
@@ -57,7 +58,7 @@ def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int
 
 
 def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
-    """Return store as `GpuPages` launches it for so many tokens."""
+    """Return store as `GpuPages` launches it for this number of tokens."""
     fmt = formats.parse(name)
     block = tuning.store_block(row(dim)["D"], tokens)
     key, value = side_layouts(fmt, dim, BLOCK, recent)
@@ -69,7 +70,7 @@ def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
 
 
 STORED = (1, tuning.FEW_TOKENS + 1)
-"""Numbers of tokens that different programs store."""
+"""Numbers of tokens for which `store` uses different programs."""
 
 
 def gather_variant(name: str, dim: int) -> Variant:
@@ -81,7 +82,7 @@ def gather_variant(name: str, dim: int) -> Variant:
 
 
 def reduce_variant(dim: int, take: int, step: int, warps: int, several: bool = False) -> Variant:
-    """Return reduce for so many of 8 query heads and splits in flight; it is independent of the format."""
+    """Return reduce for this many of 8 query heads and of splits in flight. It does not depend on the format."""
     shape = f"head_dim {dim}, {take} of 8 queries, {step} splits" + (", several tokens" if several else "")
     constants = {"KV_HEADS": 8, "RATIO": 8, "TAKE": take, **row(dim), "ROWS": take, "STEP": step, "SEVERAL": several}
     return Variant("reduce_kernel", "any", shape, warps, constants)
@@ -93,7 +94,7 @@ def merge_variant(dim: int) -> Variant:
 
 
 def weigh_variant(name: str, dim: int, ratio: int, capability: int) -> Variant:
-    """Return weigh for so many query heads of a KV head."""
+    """Return weigh for this many query heads per KV head."""
     fmt = formats.parse(name)
     queries, bits = tuning.program_queries(row(dim)["D"], ratio, 1), fmt.key.bits + fmt.value.bits
     choice = tuning.choose(row(dim)["D"], queries, bits, BLOCK, 0, divmod(capability, 10))

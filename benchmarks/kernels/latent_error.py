@@ -48,7 +48,7 @@ def main() -> None:
     """Print the table."""
     rng = torch.Generator().manual_seed(0)
     x, query = entries(rng), torch.randn(HEADS, 1, ENTRY, generator=rng)
-    # Queries that look at some tokens more than at others: scores of standard deviation 2.5.
+    # Make queries attend to some tokens more than to others: the standard deviation of scores is 2.5.
     scale = 2.5 / float((query[:, 0] @ x.T).std())
     exact = torch.cat([attend(q[None], x, scale) for q in query])
     print("| | bytes a token | capacity | latent lost | RoPE part lost | output off, median | worst |")

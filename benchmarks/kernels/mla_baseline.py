@@ -64,7 +64,9 @@ def baseline_kernel(query_ptr, cache_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr,
 
 @dataclass(frozen=True)
 class Choice:
-    """Launch choice: `tile` tokens a turn, `stages` of the loop's pipeline, `warps`, `programs` per multiprocessor."""
+    """Launch choice: `tile` tokens per iteration, `stages` of the loop's pipeline, `warps`, `programs` per
+    multiprocessor.
+    """
 
     tile: int
     stages: int
@@ -103,11 +105,11 @@ class Baseline:
         )  # fmt: skip
 
     def merged(self) -> torch.Tensor:
-        """Return float32 [sequences, heads, 512] of the parts, in plain torch: for checks, not timed."""
+        """Merge the parts in plain torch, for checks, and return float32 [sequences, heads, 512]. This is not timed."""
         weight = torch.softmax(self.lse * 0.6931471805599453, 1)
         return (weight[..., None] * self.out).sum(1)
 
 
 def choices(heads: int) -> Iterator[Choice]:
-    """Yield the choices to try for so many heads: the accumulators of 64 heads need 8 warps."""
+    """Yield the choices to try for this many heads. The accumulators of 64 heads need 8 warps."""
     return (choice for choice in CHOICES if heads <= 32 or choice.warps == 8)

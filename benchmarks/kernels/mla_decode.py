@@ -38,7 +38,8 @@ from kvpilot_kernels.latent.cpu import LatentPages
 from kvpilot_kernels.latent.factors import LatentFactors
 
 BLOCK, LIMIT, READ_LIMIT = 64, 3e-3, 6e-3
-"""Tokens of a block; allowed errors over the norm of an output, rounded to float16, and of `gather`, to bfloat16."""
+"""Tokens of a block, and allowed errors relative to an output's norm, which is rounded to float16 (`gather`: bfloat16).
+"""
 LENGTHS = [1, 63, 64, 65, 300, 1000, 2500]
 CHECKED = [(name, heads) for name in names() for heads in (1, 8, 16, 20, 64, 128)]
 BASELINES = [("baseline bf16", heads) for heads in (16, 20, 128)]
@@ -46,7 +47,7 @@ BASELINES = [("baseline bf16", heads) for heads in (16, 20, 128)]
 
 @dataclass(frozen=True)
 class Case:
-    """Batch of `batch` sequences of `context` tokens, on a model with so many heads per rank."""
+    """`batch` sequences of `context` tokens, for a model with this many heads per rank."""
 
     model: str
     heads: int
@@ -220,7 +221,7 @@ def ours(
             if others is None:
                 row["store"] = microseconds(store)
                 row["layer"] = microseconds(lambda: store().decode(table, lens, plan, out))  # noqa: B023
-        except Exception as error:  # a choice that does not fit is part of the result
+        except Exception as error:  # if a choice does not fit, its error is the result
             row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
         yield row
     latent_tuning.merging = own
@@ -244,7 +245,7 @@ def beside(dtype: torch.dtype, case: Case, device: torch.device) -> dict[str, An
         try:
             base = Baseline(table, lens, case.heads, choice)
             took = microseconds(lambda: base.attend(query, caches[next(turn) % len(caches)], 192**-0.5))  # noqa: B023
-        except Exception as error:  # more shared memory than the GPU has
+        except Exception as error:  # the choice needs more shared memory than the GPU has
             best.setdefault("failed", []).append([asdict(choice), type(error).__name__])
             continue
         if took < best.get("decode", float("inf")):
@@ -253,7 +254,7 @@ def beside(dtype: torch.dtype, case: Case, device: torch.device) -> dict[str, An
 
 
 def decodes(choice: LatentChoice) -> Iterator[tuple[LatentChoice, None]]:
-    """Yield choices around one; with more programs the assembler has fewer registers and spills."""
+    """Yield choices near one. With more programs the assembler has fewer registers and spills."""
     ways = [(4, 1, None), (4, 2, None), (4, 3, 168), (4, 4, 128), (8, 1, None), (8, 2, 128)]
     for tile, stages, (warps, programs, registers) in product((64, 32), (2, 3), ways):
         yield replace(choice, tile=tile, stages=stages, warps=warps, programs=programs, registers=registers), None
@@ -270,7 +271,7 @@ SWEEPS = {"decode": (decodes, CASES[:2]), "merge": (merges, [case for case in CA
 
 
 def main() -> int:
-    """Check, then measure."""
+    """Check the kernels, then measure them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--check", action="store_true", help="correctness alone")

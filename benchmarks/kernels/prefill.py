@@ -24,7 +24,7 @@ from kvpilot_kernels.gpu.prefill import prefill
 from kvpilot_kernels.gpu.tuning import PrefillBlock
 
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
-"""Allowed error over a head's norm: probabilities and outputs are rounded to 16 bits."""
+"""Allowed error relative to a head's norm. Probabilities and outputs are rounded to 16 bits."""
 HEADS, KV_HEADS, DIM = 16, 2, 512
 BLOCKS = [PrefillBlock(*block) for block in (
     (32, 32, 8, 2), (32, 64, 8, 1), (64, 32, 8, 2), (64, 32, 8, 1), (64, 64, 8, 1), (64, 16, 8, 2), (64, 16, 8, 3),
@@ -115,7 +115,7 @@ def times(new: int, old: int, blocks: list[PrefillBlock], device: torch.device) 
 
 
 def main() -> int:
-    """Check, then time."""
+    """Check the kernel, then time it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--sweep", action="store_true", help="other blocks, too")

@@ -138,7 +138,7 @@ def runs_of(options: argparse.Namespace, case: Case, device: torch.device) -> It
 
 
 def main() -> None:
-    """Time all, print and write."""
+    """Time all cases, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
@@ -162,7 +162,7 @@ def main() -> None:
                 row = run()
                 for what in {"store", "gather"} & set(row):
                     row[f"{what} of copy"] = row["bytes"] / row[what] * 1e6 / facts["copy_bytes_per_s"]
-            except Exception as error:  # vLLM may be missing, and lacks dtypes and head dims
+            except Exception as error:  # vLLM may be missing, and does not support all dtypes and head dims
                 row = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
             facts["rows"].append({"case": asdict(case), "name": name, **row})
             told = {key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()}

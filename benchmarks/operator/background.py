@@ -1,4 +1,4 @@
-"""Load that only takes a share of the machine's processor time.
+"""Process that only uses a share of the machine's processor time.
 
 python -m benchmarks.operator.background SHARE
 """
@@ -16,7 +16,7 @@ SLICE_SECONDS = 0.02
 
 @contextlib.contextmanager
 def taking(cores: float) -> Iterator[None]:
-    """Take this many cores, with as few processes as possible."""
+    """Use this many cores, with as few processes as possible."""
     number = max(1, -int(-cores // 1))
     command = [sys.executable, __file__, str(cores / number)]
     programs = [subprocess.Popen(command) for _ in range(number)] if cores > 0 else []
@@ -29,7 +29,7 @@ def taking(cores: float) -> Iterator[None]:
 
 
 def take(share: float) -> None:
-    """Take this share of one core forever, or as much as other processes leave."""
+    """Use this share of one core forever, or as much as other processes leave."""
     began = time.monotonic()
     while True:
         if time.process_time() < share * (time.monotonic() - began):

@@ -60,7 +60,7 @@ class ApiServer(ControlPlane):
 
 
 class Fleet:
-    """The cluster, its helper processes, and the changes that the benchmark makes."""
+    """Cluster, its helper processes, and the changes that the benchmark makes."""
 
     def __init__(self, cluster: Cluster, operator: Process, port: int) -> None:
         self.cluster = cluster
@@ -147,7 +147,7 @@ class Fleet:
         return max(0.0, done - answered)
 
     async def _flip(self, key: tuple[str, str], i: int) -> float:
-        """Make a pod unready, and ready again once the status has counted it."""
+        """Make a pod unready. Make it ready again once the status has counted it."""
         found = await self.cluster.list("v1", "Pod", key[0], f"{SERVICE_LABEL}={key[1]}")
         name = sorted(pod["metadata"]["name"] for pod in found)[i]
         since = time.monotonic()
@@ -160,7 +160,7 @@ class Fleet:
         return max(0.0, done - answered)
 
     async def _page(self) -> tuple[float, int]:
-        """Return the seconds and the bytes of a read of the operator's metrics."""
+        """Read the operator's metrics, and return the duration in seconds and the size in bytes."""
         began = time.monotonic()
         async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{self._port}/metrics") as answer:
             size = len(await answer.read())
@@ -179,7 +179,7 @@ class Fleet:
 
 
 def service(key: tuple[str, str]) -> Object:
-    """Return a service with metrics to judge. Its mode is Recommend, because there is no engine to probe."""
+    """Return a service whose metrics are judged. Its mode is Recommend, because there is no engine to probe."""
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
@@ -249,7 +249,7 @@ async def world(folder: Path, pods: int) -> AsyncIterator[Fleet]:
 
 
 async def sizes(fleet: Fleet, options: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Grow and measure; write the figures after each size."""
+    """Grow the fleet and measure at each size. Write the results after each one."""
     for size in options.sizes:
         up = await fleet.grow(size)
         await asyncio.sleep(options.settle)
@@ -265,7 +265,7 @@ async def sizes(fleet: Fleet, options: argparse.Namespace, result: dict[str, Any
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Run all sizes, and the soak."""
+    """Measure at all sizes, then run the soak."""
     result: dict[str, Any] = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": os.cpu_count(), "sizes": []}
     result["pages_per_second"] = PAGES_PER_SECOND
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
@@ -279,7 +279,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Parse the command line, and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[100, 500, 1000, 2000], help="services")
     parser.add_argument("--seconds", type=float, default=60.0, help="of measuring at each size (60)")
@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--soak", type=float, default=0.0, help="seconds of measuring more at the largest size (0)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "fleet.json")
     parser.add_argument("--keep-log", type=Path, help="where to keep the operator's log")
-    # Else a SIGTERM would leave all the processes behind.
+    # Exit normally on SIGTERM, because otherwise all child processes would stay.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     asyncio.run(run(parser.parse_args()))
 

@@ -28,7 +28,7 @@ _COUNTED = re.compile(r"^[^{ ]+_(total|bucket|sum|count)(\{|$)")
 
 
 class Pages:
-    """Return the current page of a pod; each pace has a new one per second."""
+    """Return the current page of a pod. Pods of one pace share it, and it changes every second."""
 
     def __init__(self, early: str, later: str) -> None:
         before = dict(m.groups() for m in map(_SERIES.match, early.splitlines()) if m)
@@ -69,7 +69,7 @@ class Pages:
 
 
 class Engines:
-    """Every pod's last scrape, and the intervals between earlier ones."""
+    """Record of every pod's last scrape, and of the intervals between earlier ones."""
 
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
@@ -87,14 +87,16 @@ class Engines:
         return self.pages.of((int(a) * 256 + int(b)) % PACES)
 
     def stats(self) -> bytes:
-        """Return gaps between scrapes of one pod since the last call, in tenths of a second, and pods asked so far."""
+        """Return the gaps between scrapes of one pod since the last call, in tenths of a second, and the number of
+        pods.
+        """
         body = json.dumps({"pods": len(self._last), "gaps": self._gaps}).encode()
         self._gaps = Counter()
         return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
 class Connection(asyncio.Protocol):
-    """Serve one connection; a request fits into one segment."""
+    """Serve one connection. A request always fits into one segment."""
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
@@ -119,7 +121,7 @@ async def serve(early: str, later: str, pods: int) -> None:
     engines = Engines(Pages(early, later))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    # Number 0 is not a pod: it answers /stats.
+    # Address number 0 is not a pod: it answers /stats.
     addresses = [numbered(number) for number in range(pods + 1)]
     server = await asyncio.get_running_loop().create_server(lambda: Connection(engines), addresses, PORT, backlog=64)
     await server.serve_forever()

@@ -1,4 +1,4 @@
-"""Gauges of fleet.py: a process' cost, the statuses from the watch, percentiles, rates of counters."""
+"""Measurements for fleet.py: the cost of processes, statuses from a watch, percentiles, and rates of counters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
 
 OPERATOR = "kvpilot-operator"
-# Seconds, against hanging alone: on a busy machine all that is measured takes longer.
+# Seconds. This only guards against hanging, because everything takes longer on a busy machine.
 DEADLINE = 600.0
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -45,11 +45,11 @@ class Process:
         return int(pages) * _PAGE_BYTES / 2**20
 
     def lives(self) -> bool:
-        """Return True while it runs."""
+        """Return True while the process runs."""
         return self._child.poll() is None
 
     def end(self) -> None:
-        """Ask it to end, and wait."""
+        """Ask the process to end, and wait."""
         self._child.send_signal(signal.SIGTERM)
         try:
             self._child.wait(30)
@@ -58,15 +58,16 @@ class Process:
 
 
 class Cores:
-    """Users of the machine's cores since this object was made: the benchmark's programs by name, and all others
-    together.
+    """Processes that used the machine's cores since this object was made.
+
+    The benchmark's programs are listed by name, and all other processes together.
     """
 
     def __init__(self) -> None:
         self._before, self._since = self._now(), time.monotonic()
 
     def taken(self) -> dict[str, float]:
-        """Return cores by program. A program that has ended since counts as another's."""
+        """Return cores by program. A program that has already ended counts as one of the others."""
         wall, now = time.monotonic() - self._since, self._now()
         spent = {name: (seconds - self._before.get(name, 0.0)) / wall for name, seconds in now.items()}
         spent["others"] = spent.pop("machine") - sum(spent.values())
@@ -77,7 +78,7 @@ class Cores:
         words = Path("/proc/stat").read_text().split(maxsplit=9)
         found = {"machine": sum(map(int, (*words[1:4], *words[6:9]))) / _TICK}
         family = {os.getpid()}
-        # A parent's id may be larger than its child's; this family is not deep.
+        # A parent's id may be larger than its child's, so repeat. The process tree is not deep.
         lines = _processes()
         while new := {pid for pid, (parent, _) in lines.items() if parent in family} - family:
             family |= new
@@ -109,7 +110,7 @@ def _program(pid: int) -> str:
 
 
 class Watched:
-    """Services as the watch reports them; callers can wait for a status and get its arrival time."""
+    """Services as the watch reports them. Callers can wait for a status and get its arrival time."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

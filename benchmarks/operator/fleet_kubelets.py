@@ -29,11 +29,11 @@ KINDS = (
     "good", "label", "quoted", "large", "lines", "hang", "drip",
     "objects", "probe-hang", "maps", "yaml", "spec", "route",
 )  # fmt: skip
-"""Behaviour of the engines of hostile.py's services. Those of other services are all good."""
+"""Behaviour of the engines of hostile.py's services. Engines of other services are all good."""
 
 
 def kind_of(deployment: Object) -> int:
-    """Return the index of its engines' kind."""
+    """Return the index of this kind of engine."""
     return next((i for i, kind in enumerate(KINDS) if deployment["metadata"]["name"].startswith(f"{kind}-0")), 0)
 
 
@@ -49,7 +49,7 @@ def numbered(number: int, kind: int = 0, half: int = 0) -> str:
 
 
 class Kubelets:
-    """Pods for every Deployment; of one kind, numbers are never used twice."""
+    """Pods for every Deployment. Within a kind, a pod's number is never used twice."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -58,7 +58,7 @@ class Kubelets:
         self._places = asyncio.Semaphore(AT_ONCE)
 
     async def run(self) -> None:
-        """Work forever."""
+        """Create and delete pods forever."""
         version = ""
         async with asyncio.TaskGroup() as group:
             while True:
@@ -111,11 +111,11 @@ class Kubelets:
 
 
 async def set_ready(cluster: Cluster, namespace: str, name: str, ready: bool, ip: str | None = None) -> Object:
-    """Return a kubelet's report about a pod."""
+    """Return a pod's status as a kubelet would report it."""
     word = "True" if ready else "False"
     status: Object = {
         "phase": "Running",
-        # A merge patch replaces the list, so an open readiness gate must be repeated or it would close.
+        # A merge patch replaces the whole list, so repeat an open readiness gate, or it would close.
         "conditions": [
             {"type": "PodScheduled", "status": "True"},
             {"type": ADMITTED, "status": "True"},
@@ -140,7 +140,7 @@ async def set_ready(cluster: Cluster, namespace: str, name: str, ready: bool, ip
 
 
 async def main(kubeconfig: str) -> None:
-    """Connect and work."""
+    """Connect to the API server, and create pods forever."""
     await config.load_kube_config(config_file=kubeconfig)
     await Kubelets(Cluster(ApiClient())).run()
 

@@ -78,7 +78,7 @@ def slope(memory: list[list[float]]) -> float:
 
 
 def bars(result: dict[str, Any]) -> str:
-    """Return the bars and the measured figures at the largest size and over the long run."""
+    """Return the targets and the results at the largest size and over the long run."""
     every = [result["sizes"][-1], *([result["soak"]] if "soak" in result else [])]
     edge = max(one[what]["p99"] for one in every for what in ("edit_to_status", "pod_to_status"))
     cycle = max(one["scrape_cycle_seconds"] for one in every)
@@ -143,7 +143,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Write the page and the plot of the results that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
     parser.add_argument("--before", type=Path)

@@ -58,7 +58,7 @@ CYCLES = 6
 
 
 class HostileFleet:
-    """The cluster, and the benchmark's actions on it."""
+    """Cluster, and the benchmark's actions on it."""
 
     def __init__(self, cluster: Cluster, operator: Process, group: MemoryGroup, port: int) -> None:
         self.cluster, self.operator, self.group = cluster, operator, group
@@ -105,7 +105,7 @@ class HostileFleet:
         probes = [asyncio.create_task(self._probe(key)) for key in self._to_probe()]
         edits: list[asyncio.Task[float]] = []
         quiet = self.good[-10:]
-        # On a busy machine a cycle takes longer, and so does a phase.
+        # On a busy machine a cycle of the scrape loop takes longer, and so does a phase.
         while (passed := time.monotonic() - began) < seconds or (len(self._cycles) <= CYCLES and passed < DEADLINE):
             self._alive()
             edits.append(asyncio.create_task(self._edit(quiet[len(edits) % len(quiet)], len(edits))))
@@ -154,7 +154,7 @@ class HostileFleet:
         return max(0.0, done - answered)
 
     async def _probe(self, key: tuple[str, str]) -> float:
-        """Ask for another dtype: seconds until its canary has passed its probes and serves."""
+        """Request another dtype, and return the seconds until its canary has passed its probes and serves."""
         since = time.monotonic()
         fixed = {"spec": {"kvCache": {"mode": "Fixed", "dtype": "k8v4"}}}
         await self.cluster.merge(Ref(API_VERSION, KIND, *key), fixed)
@@ -197,7 +197,7 @@ class HostileFleet:
 
 @contextlib.asynccontextmanager
 async def world(folder: Path) -> AsyncIterator[HostileFleet]:
-    """Everything started, and ended afterwards."""
+    """Start everything, and end it afterwards."""
     namespaces = [*GOOD, *(f"team-{kind}" for kind in HOSTILE)]
     async with contextlib.AsyncExitStack() as stack:
         plane = stack.enter_context(plane_of(folder, namespaces))
@@ -256,14 +256,14 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Parse the command line, and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--services", type=int, default=50, help="good ones, and hostile ones (50)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of measuring, without and with them (20)")
     parser.add_argument("--background", type=float, default=0.0, help="measure beside so many cores taken, too (0)")
     parser.add_argument("--out", type=Path, help="where to write the result")
     parser.add_argument("--keep-log", type=Path, help="where to keep the operator's log")
-    # Else a SIGTERM would leave all the processes behind.
+    # Exit normally on SIGTERM, because otherwise all child processes would stay.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     asyncio.run(run(parser.parse_args()))
 

@@ -20,7 +20,7 @@ from benchmarks.operator.fleet_kubelets import KINDS
 from kvpilot_localcluster.engines.faulty import END, Engine
 
 PORT = 8000
-# Pods of one kind over the whole run.
+# Number of pods of one kind over the whole run.
 ADDRESSES = 150
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nConnection: close\r\n\r\n"
 USAGE = b"vllm:kv_cache_usage_perc"
@@ -35,7 +35,7 @@ COUNTED: Counter[str] = Counter()
 
 
 class HostileEngine(Engine):
-    """Does what its kind does, and is a good engine in all else."""
+    """Engine that behaves in the way of its kind, and like a good engine otherwise."""
 
     def __init__(self, kind: str, dtype: str) -> None:
         super().__init__(dtype, "m")

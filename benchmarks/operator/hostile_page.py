@@ -1,4 +1,4 @@
-"""The page of hostile.py's figures.
+"""Write the page of hostile.py's results.
 
 python -m benchmarks.operator.hostile_page docs/benchmarks/operator-hostile.json
 """
@@ -87,7 +87,7 @@ def table(phases: dict[str, dict[str, Any]], rows: tuple[_Row, ...]) -> str:
 
 
 def verdicts(phases: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield the waiting times against those of the quiet phase, and those under another load."""
+    """Yield the waiting times relative to the quiet phase, and those under other load."""
     for what, waited in _BARS:
         before, after = waited(phases["quiet"]), waited(phases["hostile"])
         word = "within" if after <= 2 * before else "**over**"
@@ -114,7 +114,7 @@ def page(result: dict[str, Any], name: str) -> str:
 
 
 def main() -> None:
-    """Write the page beside the figures."""
+    """Write the page next to the JSON file."""
     path = Path(sys.argv[1])
     path.with_suffix(".md").write_text(page(json.loads(path.read_text()), path.name))
 

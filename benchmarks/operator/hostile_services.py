@@ -1,4 +1,4 @@
-"""Hostile services of hostile.py: their objects, and their owners' later actions."""
+"""Hostile services of hostile.py: their objects, and the later actions of their owners."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ class HostileServices:
             await self._try(self._cluster.merge(Ref(API_VERSION, KIND, *key), {"spec": {"kvCache": {"dtype": "k8v4"}}}))
         specs = [key for key in self._keys if key[0] == "team-spec"]
         for number in itertools.count():
-            # Edit no faster, or the benchmark would measure the API server's work on megabytes and not the operator.
+            # Do not edit faster: the benchmark would then measure the API server's work on megabytes, not the
+            # operator's.
             await asyncio.sleep(1)
             if specs:
                 env = [{"name": f"V{i}", "value": f"{number:04d}" + CHARACTER * 4000} for i in range(64)]

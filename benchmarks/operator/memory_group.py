@@ -33,7 +33,7 @@ class MemoryGroup:
             resource.setrlimit(resource.RLIMIT_DATA, (self._bytes, self._bytes))
 
     def most_mib(self) -> float | None:
-        """Return the peak use in MiB, or None if nothing counts it."""
+        """Return the peak memory in MiB, or None if it is not measured."""
         return self._read("memory.max_usage_in_bytes", "memory.peak")
 
     def kills(self) -> int:

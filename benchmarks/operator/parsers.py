@@ -36,7 +36,7 @@ from kvpilot_operator.probes.errors import ProbeError
 from kvpilot_operator.probes.packs import MAX_PACK_BYTES, load
 
 SIZES = [1024 * 2**i for i in range(11)]
-# A parser gets no larger text after one that took this long, because it is not linear.
+# After a text that took this long, a parser gets no larger one, because it is not linear.
 ENOUGH_SECONDS = 1.0
 
 
@@ -50,7 +50,7 @@ def page(text: bytes) -> None:
 
 
 def prometheus_client(text: bytes) -> None:
-    """Parse the whole page by prometheus_client."""
+    """Parse the whole page with prometheus_client."""
     for family in text_string_to_metric_families(text.decode()):
         for _ in family.samples:
             pass
@@ -62,7 +62,7 @@ def pack(text: bytes) -> None:
 
 
 def spec(text: bytes) -> None:
-    """Return an object's verdict."""
+    """Return the verdict on an object."""
     faults(json.loads(text))
 
 
@@ -105,7 +105,7 @@ def _outcome(read: Callable[[bytes], object], text: bytes) -> str:
     except (KvpilotError, ProbeError) as error:
         return type(error).__name__
     except ValueError as error:
-        # prometheus_client's own.
+        # prometheus_client refuses a page by a ValueError.
         return type(error).__name__
     return "read"
 
@@ -140,7 +140,7 @@ def _size(size: int) -> str:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Measure every parser, and write the JSON file and the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON; its page is written beside it")
     parser.add_argument("--page", type=Path, help="make the page of this JSON, and do nothing else")
@@ -148,7 +148,7 @@ def main() -> None:
     if options.page:
         options.page.with_suffix(".md").write_text(table(json.loads(options.page.read_text())))
         return
-    # Lift the limits, so that the slope shows beyond them.
+    # Lift the limits on page sizes, so that the slope beyond them shows.
     series.METRICS_LINE_BYTES = series.METRICS_LINES = 2**40
     series.METRICS = replace(series.METRICS, read_bytes=2**40)
     result: dict[str, Any] = {

@@ -24,10 +24,10 @@ HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 """Head dimensions with a layout in kvpilot's own formats; other heads are stored as the next larger one."""
 
 SERVED = "multiples of 8 from 48 to 256 and from 344 to 512"
-"""Head dimensions that have a `stored_dim`, for people."""
+"""Head dimensions that have a `stored_dim`, written for people."""
 
 RECENT_CHOICES = (0, 64, 128, 256, 512)
-"""Numbers of tokens that a recent window may have; 0 is none."""
+"""Numbers of tokens that a recent window may have; 0 means no window."""
 
 
 class FormatError(ValueError):
@@ -57,17 +57,17 @@ class UnsupportedHeadDimError(FormatError):
 
 
 def stored_dim(head_dim: int) -> int | None:
-    """Return the elements that a head of `head_dim` takes in kvpilot's own formats: the next of `HEAD_DIMS`.
+    """Return the number of elements that kvpilot's formats store for a head of `head_dim`: the next of `HEAD_DIMS`.
 
     A shorter row is padded with zeros. Return None if a third of the row or more would be zeros, or if the kernels'
-    loads would not be of whole 16 bytes.
+    loads would not be multiples of 16 bytes.
     """
     wide = next((dim for dim in HEAD_DIMS if dim >= head_dim), 0)
     return wide if head_dim % 8 == 0 and 3 * head_dim > 2 * wide > 0 else None
 
 
 class Origin(Enum):
-    """Implementer of a format."""
+    """Project whose code implements a format."""
 
     KVPILOT = "kvpilot"
     VLLM = "vllm"
@@ -94,7 +94,7 @@ class Side:
 
     @property
     def digits(self) -> int:
-        """Number of digits of `bits` bits that refine a code to 8 bits (of ours: 2, 4 or 8 bits)."""
+        """Number of digits of `bits` bits that refine a code to 8 bits. Our formats have codes of 2, 4 or 8 bits."""
         return 8 // self.bits - 1
 
     def row_bytes(self, head_dim: int) -> int:
@@ -134,7 +134,7 @@ class Format:
         return self.origin is Origin.KVPILOT
 
     def row_dim(self, head_dim: int) -> int:
-        """Return the elements of a row in kvpilot's formats: `stored_dim`.
+        """Return the number of elements that a head takes as a stored row: `stored_dim`.
 
         Raises:
             UnsupportedHeadDimError: the format is not ours, or heads of this dimension are not stored.
@@ -145,18 +145,18 @@ class Format:
         return wide
 
     def group_size(self, head_dim: int) -> int:
-        """Return the elements of a row per scale in kvpilot's formats: 64, or 48 in rows of 96 and 192.
+        """Return how many elements of a stored row share a scale: 64, or 48 in rows of 96 and 192.
 
         Raises:
-            UnsupportedHeadDimError: as `row_dim`.
+            UnsupportedHeadDimError: in the same cases as `row_dim`.
         """
         return 64 if self.row_dim(head_dim) % 3 else 48
 
     def groups(self, head_dim: int) -> int:
-        """Return the scales of a row in kvpilot's formats.
+        """Return the number of scales of a stored row.
 
         Raises:
-            UnsupportedHeadDimError: as `row_dim`.
+            UnsupportedHeadDimError: in the same cases as `row_dim`.
         """
         return self.row_dim(head_dim) // self.group_size(head_dim)
 
@@ -174,14 +174,14 @@ class Format:
         return self.key.row_bytes(head_dim) + self.value.row_bytes(head_dim)
 
     def bits_per_element(self, head_dim: int = 128) -> float:
-        """Return the bits per element of the model with everything counted (codes, scales, zero points, padding)."""
+        """Return the bits per element of the model, including codes, scales, zero points and padding."""
         return self.row_bytes(head_dim) * 8 / (2 * head_dim)
 
     def page_layout(self, head_dim: int, block_size: int) -> PageLayout:
-        """Return the offsets of a page of `block_size` tokens; the table of `layouts`.
+        """Return the offsets of a page of `block_size` tokens, as in the table of `layouts`.
 
         Raises:
-            UnsupportedHeadDimError: as `row_dim`.
+            UnsupportedHeadDimError: in the same cases as `row_dim`.
             FormatError: block_size is not a positive multiple of 16.
         """
         groups = self.groups(head_dim)
@@ -278,7 +278,7 @@ FORMATS: dict[str, Format] = {
         own("k2v2", 2, 2, "2-bit keys and values", "#c87fb4", window=512, calibrated_only=True),
     )
 }
-"""Dtypes by name, vLLM's first: the one list of them."""
+"""All dtypes by name, vLLM's first. There is no other list."""
 
 VLLM_DTYPES_LEFT_OUT: dict[str, str] = {
     "fp8_inc": "Intel Gaudi only",

@@ -1,6 +1,6 @@
-"""GPUs that can serve a KV-cache dtype: the one list of exclusions, for preflight, operator and planner.
+"""GPUs that can serve a KV-cache dtype, for preflight, operator and planner.
 
-It has only the known refusals of vLLM 0.32; tests/runtime/test_vetoes.py checks each against vLLM's own backends.
+The module lists only the known refusals of vLLM 0.32. tests/runtime/test_vetoes.py checks each against vLLM's backends.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from kvpilot_formats.dtypes import Dtype
 Capability = tuple[int, int]
 
 OLDEST_GPU: Capability = (8, 0)
-"""First compute capability with bfloat16, in which the kernels of our formats multiply."""
+"""First compute capability with bfloat16, which the kernels of our formats multiply in."""
 
 BLOCK_STEPS = {"cpu": 16, "cuda": 64}
-"""Number of tokens, by platform, that a block size in our formats is a multiple of.
+"""Number of tokens that block sizes in our formats are multiples of, by platform.
 
-On a GPU a tile of the decode kernel lies in one page.
+On a GPU a tile of the decode kernel must lie in one page.
 """
 
 _FP8_EVERYWHERE: Capability = (8, 9)
 """First compute capability at which every backend of vLLM reads fp8 caches."""
 
 _FP8_BY_FLASHINFER: Capability = (8, 0)
-"""First compute capability at which FlashInfer reads them, with heads of these sizes and without latent attention."""
+"""First compute capability at which FlashInfer reads fp8 caches, for heads of these sizes without latent attention."""
 _FLASHINFER_HEADS = (64, 128, 256, 512)
 _FLASHINFER_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 _LATENT = ("fp8", "fp8_e4m3")
-"""Dtypes of vLLM below 16 bits that its backends of multi-head latent attention take."""
+"""Dtypes of less than 16 bits that vLLM's backends for multi-head latent attention support."""
 
 
 def gpu_fault(
@@ -57,7 +57,7 @@ def latent_fault(dtype: str) -> str | None:
 
 
 def shown(capability: Capability) -> str:
-    """Return a compute capability as people write it."""
+    """Return a compute capability in the usual form, such as 9.0."""
     return ".".join(map(str, capability))
 
 

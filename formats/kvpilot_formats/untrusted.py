@@ -1,7 +1,7 @@
-"""Text from others: engines, kubelets, API servers, tenants. Pure Python, so that every package can import it.
+"""Text from outside kvpilot: engines, kubelets, API servers, tenants. Pure Python, so that every package can import it.
 
 Pass such text through `shown`, or `lines` if line breaks matter, before it goes to a status, an Event, a log or a
-terminal. Cut it afterwards: half an address has no @ to find its password by.
+terminal. Shorten it only afterwards: a password can be found only if the @ after it is still there.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _CREDENTIALS = re.compile(f"{_IN_ADDRESS}|{_BARE}", re.ASCII)
 
 
 def printable(text: str) -> str:
-    """Return the text with a blank for each character that is neither printable nor a line break.
+    """Return the text with a blank in place of each character that is neither printable nor a line break.
 
-    Control characters steer terminals, bidirectional ones reorder text, and UTF-8 cannot encode half a surrogate pair.
+    Control characters change the terminal, bidirectional ones reorder text, and UTF-8 cannot encode half a surrogate
+    pair.
     """
     if text.isprintable():
         return text

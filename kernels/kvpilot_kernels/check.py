@@ -1,8 +1,7 @@
-"""Checks of arguments before a kernel is launched: a wrong shape must not become a wrong answer.
+"""Checks of arguments before a kernel is launched, because a wrong shape could give a wrong answer without an error.
 
-Each function names the field, its value and the remedy. `page_cache`, `tokens` and `queries` look only at shapes and
-types, so a GPU path may call them in every step; `slots` and `tables` read values, which on a GPU waits for the
-device.
+Each error names the argument, its value and the remedy. `page_cache`, `tokens` and `queries` look only at shapes and
+types, so a GPU path may call them in every step. `slots` and `tables` read values. On a GPU that waits for the device.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ class BadInputError(ValueError):
 
 
 def page_cache(cache: torch.Tensor, fmt: Format, head_dim: int, field: str = "cache") -> None:
-    """Check a layer's cache: uint8 [blocks, kv_heads, block_size, row_bytes], every (block, head) one contiguous page.
+    """Check a layer's cache: uint8 [blocks, kv_heads, block_size, row_bytes], each (block, head) one contiguous page.
 
     Raises:
-        BadInputError: another type, shape or stride; it names the right one.
+        BadInputError: wrong type, shape or stride; the message names the right one.
         UnsupportedHeadDimError: the format has no layout for this head dimension.
     """
     row = fmt.row_bytes(head_dim)
@@ -54,12 +53,12 @@ def page_cache(cache: torch.Tensor, fmt: Format, head_dim: int, field: str = "ca
 
 
 def tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, kv_heads: int, head_dim: int) -> None:
-    """Check new tokens: key and value floats [tokens, kv_heads, head_dim], slots an int64 for each of them or fewer.
+    """Check new tokens: key and value are floats [tokens, kv_heads, head_dim], slots one int64 per token, or fewer.
 
-    int64, because a slot's page times the page's bytes exceeds 32 bits in a cache of 2 GiB.
+    Slots are int64, because a page's byte offset exceeds 32 bits in a cache of more than 2 GiB.
 
     Raises:
-        BadInputError: another type or shape.
+        BadInputError: wrong type or shape.
     """
     for name, x in (("key", key), ("value", value)):
         if x.dtype not in FLOATS or tuple(x.shape[1:]) != (kv_heads, head_dim):
@@ -79,10 +78,10 @@ def tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, k
 
 
 def ring(ring: torch.Tensor | None, cache: torch.Tensor, recent: int) -> None:
-    """Check that the ring has the layer's pages, and exists exactly if the window has tokens.
+    """Check that the ring has pages like the layer's, and that it exists exactly if the window has tokens.
 
     Raises:
-        BadInputError: one of both is missing, or the pages differ.
+        BadInputError: the ring or the window is missing, or the pages differ.
     """
     if recent < 0 or (ring is not None) != (recent > 0):
         raise BadInputError(
@@ -102,10 +101,10 @@ def inner_strides(head_dim: int, **named: torch.Tensor) -> None:
 
 
 def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, recent: int) -> None:
-    """Check slots in the ring: one int64 for each of `slot_mapping` with a window, None without.
+    """Check ring slots: one int64 for each entry of `slot_mapping` if there is a window, else None.
 
     Raises:
-        BadInputError: another type or shape, or one without the other.
+        BadInputError: wrong type or shape, or slots without a window or a window without slots.
     """
     if (ring_slots is not None) != (recent > 0):
         raise BadInputError(
@@ -124,10 +123,10 @@ def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, rece
 
 
 def ordinals(ordinals: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
-    """Check positions in sequences: an integer for each token, or for fewer if padding follows; None for none.
+    """Check positions in sequences: one integer per token, or fewer if only padding follows, or None.
 
     Raises:
-        BadInputError: another type, or more than there are slots.
+        BadInputError: wrong type, or more positions than slots.
     """
     if ordinals is None:
         return
@@ -140,10 +139,10 @@ def ordinals(ordinals: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
 
 
 def ring_table(ring_table: torch.Tensor | None, sequences: int, ring_blocks: int) -> None:
-    """Check rings of sequences: integers [sequences or more, ring_blocks]; None without a window.
+    """Check the ring table: integers [sequences or more, ring_blocks]; None without a window.
 
     Raises:
-        BadInputError: another type or shape, or one without the other.
+        BadInputError: wrong type or shape, or a table without a window or a window without a table.
     """
     if (ring_table is not None) != (ring_blocks > 0):
         raise BadInputError(
@@ -166,7 +165,7 @@ def queries(query: torch.Tensor, kv_heads: int, head_dim: int) -> None:
     """Check queries: floats [rows, heads, head_dim], heads a multiple of kv_heads.
 
     Raises:
-        BadInputError: another type or shape.
+        BadInputError: wrong type or shape.
     """
     right = query.dtype in FLOATS and query.dim() == 3 and query.shape[2] == head_dim
     if not right or query.shape[1] == 0 or query.shape[1] % kv_heads:
@@ -178,7 +177,7 @@ def queries(query: torch.Tensor, kv_heads: int, head_dim: int) -> None:
 
 
 def slots(slot_mapping: torch.Tensor, blocks: int, block_size: int, field: str = "slots") -> None:
-    """Check slots to write to: below blocks * block_size; a negative one is padding.
+    """Check slots to write to. They are below blocks * block_size; a negative slot is padding.
 
     Raises:
         BadInputError: a slot beyond the cache.
@@ -192,12 +191,12 @@ def slots(slot_mapping: torch.Tensor, blocks: int, block_size: int, field: str =
 
 
 def tables(block_table: torch.Tensor, seq_lens: torch.Tensor, blocks: int, block_size: int) -> None:
-    """Check tables of sequences: block_table integers [sequences, columns], seq_lens integers [sequences], at least 1.
+    """Check block tables: block_table is integers [sequences, columns], seq_lens integers [sequences] of at least 1.
 
-    Only the entries that a sequence uses are checked; later ones are arbitrary.
+    Only the entries that a sequence uses are checked, because later entries are arbitrary.
 
     Raises:
-        BadInputError: another type or shape, a length without room in the table, a block beyond the cache.
+        BadInputError: wrong type or shape, a length without room in the table, or a block beyond the cache.
     """
     for name, x, dims in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
         if x.dtype not in _INTEGERS or x.dim() != dims or x.shape[0] != seq_lens.shape[0]:
@@ -226,10 +225,10 @@ def tables(block_table: torch.Tensor, seq_lens: torch.Tensor, blocks: int, block
 
 
 def int32(**given: torch.Tensor) -> None:
-    """Check tensors that a kernel reads as int32: it would misread another type without an error.
+    """Check tensors that a kernel reads as int32, because it would misread another type without an error.
 
     Raises:
-        BadInputError: another type, naming the argument.
+        BadInputError: wrong type; the message names the argument.
     """
     for name, x in given.items():
         if x.dtype != torch.int32:
@@ -237,17 +236,17 @@ def int32(**given: torch.Tensor) -> None:
 
 
 def sequences(seq_lens: torch.Tensor, most: int) -> None:
-    """Check that there are lengths for at most this many sequences. Raises: BadInputError: there are more."""
+    """Check that there are at most this many lengths. Raises: BadInputError: there are more."""
     if seq_lens.shape[0] > most:
         raise BadInputError("seq_lens", f"has {seq_lens.shape[0]} sequences", f"the plan has room for {most}")
 
 
 def several(starts: torch.Tensor, owners: torch.Tensor, most: int, seq_lens: torch.Tensor, tokens: int,
             rows: int) -> None:  # fmt: skip
-    """Check a step with several rows per sequence, for a plan of `tokens` rows per sequence and `rows` in all.
+    """Check a step with several rows per sequence against a plan of `tokens` rows per sequence and `rows` rows in all.
 
     Raises:
-        BadInputError: another type, no first row for each sequence, or more rows than the plan has room for.
+        BadInputError: wrong type, no first row for each sequence, or more rows than the plan has room for.
     """
     int32(starts=starts, owners=owners)
     if starts.shape[0] <= seq_lens.shape[0]:
@@ -261,7 +260,7 @@ def several(starts: torch.Tensor, owners: torch.Tensor, most: int, seq_lens: tor
 
 
 def blocks(table: torch.Tensor, blocks: int, field: str) -> None:
-    """Check the blocks of a table whose negative entries mean none.
+    """Check the blocks of a table in which negative entries stand for no block.
 
     Raises:
         BadInputError: a block beyond the cache.
@@ -276,7 +275,7 @@ def sinks(found: torch.Tensor | None, heads: int) -> None:
     """Check logits of attention sinks: contiguous floats [heads], or None.
 
     Raises:
-        BadInputError: another type or shape.
+        BadInputError: wrong type or shape.
     """
     if found is None:
         return

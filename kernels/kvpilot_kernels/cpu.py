@@ -90,7 +90,7 @@ class PackedPages:
                 sequence's first. It may be shorter than the tokens if the rest is padding.
 
         Raises:
-            BadInputError: another type or shape, or a slot beyond the cache; nothing is written.
+            BadInputError: wrong type or shape, or a slot beyond the cache; nothing is written.
         """
         check.tokens(key, value, slots, self.key_codes.shape[1], self.head_dim)
         check.slots(slots, self.key_codes.shape[0], self.block_size)
@@ -153,7 +153,7 @@ class PackedPages:
             float32 [sequences, heads, head_dim].
 
         Raises:
-            BadInputError: another type or shape, or a table that names a block beyond the cache.
+            BadInputError: wrong type or shape, or a table that names a block beyond the cache.
         """
         check.queries(query, self.key_codes.shape[1], self.head_dim)
         check.tables(block_table, seq_lens, self.key_codes.shape[0], self.block_size)
@@ -171,8 +171,9 @@ class PackedPages:
         q = query.float().view(sequences, kv_heads, heads // kv_heads, self.head_dim)
         apart, level = None, None
         if self.factors is not None:
-            # The token at position 0 has another mean. q . key_mean is the same for all tokens: the softmax ignores it,
-            # unless scores have a cap, or a logit beside them that it is not in.
+            # At position 0, keys have another mean. For all other tokens q . key_mean is the same, so the softmax
+            # ignores it. It matters only if scores are capped, or if a sink's logit, which does not include it, is in
+            # the sum.
             apart = (q * (self.factors.key_first - self.factors.key_mean)[:, None]).sum(-1).mul_(scale)
             level = (q * self.factors.key_mean[:, None]).sum(-1, keepdim=True).mul_(scale)
             q = q / self.factors.key_scale[:, None]
@@ -188,7 +189,7 @@ class PackedPages:
             at = positions.clamp(min=0)[:, None, None].expand(-1, *scores.shape[1:3], -1)
         if at is not None and fine_key is not None:
             finer = torch.matmul(q, fine_key.values.transpose(-1, -2)).mul_(fine_key.scales.unsqueeze(3)).sum(2)
-            scores.scatter_add_(-1, at, finer)  # missing positions have a scale of 0
+            scores.scatter_add_(-1, at, finer)  # positions without a row have a scale of 0
         if apart is not None:
             scores[..., 0] += apart
         if level is not None and (softcap or sinks is not None):
@@ -199,7 +200,7 @@ class PackedPages:
         p = softmax(scores, None if sinks is None else sinks.view(kv_heads, -1, 1)).unsqueeze(2)
 
         group_scale, zero = self._meta(self.value_meta, table, self.fmt.value.bits)
-        # Unused slots may have NaN scales, and 0 * NaN is not 0.
+        # Unused slots may have NaN scales, and 0 * NaN is NaN.
         weights = p * group_scale.masked_fill(past[:, None, None, None, :], 0.0)  # [S, H, groups, queries, L]
         codes = self._codes(self.value_codes, table, self.fmt.value.bits)
         out = torch.matmul(weights, codes) - (weights * zero).sum(-1, keepdim=True)
@@ -208,7 +209,7 @@ class PackedPages:
             out += torch.matmul(near, fine_value.values)
         out = out.transpose(2, 3).flatten(3) @ self.rotation.T
         if self.factors is not None:
-            # A sink also takes weight from the mean.
+            # A sink takes part of the weight, so only the rest multiplies the mean.
             weight = 1.0 if sinks is None else p.sum(-1).transpose(2, 3).reshape(sequences, kv_heads, -1, 1)
             out = out / self.factors.value_scale[:, None] + weight * self.factors.value_mean[:, None]
         return out.view(sequences, heads, self.head_dim)
@@ -225,20 +226,21 @@ class PackedPages:
         sinks: torch.Tensor | None = None,
         spans: Sequence[tuple[int, int]] = (),
     ) -> torch.Tensor:
-        """Attend causally in a chunk of one sequence: to its quantized context, then to the exact chunk itself.
+        """Attend causally in a chunk of one sequence: to its quantized context, and to the unquantized chunk.
 
         Args:
-            query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim], the fresh chunk.
+            query: [tokens, heads, D]; key, value: [tokens, kv_heads, D], the new chunk.
             block_table: int [blocks] of this sequence.
             context: tokens stored before the chunk.
             scale, softcap, sinks: as in `decode`.
-            spans: tokens [begin, end) of the chunk that attend to each other both ways, such as an image's.
+            spans: ranges [begin, end) of the chunk's tokens that attend to each other in both directions, such as an
+                image.
 
         Returns:
-            [tokens, heads, head_dim] in the query's dtype.
+            [tokens, heads, D] in the query's dtype.
 
         Raises:
-            BadInputError: another type or shape, or a table that names a block beyond the cache.
+            BadInputError: wrong type or shape, or a table that names a block beyond the cache.
         """
         check.queries(query, self.key_codes.shape[1], self.head_dim)
         tokens = query.shape[0]
@@ -268,7 +270,7 @@ class PackedPages:
         return self.keys(block_table, length), self._side("value", block_table, length)
 
     def keys(self, block_table: torch.Tensor, length: int) -> torch.Tensor:
-        """Read only the keys, as `read`."""
+        """Read only the keys; otherwise like `read`."""
         return self._side("key", block_table, length)
 
     def _side(self, side: str, block_table: torch.Tensor, length: int) -> torch.Tensor:

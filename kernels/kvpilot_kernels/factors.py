@@ -9,9 +9,9 @@ softmax ignores it. Scores only include it with a soft cap or an attention sink.
 `value_scale` and `value_mean` apply to the output, because probabilities sum to one. With a sink they sum to less than
 one, and the mean is weighted by that sum.
 
-The first token of a sequence, at position 0, is an attention sink: in every text its key is far from all others, and in
-most layers at the same place. So its key has its own mean, `key_first`, in place of `key_mean`, and a decode step adds
-q . (key_first - key_mean) to this one token's score.
+The first token of a sequence, at position 0, is an attention sink. Its key is far from all others in every text, and in
+most layers it is always about the same. So this key has its own mean, `key_first`, in place of `key_mean`. A decode
+step adds q . (key_first - key_mean) to the score of this one token.
 """
 
 from __future__ import annotations

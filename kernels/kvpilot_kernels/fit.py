@@ -41,7 +41,8 @@ from kvpilot_kernels.softmax import softmax
 
 _ROUNDS = 60
 _LIMIT = 16.0  # largest ratio of a scale to the geometric mean of its head
-_FLOOR = 1e-3  # share of M's mean entry, added to all entries, for channels that never moved
+# added to all entries of M, as a share of its mean entry, so that channels without variance get a finite scale
+_FLOOR = 1e-3
 
 
 class Moments:
@@ -78,7 +79,7 @@ class Moments:
         self.tokens += x.shape[0]
 
     def still(self) -> int:
-        """Count the channels of x that never moved."""
+        """Count the channels whose values are constant."""
         total = self.weight.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
         mean, square = self.first.sum(1) / total, self.second.sum(1) / total
         return int((square - mean.square() <= 1e-12 * square).sum())
@@ -99,7 +100,7 @@ def fit(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
         damage = damage + _FLOOR * damage.mean((1, 2), keepdim=True) + torch.finfo(torch.float64).tiny
         out = torch.einsum("hcd,hd->hc", damage, squared)
         back = torch.einsum("hdc,hd->hc", damage, 1 / squared)
-        # Use the geometric mean of the old and the new value, because the plain step oscillates.
+        # Use the geometric mean of the old and the new value, because the plain iteration oscillates.
         squared = (squared * (out / back).sqrt()).sqrt()
         squared = squared / squared.log().mean(-1, keepdim=True).exp()
         squared = squared.clamp(_LIMIT**-2, _LIMIT**2)
@@ -112,12 +113,12 @@ def _mean(moments: Moments, squared: torch.Tensor) -> torch.Tensor:
 
 
 RECENT = 64
-"""Smallest default window of all dtypes, in tokens; nearer queries do not count in an engine's own fit.
+"""Smallest default window of all dtypes, in tokens. An engine's own fit ignores queries that are nearer to the key.
 
 It is the same for all dtypes, so that a model has one set of factors.
 """
 
-_SCORES = 2**24  # in memory at once, float32: 64 MiB for each of a few arrays
+_SCORES = 2**24  # scores held in memory at once, float32: 64 MiB for each of a few arrays
 
 
 class Observed:
@@ -170,17 +171,19 @@ class Observed:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens so far, without the first ones of sequences."""
+        """Number of tokens so far, without the first tokens of sequences."""
         return self._key.tokens
 
     def still(self) -> int:
-        """Count the channels of keys and values that never moved; their scale comes from a floor."""
+        """Count the channels of keys and values that are constant. `_FLOOR` decides their scale."""
         return self._key.still() + self._value.still()
 
     def factors(self) -> Factors:
         """Return the layer's factors, float32; scales have the geometric mean 1 per head.
 
-        If no key of position 0 was added, `key_first` is the other keys' mean. Raises:
+        If no key of position 0 was added, `key_first` is the other keys' mean.
+
+        Raises:
             ValueError: queries, keys or values were not finite, or nothing was added.
         """
         if self._broken:

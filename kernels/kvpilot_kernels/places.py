@@ -6,9 +6,9 @@ import torch
 
 
 def owners(starts: torch.Tensor, seq_lens: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sequence of each row of a batch, and its token's position there from 1 on, the number that it sees.
+    """Return the sequence of each row of a batch, and the position of the row's token there, counted from 1.
 
-    Nothing is copied from a GPU to its host.
+    The position is also the number of tokens that the row sees. Nothing is copied from a GPU to its host.
 
     Args:
         starts: int [sequences + 1], first rows. seq_lens: int [sequences], tokens stored after this step; at least one
@@ -58,7 +58,7 @@ def joined_slots(
         Slots, int64 [tokens], as from `stored_slots`, or -1 - row for a fresh token; and ordinals.
     """
     owner, ordinals = owners(rows, rows.diff(), tokens)
-    row = torch.arange(tokens, device=rows.device) - (rows - starts)[1:][owner]  # a sequence ends with its fresh tokens
+    row = torch.arange(tokens, device=rows.device) - (rows - starts)[1:][owner]  # a sequence ends with its new tokens
     slots = _slots(block_table, owner, ordinals, block_size)
     return torch.where(row >= starts[owner], -1 - row, slots), ordinals
 

@@ -47,11 +47,11 @@ def ring_slots(
 
 @dataclass
 class FineRows:
-    """Refinement of the window's tokens on one side of their pages.
+    """Refinement of the window's tokens on one side (keys or values) of their pages.
 
     Attributes:
         scales: float32 [sequences, kv_heads, groups, recent], 0 if the ring has nothing for a token.
-        values: float32 [sequences, kv_heads, groups, recent, g], to be added times the scale.
+        values: float32 [sequences, kv_heads, groups, recent, g], to be added after multiplication by the scale.
     """
 
     scales: torch.Tensor
@@ -100,7 +100,10 @@ class RingPages:
         self, side: int, x: torch.Tensor, codes: torch.Tensor, packed: torch.Tensor, meta: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Write a side's rows (0: keys) of tokens: x [tokens, kv_heads, D], rotated, and its codes in the page."""
+        """Write the ring rows of some tokens' keys (side 0) or values (side 1).
+
+        x: [tokens, kv_heads, D], rotated. The page holds its codes.
+        """
         bits, digits, meta_at = self.sides[side]
         kept = slots >= 0
         x, codes, packed, meta, slots = x[kept], codes[kept], packed[kept], meta[kept], slots[kept]
@@ -114,12 +117,12 @@ class RingPages:
     def fine_rows(
         self, positions: torch.Tensor, ring_table: torch.Tensor, pages: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> list[FineRows | None]:
-        """Return both sides' fine rows.
+        """Return the fine rows of keys and of values.
 
         Args:
             positions: int64 [sequences, recent], negative for no token.
             ring_table: int [sequences, ring_blocks].
-            pages: of each side, these tokens in the pages: packed codes, uint8 [sequences, recent, kv_heads, bytes],
+            pages: for each side, these tokens in the pages: packed codes, uint8 [sequences, recent, kv_heads, bytes],
                 and scale metadata, int16 [sequences, recent, kv_heads, groups].
         """
         place = positions.clamp(min=0) % (self.per_sequence * self.tokens)

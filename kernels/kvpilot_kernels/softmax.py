@@ -9,7 +9,7 @@ import torch
 
 
 def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Return the softmax over the last dimension, with the sink's logit in the sum; `sinks` broadcasts to [..., 1]."""
+    """Return the softmax over the last dimension, with a sink's logit in the sum. `sinks` broadcasts to [..., 1]."""
     if sinks is None:
         return scores.softmax(-1)
     one_more = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
@@ -20,7 +20,7 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float, softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return attention with capped scores or sinks to the keys that are `seen`, bool [tokens, keys].
+    """Return attention to the keys that are `seen`, bool [tokens, keys], with capped scores or sinks.
 
     The result is float32 [1, heads, tokens, D].
     """

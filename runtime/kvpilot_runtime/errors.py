@@ -19,7 +19,7 @@ Reason = Literal[
 
 
 class EngineRefusedError(ValueError):
-    """Refusal to start an engine as asked."""
+    """Refusal to start an engine with the requested settings."""
 
 
 class UnsupportedEngineError(EngineRefusedError):

@@ -2,7 +2,7 @@
 
 `register` adds the names of our dtypes to vLLM's data. Functions of vLLM are replaced only in processes that need it:
 
-- for a dtype, when the first configuration has it; child processes learn it from `DTYPE`;
+- for a dtype, when the first configuration uses it; child processes learn it from `DTYPE`;
 - for `--retention`, when its environment variable is set;
 - for requests to offloaded pages and for draining, when `kvpilot-serve` has set `options.SERVE`.
 """
@@ -26,21 +26,21 @@ BACKENDS = "kvpilot_runtime.backends"
 """Package of our backends. vLLM gets import paths, so that a process imports only the backends that it uses."""
 
 DTYPE = "KVPILOT_DTYPE"
-"""Environment variable with the engine's dtype, one of ours, for child processes."""
+"""Environment variable that names the engine's dtype, one of ours, for child processes."""
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
 def register() -> None:
-    """Make our dtypes known to vLLM, and hook in what the environment asks for.
+    """Make our dtypes known to vLLM, and hook in the features that the environment requests.
 
     Raises:
-        UnsupportedEngineError: as `serve_dtype` and `serve_bound`, of what the environment asks for.
-        UnsupportedModelError: what the environment asks for cannot be read.
+        UnsupportedEngineError: in the same cases as `serve_dtype` and `serve_bound`.
+        UnsupportedModelError: a variable of the environment cannot be read.
     """
     try:
         compat.make_known((*formats.own_names(), *latent.names()), serve_dtype)
-    except Exception as error:  # an engine of vLLM's own dtypes must start, whatever a later vLLM has changed
+    except Exception as error:  # an engine with vLLM's own dtypes must start with any later vLLM
         log.error("No dtype of kvpilot can be chosen with vllm %s (%s: %s); use vllm %s", compat.version_text(),
                   type(error).__name__, error, compat.ADVISED)  # fmt: skip
     model_info.publish()
@@ -64,7 +64,7 @@ def serve_requests() -> None:
 
 
 def serve_bound(bound: retention.SinksAndWindow) -> None:
-    """Free pages of sequences as `bound` says, in every dtype.
+    """Free pages of sequences as `bound` says, with every dtype.
 
     Raises:
         UnsupportedEngineError: this vLLM cannot free the pages that we choose, or frees others.
@@ -138,14 +138,15 @@ def settle(worker: Any) -> None:
     """Calibrate a worker that has loaded its model, and report its settings.
 
     Raises:
-        UnsupportedModelError: as `refuse_unsupported_options` and `at_start.calibrate`.
+        UnsupportedModelError: in the same cases as `refuse_unsupported_options` and `at_start.calibrate`.
     """
     from kvpilot_runtime.backends.packed import our_layers, refuse_unsupported_options
     from kvpilot_runtime.calibration import at_start
     from kvpilot_runtime.recent import ring_layers
 
     if layers := our_layers(worker.vllm_config):
-        refuse_unsupported_options(worker.vllm_config)  # before a connector that is not served asks for what it needs
+        # must come first: a connector that is not supported would ask for parts that are missing
+        refuse_unsupported_options(worker.vllm_config)
     at_start.calibrate(worker, layers)
     ring_layers.report(worker.vllm_config, layers)
     if (bound := retention.asked()) is not None:
@@ -156,8 +157,8 @@ def serve(worker: Any) -> None:
     """Check a worker that has its KV cache: test pages, agree on terms with other engines, and set up heavy hitters.
 
     Raises:
-        UnsupportedModelError: as `refuse_other_groups` and `heavy.attach`.
-        UnsupportedEngineError: as `page_check.check` and the connector's `agree`.
+        UnsupportedModelError: in the same cases as `refuse_other_groups` and `heavy.attach`.
+        UnsupportedEngineError: in the same cases as `page_check.check` and the connector's `agree`.
     """
     from kvpilot_runtime import speculation
     from kvpilot_runtime.backends import page_check

@@ -26,18 +26,18 @@ from kvpilot_runtime import listening
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import hub
 
-# 128 + SIGTERM, a shell's convention.
+# A shell reports 128 + the signal's number (SIGTERM is 15).
 _TERMINATED = 143
 _AGAIN = 1
 _REFUSED = 78
 _INDEX = "model.safetensors.index.json"
-# Formats in vLLM's order: it loads the weights of the first one that a model has.
+# In vLLM's order of preference: it loads the weights of the first format that a model has.
 _LOADED = ("*.safetensors", "*.bin", "*.pt")
 _WEIGHTS = frozenset([
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".hdf5", ".msgpack", ".onnx", ".onnx_data",
     ".ot", ".tflite", ".npz", ".nemo", ".mlmodel", ".mlpackage", ".keras", ".pb", ".tar", ".gz", ".zip", ".parquet",
 ])  # fmt: skip
-# A download writes all the time. Its leftovers, once it is killed, are never used again (huggingface_hub 2).
+# A running download writes all the time. huggingface_hub 2 never reuses the partial file of a killed download.
 _ABANDONED_SECONDS = 600
 _AT_ONCE = 8
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -58,18 +58,18 @@ class Part:
         return sum(size for _, size, _ in self.files)
 
     def there(self, cache: Path) -> int:
-        """Return the bytes that are in the cache, with those of partial files."""
+        """Return the bytes that are in the cache, including those of partial files."""
         contents = _contents(cache, self.name)
         found: dict[str, int] = {}
         for path in contents.iterdir() if contents.is_dir() else ():
             content = path.name.partition(".")[0]
             found[content] = max(found.get(content, 0), _written(path))
-        # Files of equal content are stored once.
+        # The cache stores files of equal content once, so count each content once.
         return sum(min(size, found.get(content, 0)) for _, size, content in self.files)
 
 
 def chosen(files: Iterable[str], index: Mapping[str, object] | None = None) -> set[str]:
-    """Return the files of a model that an engine reads: all but weights, and the weights in one format.
+    """Return the files of a model that an engine reads: the weights in one format, and everything that is not weights.
 
     `index` is the model's model.safetensors.index.json, which lists the weights; None if the model has none.
     """
@@ -103,7 +103,7 @@ def plan(name: str, revision: str | None) -> Part:
 
 
 def fetch(part: Part) -> None:
-    """Download missing files one by one; an engine without a hub would call a partial snapshot incomplete.
+    """Download missing files one by one, because an engine without a hub rejects a partial snapshot.
 
     Raises:
         PreflightError: ModelNotFound.
@@ -128,7 +128,7 @@ def tidy(cache: Path, name: str, now: float) -> None:
 
 
 def check_room(cache: Path, parts: Sequence[Part]) -> None:
-    """Refuse downloads that do not fit.
+    """Refuse downloads that do not fit on the volume.
 
     Raises:
         PreflightError: VolumeFull, with the numbers.
@@ -200,20 +200,20 @@ def _written(path: Path) -> int:
     """Return the bytes on disk of a file, which may already have its final size."""
     try:
         about = path.stat()
-    except FileNotFoundError:  # renamed since it was listed
+    except FileNotFoundError:  # another thread has renamed it since it was listed
         return 0
     return min(about.st_size, about.st_blocks * 512)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0 when everything is there, 78 if it never will be without a change, 1 if another attempt may help."""
+    """Return 0 if everything is there, 78 if only a change can help, and 1 if another attempt may help."""
     parser = argparse.ArgumentParser(prog="kvpilot-prefetch", allow_abbrev=False, description=__doc__)
     parser.add_argument("--model", required=True, metavar="ORG/MODEL", help="on the hub")
     parser.add_argument("--revision", help="branch, tag or commit of the model")
     parser.add_argument("--adapter", action="append", default=[], metavar="ORG/ADAPTER", help="may be given again")
     parser.add_argument("--port", type=int, default=8000, help="where /metrics is")
     asked = parser.parse_args(argv)
-    # The first process of a container ignores the signal by default, and threads would finish their files first.
+    # The first process of a container ignores SIGTERM by default. Exit at once: threads would first finish their files.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(_TERMINATED))
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from huggingface_hub.constants import HF_HUB_CACHE

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def of_all_ranks(mine: T) -> list[T]:
-    """Return the values of all ranks of tensor parallelism in their order, stage by stage."""
+    """Return the values of all tensor-parallel ranks in rank order, one pipeline stage after another."""
     from vllm.distributed import get_pp_group, get_tp_group
 
     return [one for stage in _of_group(_of_group(mine, get_tp_group()), get_pp_group()) for one in stage]

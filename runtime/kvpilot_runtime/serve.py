@@ -55,7 +55,7 @@ def _count(text: str) -> int:
 
 
 def _length(text: str) -> int | None:
-    """Parse a number of tokens; None stands for the largest that fits, which vLLM finds."""
+    """Parse a number of tokens. None stands for the largest number that fits, which vLLM finds."""
     return None if text.strip().lower() in ("-1", "auto") else _count(text)
 
 
@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
-    """Return the request, and the arguments for `vllm serve`, still without the layers to skip.
+    """Return the request, and the arguments for `vllm serve`. The layers to skip are added later.
 
     Raises:
         PreflightError: BadArguments.
@@ -170,7 +170,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check, then replace this process by `vllm serve`; return only on a refusal."""
+    """Check the request, then replace this process by `vllm serve`. Return only on a refusal."""
     try:
         request, arguments = parse(sys.argv[1:] if argv is None else argv)
         findings = check(request)
@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for reason, message in findings.warnings:
         _say("warning", reason, message)
     if request.dtype == "auto" and findings.config is not None and findings.config.auto != "auto":
-        # For some checkpoints vLLM 0.32 stores fp8 but reports `auto`.
+        # For some checkpoints vLLM 0.32 stores fp8, but reports the dtype `auto`.
         arguments.append(f"--kv-cache-dtype={findings.config.auto}")
     if findings.skip_layers:
         arguments += ["--kv-cache-dtype-skip-layers", *findings.skip_layers]
@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if findings.config is not None:
         environment[model_info.VARIABLE] = model_info.encode(findings.config)
     if model_folder(request.model) is not None and not asks_a_hub(request):
-        environment.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder, so no start needs the hub
+        environment.setdefault("HF_HUB_OFFLINE", "1")  # the model's folder is complete, so a start never needs the hub
     variables, beside = compiled.prepare(arguments, environment, partial(_say, "warning"))
     if beside is not None:
         subprocess.Popen(beside, stdin=subprocess.DEVNULL)
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _become_vllm(arguments: list[str], environment: dict[str, str]) -> NoReturn:
-    # -P: files in the working directory must not shadow Python's modules.
+    # -P keeps files in the working directory from shadowing Python's modules.
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve"]
     os.execve(sys.executable, [*command, *arguments], environment)  # noqa: S606
 

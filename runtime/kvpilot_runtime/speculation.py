@@ -1,7 +1,8 @@
 """Speculative decoding: the drafts that our dtypes support, and steps with draft tokens.
 
-A sequence with k drafts has 1 + k tokens in a step. The model then accepts some of them; the rest, from the first wrong
-one on, is computed again in the same places. So each token is a query of its own that attends to tokens up to itself.
+A sequence with k drafts has 1 + k tokens in a step. The model accepts the drafts up to the first wrong one. The next
+step computes the tokens from there on again and stores them in the same slots. So each token is a query of its own that
+attends to the tokens up to itself.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def refuse_other_drafters(vllm_config: Any, dtype: str) -> None:
     """Refuse kinds of speculation that are not supported.
 
     Raises:
-        UnsupportedModelError: as `unsupported_drafts`; or a model drafts beside an option that is not supported with
-            it.
+        UnsupportedModelError: in the same cases as `unsupported_drafts`; or if a draft model runs beside an option that
+            does not support one.
     """
     found = getattr(vllm_config, "speculative_config", None)
     what = None if found is None else unsupported_drafts(found.method, vars(found))
@@ -39,7 +40,7 @@ def refuse_other_drafters(vllm_config: Any, dtype: str) -> None:
 
 
 def has_draft_model(vllm_config: Any) -> bool:
-    """Return True if a model drafts; its layers are among the served model's."""
+    """Return True if drafts come from a model. Its layers are among the served model's layers."""
     found = getattr(vllm_config, "speculative_config", None)
     return found is not None and found.method in DRAFT_MODELS
 
@@ -47,8 +48,8 @@ def has_draft_model(vllm_config: Any) -> bool:
 def refuse_other_groups(vllm_config: Any, groups: Sequence[Any], drafting: Set[str]) -> None:
     """Refuse a draft model with layers outside the first group of layers that share a block table.
 
-    vLLM 0.32 stores a draft model's tokens by the table of the first group, so they would overwrite the served model's
-    pages.
+    vLLM 0.32 stores the draft model's tokens by the block table of the first group. Layers in another group would
+    overwrite pages of the served model.
 
     Args:
         groups: vLLM's `KVCacheGroupSpec`s. drafting: the names of the draft model's layers.
@@ -65,11 +66,11 @@ def refuse_other_groups(vllm_config: Any, groups: Sequence[Any], drafting: Set[s
 
 
 def spares(vllm_config: Any, layer: Any) -> int:
-    """Return the number of unused rings to add for a draft model, which has none.
+    """Return the number of unused rings to add for a draft model, which has no rings of its own.
 
     vLLM needs all layers of a draft model in one group. It splits layers with pages like those of `layer` into groups
-    of as many as there are rings, and might spread a large draft model over two. With as many rings as layers there is
-    one group of each. They are no larger than with vLLM's padding.
+    whose size is the number of rings, so a large draft model might be spread over two groups. With as many rings as
+    layers, vLLM makes one group of layers and one of rings. These groups are no larger than with vLLM's own padding.
     """
     found = getattr(vllm_config, "speculative_config", None)
     if found is None or found.method != "draft_model":

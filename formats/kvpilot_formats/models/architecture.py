@@ -1,4 +1,4 @@
-"""Facts of a model that decide the size of its KV cache and the formats that can hold it."""
+"""Properties of a model that decide the size of its KV cache and the formats that can hold it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpilot_formats import latent as latent_formats
 
 
 class Kind(StrEnum):
-    """State that a layer keeps of a sequence."""
+    """State that a layer keeps for a sequence."""
 
     FULL = "full"
     WINDOW = "window"
@@ -92,17 +92,17 @@ class Architecture:
 
     @property
     def full_layers(self) -> int:
-        """Number of these that attend to everything."""
+        """Number of these layers that attend to everything."""
         return sum(group.layers for group in self.groups if group.kind is Kind.FULL)
 
     @property
     def window_layers(self) -> int:
-        """Number of these with a sliding window, which stay in 16 bits under our dtypes."""
+        """Number of these layers that have a sliding window. They stay in 16 bits with our dtypes."""
         return sum(group.layers for group in self.groups if group.kind is Kind.WINDOW)
 
     @property
     def chunked_layers(self) -> int:
-        """Number of these that attend within chunks."""
+        """Number of these layers that attend within chunks."""
         return sum(group.layers for group in self.groups if group.kind is Kind.CHUNKED)
 
     @property
@@ -121,11 +121,11 @@ class Architecture:
     def token_bytes(self, dtype: str | formats.Format | latent_formats.LatentFormat, kept: int = 0) -> int:
         """Return the bytes of a token in the layers that grow with a sequence, in all KV heads.
 
-        `kept` of these layers stay in the model's dtype. Under latent attention 16 bits, fp8 and latent formats have a
-        layout.
+        `kept` of these layers stay in the model's dtype. With latent attention only 16 bits, fp8 and the latent formats
+        have a layout.
 
         Raises:
-            FormatError: no such dtype, or it has no layout for these keys and values.
+            FormatError: there is no such dtype, or it has no layout for these keys and values.
         """
         if isinstance(dtype, latent_formats.LatentFormat):
             return self.full_layers * dtype.row_bytes

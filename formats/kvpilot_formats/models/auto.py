@@ -1,4 +1,4 @@
-"""KV-cache dtype that vLLM makes of `auto`: a checkpoint may say that its cache is quantized."""
+"""KV-cache dtype that vLLM chooses for `auto`. A checkpoint may request a quantized cache."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _LEGACY_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
 
 
 def auto_dtype(raw: Mapping[str, Any], latent: bool = False) -> str:
-    """Return the dtype that `auto` becomes in vLLM 0.32, or `auto` for the model's own.
+    """Return the dtype that `auto` becomes in vLLM 0.32, or `auto` for the model's own dtype.
 
     Args:
         raw: a config.json from `load`, with hf_quant_config.json in place of its quantization_config.
-        latent: the model has multi-head latent attention, whose layers ignore schemes of compressed-tensors.
+        latent: True for multi-head latent attention, whose layers ignore schemes of compressed-tensors.
     """
     scheme = _part(raw, "quantization_config")
     if _by_modelopt(scheme):
@@ -33,7 +33,7 @@ def auto_dtype(raw: Mapping[str, Any], latent: bool = False) -> str:
 def _by_modelopt(scheme: Mapping[str, Any]) -> bool:
     if str(scheme.get("quant_method")).lower().startswith("modelopt"):
         return True
-    # ModelOpt before 0.31 wrote a separate file, which does not name a method.
+    # ModelOpt before 0.31 wrote its settings to a separate file, which does not name a method.
     inner = _part(scheme, "quantization")
     written = _part(scheme, "producer").get("name") == "modelopt" or "modelopt_quant_config" in inner
     return written and str(inner.get("quant_algo")).upper() in _LEGACY_ALGORITHMS

@@ -1,4 +1,4 @@
-"""Reading of config.json, and of single fields with the defaults of transformers' classes."""
+"""Reader of config.json, and of its fields with the defaults of transformers' classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST_SIZE = 2**40
 MOST_LAYERS = 10_000
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
-# Spellings of classes that do not have a map.
+# Spellings of fields in classes that do not list them.
 _SPELLINGS = {
     "hidden_size": ("n_embd", "d_model"),
     "intermediate_size": ("n_inner", "ffn_hidden_size"),
@@ -79,7 +79,7 @@ def defaults() -> Mapping[str, Any]:
 
 
 def known(model_type: str) -> bool:
-    """Return True if transformers has a config class for it."""
+    """Return True if transformers has a config class for this model_type."""
     return model_type in defaults()
 
 
@@ -88,7 +88,7 @@ _TYPES = {
     "LongcatFlashForCausalLM": "longcat_flash",
     "LongcatFlashNgramForCausalLM": "longcat_flash",
 }
-"""model_type by architecture, for published configs with no or a wrong one: vLLM builds the architecture."""
+"""model_type by architecture, for published configs in which it is missing or wrong. vLLM follows the architecture."""
 
 
 class Fields:
@@ -107,7 +107,7 @@ class Fields:
             names = (part, *_TEXT_PARTS) if part else _TEXT_PARTS
             inner = next((self.text[n] for n in names if isinstance(self.text.get(n), Mapping)), None)
             if inner is None:
-                # Older configs of such models are flat.
+                # Older configs of such models have these fields at the top level.
                 self.model_type = kind or self.model_type
                 break
             self.text, self.model_type = inner, _word(inner.get("model_type")) or kind or self.model_type
@@ -119,22 +119,22 @@ class Fields:
         self._names: Mapping[str, str] = row.get("names", {})
 
     def get(self, field: str) -> Any:
-        """Return its value, its class's default, or None."""
+        """Return the field's value, its class's default, or None."""
         for name in (field, self._names.get(field), *_SPELLINGS.get(field, ())):
             if name is not None and name in self.text:
                 return self.text[name]
         return self._defaults.get(field)
 
     def anywhere(self, field: str) -> Any:
-        """Return the text part's value as `get`, or else the whole model's."""
+        """Return the text part's value like `get`, or else the value of the whole model."""
         value = self.text.get(field)
         return value if value is not None else self.raw.get(field, self._defaults.get(field))
 
     def size(self, *fields: str, most: int = LARGEST_SIZE) -> int:
-        """Return the first of these that is there and not null, or 0.
+        """Return the first of these fields that is present and not null, or 0.
 
         Raises:
-            ConfigError: it is not a size.
+            ConfigError: the value is not a size.
         """
         for field in fields:
             value = self.get(field)
@@ -143,10 +143,10 @@ class Fields:
         return 0
 
     def needed(self, field: str, most: int = LARGEST_SIZE) -> int:
-        """Return `size`, which must be there and positive.
+        """Return `size`, which must be present and positive.
 
         Raises:
-            ConfigError: it is not a size, or is missing.
+            ConfigError: it is missing, or is not a size.
         """
         value = self.size(field, most=most)
         if not value:
@@ -155,10 +155,10 @@ class Fields:
 
     @staticmethod
     def checked(field: str, value: Any, most: int = LARGEST_SIZE) -> int:
-        """Return `value`, which must be a size; of a list with one value per layer, the largest.
+        """Return `value`, which must be a size. If it is a list with one value per layer, return the largest.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: it is not a size.
         """
         values = value if isinstance(value, list) and value else [value]
         for one in values:
@@ -167,10 +167,10 @@ class Fields:
         return int(max(values))
 
     def listed(self, field: str) -> list[Any] | None:
-        """Return a list, or None if it is missing, null or empty.
+        """Return the field's list, or None if it is missing, null or empty.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: the field is not a list.
         """
         value = self.get(field)
         if value is not None and not isinstance(value, list):

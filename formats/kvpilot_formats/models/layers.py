@@ -18,12 +18,12 @@ WORDS: dict[str, Kind] = {
 }  # fmt: skip
 """Kind of a layer by its word in transformers and published configs.
 
-One that attends and has a state is `hybrid`. Other words mean an unknown cache.
+A layer that attends and also has a state is `hybrid`. If a word is not listed, the layer's cache is unknown.
 """
 
 HYBRID = "hybrid"
 REPEATED = frozenset({"longcat_flash", "iquestloopcoder"})
-_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # hybrid_override_pattern of Nemotron-H
+_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # letters of Nemotron-H's hybrid_override_pattern
 
 
 def kinds(fields: Fields) -> list[str]:
@@ -34,17 +34,17 @@ def kinds(fields: Fields) -> list[str]:
     """
     if fields.built_as in REPEATED:
         return _repeated(fields)
-    if fields.listed("compress_ratios") is not None:  # DeepSeek V4: caches of windows and of merged tokens
+    if fields.listed("compress_ratios") is not None:  # DeepSeek V4 has caches of windows and of merged tokens
         return ["compressed_attention"] * fields.needed("num_hidden_layers", MOST_LAYERS)
     pattern = fields.get("hybrid_override_pattern")
     if isinstance(pattern, str) and pattern:
         return [_PATTERN.get(letter, letter) for letter in pattern[:MOST_LAYERS]]
-    # Two spellings of one list; classes without num_hidden_layers take the number of layers from it.
+    # Both names spell the same list. Classes without num_hidden_layers take the number of layers from it.
     for field in ("layer_types", "layers_block_type"):
         found = fields.listed(field)
         if found is not None:
             layers = fields.size("num_hidden_layers", most=MOST_LAYERS) or len(found)
-            # Some configs also list the layers of multi-token prediction.
+            # Some configs also list the layers for multi-token prediction, which are not part of the model's layers.
             return [_word(field, value) for value in _as_long(field, found, layers)]
     layers = fields.needed("num_hidden_layers", MOST_LAYERS)
     for listed in (_by_sparsity, _by_index, _by_flag, _by_block, _by_period):
@@ -56,7 +56,7 @@ def kinds(fields: Fields) -> list[str]:
 
 def _repeated(fields: Fields) -> list[str]:
     """Return the layers of models whose layers attend more than once, each time with its own cache."""
-    if fields.built_as == "longcat_flash":  # num_hidden_layers counts attentions, two per layer
+    if fields.built_as == "longcat_flash":  # its num_hidden_layers counts attentions, two per layer
         twice = 2 * fields.size("num_layers", most=MOST_LAYERS)
         return ["attention"] * (twice or fields.needed("num_hidden_layers", MOST_LAYERS))
     layers = fields.needed("num_hidden_layers", MOST_LAYERS)
@@ -88,7 +88,7 @@ def _by_index(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_flag(fields: Fields, layers: int) -> list[str] | None:
-    """Return the layers of configs with a number for each layer that selects one of two kinds."""
+    """Return the layers of configs in which a number for each layer selects one of two kinds."""
     for field, one, zero in (
         ("attn_type_list", "attention", "linear_attention"),
         ("hybrid_layer_pattern", "sliding_attention", "attention"),
@@ -116,7 +116,7 @@ def _by_block(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_period(fields: Fields, layers: int) -> list[str] | None:
-    """Return the layers of Jamba, which names a period and an offset."""
+    """Return the layers of Jamba, whose config has a period and an offset."""
     period, offset = fields.size("attn_layer_period"), fields.size("attn_layer_offset")
     if not period:
         return None
@@ -124,17 +124,17 @@ def _by_period(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_class(fields: Fields, layers: int) -> list[str]:
-    """Return the layers of configs without kinds, by the rule of the class."""
+    """Return the layers of configs that do not list kinds, by the rule of the class."""
     rule = fields.kinds
     if "period" in rule:
         period: Sequence[str] = rule["period"]
         written = fields.get(rule["by"]) if "by" in rule else None
-        if isinstance(written, str) and written and set(written) <= set("LG"):  # EXAONE: LLLG
+        if isinstance(written, str) and written and set(written) <= set("LG"):  # EXAONE writes a pattern such as LLLG
             period = ["sliding_attention" if letter == "L" else "attention" for letter in written]
             written = None
         length = 0 if written is None else Fields.checked(rule["by"], written, MOST_LAYERS)
         if length:
-            # The class's rule for lists of this length: the first or the last layer is different.
+            # The class's rule for lists of this length: the first or the last layer has the other kind.
             odd, others = (0, 1) if rule["odd"] == 0 else (-1, 0)
             one, many = [period[odd]], [period[others]] * (length - 1)
             period = one + many if odd == 0 else many + one

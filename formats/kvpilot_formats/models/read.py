@@ -1,4 +1,4 @@
-"""`Architecture` from a config.json, as vLLM would build the model."""
+"""`Architecture` from a config.json, with the layers that vLLM would build."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LATENT = frozenset({
     "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note", "glm4_moe_lite", "glm5_next",
     "glm5_next_text", "glm_moe_dsa", "hy_v4", "kimi_k2", "kimi_linear", "longcat_flash", "pangu_ultra_moe",
 })  # fmt: skip
-"""model_types that vLLM serves with a latent cache if they have a kv_lora_rank; others unfold it."""
+"""model_types that vLLM serves with a latent cache if they have a kv_lora_rank. It expands the latents of others."""
 
 _ALIBI = frozenset({"bloom", "mpt"})
 _IMAGE_PREFIX = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma"})
@@ -25,7 +25,7 @@ _LARGEST_CAP = 1e6  # larger than any logit
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
-    """Return the facts of a Hugging Face config; of a model with images or sound, those of its text part.
+    """Return the architecture in a Hugging Face config. For a model with images or sound, read its text part.
 
     Raises:
         ConfigError: a field is missing, has a wrong type, or contradicts another one.
@@ -94,12 +94,12 @@ def _decoder(fields: Fields) -> list[str]:
 
 
 def _window(fields: Fields, limit: int | None) -> tuple[int, bool]:
-    """Return the window's tokens, 0 if no context can leave it; and True if there is one as long as any context."""
+    """Return the window in tokens, 0 if no context exceeds it, and True if such a window exists."""
     window = fields.size("sliding_window", "sliding_window_size")
     if fields.built_as == "iquestloopcoder":
         window = fields.size("loop_window_size") or 64
     elif fields.model_type in ("cohere2", "cohere2_moe"):
-        window += bool(window)  # its layers also see the token itself
+        window += bool(window)  # these layers also see the token itself
     if fields.get("use_sliding_window") is False:
         return 0, False
     idle = bool(window) and limit is not None and window >= limit
@@ -107,7 +107,7 @@ def _window(fields: Fields, limit: int | None) -> tuple[int, bool]:
 
 
 def _sharing(fields: Fields, words: list[str]) -> tuple[list[str], int]:
-    """Return the layers with their own cache, and the number of last ones that read another layer's."""
+    """Return the layers with their own cache, and the number of last layers that read another layer's cache."""
     shared = fields.size("num_kv_shared_layers", most=MOST_LAYERS)
     if shared >= len(words):
         if shared:
@@ -126,13 +126,13 @@ def _group(fields: Fields, index: int, kind: Kind, window: int, crossed: bool) -
     """Return one layer's shape."""
     heads = _heads(fields, crossed)
     head_dim = fields.size("head_dim", "attention_head_dim", "kv_channels")
-    # Under latent attention some classes' head_dim is the RoPE part, and does not describe a cache.
+    # With latent attention, some classes set head_dim to the RoPE part, which does not describe a cache.
     if fields.size("kv_lora_rank") and (nope := fields.size("qk_nope_head_dim")):
         head_dim = nope + fields.size("qk_rope_head_dim")
     if not head_dim:
         head_dim = fields.needed("hidden_size") // heads
     kv_heads = _kv_heads(fields, heads, index)
-    # If vLLM unfolds a latent (MiniCPM3), values are padded to the size of keys.
+    # If vLLM expands the latents (MiniCPM3), it pads values to the size of keys.
     unfolded = fields.size("kv_lora_rank") and fields.model_type not in LATENT
     value_dim = (0 if unfolded else fields.size("v_head_dim")) or head_dim
     if kind is Kind.WINDOW:
@@ -150,7 +150,7 @@ def _group(fields: Fields, index: int, kind: Kind, window: int, crossed: bool) -
 
 
 def _kv_heads(fields: Fields, heads: int, index: int) -> int:
-    """Return the KV heads of a layer."""
+    """Return the number of KV heads of a layer, from the field that this class of model uses."""
     blocks = fields.listed("block_configs")
     if blocks is not None and index < len(blocks) and isinstance(blocks[index], Mapping):
         attention = blocks[index].get("attention")
@@ -158,7 +158,7 @@ def _kv_heads(fields: Fields, heads: int, index: int) -> int:
             grouped = attention.get("n_heads_in_group")
             if grouped:
                 return max(1, heads // Fields.checked("block_configs.attention.n_heads_in_group", grouped))
-    # Falcon: older models have one KV head, although the field has their number of heads.
+    # Falcon: in older models this field holds the number of query heads, but they have one KV head.
     if fields.get("multi_query") is True and not fields.get("new_decoder_architecture"):
         return 1
     if fields.get("multi_query_attention") is True:  # ChatGLM
@@ -184,7 +184,7 @@ def _latent(fields: Fields) -> int:
 
 
 def _element_bytes(fields: Fields) -> int:
-    """Return the bytes of an element in the model's own dtype: vLLM serves float32 checkpoints in 16 bits too."""
+    """Return the bytes of an element in the model's own dtype. vLLM serves float32 checkpoints in 16 bits too."""
     dtype = str(fields.anywhere("dtype") or fields.anywhere("torch_dtype"))
     return 1 if "float8" in dtype else 2
 

@@ -1,4 +1,6 @@
-"""Files of a model's weights, and their bytes: only those that vLLM's default loader reads, without further copies."""
+"""Files of a model's weights that vLLM's default loader reads, and their sizes. Other copies of the weights do not
+count.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the bytes of a model's weights: of safetensors files, those of the tensors in their headers.
+    """Return the bytes of a model's weights. For safetensors files, count the tensors in their headers.
 
     Raises:
-        ConfigError: as `weight_files`, or a file is damaged or truncated.
+        ConfigError: in the same cases as `weight_files`, or if a file is damaged or truncated.
     """
     return sum(
         _tensor_bytes(file) if file.suffix == ".safetensors" else file.stat().st_size for file in weight_files(folder)
@@ -52,7 +54,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def _indexed(found: list[Path], index: Path) -> list[Path]:
-    """Return the files that the index names; all of them without an index."""
+    """Return the files that the index names, or all files if there is no index."""
     if not index.is_file():
         return found
     try:

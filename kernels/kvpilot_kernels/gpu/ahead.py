@@ -1,8 +1,8 @@
-"""Parallel compilation of the variants that launches need, before any of them runs.
+"""Parallel compilation of the kernel variants that launches need, before any of them runs.
 
-Triton compiles a variant at its first launch, in the launching thread. Most of the time goes to its passes, LLVM, the
-assembler and the C compiler, which run without Python's lock, so threads can compile in parallel. Results go to the
-kernels' own caches, where the launch itself would put them, so they are always found.
+Triton compiles a variant at its first launch, in the launching thread. Most of that time goes to Triton's passes, LLVM,
+the assembler and the C compiler. They run without Python's lock, so threads can compile in parallel. The results go to
+the kernels' own caches, where the real launch looks for them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from triton import AsyncCompileMode
 from triton.runtime.driver import driver
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 MOST_THREADS = 8
-"""Largest useful number: about a tenth of the time holds Python's lock, and the longest variant sets the end."""
+"""Largest useful number of threads. A tenth of the work holds Python's lock, and the longest variant sets the end."""
 
 
-class Ahead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types for us
+class Ahead(AsyncCompileMode):  # type: ignore[misc]  # mypy sees Triton's classes as Any
     """Mode in which launches of uncompiled variants only submit them to `pool`."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
@@ -37,7 +37,7 @@ class Ahead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types for 
         def make() -> Any:
             try:
                 kernel = compile_fn()
-                driver.active.launcher_cls(kernel.src, kernel.metadata)  # Triton 3.6 compiles C for each signature
+                driver.active.launcher_cls(kernel.src, kernel.metadata)  # Triton 3.6 compiles C code for each signature
             except Exception as error:
                 self.failed.append(error)
                 raise
@@ -48,18 +48,18 @@ class Ahead(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types for 
 
 
 def threads(sharers: int) -> int:
-    """Return the threads for each of several processes that compile at once: together they use half of the cores."""
+    """Return the threads for each of several processes that compile at once. Together they use half of the cores."""
     return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // (2 * sharers)))
 
 
 def compile_ahead(launch: Callable[[], None], sharers: int = 1) -> None:
     """Compile the variants that `launch` needs, then launch it.
 
-    If compiling ahead fails, there is a warning; launches then compile as usual, and may raise.
+    If compiling ahead fails, log a warning. The launches then compile as usual, and may raise.
 
     Args:
-        launch: launches kernels; called twice. The first time only compiled variants run.
-        sharers: processes of this machine that do the same.
+        launch: function that launches kernels. It is called twice; the first call runs only compiled variants.
+        sharers: number of processes on this machine that do the same.
     """
     began, mode, failed = time.perf_counter(), None, None
     try:

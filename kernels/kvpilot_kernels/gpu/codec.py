@@ -1,9 +1,9 @@
-"""Page codec of the Triton kernels: codes and scale metadata between a row's slots and the bytes of a page.
+"""Page codec of the Triton kernels. It converts codes and scale metadata between a row's slots and the bytes of a page.
 
 `kvpilot_formats.layouts` defines the bytes, and `reference.quantize` does the same in plain torch. Offsets of regions
-are constants of a launch, from `Format.page_layout` and `Format.ring_layout`. D is the number of elements of a row, the
-next of `formats.HEAD_DIMS` to HEAD, the model's head dimension. WIDE is D padded to groups of 64 slots (`rotation`):
-only D = 96 and 192 have empty slots.
+are constants of a launch, from `Format.page_layout` and `Format.ring_layout`. HEAD is the model's head dimension. D is
+the number of elements of a stored row, the next of `formats.HEAD_DIMS` to HEAD. WIDE is D padded to groups of 64 slots
+(`rotation`). Only D = 96 and 192 have empty slots.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ NAN = tl.constexpr(0x7E00 >> layouts.CUT_BITS)
 NARROW = tl.constexpr(256)
 """Largest number of elements of a head whose queries decode keeps in registers."""
 LARGEST = tl.constexpr(32512.0)
-"""Largest element of a query as an integer of an upper and a lower signed byte."""
+"""Largest element of a query as an integer that consists of an upper and a lower signed byte."""
 
 
 class SideLayout(NamedTuple):
@@ -70,10 +70,10 @@ def side_layouts(fmt: formats.Format, head_dim: int, block_size: int, recent: in
 
 @triton.jit
 def byte_of(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Return the byte of a packed row that holds a slot, and True if the slot holds an element."""
+    """Return the byte of a packed row that holds a slot, and True if the slot is not empty."""
     PLANE: tl.constexpr = WIDE * BITS // 8
     GROUP: tl.constexpr = D // (WIDE // 64)
-    if PLANE > 64 and GROUP != 64:  # a plane's groups are adjacent
+    if PLANE > 64 and GROUP != 64:  # then the groups of a plane are adjacent
         at = slot % PLANE // 64 * GROUP + slot % 64
         real = slot % 64 < GROUP
     else:
@@ -106,7 +106,7 @@ def read_codes(row_ptr, live, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.cons
 
 @triton.jit
 def read_slots(row_ptr, live, slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Read some slots only, as `read_codes`."""
+    """Read some slots only; otherwise like `read_codes`."""
     at, real = byte_of(slot, BITS, D, WIDE)
     byte = tl.load(row_ptr[:, None] + at[None, :], mask=live[:, None] & real[None, :], other=0).to(tl.int32)
     return (byte >> (BITS * (slot // (WIDE * BITS // 8)))[None, :]) & ((1 << BITS) - 1)
@@ -116,8 +116,8 @@ def read_slots(row_ptr, live, slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: t
 def query_planes(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
     """Return `operands.key_planes` by slots of a query.
 
-    These are the divisor of its elements, float32, 1 or 4, and True if the codes that they multiply end at a byte's
-    sign.
+    The result is the divisor of the slot's element, float32, 1 or 4, and a bool. The bool is True if the codes that the
+    element multiplies end at a byte's sign bit.
     """
     GROUP: tl.constexpr = D // (WIDE // 64)
     first = slot // (WIDE * BITS // 8) * BITS
@@ -128,7 +128,7 @@ def query_planes(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def scale_bits(wanted):
-    """Round float32 scales of groups up to the 11 upper bits of a float16, below infinity."""
+    """Round float32 scales of groups up to the 11 upper bits of a float16. The result stays below infinity."""
     bits = (tl.minimum(wanted, 65504.0).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
             + ROUND_UP) >> CUT_BITS  # fmt: skip
     return tl.minimum(bits, INFINITY - 1)
@@ -136,7 +136,7 @@ def scale_bits(wanted):
 
 @triton.jit
 def nearest_scale_bits(wanted):
-    """Do as `scale_bits`, but round to the nearest."""
+    """Round as `scale_bits` does, but to the nearest."""
     bits = (tl.minimum(wanted, 65504.0).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
             + ROUND_HALF) >> CUT_BITS  # fmt: skip
     return tl.minimum(bits, INFINITY - 1)
@@ -168,7 +168,7 @@ def scale_and_zero(meta, BITS: tl.constexpr):
 
 @triton.jit
 def tags(packed, meta, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr):
-    """Return the 14-bit tags that identify rows in a ring, int32 [TOKENS, groups], of packed bytes and metadata."""
+    """Return the 14-bit tags that identify rows in a ring, int32 [TOKENS, groups], from packed bytes and metadata."""
     GROUPS: tl.constexpr = WIDE // 64
     at, real = byte_of(tl.arange(0, WIDE * BITS // 8), BITS, D, WIDE)
     group = tl.arange(0, GROUPS)

@@ -37,9 +37,9 @@ from kvpilot_kernels.gpu.operands import (
 
 @gluon.jit
 def place_of(n, first, stride, RATIO: gl.constexpr, SEVERAL: gl.constexpr):
-    """Return the offset of query `first` + n of a KV head from query `first`; with SEVERAL, from query 0.
+    """Return the offset of query `first` + n of a KV head from query `first`. With SEVERAL, return it from query 0.
 
-    stride: queries from a token of the sequence to its next one.
+    stride: number of queries from one token of the sequence to its next one.
     """
     return (first + n) // RATIO * stride + (first + n) % RATIO if SEVERAL else n
 
@@ -48,10 +48,10 @@ def place_of(n, first, stride, RATIO: gl.constexpr, SEVERAL: gl.constexpr):
 def load_query(rotated_ptr, sums_ptr, units_ptr, apart_ptr, level_ptr, first, count, stride, KEY: gl.constexpr,
                D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, LEVEL: gl.constexpr,
                SEVERAL: gl.constexpr):  # fmt: skip
-    """Load `count` queries of a KV head, at their `place_of`, as `store`'s integers, into registers.
+    """Load `count` queries of a KV head, at their `place_of`, into registers, as the integers that `store` wrote.
 
     Returns:
-        By plane int8 [bytes, 2 Q]; by group the `load_sums`; then the `load_units`.
+        Tensors int8 [bytes, 2 Q], one per plane; the `load_sums` of each group; then the `load_units`.
     """
     PLANES: gl.constexpr = key_planes(KEY.bits, D, GROUP)
     WORDS: gl.constexpr = chunk_words(KEY.bits, D, GROUP)
@@ -77,9 +77,10 @@ def load_query(rotated_ptr, sums_ptr, units_ptr, apart_ptr, level_ptr, first, co
 @gluon.jit
 def load_sums(sums_ptr, first, count, stride, g: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr,
               GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Load a group's initial sums for codes that are less by 128, int32 [2 Q], and a zero code's share, float32 [Q].
+    """Load a group's initial sums, int32 [2 Q], and the contribution of one zero-code step, float32 [Q].
 
-    The former are by columns of the first product, the latter over UNIT.
+    The initial sums correct for codes that are read 128 too low. They have the columns of the first product. The
+    contribution is in units of UNIT.
     """
     sums_ptr += 3 * g
     column = gl.arange(0, 2 * Q, gl.SliceLayout(0, MMA))
@@ -94,10 +95,9 @@ def load_sums(sums_ptr, first, count, stride, g: gl.constexpr, BITS: gl.constexp
 @gluon.jit
 def load_units(units_ptr, apart_ptr, level_ptr, first, count, stride, RATIO: gl.constexpr, Q: gl.constexpr,
                LEVEL: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Load the units of `count` queries, float32 [Q], NaN for a query with a NaN; then offsets of scores in these
-    units.
+    """Load the units of `count` queries, float32 [Q], NaN for a query with a NaN, and offsets of scores in these units.
 
-    The offsets are those of the sequence's first token, float32 [Q], and with LEVEL of every token.
+    The offset of the sequence's first token is float32 [Q]. With LEVEL there is another offset, of every token.
     """
     i = gl.arange(0, Q, COLS)
     place = place_of(i, first, stride, RATIO, SEVERAL)
@@ -126,7 +126,7 @@ def transpose_blocks(x):
 
 @gluon.jit
 def keep(x, mask):
-    """Return the bits of float16 x that are in `mask`."""
+    """Return the bits of float16 x that are set in `mask`."""
     return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [x, mask], dtype=gl.float16, is_pure=True, pack=2)
 
 
@@ -134,7 +134,7 @@ def keep(x, mask):
 def to_right(x, TILE: gl.constexpr, Q: gl.constexpr):
     """Return float16 [TILE, Q] as a right operand [TILE, 8], or 16 for 16, in the module's order of columns."""
     x = transpose_blocks(x)
-    # A thread's row and column became column and row of the operand; the rest keeps its place.
+    # A thread's row and column become the operand's column and row; the other indices stay.
     if Q == 4:
         first = (gl.arange(0, TILE, ROWS)[:, None] % 2 == 0) & (gl.arange(0, Q, COLS)[None, :] >= 0)
         x = gl.join(
@@ -148,7 +148,7 @@ def to_right(x, TILE: gl.constexpr, Q: gl.constexpr):
 
 @gluon.jit
 def by_columns(x, Q: gl.constexpr):
-    """Return float32 [Q] of queries as that of the second product's columns."""
+    """Return float32 [Q], one number per query, in the columns of the second product."""
     if Q == 4:
         x = gl.reshape(gl.join(x, x), [8])
     else:
@@ -158,7 +158,7 @@ def by_columns(x, Q: gl.constexpr):
 
 @gluon.jit
 def by_queries(x, WIDE: gl.constexpr, Q: gl.constexpr):
-    """Return a second product, [WIDE, 8] or 16 for 16 queries, as that of queries, [WIDE, Q]."""
+    """Return a second product, [WIDE, 8] or [WIDE, 16] for 16 queries, with one column per query, [WIDE, Q]."""
     if Q == 4:
         first, last = gl.split(gl.reshape(x, [WIDE, 4, 2]))
         x = first + last

@@ -76,8 +76,8 @@ def epilogue(out_ptr, lse_ptr, first, count, stride, m, total, zeros, acc, VALUE
              GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
     """Write a split's normalised output, float32 [count, D], and its log-sums, float32 [count], at their `place_of`.
 
-    With several tokens, one may attend to no token of a sequence's last split. Its output there is 0, with a negligible
-    weight.
+    With several query tokens, one of them may attend to no token of a sequence's last split. Its output there is 0,
+    with a negligible weight.
     """
     PLANES: gl.constexpr = value_planes(VALUE.bits, D, GROUP)
     WORDS: gl.constexpr = chunk_words(VALUE.bits, D, GROUP)
@@ -87,7 +87,7 @@ def epilogue(out_ptr, lse_ptr, first, count, stride, m, total, zeros, acc, VALUE
     word = gl.arange(0, padded(WORDS), ROWS)[:, None]
     n = gl.arange(0, Q, COLS)
     place = place_of(n, first, stride, RATIO, SEVERAL)
-    for i in gl.static_range(0, len(PLANES), 2):  # even and odd elements of words
+    for i in gl.static_range(0, len(PLANES), 2):  # a word holds an even and an odd element
         shift = gl.sum(zeros[PLANES[i][3]], 0) * (zero_unit(VALUE.bits) / UNIT)
         even = by_queries(acc[i], padded(WORDS), Q) * (0.5 ** (VALUE.bits * PLANES[i][1]) / UNIT)
         odd = by_queries(acc[i + 1], padded(WORDS), Q) * (0.5 ** (VALUE.bits * PLANES[i][1]) / UNIT)
@@ -237,14 +237,14 @@ def decode_kernel(
         ring_rows = ()
         for i in gl.static_range(RING_BLOCKS):
             ring_rows = ring_rows + (gl.load(ring_table_ptr + sequence.to(gl.int64) * ring_table_stride + i),)
-        # From the first tile of the recent window on, digits use the buffers of later tiles.
+        # From the first tile of the recent window on, digits use the buffers that were meant for later tiles.
         plain = end
         ahead = end
         if RECENT > 0:
             plain = gl.minimum(gl.maximum(gl.maximum(length - RECENT, 0) // TILE * TILE, start), end)
             ahead = gl.minimum(plain + 1, end)
-        # This step stores at the end of a sequence: its own token, and before it perhaps one of a sequence that shares
-        # a block with it. Tiles before these two tokens do not wait for `store`.
+        # The end of a sequence may hold tokens of this step: its own, and one of a sequence that shares the block.
+        # Tiles before these two tokens do not wait for `store`.
         settled = gl.minimum(end - 1 - TILE, ahead)
         blocks = ()
         for i in gl.static_range(STAGES - 1):
@@ -323,5 +323,5 @@ def decode_kernel(
             out_ptr + at * D, lse_ptr + at, first, count, heads * RATIO, m, total, zeros, acc, VALUE, D, GROUP, RATIO,
             Q, SEVERAL,
         )  # fmt: skip
-    elif OVERLAP:  # later kernels rely on this one for all earlier writes
+    elif OVERLAP:  # later kernels rely on this kernel to wait for all earlier writes
         gdc_wait()

@@ -1,7 +1,7 @@
-"""Gather: write tokens contiguously in 16 bits, in the model's dtype: read back from pages, or copied from fresh ones.
+"""Gather: write tokens contiguously, in the model's 16-bit dtype. They are read from pages, or copied if they are new.
 
 Prefill attends through a workspace of fixed size. If contexts and the step's own tokens fit into it together, one
-launch writes them and one call of FlashAttention runs over them. Longer contexts come chunk by chunk.
+launch writes them and one call of FlashAttention runs over them. Longer contexts are read chunk by chunk.
 """
 
 import triton
@@ -14,7 +14,7 @@ from kvpilot_kernels.gpu.rotation import load_signs, plain_slots, rotate
 @triton.jit
 def read_side(page_ptr, place, live, signs_ptr, head, mean_ptr, scale_ptr, SIDE: tl.constexpr, HEAD: tl.constexpr,
               D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
-    """Read rows [TOKENS, WIDE] of a side of `head`, rotated back, in plain slots of the model's elements, float32."""
+    """Read rows [TOKENS, WIDE] of one side of `head`, and rotate them back to the model's elements, float32."""
     code = read_codes(page_ptr + (SIDE.codes + place * SIDE.row), live, SIDE.bits, D, WIDE)
     at = (page_ptr + SIDE.meta).to(tl.pointer_type(tl.int16))[:, None]
     at += tl.arange(0, WIDE // 64)[None, :] * PAGE + place[:, None]
@@ -67,7 +67,7 @@ def gather_kernel(
         page, place, stored, value_signs_ptr, head, value_mean_ptr, value_scale_ptr, VALUE, HEAD, D, WIDE, PAGE
     )
     tl.store(value_out_ptr + to, y.to(value_out_ptr.dtype.element_ty), mask=mask)
-    if fresh:  # load the arguments again, since they are not kept in registers meanwhile
+    if fresh:  # load the arguments again, because registers have no room to keep them
         row = -1 - tl.load(slots_ptr + at, mask=live, other=0)
         mask = (row >= 0)[:, None] & has[None, :]
         given = tl.load(key_ptr + (row[:, None] * key_stride + head * HEAD + d[None, :]), mask=mask, other=0.0)

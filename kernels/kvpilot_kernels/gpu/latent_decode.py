@@ -52,7 +52,7 @@ HEADROOM = gl.constexpr(15.0)
 """Exponent of the largest weight, 2^15, within float16's range."""
 
 FROM = gl.constexpr(8.0)
-"""Exponent of the weight, 2^8, that a rescaling gives the largest one."""
+"""Exponent of the largest weight after a rescaling, 2^8."""
 
 LEAST = gl.constexpr(2.0**-20)
 """Smallest scale of a token that is not all zeros."""
@@ -60,7 +60,7 @@ LEAST = gl.constexpr(2.0**-20)
 
 @gluon.jit
 def multiply_by_queries(low, queries, sums, first: gl.constexpr, BITS: gl.constexpr, WARPS: gl.constexpr):
-    """Add the products of words [TILE, words] and queries, by part their planes from `first` on, to sums by part."""
+    """Add the products of words [TILE, words] and queries to `sums`, part by part, for the planes from `first` on."""
     both = (low, upper_bytes(low))
     for i in gl.static_range(2 * (8 // BITS)):
         plane = word_plane(both[i % 2], BITS, i // 2)
@@ -76,10 +76,10 @@ def multiply_by_queries(low, queries, sums, first: gl.constexpr, BITS: gl.conste
 def score(codes, rope_codes, queries, rope_queries, word, rope_word, stage, sums_ptr, count, LATENT: gl.constexpr,
           POSITION: gl.constexpr, HEADS: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr,
           WARPS: gl.constexpr):  # fmt: skip
-    """Return a tile's scores in log2, by part float32 [TILE, heads].
+    """Return a tile's scores in log2, float32 [TILE, heads] for each part.
 
-    word, rope_word: metadata of its tokens. Sums of the queries are loaded for each tile again, because registers have
-    no room for them.
+    word, rope_word: metadata of the tile's tokens. The sums of the queries are loaded again for each tile, because
+    registers have no room to keep them.
     """
     PARTS: gl.constexpr = parts(Q)
     CHUNKS: gl.constexpr = LATENT.row // 2 // chunk_words(WARPS)
@@ -111,7 +111,7 @@ def score(codes, rope_codes, queries, rope_queries, word, rope_word, stage, sums
 
 @gluon.jit
 def accumulate(codes, weights, stage, acc, LATENT: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr):
-    """Add the tile at `stage` times the weights in shared memory, by part [TILE, heads], to acc.
+    """Multiply the tile at `stage` by the weights in shared memory, by part [TILE, heads], and add it to acc.
 
     acc: by plane and part float32 [words, heads], in units of UNIT * 2^(bits * sub-plane).
     """
@@ -134,7 +134,7 @@ def accumulate(codes, weights, stage, acc, LATENT: gl.constexpr, Q: gl.constexpr
 
 @gluon.jit
 def rescaled(acc, alphas):
-    """Return acc, by plane and part, times a factor for each head, by part [heads]."""
+    """Return acc, by plane and part, multiplied by a factor for each head, [heads] for each part."""
     PARTS: gl.constexpr = len(alphas)
     new = ()
     for i in gl.static_range(len(acc)):
@@ -230,7 +230,8 @@ def latent_decode_kernel(
                 codes, rope_codes, queries, rope_queries, word, rope_word, stage, sums, count, LATENT, POSITION, HEADS,
                 TILE, Q, WARPS,
             )  # fmt: skip
-            # Past the end scales may be NaN, and 0 * NaN is not 0. Before the end the score is NaN already.
+            # Scales past the end may be NaN, and 0 * NaN is NaN. Before the end a NaN scale has made the score NaN
+            # already.
             scale = scales_up_to(word, gl.full([TILE], LARGEST_HALF, gl.uint16, ROWS))
             height = gl.log2(gl.maximum(scale, LEAST))
             zero = zero_codes(word)
@@ -269,7 +270,7 @@ def latent_decode_kernel(
             norm = gl.convert_layout(gl.sum(total[j], 0), COLS)
             shift = gl.convert_layout(gl.sum(zeros[j], 0), COLS) * (zero_unit(LATENT.bits) / UNIT)
             n = PARTS[j][0] + gl.arange(0, PARTS[j][1], COLS)
-            for i in gl.static_range(len(PLANES) // 2):  # even and odd elements of a word
+            for i in gl.static_range(len(PLANES) // 2):  # a word holds an even and an odd element
                 even, odd = acc[2 * i * len(PARTS) + j], acc[(2 * i + 1) * len(PARTS) + j]
                 even = (even * (0.5 ** (LATENT.bits * PLANES[2 * i][1]) / UNIT) - shift[None, :]) / norm[None, :]
                 odd = (odd * (0.5 ** (LATENT.bits * PLANES[2 * i][1]) / UNIT) - shift[None, :]) / norm[None, :]
@@ -277,5 +278,5 @@ def latent_decode_kernel(
                 to = out_ptr + at * RANK + n[None, :] * RANK + element
                 store_pairs(to, even, odd, (n[None, :] < count) & (word >= 0))
             gl.store(lse_ptr + at + n, gl.log2(norm) + m[j], mask=n < count)
-    elif OVERLAP:  # later kernels rely on this one for all earlier writes
+    elif OVERLAP:  # later kernels rely on this kernel to wait for all earlier writes
         gdc_wait()

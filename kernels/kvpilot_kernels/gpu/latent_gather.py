@@ -1,4 +1,4 @@
-"""Gather of latent pages: read entries back in the model's dtype, 16 bits.
+"""Gather of latent pages: read entries back in the model's 16-bit dtype.
 
 Prefill computes each head's keys and values from its context's entries, chunk by chunk, in a workspace of fixed size.
 The whole context never exists in 16 bits.
@@ -14,7 +14,7 @@ from kvpilot_kernels.gpu.rotation import rotate
 
 @triton.jit
 def read_part(page, place, live, to, mean_ptr, factor_ptr, SIDE: tl.constexpr, WIDTH: tl.constexpr):
-    """Write rows [TOKENS, WIDTH] of a part, rotated back, in the model's dtype, at pointers [TOKENS], if `live`."""
+    """Read rows [TOKENS, WIDTH] of one part, rotate them back, and write those that are `live` at pointers [TOKENS]."""
     d = tl.arange(0, WIDTH)
     code = read_codes(page + (SIDE.codes + place * SIDE.row), live, SIDE.bits, WIDTH, WIDTH)
     meta = tl.load((page + SIDE.meta).to(tl.pointer_type(tl.int16)) + place, mask=live, other=0).to(tl.int32)
@@ -24,7 +24,7 @@ def read_part(page, place, live, to, mean_ptr, factor_ptr, SIDE: tl.constexpr, W
     tl.store(to[:, None] + d[None, :], y.to(to.dtype.element_ty), mask=live[:, None])
 
 
-# A step passes parts of tensors, and tables of any width.
+# Steps pass slices of tensors, and tables of any width, so their alignment and stride differ.
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "starts_ptr"])
 def latent_gather_kernel(cache_ptr, table_ptr, starts_ptr, rows_ptr, out_ptr, mean_ptr, factor_ptr,
                          page_stride, table_stride, LATENT: tl.constexpr, POSITION: tl.constexpr, PAGE: tl.constexpr,

@@ -1,6 +1,6 @@
-"""Latents as operands of MMAs: layout of words over a program's warps, and copies to shared memory.
+"""Latents as operands of MMAs: the layout of words over a program's warps, and copies to shared memory.
 
-It corresponds to `operands` for keys and values; `latent_decode` has the products.
+It corresponds to `operands`, which is for keys and values. `latent_decode` has the products.
 """
 
 from triton.experimental import gluon
@@ -16,7 +16,7 @@ ROPE_WORDS = gl.constexpr(formats.ROPE // 2)
 
 @gluon.constexpr_function
 def products(warps):
-    """Return the layout of a product: 16 rows to a warp, all columns."""
+    """Return the layout of a product, with 16 rows for each warp and all columns."""
     return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
 
 
@@ -34,19 +34,19 @@ def right(warps):
 
 @gluon.constexpr_function
 def halves(warps):
-    """Return the layout of a product after the two rows of 16 that a thread has became one."""
+    """Return the layout of a product after each thread has summed its two rows of 16."""
     return gl.BlockedLayout([1, 2], [8, 4], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def copies(words, warps):
-    """Return the layout of a row's words as threads copy them, 16 bytes each."""
+    """Return the layout in which threads copy a row's words, 16 bytes each."""
     return gl.BlockedLayout([1, 8], [256 // words, words // 8], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def chunk_words(warps):
-    """Return the number of a row's words that form an operand at once: an MMA's 16 rows to a warp."""
+    """Return how many words of a row form one operand: an MMA's 16 rows for each warp."""
     return 16 * warps
 
 
@@ -78,7 +78,7 @@ def planes(bits, warps):
 @gluon.jit
 def stage_queries(queries, rope_queries, query_ptr, count, first: gl.constexpr, LATENT: gl.constexpr, Q: gl.constexpr,
                   WARPS: gl.constexpr):  # fmt: skip
-    """Copy prepared queries from `first` on, of `count`, into shared memory by plane, float16 [Q, words].
+    """Copy `count` prepared queries, from `first` on, into shared memory by plane, float16 [Q, words].
 
     Each is divided by the excess factor of its plane's codes.
     """
@@ -100,7 +100,7 @@ def stage_queries(queries, rope_queries, query_ptr, count, first: gl.constexpr, 
 @gluon.jit
 def load_sums(sums_ptr, count, first: gl.constexpr, LATENT: gl.constexpr, POSITION: gl.constexpr, HEADS: gl.constexpr,
               Q: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """Load the unit of queries from `first` on, and a zero code's share in both products, float32 [Q] over UNIT."""
+    """Load the unit of queries from `first` on, and each part's contribution of a zero-code step, float32 [Q]."""
     n = first + gl.arange(0, Q, gl.SliceLayout(0, products(WARPS)))
     unit = gl.load(sums_ptr + n, mask=n < count, other=0.0) * (1.0 / UNIT)
     taken = gl.load(sums_ptr + HEADS + n, mask=n < count, other=0.0) * zero_unit(LATENT.bits)
@@ -137,7 +137,7 @@ def fetch(codes, rope_codes, meta, stage, cache_ptr, table_ptr, t, end, page_str
 
 @gluon.jit
 def over_own_rows(x, WARPS: gl.constexpr):
-    """Sum the two rows of 16 that a thread has of a product [rows, heads]: [rows / 2, heads]."""
+    """Sum the two rows of 16 that a thread has: from a product [rows, heads] to [rows / 2, heads]."""
     ROWS: gl.constexpr = x.shape[0]
     Q: gl.constexpr = x.shape[1]
     x = gl.sum(gl.reshape(x, [ROWS // 16, 2, 8, Q]), 1)

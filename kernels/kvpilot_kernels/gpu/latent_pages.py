@@ -26,17 +26,17 @@ from kvpilot_kernels.latent import check
 from kvpilot_kernels.latent.factors import LatentFactors
 
 MOST_HEADS = 128
-"""Largest number of a rank's query heads that was checked against the reference."""
+"""Largest number of query heads per rank that was checked against the reference."""
 
 BEYOND = 1
-"""Splits per sequence that a plan may make beyond a wave; a result of 128 heads is 256 KiB."""
+"""Splits per sequence that a plan may make beyond a wave. A partial result of 128 heads takes 256 KiB."""
 
 
 def part_layouts(fmt: LatentFormat, block_size: int) -> tuple[SideLayout, SideLayout]:
     """Return the constants of a page's latents and RoPE parts.
 
     Raises:
-        FormatError: as `LatentFormat.page_layout`.
+        FormatError: in the same cases as `LatentFormat.page_layout`.
     """
     page = fmt.page_layout(block_size)
     latent = SideLayout(fmt.bits, page.codes.row_bytes, page.codes.offset, page.meta.offset, SHRINK[fmt.bits], 0, 0, 0)
@@ -54,7 +54,7 @@ class LatentShape:
         fmt: the format. heads: query heads of this rank, at most 128. block_size: tokens in a page.
 
     Raises:
-        BadInputError: another number of heads. FormatError: a block size without a layout.
+        BadInputError: wrong number of heads. FormatError: a block size without a layout.
     """
 
     def __init__(self, fmt: LatentFormat, heads: int, block_size: int, device: torch.device) -> None:
@@ -122,7 +122,7 @@ class GpuLatentPages:
             slot_mapping: int64 [tokens or fewer], block * block_size + offset; negative is padding.
 
         Raises:
-            BadInputError: another shape, type or stride; nothing was launched.
+            BadInputError: wrong shape, type or stride; nothing was launched.
         """
         s, f = self.shape, self.factors
         check.tokens(latent, rope, slot_mapping)
@@ -135,14 +135,14 @@ class GpuLatentPages:
             )  # fmt: skip
 
     def prepare(self, query: torch.Tensor, query_rope: torch.Tensor, plan: LatentPlan, scale: float) -> None:
-        """Rotate and scale queries that decode, into the plan.
+        """Rotate and scale the queries of sequences that decode, and write them to the plan.
 
         Args:
             query: [sequences, heads, 512], absorbed into latent space, and query_rope: [sequences, heads, 64], each
                 with contiguous elements. scale: factor on the scores.
 
         Raises:
-            BadInputError: another shape, type or stride, or more queries than the plan has rows for; nothing was
+            BadInputError: wrong shape, type or stride, or more queries than the plan has rows for; nothing was
                 launched.
         """
         s = self.shape
@@ -170,7 +170,7 @@ class GpuLatentPages:
             out: [sequences, heads, 512], 16 bits or float32, in latent space, written; heads and elements contiguous.
 
         Raises:
-            BadInputError: another type or shape, or more sequences than the plan, the table or `out` have rows for.
+            BadInputError: wrong type or shape, or more sequences than the plan, the table or `out` have rows for.
         """
         common.int32(block_table=block_table, seq_lens=seq_lens)
         heads = self.shape.heads
@@ -219,7 +219,7 @@ class GpuLatentPages:
             out: [rows, 576], 16 bits or float32, contiguous: latents, then RoPE parts.
 
         Raises:
-            BadInputError: another type or shape, or no table row or start for a sequence.
+            BadInputError: wrong type or shape, or no table row or start for a sequence.
         """
         s, f = self.shape, self.factors
         common.int32(block_table=block_table, starts=starts, rows=rows)

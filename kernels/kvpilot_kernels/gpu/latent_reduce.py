@@ -32,7 +32,7 @@ def latent_reduce_kernel(partial_ptr, lse_ptr, spans_ptr, mean_ptr, factor_ptr, 
     if OVERLAP:
         gdc_wait()
     head = tl.program_id(1) * TAKE + tl.arange(0, TAKE)
-    # Splits are the first dimension: a head belongs to one or several warps, and the loop exchanges no data.
+    # Splits are the first dimension, which warps do not divide, so the loop exchanges no data between warps.
     k = tl.arange(0, STEP)[:, None, None]
     h = head[None, :, None]
     top = tl.full([STEP, TAKE, 1], -1e30, tl.float32)

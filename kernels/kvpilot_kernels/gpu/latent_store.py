@@ -21,7 +21,7 @@ ROPE = tl.constexpr(formats.ROPE)
 ENTRY = tl.constexpr(formats.ENTRY)
 
 LARGEST = tl.constexpr(1024.0)
-"""Largest element of a prepared query: sums over 576 of them with 8-bit codes stay within float16 and float32."""
+"""Largest element of a prepared query. Sums over 576 elements with 8-bit codes then stay within float16 and float32."""
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def store_part(x_ptr, stride, mean_ptr, factor_ptr, slots_ptr, cache_ptr, tokens
 @triton.jit
 def load_part(x_ptr, stride, head_stride, factor_ptr, row, live, scale, HEADS: tl.constexpr,
               WIDTH: tl.constexpr):  # fmt: skip
-    """Load rotated rows of queries, float32 [ROWS, WIDTH]; row: [ROWS], counting the heads of all tokens."""
+    """Load rotated rows of queries, float32 [ROWS, WIDTH]. row: [ROWS], row numbers over the heads of all tokens."""
     d = tl.arange(0, WIDTH)
     at = (row // HEADS).to(tl.int64) * stride + (row % HEADS) * head_stride
     x = tl.load(x_ptr + at[:, None] + d[None, :], mask=live[:, None], other=0.0)
@@ -86,7 +86,7 @@ def latent_prepare_kernel(
     query_ptr, query_rope_ptr, rotated_ptr, sums_ptr, factor_ptr, rows, query_stride, query_head,
     query_rope_stride, query_rope_head, scale, HEADS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Prepare queries; a row is a query of one head. Grid (cdiv(rows, ROWS),).
+    """Prepare the queries that `latent_decode` reads. A row is a query of one head. Grid (cdiv(rows, ROWS),).
 
     query: [tokens, HEADS, 512] and query_rope: [tokens, HEADS, 64], any float dtype, strides per token and per head in
     elements; rotated: float16 [tokens, HEADS, 576]; sums: float32 [tokens, 3, HEADS], a query's unit and the sums of
@@ -111,7 +111,7 @@ def latent_prepare_kernel(
     tl.store(to[:, None] + (tl.arange(0, ROPE) + RANK)[None, :], rope_half, mask=live[:, None])
     total = tl.sum(half.to(tl.float32), 1)
     rope_total = tl.sum(rope_half.to(tl.float32), 1)
-    # Propagate NaN to all scores of the query: a maximum can drop it, a sum cannot.
+    # Propagate NaN to all scores of the query: `max()` can drop it, `sum()` cannot.
     unit += (total + rope_total) * 0.0
     to = sums_ptr + (row // HEADS).to(tl.int64) * (3 * HEADS) + row % HEADS
     tl.store(to, unit, mask=live)

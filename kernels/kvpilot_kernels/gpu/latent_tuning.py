@@ -1,7 +1,7 @@
-"""Launch choices of latent decode: heads, warps, tile, stages, and how many programs fit a multiprocessor.
+"""Launch choices of latent decode: heads, warps, tile, stages, and the number of programs per multiprocessor.
 
-They follow from registers and shared memory (docs/benchmarks/kernel-resources.md), the merge from times on an H200
-(docs/benchmarks/h200-mla.md). `benchmarks/kernels/mla_decode.py --sweep` times alternatives.
+The choices follow from registers and shared memory (docs/benchmarks/kernel-resources.md). The merge was timed on an
+H200 (docs/benchmarks/h200-mla.md). `benchmarks/kernels/mla_decode.py --sweep` times alternatives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GATHER_TOKENS, GATHER_WARPS = 8, 4
 
 @dataclass(frozen=True)
 class Merge:
-    """Program of `reduce`: its `heads`, the `splits` in flight, a power of two, and its `warps`."""
+    """Program of `reduce`: its `heads`, the number of `splits` in flight, a power of two, and its `warps`."""
 
     heads: int
     splits: int
@@ -31,10 +31,10 @@ class Merge:
 
 
 def merging(splits: int) -> Merge:
-    """Return the merge for sequences of at most this many splits.
+    """Return the merge program for sequences of at most this many splits.
 
-    A single sequence has as many splits as the GPU has room for, and few programs merge them. These take many splits at
-    once, to pay memory's latency less often. Measured with 264, 33 and 8 splits per sequence.
+    A single sequence has as many splits as the GPU has room for, and few programs merge them. Such a program takes many
+    splits at once, so that it waits for memory less often. Measured with 264, 33 and 8 splits per sequence.
     """
     if splits > 64:
         return Merge(1, 32, 16)
@@ -42,7 +42,7 @@ def merging(splits: int) -> Merge:
 
 
 def shared_kib(capability: tuple[int, int]) -> int:
-    """Return a multiprocessor's shared memory; a program may have all but 1 KiB, and costs 1 KiB more."""
+    """Return the bytes of a multiprocessor's shared memory. A program costs 1 KiB more than it uses."""
     if capability in ((8, 6), (8, 9)) or capability[0] == 12:
         return 100
     return 164 if capability[0] == 8 else 228
@@ -69,17 +69,17 @@ class LatentChoice:
     registers: int | None = None
 
     def shared_bytes(self, fmt: LatentFormat) -> int:
-        """Return the bytes of shared memory of a program, without the few that reductions over warps need."""
+        """Return the bytes of a program's shared memory, without the few bytes for reductions over warps."""
         return self.stages * self.tile * fmt.row_bytes + self.heads * (2 * ENTRY + 2 * self.tile)
 
 
 def program_heads(heads: int) -> int:
-    """Return a program's heads if there are this many in all: an even share of at most MOST_HEADS."""
+    """Return the number of heads of a program for this many heads in all: an even share of at most MOST_HEADS."""
     return -(-heads // -(-heads // MOST_HEADS))
 
 
 def choose(fmt: LatentFormat, heads: int, block_size: int, capability: tuple[int, int]) -> LatentChoice:
-    """Return the choice for `heads` of this rank. The tile divides `block_size`, since it lies in one page."""
+    """Return the choice for `heads` of this rank. The tile divides `block_size`, because it must lie in one page."""
     wide = -(-program_heads(heads) // 8) * 8
     for most in (64, 32):
         choice = LatentChoice(wide, gcd(most, block_size), 2, 4, 2)

@@ -1,7 +1,7 @@
 """Repeated launches of a compiled kernel without Triton's Python launcher.
 
-Triton binds, specializes and looks up every argument of every launch in Python. With 40 parameters that takes longer
-than the kernels of a small step. So a step outside a CUDA graph would wait for the host. A `Variant` keeps Triton's
+For every launch, Triton binds, specializes and looks up every argument in Python. With 40 parameters that takes longer
+than the kernels of a small step, so a step outside a CUDA graph would wait for the host. A `Variant` keeps Triton's
 compiled program for each kind of arguments, and passes later arguments directly to the compiled launcher.
 """
 
@@ -47,7 +47,7 @@ class Variant:
         found = self._kernel[grid](*args, **self._constants)
         if not isinstance(found, CompiledKernel):
             return None
-        # The compiled launcher also takes the constants, in the kernel's order, and ignores them.
+        # The compiled launcher takes the constants too, in the kernel's order, and ignores them.
         self._rest = tuple(self._constants[name] for name in self._kernel.arg_names[len(args) :])
         if key[0] == 0:
             self._compiled[key] = found
@@ -55,7 +55,7 @@ class Variant:
 
 
 def kinds(pointers: Pointers, numbers: Numbers) -> tuple[Any, ...]:
-    """Return the properties of arguments for which Triton may compile another program.
+    """Return the properties of arguments that decide which compiled program Triton uses.
 
     The first entry is 0 if 16 divides every address.
     """

@@ -1,7 +1,7 @@
-"""Operands of decode's matrix products: pages on their way to shared memory, codes and weights to tensor cores.
+"""Operands of decode's matrix products: copies of pages to shared memory, and codes and weights for tensor cores.
 
-Keys are signed bytes for m16n8k32, values 16-bit words for m16n8k16 in float16. A row of packed codes is several planes
-on permuted elements: those that one AND keeps of every byte or word of a register.
+Keys are signed bytes for m16n8k32. Values are 16-bit words for m16n8k16 in float16. A row of packed codes is split into
+planes of permuted elements. A plane holds the codes that one AND keeps of every byte or word of a register.
 """
 
 from triton.experimental import gluon
@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from kvpilot_kernels.gpu.codec import CUT_BITS, NARROW, ZERO_BITS, ZERO_STEPS
 
-# Triton 3.6 and 3.9 have different names for it.
+# Triton 3.6 and 3.9 use different names for it.
 copy_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
@@ -19,21 +19,21 @@ QUERIES = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 4))
 VALUES = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 SCORES = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [1, 1], [1, 0]))
-"""Layout of a product after its adjacent columns became one: thread t of four has columns t, t + 4, ..."""
+"""Layout of a product after its adjacent columns were summed. Of four threads, thread t has columns t, t + 4, ..."""
 ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 COLS = gl.constexpr(gl.SliceLayout(0, SCORES.value))
 
 UNIT = gl.constexpr(2.0**-24)
 """Value of the code 1 in a float16 mantissa with exponent 0."""
 
-# Two words of metadata of a register as two float16.
+# PTX that splits a register's two words of metadata into two float16.
 SCALES = gl.constexpr(
     f"{{ .reg .b32 x; shr.u32 x, $1, {ZERO_BITS.value - CUT_BITS.value};"
     f" and.b32 $0, x, {hex((0x7FFF >> CUT_BITS.value << CUT_BITS.value) * 0x10001)}; }}"
 )
 LARGEST_HALF = gl.constexpr(0x7BFF)
 NAN_HALF = gl.constexpr(0x7FFF)
-"""Bits of float16 that are limits of `scales_up_to`: the largest number, and NaN, which changes no scale."""
+"""Bits of the float16 limits in `scales_up_to`: the largest number, and NaN, which leaves every scale unchanged."""
 ZEROS = gl.constexpr(f"and.b32 $0, $1, {hex(((1 << ZERO_BITS.value) - 1) * 0x10001)};")
 
 
@@ -79,7 +79,7 @@ def key_shift(bits, dim, group, g):
 
 @gluon.constexpr_function
 def is_signed(bits, dim, group, g):
-    """Return True if some codes of group g end at a byte's sign, and are less by 128."""
+    """Return True if some codes of group g end at a byte's sign bit, so that they are read 128 too low."""
     return any(first + bits == 8 for _, _, at, first, _, _ in key_planes(bits, dim, group) if at == g)
 
 
@@ -106,7 +106,7 @@ def chunks(bits, dim, group):
 
 @gluon.constexpr_function
 def is_wide(dim):
-    """Return True if registers cannot hold a head's queries; `wide` has the differences."""
+    """Return True if a head is too large to keep its queries in registers. `wide` then replaces these functions."""
     return dim > NARROW.value
 
 
@@ -132,7 +132,7 @@ def keep_in_words(bits, sub):
 def keep_in_bytes(bits, first):
     """Return PTX that keeps one code in each byte of a register.
 
-    Codes with the byte's sign become less by 128: (register & mask) ^ sign.
+    Codes that use the byte's sign bit are read 128 too low: (register & mask) ^ sign.
     """
     mask = hex(((1 << bits) - 1 << first) * 0x1010101)
     return f"lop3.b32 $0, $1, {mask}, 0x80808080, 0x6a;" if first + bits == 8 else f"and.b32 $0, $1, {mask};"
@@ -155,7 +155,7 @@ def word_plane(words, bits: gl.constexpr, sub: gl.constexpr):
 
 @gluon.jit
 def byte_plane(codes, bits: gl.constexpr, first: gl.constexpr):
-    """Return codes from a bit on, int8 times 2^first; less 128 if that is 8 bits."""
+    """Return the codes from bit `first` on, as int8 times 2^first. They are 128 too low if they end at the sign bit."""
     return gl.inline_asm_elementwise(keep_in_bytes(bits, first), "=r,r", [codes], dtype=gl.int8, is_pure=True, pack=4)
 
 
@@ -187,7 +187,7 @@ def scales(meta):
 
 @gluon.jit
 def scales_up_to(meta, limits):
-    """Return scales of metadata, float32, with a limit in place of NaN.
+    """Return scales of metadata, float32, limited to the given numbers. A NaN becomes its limit.
 
     The limits are bits of a float16, uint16 in the shape of `meta`.
     """
@@ -212,7 +212,7 @@ def fetch_rows(buffer, at, rows, SIDE: gl.constexpr, D: gl.constexpr, GROUP: gl.
     COUNT: gl.constexpr = chunks(SIDE.bits, D, GROUP)
     token, element = row_of_copies(SIDE.bits, D, GROUP, TILE, SIZE)
     for c in gl.static_range(COUNT):
-        if is_wide(D):  # one offset for all chunks, to save registers
+        if is_wide(D):  # one offset for all chunks saves registers
             to = token[:, None] * (SIDE.row // SIZE) + element[None, :]
             copy_to_shared(buffer.index(at * COUNT + c), rows + c * WIDTH + to)
         else:
@@ -222,7 +222,7 @@ def fetch_rows(buffer, at, rows, SIDE: gl.constexpr, D: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def row_of_copies(BITS: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, SIZE: gl.constexpr):
-    """Return tokens of a tile and elements of a chunk, as a warp copies them, 16 bytes per thread."""
+    """Return tokens of a tile and elements of a chunk in the layout of a warp's copies, 16 bytes per thread."""
     WIDE: gl.constexpr = 2 * padded(chunk_words(BITS, D, GROUP)) // SIZE
     each: gl.constexpr = 16 // SIZE
     layout: gl.constexpr = gl.BlockedLayout([1, each], [32 * each // WIDE, WIDE // each], [1, 1], [1, 0])
@@ -256,7 +256,7 @@ def fetch_tile(keys, values, meta, stage, base, block, t, page_stride, KEY: gl.c
 
 @gluon.jit
 def load_keys(buffer, at, COUNT: gl.constexpr):
-    """Load a tile's keys, int8 [TILE, bytes]: of each chunk its bytes, and their upper halves moved down."""
+    """Load a tile's keys, int8 [TILE, bytes]: each chunk's bytes, then the bytes' upper halves moved down."""
     codes = ()
     for c in gl.static_range(COUNT):
         low = buffer.index(at * COUNT + c).load(KEYS)
@@ -266,7 +266,7 @@ def load_keys(buffer, at, COUNT: gl.constexpr):
 
 @gluon.jit
 def load_values(buffer, at, COUNT: gl.constexpr):
-    """Load a tile's values, uint16 [words, TILE]: of each chunk its words, and their upper bytes moved down."""
+    """Load a tile's values, uint16 [words, TILE]: each chunk's words, then the words' upper bytes moved down."""
     words = ()
     for c in gl.static_range(COUNT):
         low = buffer.index(at * COUNT + c).permute([1, 0]).load(VALUES)

@@ -39,11 +39,13 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Several:
-    """Rows (query tokens) of a step with several rows per sequence; a sequence's rows are consecutive. Its last row
-    attends to all stored tokens of the sequence, and each earlier row to one token less.
+    """Rows (query tokens) of a step with several rows per sequence.
+
+    A sequence's rows are consecutive. Its last row attends to all stored tokens of the sequence, and each earlier row
+    to one token less.
 
     Attributes:
-        starts: int32 [sequences + 1], each sequence's first row. most: rows of the longest sequence.
+        starts: int32 [sequences + 1], each sequence's first row. most: number of rows of the longest sequence.
         owners: int32 [rows], the sequence of each, negative for padding.
     """
 
@@ -94,7 +96,7 @@ class Shape:
         self._variants: dict[tuple[Any, ...], Variant] = {}
 
     def variant(self, kernel: Any, differs: tuple[Any, ...], constants: Callable[[], dict[str, Any]]) -> Variant:
-        """Return a kernel's variant, made once for each of the values that its constants depend on."""
+        """Return a kernel's variant. It is made once for each combination of values that its constants depend on."""
         key = (id(kernel), *differs)
         if key not in self._variants:
             self._variants[key] = Variant(kernel, **constants())
@@ -113,10 +115,11 @@ class Shape:
         return self._cuts[tokens]
 
     def settle(self, tokens: int, taken: tuning.Taken | None) -> None:
-        """Limit the programs of such steps to the number that fits with each program's resources, None if unknown.
-        `attend` returns the resources. The tables assume one compiler and compute capability 9.0. If fewer programs
-        fit, some programs of a wave would wait for others. Do not call this after a CUDA graph was captured, because
-        the graph keeps its grid.
+        """Limit the concurrent programs of decode to the number that fits with the resources in `taken`.
+
+        `attend` returns these resources, None if unknown. The tables assume one compiler and compute capability 9.0. If
+        fewer programs fit, some programs of a wave would wait for others. Do not call this after a CUDA graph was
+        captured, because the graph keeps its grid.
         """
         cut = self.cut(tokens)
         if taken is not None:
@@ -229,7 +232,7 @@ class GpuPages:
                 None if none of them is its sequence's first.
 
         Raises:
-            BadInputError: another shape, type or stride; nothing was launched.
+            BadInputError: wrong shape, type or stride; nothing was launched.
         """
         s, f = self.shape, self.factors
         check.tokens(key, value, slot_mapping, s.kv_heads, s.head_dim)
@@ -268,7 +271,7 @@ class GpuPages:
             ring_table: int32 [sequences, ring_blocks], negative for none; None without a recent window.
 
         Raises:
-            BadInputError: another integer type, or more sequences than the plan, the table or `out` have rows for.
+            BadInputError: wrong integer type, or more sequences than the plan, the table or `out` have rows for.
         """
         check.int32(block_table=block_table, seq_lens=seq_lens)
         check.ring_table(ring_table, seq_lens.shape[0], self.shape.ring_blocks)
@@ -340,7 +343,7 @@ class GpuPages:
                 None if no slot is negative.
 
         Raises:
-            BadInputError: another integer type or stride, or not as many ordinals as slots; nothing was launched.
+            BadInputError: wrong integer type or stride, or not as many ordinals as slots; nothing was launched.
         """
         s, f, tokens = self.shape, self.factors, slots.shape[0]
         check.ordinals(ordinals, slots)

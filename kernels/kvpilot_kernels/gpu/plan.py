@@ -12,19 +12,21 @@ import triton
 import triton.language as tl
 
 CHUNK, OWN, PER = 1024, 32, 16
-"""Sequences that a program counts at once, sequences whose splits it writes, and splits of each written at once."""
+"""Sequences that a program counts at once, sequences whose splits it writes, and splits of each that it writes at once.
+"""
 
 ROUNDS = 4
-"""Numbers of rounds to compare, from the smallest on."""
+"""Number of cuts that the search compares, starting with the fewest rounds."""
 
 FIXED = tl.constexpr(3)
-"""Fixed cost of a split in tiles: first loads, results and their merge. This is an untuned estimate."""
+"""Fixed cost of a split, in tiles, for its first loads, its results and their merge. This is an untuned estimate."""
 
 
 def beyond(tokens: int) -> int:
-    """Return the number of splits beyond a wave that a plan may make, on average per sequence with tokens.
+    """Return how many splits beyond a wave a plan may make, on average per sequence with tokens.
 
-    Several tokens have a result in each of them. By `most_tiles` more than 3 would seldom end sooner.
+    Every split costs memory for one result per query token, so steps with several query tokens get fewer. By
+    `most_tiles`, more than 3 would seldom end sooner.
     """
     return 3 if tokens == 1 else 1
 
@@ -37,8 +39,8 @@ def most_splits(sequences: int, wave: int, more: int) -> int:
 def most_results(rows: int, tokens: int, wave: int, sequences: int) -> int:
     """Return the largest number of partial results of a plan with `rows` rows and up to `tokens` rows per sequence.
 
-    A split has a result for each row of its sequence. The first splits of all sequences have `rows` together. The
-    others are at most a wave and `beyond` less 1 per sequence with tokens.
+    A split has a result for each row of its sequence. The first splits of all sequences have `rows` results together.
+    The number of other splits is at most a wave, plus `beyond` - 1 for each sequence with tokens.
     """
     return rows + (wave + (beyond(tokens) - 1) * sequences) * tokens
 
@@ -55,7 +57,7 @@ def tiles_of(lens_ptr, s, live, tokens, TILE: tl.constexpr, WINDOW: tl.constexpr
 
 @triton.jit
 def cut(tiles, c):
-    """Return the tiles per split and the splits of sequences, if a split may have c tiles."""
+    """Return the tiles per split, and the number of splits of each sequence, if a split may have c tiles."""
     parts = tl.maximum((tiles + c - 1) // c, 1)
     each = tl.maximum((tiles + parts - 1) // parts, 1)
     return each, (tiles + each - 1) // each
@@ -63,7 +65,7 @@ def cut(tiles, c):
 
 @triton.jit
 def count_splits(lens_ptr, sequences, tokens, c, TILE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the splits of all sequences if a split may have c tiles, and the tiles of the largest."""
+    """Return the number of splits of all sequences if a split may have c tiles, and the tiles of the largest split."""
     total = 0
     largest = 1
     for at in range(0, sequences, CHUNK):
@@ -172,7 +174,7 @@ def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequence
 def fill_splits(seq_lens: torch.Tensor, splits: torch.Tensor, spans: torch.Tensor, wave: int, tile: int,
                 window: int = 0, bases: torch.Tensor | None = None, starts: torch.Tensor | None = None,
                 tokens: int = 1, more: int | None = None) -> None:  # fmt: skip
-    """Split the work of int32 [sequences] stored lengths into `splits` and `spans`, as `plan_kernel`.
+    """Split the work of int32 [sequences] stored lengths into `splits` and `spans`, with `plan_kernel`.
 
     `starts` and `bases` are for sequences with several rows, up to `tokens`; None if each has one. `more`: as in
     `most_splits`; it defaults to `beyond` of the tokens.

@@ -20,7 +20,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def add_keys(query, key_ptr, value_ptr, first, nk, seen, scale, softcap, key_stride, value_stride, m, total, acc,
              D: tl.constexpr, WIDE: tl.constexpr, N: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
-    """Add keys [first, first + N) of `nk` to the running softmax, for each query those before `seen` [M, 1]."""
+    """Add keys [first, first + N) of `nk` to the running softmax. A query attends only to keys before `seen` [M, 1]."""
     n = tl.arange(0, N)
     at = first + n
     d = tl.arange(0, WIDE)
@@ -52,7 +52,7 @@ def prefill_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, starts_ptr, 
     and elements contiguous; WIDE: D padded to a power of two; starts: int32 [sequences + 1], first queries; rows_ptr:
     the same of keys; lse: float32 [heads, rows], natural, -inf (and outputs 0) for a sequence without keys.
     """
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # programs with most keys start first
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # start the programs with the most keys first
     head = tl.program_id(1)
     sequence = tl.program_id(2)
     begin = tl.load(starts_ptr + sequence)

@@ -12,19 +12,19 @@ from kvpilot_kernels.gpu.operands import ROWS, chunk_words, chunks, copy_to_shar
 
 @gluon.constexpr_function
 def places(side, stages, recent):
-    """Return the number of buffers for tiles of a side: `stages`, and with a window one for each digit of a tile."""
+    """Return the number of buffers for tiles of a side: `stages`, or with a window enough for a tile and its digits."""
     return max(stages, 1 + side.digits) if recent else stages
 
 
 @gluon.jit
 def place_of_digit(stage, i: gl.constexpr, PLACES: gl.constexpr):
-    """Return the buffer of digit i of the tile at `stage`: after it, cyclically, where plain tiles were before."""
+    """Return the buffer of digit i of the tile at `stage`: one of the next buffers, which held plain tiles."""
     return (stage + 1 + i) % PLACES
 
 
 @gluon.jit
 def block_of(ring_rows, place, RING: gl.constexpr):
-    """Return the block that has these places [TILE] of a sequence's ring; `ring_rows` are the ring's blocks."""
+    """Return the ring's block for each of these places [TILE]. `ring_rows` are the blocks of a sequence's ring."""
     block = place * 0 + ring_rows[0]
     for i in gl.static_range(1, len(ring_rows)):
         block = gl.where(place >= i * RING, ring_rows[i], block)
@@ -35,7 +35,7 @@ def block_of(ring_rows, place, RING: gl.constexpr):
 def fetch_digits(buffer, stage, ring_ptr, ring_rows, t, ring_page_stride, SIDE: gl.constexpr, D: gl.constexpr,
                  GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr, STAGES: gl.constexpr,
                  SIZE: gl.constexpr):  # fmt: skip
-    """Start copying the digits that the ring may have for the tile of tokens [t, t + TILE), as `fetch_rows`."""
+    """Start copying the digits of the tokens [t, t + TILE) that the ring may have, like `fetch_rows`."""
     WIDTH: gl.constexpr = 2 * chunk_words(SIDE.bits, D, GROUP) // SIZE
     COUNT: gl.constexpr = chunks(SIDE.bits, D, GROUP)
     DIGITS: gl.constexpr = SIDE.digits
@@ -46,8 +46,8 @@ def fetch_digits(buffer, stage, ring_ptr, ring_rows, t, ring_page_stride, SIDE: 
         rows = (ring_ptr + SIDE.digit_codes).to(gl.pointer_type(gl.int8))
     else:
         rows = (ring_ptr + SIDE.digit_codes).to(gl.pointer_type(gl.uint16))
-    # A row has a multiple of 8 bytes and a page of 16, so copies are at least 8 bytes wide. Triton 3.6 mistook all
-    # remainders by a multiple of 8 for multiples of 8, and copied rows of 24 bytes by 16.
+    # A row has a multiple of 8 bytes and a page a multiple of 16, so copies are at least 8 bytes wide. The hint of 1 is
+    # needed: Triton 3.6 mistook every remainder for a multiple of 8, and copied rows of 24 bytes 16 bytes at a time.
     row = block.to(gl.int64) * (ring_page_stride // 16 * (16 // SIZE))
     row += gl.multiple_of(place % RING, [1]) * (SIDE.row // SIZE)
     for i in gl.static_range(DIGITS):
@@ -80,10 +80,10 @@ def over_lanes(tile):
 def load_recent(base, table_ptr, page_stride, ring_ptr, ring_rows, t, end, ring_page_stride, KEY: gl.constexpr,
                 VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr,
                 RING: gl.constexpr):  # fmt: skip
-    """Load the data that shows if the ring has the tokens [t, t + TILE); it is arbitrary for t >= `end`.
+    """Load the data that shows if the ring has the tokens [t, t + TILE). It is arbitrary for t >= `end`.
 
     By group, keys before values: the ring's metadata, uint16 [TILE], and for the first two groups of a side the codes
-    in its tag, uint16 [TILE]. Then the ring's block, [TILE] or one for all, negative for none.
+    in its tag, uint16 [TILE]. Then the ring's block, [TILE] or one for all tokens, negative for none.
     """
     GROUPS: gl.constexpr = D // GROUP
     live = t < end
@@ -110,14 +110,14 @@ def load_recent(base, table_ptr, page_stride, ring_ptr, ring_rows, t, end, ring_
 
 @gluon.jit
 def same_tag(meta, ring_meta, codes, at: gl.constexpr, TILE: gl.constexpr):
-    """Return True where a ring's metadata has the tag of group `at` of the page, keys' groups before values'."""
+    """Return True where the ring's metadata has the tag of the page's group `at`. Keys' groups come first."""
     own = meta.slice(at * TILE, TILE).load(over_lanes(TILE)).to(gl.uint32)
     return ring_meta.to(gl.uint32) >> 2 == (codes.to(gl.uint32) * 0x9E3779B1 + own * 0x85EBCA77) >> 18
 
 
 @gluon.jit
 def is_refined(meta, recent, right, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return True for tokens that are `right` by their position and whose row the ring has, by `load_recent`'s data."""
+    """Return True for tokens with `right` positions whose row is in the ring, by the data of `load_recent`."""
     GROUPS: gl.constexpr = D // GROUP
     TAGGED: gl.constexpr = min(GROUPS, 2)
     ring_meta, codes, block = recent
@@ -130,7 +130,8 @@ def is_refined(meta, recent, right, D: gl.constexpr, GROUP: gl.constexpr, TILE: 
 
 @gluon.jit
 def fine_scale(fine, g: gl.constexpr, BITS: gl.constexpr):
-    """Return a residual's scale in scales of its codes, float32 [TILE]: 2^e / n, 0 if the ring has another token.
+    """Return a residual's scale in units of its codes' scale, float32 [TILE]: 2^e / n, or 0 if the row is another
+    token's.
 
     `fine` is the ring's metadata by group, keys before values, and the result of `is_refined`. If queries differ in
     their windows, it also has the tokens of each window, [TILE, Q], which is ignored here.

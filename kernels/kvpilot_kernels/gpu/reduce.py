@@ -56,7 +56,7 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases
     row = tl.arange(0, ROWS)
     begin = tl.program_id(2) * TAKE
     start = (first * KV_HEADS + head).to(tl.int64) * RATIO + begin
-    # Splits are the first dimension: a query head belongs to one or several warps, and the loop exchanges no data.
+    # Splits are the first dimension, which warps do not divide, so the loop exchanges no data between warps.
     k = tl.arange(0, STEP)[:, None, None]
     r = row[None, :, None]
     top = tl.full([STEP, ROWS, 1], -1e30, tl.float32)
@@ -83,7 +83,7 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases
         sink = tl.load(sinks_ptr + heads, mask=row < TAKE, other=0.0).to(tl.float32) * LOG2_E
         if LEVEL:
             at = level_ptr + token.to(tl.int64) * (KV_HEADS * RATIO) + heads
-            # Padding has none.
+            # Padding has no level.
             sink -= tl.load(at, mask=(row < TAKE) & (number > 0), other=0.0)
         out = out * total / (total + tl.exp2(sink[:, None] - highest))
     out = tl.where(number > 0, out, 0.0)

@@ -26,7 +26,7 @@ def ring_slots_kernel(starts_ptr, lens_ptr, table_ptr, slots_ptr, sequences, tok
         low = tl.where(after & (middle < high), middle + 1, low)
         high = tl.where(after, high, middle)
     live = (low < sequences) & (token < tokens)
-    ago = tl.load(starts_ptr + 1 + low, mask=live, other=0) - token  # 1 for the last of its sequence
+    ago = tl.load(starts_ptr + 1 + low, mask=live, other=0) - token  # 1 for the last token of its sequence
     position = tl.load(lens_ptr + low, mask=live, other=0) - ago
     live = live & (position >= 0) & (ago <= RECENT)
     place = tl.where(live, position, 0) % (RING_BLOCKS * RING)
@@ -52,5 +52,5 @@ def fill_ring_slots(slots: torch.Tensor, starts: torch.Tensor, seq_lens: torch.T
 
 
 def rounds(sequences: int) -> int:
-    """Return the rounds of a search among this many entries: a multiple of 4, so that few variants are compiled."""
+    """Return the rounds of a binary search among this many entries: a multiple of 4, to compile few variants."""
     return -(-sequences.bit_length() // 4) * 4

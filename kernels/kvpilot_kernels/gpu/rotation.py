@@ -121,9 +121,9 @@ def rotate(x, signs, D: tl.constexpr):
 
 @triton.jit
 def by_twelves(y, signs, T: tl.constexpr, PARTS: tl.constexpr):
-    """Sum the eights of T times PARTS rows of 96, in their slots, by signs.
+    """Multiply the eights of T times PARTS rows of 96 elements, in their slots, by the signs and sum the products.
 
-    Tokens are fastest along M. Then four threads hold a row, like a row of a product.
+    Tokens vary fastest along M. Then four threads hold a row, as they hold a row of a product.
     """
     BY: tl.constexpr = signs.shape[0]
     y = tl.reshape(tl.permute(tl.reshape(y, [T, PARTS, BY, EIGHT]), [3, 1, 0, 2]), [EIGHT * PARTS * T, BY])
@@ -140,14 +140,14 @@ def by_twelves(y, signs, T: tl.constexpr, PARTS: tl.constexpr):
 def by_twos(y, PAIRS: tl.constexpr, WIDTH: tl.constexpr):
     """Return the sum and the difference of each pair of neighbours of WIDTH numbers, [PAIRS, 2 * WIDTH]."""
     y = tl.reshape(y, [PAIRS, 2, WIDTH])
-    # Only one sum crosses threads: a - b is a + b less twice the second thread's number.
+    # Use only one sum across threads: a - b equals a + b less twice the second thread's number.
     twice = tl.where(tl.arange(0, 2) == 1, -2.0, 0.0)[None, :, None]
     return tl.reshape(tl.sum(y, 1)[:, None, :] + twice * y, [PAIRS, 2 * WIDTH])
 
 
 @triton.jit
 def load_signs(signs_ptr, BACK: tl.constexpr):
-    """Load signs [16, 16] for `rotate`, with BACK transposed, to rotate back; None without signs."""
+    """Load signs [16, 16] for `rotate`. With BACK, transpose them to rotate back. Return None if there are no signs."""
     if signs_ptr is None:
         signs = None
     else:

@@ -54,9 +54,9 @@ def real_slots(BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def quantize(y, lo, hi, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Return codes [T, G, 64], scale metadata [T, G] and squared errors [T, G] of y [T, G, 64] for ranges [T, G]."""
+    """Return codes [T, G, 64], scale metadata [T, G] and squared errors [T, G] of y [T, G, 64] in ranges [T, G]."""
     QMAX: tl.constexpr = (1 << BITS) - 1
-    # Rounding up keeps both ends of the range within the codes.
+    # Round the scale up, so that both ends of the range have a code.
     bits = scale_bits((hi - lo) / QMAX)
     scale = scale_of(bits)
     inverse = tl.where(scale > 0, 1.0 / scale, 0.0)
@@ -64,14 +64,14 @@ def quantize(y, lo, hi, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr)
     zero = zero_of(zero_code, BITS)
     codes = tl.minimum(tl.maximum(nearest(y * inverse[:, :, None] + zero[:, :, None]), 0.0), QMAX)
     off = (codes - zero[:, :, None]) * scale[:, :, None] - y
-    if D != WIDE:  # empty slots have no error
+    if D != WIDE:  # the error of empty slots must not count
         off = tl.where(real_slots(BITS, D, WIDE)[None, :, :], off, 0.0)
     return codes, pack_meta(bits, zero_code), tl.sum(off * off, 2)
 
 
 @triton.jit
 def stretched(y, codes, meta, BITS: tl.constexpr):
-    """Return scale metadata [T, G] that makes codes [T, G, 64] as long along y as y is; empty slots hold 0."""
+    """Return scale metadata [T, G] that makes codes [T, G, 64] as long along y as y itself. Empty slots hold 0."""
     scale, zero = scale_and_zero(meta, BITS)
     along = tl.sum((codes - zero[:, :, None]) * scale[:, :, None] * y, 2)
     square = tl.sum(y * y, 2)
@@ -83,10 +83,10 @@ def stretched(y, codes, meta, BITS: tl.constexpr):
 
 @triton.jit
 def encode(y, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Return codes, int32 [T, G, 64], and scale metadata [T, G] of y [T, G, 64], for the best of the ranges to try."""
+    """Return codes, int32 [T, G, 64], and scale metadata [T, G] of y [T, G, 64], for the best of the tried ranges."""
     lo = tl.minimum(tl.min(y, 2), 0.0)
     hi = tl.maximum(tl.max(y, 2), 0.0)
-    # Compute codes again at the end: registers cannot hold those of two ranges.
+    # Compute the codes again at the end, because registers cannot hold the codes of two ranges.
     if len(SIDE.shrink) > 1:
         least = quantize(y, lo, hi, SIDE.bits, D, WIDE)[2]
         best = tl.full(lo.shape, SIDE.shrink[0], tl.float32)
@@ -99,7 +99,7 @@ def encode(y, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
     codes, meta, _ = quantize(y, lo, hi, SIDE.bits, D, WIDE)
     if SIDE.bits <= GAIN_BITS:
         meta = stretched(y, codes, meta, SIDE.bits)
-    # Propagate NaN to the whole group: comparisons and minima can drop it, a sum cannot.
+    # Propagate NaN to the whole group: comparisons and `min()` can drop it, `sum()` cannot.
     broken = tl.sum(y, 2) * 0.0 != 0.0
     return tl.where(broken[:, :, None], 0.0, codes).to(tl.int32), tl.where(broken, NAN << ZERO_BITS, meta)
 
@@ -108,7 +108,7 @@ def encode(y, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
 def residual(y, codes, meta, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
     """Return the residuals of codes to 8 bits: r, int32 [T, G, 64], and exponents, int32 [T, G].
 
-    They are of y [T, G, 64] and its row.
+    y [T, G, 64] is the row before quantization; `codes` and `meta` are the row as it is stored.
     """
     COUNT: tl.constexpr = 1 << (8 - BITS)
     HALF: tl.constexpr = (COUNT - 1) / 2
@@ -186,7 +186,7 @@ def store_side(x_ptr, stride, first_ptr, mean_ptr, scale_ptr, signs_ptr, slots_p
     tl.store(to, meta.to(tl.int16), mask=live[:, None])
     if RING > 0:
         recent = live & (ring_at >= 0)
-        if tl.max(recent.to(tl.int32), 0) > 0:  # only the last tokens of a prompt
+        if tl.max(recent.to(tl.int32), 0) > 0:  # true only for the last tokens of a prompt
             ring_at = tl.where(recent, ring_at, 0)
             ring = ring_ptr + ring_at // RING * ring_page_stride + head.to(tl.int64) * ring_head_stride
             ring_place = (ring_at % RING).to(tl.int32)
@@ -266,7 +266,7 @@ def store_kernel(
             ring_page_stride, ring_head_stride, VALUE, HEAD, D, WIDE, TOKENS, PAGE, RING, WAIT,
         )  # fmt: skip
     else:
-        # A row is a token's query of one of the KV head's RATIO, so TOKENS rows are fewer tokens.
+        # A row is a query head of a token, and each KV head has RATIO of them. So TOKENS rows cover fewer tokens.
         kv = head % KV_HEADS
         first = (tl.program_id(0) * RATIO + head // KV_HEADS - 2) * TOKENS
         if first < decodes * RATIO:

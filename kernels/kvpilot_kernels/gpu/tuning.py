@@ -45,22 +45,23 @@ class Choice:
 
 
 FUSED = {"enable_fp_fusion": True}
-"""Option of every launch that computes with floats: a multiplication and an addition are one instruction.
+"""Option of every launch that computes with floats: fuse a multiplication and an addition into one instruction.
 
-Triton 3.9 warns that later versions will not do so by default; all our figures are with it.
+Triton 3.9 warns that later versions will not do so by default. All our figures are measured with it.
 """
 
 TILES: dict[int, int] = {64: 64, 96: 64, 128: 64, 192: 32, 256: 32, 512: 16}
-"""Tokens of a tile by elements of a row, for up to 8 queries; 16 have half of that."""
+"""Tokens of a tile, by elements of a row, for up to 8 queries. 16 queries have half as many."""
 
 PROGRAMS: dict[tuple[int, int], tuple[int, int, int]] = {
     (64, 4): (16, 16, 16), (64, 8): (16, 16, 16), (96, 4): (8, 12, 16), (96, 8): (8, 8, 8), (128, 4): (8, 12, 16),
     (128, 8): (8, 8, 8), (192, 4): (12, 12, 16), (192, 8): (8, 8, 8), (256, 4): (12, 12, 16), (256, 8): (8, 8, 8),
     (64, 16): (8, 8, 8), (96, 16): (8, 8, 8), (128, 16): (8, 8, 8), (512, 4): (8, 8, 8), (512, 8): (8, 8, 8),
 }  # fmt: skip
-"""Programs by elements of a row and queries (at most 4, 8 or 16), or 8 less if key and value have more than 8 bits.
+"""Programs per multiprocessor, by elements of a row and queries (at most 4, 8 or 16).
 
-`Shape.settle` reduces them to those that fit with the compiled kernel's resources.
+If key and value together have more than 8 bits, there are 8 programs less. `Shape.settle` reduces the numbers to those
+that fit with the compiled kernel's resources.
 """
 
 
@@ -101,7 +102,7 @@ range of sequences from some number to at least its double, so that a warm-up wi
 """
 
 FEW_TOKENS = 128
-"""Largest number of tokens that are stored like those of a decode step."""
+"""Largest number of tokens for which `store` uses the blocks of a decode step."""
 
 STORES: dict[int, tuple[Block, Block]] = {
     64: (Block(8, 4), Block(8, 2)), 96: (Block(8, 4), Block(8, 1)), 128: (Block(8, 4), Block(8, 2)),
@@ -133,7 +134,7 @@ def gather_block(dim: int) -> Block:
 def weigh_warps(tokens: int) -> int:
     """Return the warps of a program of `weigh` that takes this many tokens at once.
 
-    An operand has 16 tokens; with more warps than operands, registers spill on 9.0.
+    An operand has 16 tokens. With more warps than operands, registers spill on compute capability 9.0.
     """
     return min(max(tokens // 16, 1), 4)
 
@@ -179,22 +180,23 @@ def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capa
 
 
 class Taken(NamedTuple):
-    """Resources of a program of one warp, from the compiler: registers of a thread, and bytes of shared memory."""
+    """Resources of a program of one warp, from the compiler: registers per thread, and bytes of shared memory."""
 
     registers: int
     shared: int
 
 
 def fitting(taken: Taken, shared: int) -> int:
-    """Return the number of one-warp programs that fit on a multiprocessor with `shared` bytes of shared memory. On
-    compute capability 8.0 to 12.0 it has 65,536 registers of 32 bits. A warp takes a multiple of 256 of them, and each
-    program reserves 1 KiB of shared memory.
+    """Return the number of one-warp programs that fit on a multiprocessor with `shared` bytes of shared memory.
+
+    On compute capability 8.0 to 12.0 a multiprocessor has 65,536 registers of 32 bits. A warp takes a multiple of 256
+    of them, and each program reserves 1 KiB of shared memory.
     """
     return min(65536 // (-(-taken.registers // 8) * 8 * 32), shared // (taken.shared + 1024))
 
 
 def merging(dim: int, groups: int, ratio: int, device: torch.device) -> tuple[int, int, int]:
-    """Return query heads, splits in flight, and warps of a program of `reduce`, for all sequences' KV heads."""
+    """Return query heads, splits in flight, and warps of a program of `reduce`, for the KV heads of all sequences."""
     rows = groups * ratio / multiprocessors(device)
     most, splits, warps = next(way for bound, way in MERGES[dim] if rows <= bound)
     return max(n for n in range(1, most + 1) if ratio % n == 0), splits, warps

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 
 SPLITS = tl.constexpr(16)
-"""Splits of a sequence whose log-sums are read at once."""
+"""Number of a sequence's splits whose log-sums are read at once."""
 
 
 @triton.jit
 def log_sums(lse_ptr, first, number, head, row, KV_HEADS: tl.constexpr, RATIO: tl.constexpr):
-    """Return log2 of the sum of 2^score over all tokens of a sequence, float32 [ROWS]; 0 past its RATIO query heads."""
+    """Return log2 of the sum of 2^score over all tokens of a sequence, float32 [ROWS]. Unused rows are 0."""
     k = tl.arange(0, SPLITS)[:, None]
     top = tl.full([row.shape[0]], -1e30, tl.float32)
     norm = tl.zeros([row.shape[0]], tl.float32)

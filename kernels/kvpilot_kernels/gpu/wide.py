@@ -50,27 +50,29 @@ from kvpilot_kernels.gpu.operands import (
 from kvpilot_kernels.gpu.recent import place_of_digit, places
 from kvpilot_kernels.gpu.tile import HEADROOM
 
-# Triton 3.6 and 3.9 have different names for it.
+# Triton 3.6 and 3.9 use different names for it.
 fence = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.constexpr_function
 def ends_part(sub, bits, digits):
-    """Return True if a part of a tile ends with this sub-plane: two groups, or one with digits of the recent window."""
+    """Return True if this sub-plane ends a part of a tile: after two groups, or after one with digits of the recent
+    window.
+    """
     return digits > 0 or bits == 8 or sub % 2 == 1
 
 
 @gluon.constexpr_function
 def keep_row(row):
-    """Return PTX that keeps a register in both halves if its second register names this row."""
+    """Return PTX that keeps a register's two halves if its second register names this row, and zero otherwise."""
     return f"{{ .reg .pred p; setp.eq.u32 p, $2, {hex(row * 0x10001)}; selp.b32 $0, $1, 0, p; }}"
 
 
 @gluon.jit
 def places_of_queries(Q: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr):
-    """Return shared memory for queries by 64 bytes of a row, int8 [2 Q, 64].
+    """Return shared memory for queries, int8 [2 Q, 64] for each 64 bytes of a row.
 
-    By group, there is also memory for their sums, int32 [2 Q] and float32 [Q].
+    For each group there is also memory for the queries' sums, int32 [2 Q] and float32 [Q].
     """
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return (
@@ -83,7 +85,7 @@ def places_of_queries(Q: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def fetch_queries(shared, rotated_ptr, first, count, stride, D: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr,
                   SEVERAL: gl.constexpr):  # fmt: skip
-    """Start copying `store`'s integers of `count` queries, at their `place_of`; past them the last one is repeated."""
+    """Start copying `store`'s integers of `count` queries, at their `place_of`. Past the end repeat the last query."""
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [1, 1], [1, 0])
     column = gl.arange(0, 2 * Q, gl.SliceLayout(1, layout))
     byte = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
@@ -129,7 +131,7 @@ def dot_wide(codes, shared, g: gl.constexpr, first: gl.constexpr, BITS: gl.const
 def score_wide(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
                TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
                RECENT: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Do as `tile.score`, with `fine` from `pack_fine`."""
+    """Compute scores like `tile.score`, with `fine` from `pack_fine`."""
     CHUNKS: gl.constexpr = chunks(KEY.bits, D, GROUP)
     DIGITS: gl.constexpr = KEY.digits if RECENT else 0
     shared, unit, apart, level = query
@@ -169,9 +171,9 @@ def score_wide(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D:
 def accumulate_wide(score, unit, limits, values, meta, stage, m, total, zeros, acc, fine, VALUE: gl.constexpr,
                     D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr,
                     RECENT: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Do as `tile.accumulate`, but with zeros [2 * groups, columns].
+    """Add a tile to the running softmax like `tile.accumulate`, but with zeros [2 * groups, columns].
 
-    Their last rows are the values' groups; the first ones come from the keys' zero codes and mean nothing.
+    The last rows of zeros are the values' groups. The first rows come from the keys' zero codes and mean nothing.
     """
     CHUNKS: gl.constexpr = chunks(VALUE.bits, D, GROUP)
     GROUPS: gl.constexpr = D // GROUP
@@ -248,7 +250,9 @@ def pack_fine(recent, right, D: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def fine_factor(fine, g: gl.constexpr, BITS: gl.constexpr):
-    """Return 2^(e + BITS - 8), built from its bits, as `recent.fine_scale`; 0 if the ring has another token."""
+    """Return 2^(e + BITS - 8), as `recent.fine_scale` does but built from its bits. It is 0 if the row is another
+    token's.
+    """
     exponent = ((fine[0] >> 2 * g) & 3) + (127 + BITS - 8)
     return ((exponent << 23) & fine[1]).to(gl.float32, bitcast=True)
 
@@ -256,7 +260,7 @@ def fine_factor(fine, g: gl.constexpr, BITS: gl.constexpr):
 @gluon.jit
 def write_wide(out_ptr, lse_ptr, first, count, stride, m, total, zeros, acc, VALUE: gl.constexpr, D: gl.constexpr,
                GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Write the results of `accumulate_wide`, as `decode.epilogue`."""
+    """Write the results of `accumulate_wide`, as `decode.epilogue` does."""
     GROUPS: gl.constexpr = D // GROUP
     CHUNKS: gl.constexpr = chunks(VALUE.bits, D, GROUP)
     SUBS: gl.constexpr = 8 // VALUE.bits

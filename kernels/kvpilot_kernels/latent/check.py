@@ -1,4 +1,4 @@
-"""Checks of arguments for latent pages, as `kvpilot_kernels.check`, for one entry per token.
+"""Checks of arguments for latent pages, which have one entry per token. `kvpilot_kernels.check` has those for others.
 
 They look only at shapes, types and strides, and never wait for a GPU.
 """
@@ -15,7 +15,7 @@ def page_cache(cache: torch.Tensor, fmt: LatentFormat) -> None:
     """Check a layer's cache: uint8 [blocks, block_size, row_bytes], every block one contiguous page.
 
     Raises:
-        BadInputError: another type, shape or stride; it names the right one.
+        BadInputError: wrong type, shape or stride; the message names the right one.
     """
     row = fmt.row_bytes
     right = cache.dtype == torch.uint8 and cache.dim() == 3 and cache.shape[2] == row
@@ -44,7 +44,7 @@ def tokens(latent: torch.Tensor, rope: torch.Tensor, slot_mapping: torch.Tensor)
     """Check new tokens: floats [tokens, 512] and [tokens, 64], slots an int64 for each of them or fewer.
 
     Raises:
-        BadInputError: another type or shape.
+        BadInputError: wrong type or shape.
     """
     for name, x, width in (("latent", latent, RANK), ("rope", rope, ROPE)):
         if x.dtype not in FLOATS or x.dim() != 2 or x.shape[1] != width or x.stride(1) != 1:
@@ -69,7 +69,7 @@ def queries(absorbed: torch.Tensor, rope: torch.Tensor, heads: int | None = None
     """Check queries: floats [rows, heads, 512] and [rows, heads, 64].
 
     Raises:
-        BadInputError: another type or shape.
+        BadInputError: wrong type or shape.
     """
     for name, x, width in (("query", absorbed, RANK), ("query_rope", rope, ROPE)):
         if x.dtype not in FLOATS or x.dim() != 3 or x.shape[2] != width or x.shape[1] != (heads or absorbed.shape[1]):

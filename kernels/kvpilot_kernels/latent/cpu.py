@@ -1,10 +1,11 @@
-"""Latent pages on a CPU, in vectorised plain torch: store, decode and read over `latent.formats.LatentLayout`.
+"""Latent pages on a CPU, in vectorised plain torch: store, decode and read over `LatentLayout`.
 
 Decode never dequantizes. With codes c, scale s and zero point z of a token, and the rotated query q,
 
     q . x = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
-for latent and RoPE part. The output comes from the latent's codes alone, which are unpacked once for both products.
+for the latent and for the RoPE part. The output comes from the latent's codes alone, which are unpacked once for both
+products.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvpilot_kernels.reference.hadamard import hadamard
 from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
 
 LATENT, POSITION = slice(RANK), slice(RANK, None)
-"""Channels of an entry's two parts."""
+"""Channels of an entry: first those of the latent, then those of the RoPE part."""
 
 
 class LatentPages:
@@ -55,7 +56,7 @@ class LatentPages:
             slots: int64 [tokens], block * block_size + offset in the block; a negative slot is padding.
 
         Raises:
-            BadInputError: another type or shape, or a slot beyond the cache; nothing is written.
+            BadInputError: wrong type or shape, or a slot beyond the cache; nothing is written.
         """
         check.tokens(latent, rope, slots)
         common.slots(slots, self.codes.shape[0], self.block_size)
@@ -91,7 +92,7 @@ class LatentPages:
             float32 [sequences, heads, 512], in latent space.
 
         Raises:
-            BadInputError: another type or shape, or a table that names a block beyond the cache.
+            BadInputError: wrong type or shape, or a table that names a block beyond the cache.
         """
         check.queries(query, query_rope)
         common.tables(block_table, seq_lens, self.codes.shape[0], self.block_size)
@@ -111,7 +112,7 @@ class LatentPages:
         scores = (q @ codes.mT - zero * q.sum(-1, keepdim=True)) * step  # [S, heads, L]
         scores += (q_rope @ rope_codes.mT - rope_zero * q_rope.sum(-1, keepdim=True)) * rope_step
         p = scores.masked_fill_(past[:, None], -torch.inf).softmax(-1)
-        # Unused slots may have NaN scales, and 0 * NaN is not 0.
+        # Unused slots may have NaN scales, and 0 * NaN is NaN.
         weights = p * step.masked_fill(past[:, None], 0.0)
         out = weights @ codes - (weights * zero).sum(-1, keepdim=True)
         out = out @ hadamard(RANK).T

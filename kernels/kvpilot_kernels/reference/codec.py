@@ -1,7 +1,8 @@
-"""Interface of the accuracy table's codecs: a round trip through a cache, and the bits that it takes.
+"""Interface of the accuracy table's codecs: a round trip through a cache, and the number of bits that it takes.
 
-A codec is judged by the attention that it gives. `key` and `value` map one layer's fresh vectors of one sequence, in
-order, to those that its cache would return; per-token codecs ignore the order, codecs with tiles do not.
+A codec is judged by the attention that results from it. `key` and `value` take one layer's exact vectors of one
+sequence, in order, and return the vectors that the codec's cache would return. Per-token codecs ignore the order;
+codecs with tiles depend on it.
 """
 
 from __future__ import annotations
@@ -53,5 +54,5 @@ def min_max(x: torch.Tensor, bits: int, dim: int) -> tuple[torch.Tensor, torch.T
 
 
 def half(x: torch.Tensor) -> torch.Tensor:
-    """Round to float16, the stored type of numbers other than codes, and return float32."""
+    """Round to float16, in which caches store all numbers except codes, and return float32."""
     return x.half().float()

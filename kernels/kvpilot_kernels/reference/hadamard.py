@@ -32,7 +32,8 @@ def hadamard(dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     h2 = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     matrix = base
     while matrix.shape[0] < dim:
-        # A kernel rotates both halves of a row of more than 96 by the same matrix, then adds and subtracts them.
+        # A kernel rotates both halves of a row of more than 96 elements by one matrix, then adds and subtracts the
+        # halves.
         matrix = torch.kron(h2, matrix) if matrix.shape[0] >= 96 else torch.kron(matrix, h2)
     return matrix.div(dim**0.5).to(dtype)
 

@@ -11,7 +11,7 @@ from kvpilot_kernels.reference.codec import Codec
 
 
 def own(fmt: Format, factors: Factors | None = None, recent: bool = False) -> Codec:
-    """Return one layer's cache in `fmt`, with its calibration or without; `recent` includes the ring."""
+    """Return the codec of one layer in `fmt`, with or without factors. With `recent`, include the ring."""
     return Codec(
         fmt.name + ("+calibrated" if factors else ""),
         lambda x: _read_back(x, fmt, "key", factors, recent),

@@ -24,7 +24,7 @@ import torch
 
 from kvpilot_formats.layouts import CUT_BITS, GAIN_BITS, GAIN_LIMIT, SHRINK, ZERO_BITS, ZERO_STEPS
 
-_INF = 0x7C00 >> CUT_BITS  # float16's infinity and NaN as scales
+_INF = 0x7C00 >> CUT_BITS  # bits of a scale that is float16's infinity or NaN
 _NAN = 0x7E00 >> CUT_BITS
 
 
@@ -64,7 +64,7 @@ def _stretched(x: torch.Tensor, codes: torch.Tensor, meta: torch.Tensor, bits: i
     along = (codes - zero).mul_(scale).mul_(x).sum(-1, keepdim=True)
     gain = (x.square().sum(-1, keepdim=True) / along).clamp(max=GAIN_LIMIT)
     wanted = (scale * gain).clamp(max=65504.0)
-    high = (wanted.half().view(torch.int16).to(torch.int32) + (1 << CUT_BITS - 1)) >> CUT_BITS  # to the nearest
+    high = (wanted.half().view(torch.int16).to(torch.int32) + (1 << CUT_BITS - 1)) >> CUT_BITS  # round to the nearest
     stretched = (high.clamp(max=_INF - 1) << ZERO_BITS) | (meta & ((1 << ZERO_BITS) - 1))
     return torch.where((along > 0) & (along < torch.inf) & (gain > 0), stretched, meta)
 
@@ -88,7 +88,7 @@ def encode_range(
         codes (float) [..., g]; scale metadata (int32), scales and zero points [..., 1].
     """
     wanted = ((hi - lo) / qmax).clamp(max=65504.0)
-    # Rounding up keeps both ends of the range within the codes.
+    # Round the scale up, so that both ends of the range have a code.
     high = (wanted.half().view(torch.int16).to(torch.int32) + (1 << CUT_BITS) - 1) >> CUT_BITS
     high = torch.where(wanted.isnan(), _NAN, high.clamp(max=_INF - 1))
     scale = _scale(high)
@@ -100,7 +100,7 @@ def encode_range(
 
 
 def _scale(bits: torch.Tensor) -> torch.Tensor:
-    """Return float32 scales of a group's scale bits."""
+    """Return the float32 scale that a group's scale bits stand for."""
     return (bits << CUT_BITS).to(torch.int16).view(torch.float16).float()
 
 

@@ -49,7 +49,9 @@ def encode_residual(
 
 
 def decode_residual(r: torch.Tensor, exponents: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the numbers that r, uint8 [..., D], adds to the row that was read back, float32 [..., D]."""
+    """Return the numbers that residuals r, uint8 [..., D], add to the row that was read with `bits` bits, float32 [...,
+    D].
+    """
     fine = fine_scales(exponents, meta, bits)
     return ((split(r.float(), meta.shape[-1]) - half(bits)) * fine.unsqueeze(-1)).flatten(-2)
 

@@ -6,7 +6,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 _PIECE = 512
-"""Queries whose scores are in memory at once."""
+"""Number of queries whose scores are in memory at once."""
 
 Sides = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, [sequences, kv_heads, tokens, D] each."""
@@ -46,7 +46,7 @@ def _piece(
     """Attend from the queries from `start` on."""
     (key, value), (near_key, near_value) = far, fine
     end = min(start + _PIECE, query.shape[2])
-    begin = max(0, start - recent + 1)  # the first key that any of them reads by `fine`
+    begin = max(0, start - recent + 1)  # the first key that any of these queries reads through `fine`
     at = torch.arange(end, device=query.device)
     ago = torch.arange(start, end, device=query.device)[:, None] - at
     near = (ago >= 0) & (ago < recent) & (at >= since)

@@ -1,1 +1,1 @@
-"""Attention over our pages inside vLLM: one backend for each of CPU and CUDA, of keys and values and of latents."""
+"""Attention over our pages inside vLLM: a backend for CPU and one for CUDA, each for keys and values or latents."""

@@ -1,8 +1,8 @@
 """Attention backend on a CPU: packed pages, computed in plain torch.
 
-The cache is bytes [blocks, kv_heads, block_size, row_bytes]. vLLM stores a step's keys and values by
-`do_kv_cache_update` and then calls `forward` with the whole batch. Sequences with one new token, or with one and its
-drafts, decode together, one row per token. The others prefill one by one.
+The cache is uint8 [blocks, kv_heads, block_size, row_bytes]. vLLM calls `do_kv_cache_update` to store a step's keys and
+values, and then calls `forward` with the whole batch. Sequences with one new token, or with one new token and its
+drafts, decode together, one row per token. The other sequences prefill one by one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvpilot_runtime.speculation import drafts
 
 @dataclass
 class Prefill:
-    """One sequence of the batch with several new tokens: rows [start, end) of the batch, after `context` tokens."""
+    """Sequence of the batch with several new tokens: rows [start, end) of the batch, after `context` stored tokens."""
 
     sequence: int
     start: int
@@ -41,11 +41,12 @@ class Metadata:
 
     Attributes:
         block_table: int32 [sequences, blocks].
-        decode_rows: int64, the batch rows of tokens that decode. decode_sequences: int64, the sequence of each.
+        decode_rows: int64, the batch rows of tokens that decode. decode_sequences: int64, the sequence of each such
+            row.
         prefills: the other sequences.
-        ordinals: int32 [tokens], each token's position in its sequence, from 1 on.
-        mm_prefix_range: by sequence, tokens that attend both ways. Gemma 4 removes it, by this name, from layers
-            without such tokens.
+        ordinals: int32 [tokens], each token's position in its sequence, counted from 1.
+        mm_prefix_range: token ranges that attend in both directions, by sequence. Gemma 4 deletes the attribute of this
+            name in layers that have no such tokens.
     """
 
     block_table: torch.Tensor
@@ -66,7 +67,7 @@ class CpuBuilder(PackedBuilder):
         starts = common.query_start_loc[: sequences + 1].long()
         owner, ordinals = owners(starts, common.seq_lens[:sequences], int(starts[-1]))
         lengths = starts[1:] - starts[:-1]
-        # The last few tokens of a prompt are not drafts.
+        # A prompt's last chunk may be as short as a token with its drafts, but its tokens are not drafts.
         short = lengths <= 1 + drafts(self.vllm_config)
         if (prompts := getattr(common, "is_prefilling", None)) is not None:
             short &= ~prompts[:sequences]
@@ -103,7 +104,7 @@ class CpuImpl(PackedImpl):
     """Attention of one layer over packed pages on a CPU.
 
     Raises (at start):
-        UnsupportedModelError: as `PackedImpl`.
+        UnsupportedModelError: in the same cases as `PackedImpl`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -117,7 +118,7 @@ class CpuImpl(PackedImpl):
         rings, ring_slots = self.rings(), None
         if self.ring is not None:
             ring_slots = torch.full_like(slot_mapping, -1) if rings is None else rings.slots[: slot_mapping.shape[0]]
-        step = get_forward_context().attn_metadata  # none where vLLM warms up, with slots of padding
+        step = get_forward_context().attn_metadata  # None during vLLM's warm-up, where every slot is padding
         ordinals = step[layer.layer_name].ordinals if step else None
         self.pages_of(layer, kv_cache).store(key, value, slot_mapping, ring_slots, ordinals)
 

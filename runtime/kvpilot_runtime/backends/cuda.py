@@ -1,10 +1,12 @@
 """Attention backend on CUDA: packed pages, our decode kernels, FlashAttention for prefill.
 
-One launch stores a step's keys and values and rotates the queries of sequences that decode. These then go through
-split-KV decode over the pages, in a full CUDA graph, which reads a sequence's pages once for all its draft tokens.
-Sequences with more new tokens attend by FlashAttention: contexts are read from the pages into a workspace of fixed
-size, new tokens are copied behind them, and one call runs over both. Contexts that do not fit come in chunks, whose
-partial results are merged by their log-sums. A kernel of ours replaces FlashAttention for larger heads than it takes.
+One launch stores a step's keys and values and rotates the queries of sequences that decode. Split-KV decode then runs
+for these queries over the pages, in a full CUDA graph. It reads a sequence's pages once for all its draft tokens.
+
+Sequences with more new tokens attend by FlashAttention. A workspace of fixed size receives their contexts, read from
+the pages, and then their new tokens. One call attends to both. A context that does not fit is read in chunks, and the
+partial results are merged by their log-sums. FlashAttention does not take heads of more than 256 elements, so a kernel
+of ours handles them.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from kvpilot_runtime.errors import UnsupportedModelError
 
 
 def workspace_bytes(utilization: float) -> int:
-    """Return the size of the workspace of an engine that may use this part of the current GPU's memory."""
+    """Return the size of the workspace for an engine that may use this fraction of the current GPU's memory."""
     return int(torch.cuda.mem_get_info()[1] * utilization) // WORKSPACE_SHARE
 
 
@@ -49,7 +51,7 @@ class CudaImpl(Reserving, PackedImpl):
         workspaces: by device, the workspace that all layers share; the engine's first layer owns it.
 
     Raises (at start):
-        UnsupportedModelError: as `PackedImpl`.
+        UnsupportedModelError: in the same cases as `PackedImpl`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -64,7 +66,7 @@ class CudaImpl(Reserving, PackedImpl):
         self._first: CudaImpl | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Do as `PackedImpl`, and reserve a step's plan, so that vLLM counts its memory."""
+        """Initialize as `PackedImpl` does, and reserve a step's plan, so that vLLM counts its memory."""
         super().process_weights_after_loading(act_dtype)
         sequences, rows = decode_sizes(self._config)
         self.reserve(
@@ -110,14 +112,16 @@ class CudaImpl(Reserving, PackedImpl):
         ring_slots = None if rings is None else rings.slots[: slots.shape[0]]
         shared = self.kv_sharing_target_layer_name is not None
         if shared or key is None or value is None:
-            # Every slot is padding, so queries are rotated and nothing is stored. The keys and values are arbitrary.
+            # This layer reads another layer's cache and stores nothing. With padding in every slot, the launch only
+            # rotates the queries and ignores the keys and values.
             slots, ring_slots = meta.nowhere, None if ring_slots is None else meta.nowhere
             key = value = query[:, : self.num_kv_heads]
         pages.store(query, key, value, slots, meta.plan, meta.decodes, self.scale, ring_slots, meta.ordinals)
         if meta.decodes:
             pages.decode(meta.block_table, meta.seq_lens, meta.plan, out, None if rings is None else rings.table)
         if meta.prefills is not None:
-            # Leave padding out: FlashAttention multiplies the rows after its tokens by zero, and NaN stays NaN.
+            # Leave padding rows out: FlashAttention multiplies the rows after the last token by zero, and 0 * NaN is
+            # NaN.
             new = slice(meta.decodes, meta.decodes + meta.prefills.tokens)
             if shared:
                 assert meta.prefills.stored is not None  # noqa: S101  # for mypy: there is such a layer
@@ -131,9 +135,10 @@ class CudaImpl(Reserving, PackedImpl):
 
     def _read(self, pages: GpuPages, part: ContextChunk, like: torch.Tensor, workspace: torch.Tensor | None,
               *fresh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Read a part's keys and values, [total, kv_heads, D], into the workspace, or into new memory if it is small.
+        """Read the keys and values of a context chunk, [total, kv_heads, D], into the workspace, or into new memory if
+        small.
 
-        `fresh` are key and value of the new tokens, if the part has some that are not read from pages.
+        `fresh` holds the key and the value of the new tokens, if the chunk has some that are not read from pages.
         """
         if workspace is None or part.total > workspace.shape[1]:
             workspace = like.new_empty(2, part.total, self.num_kv_heads, self.head_size)
@@ -184,8 +189,8 @@ class CudaImpl(Reserving, PackedImpl):
         """Return attention over keys and values in 16 bits, in `out` if given, and its log-sums.
 
         Args:
-            starts: first query of each sequence; the longest has `most` queries.
-            rows: first key of each sequence; the longest has `longest` keys.
+            starts: the first query of each sequence. most: number of queries of the longest sequence.
+            rows: the first key of each sequence. longest: number of keys of the longest sequence.
         """
         if self.own_prefill:
             return prefill(query, key, value, starts, most, rows, self.scale, causal, self.softcap, out)
@@ -197,9 +202,9 @@ class CudaImpl(Reserving, PackedImpl):
         return found
 
     def workspace(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """Return the workspace, [2, tokens, kv_heads, D], of memory that all layers share.
+        """Return the workspace, [2, tokens, kv_heads, D], a view of memory that all layers share.
 
-        It is made while vLLM measures the free memory.
+        The first call allocates it, while vLLM measures the free memory.
         """
         if self._first is None:
             self._first = next((layer.impl for layer in our_layers(self._config).values()), self)

@@ -29,12 +29,14 @@ SlotsOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], tuple[t
 
 
 def powers(most: int) -> set[int]:
-    """Return numbers from 1 to `most` that cover every variant of a launch, for a warm-up."""
+    """Return token counts from 1 to `most` that together cover every variant of a launch, for a warm-up."""
     return {most, *(2**i for i in range(most.bit_length()))}
 
 
 def warm_up(launch: Callable[[], None], vllm_config: Any, device: torch.device) -> None:
-    """Call `launch`, which launches every variant that serving needs. On a GPU they are first compiled in parallel."""
+    """Call `launch`, which launches every variant that serving needs. On a GPU first compile these variants in
+    parallel.
+    """
     if device.type == "cuda":
         compile_ahead(launch, vllm_config.parallel_config.world_size)
     else:
@@ -59,7 +61,7 @@ class CudaLimits:
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Return True from Ampere on: kernels use asynchronous copies, and 16-bit tensor cores with float32 sums."""
+        """Return True from Ampere on: kernels need asynchronous copies, and 16-bit tensor cores with float32 sums."""
         return bool(capability.major >= 8)
 
 
@@ -80,10 +82,10 @@ class ContextChunk:
 
 
 def packed(context: torch.Tensor, room: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Cut the concatenation of contexts, int64 [sequences], into pieces of `room` tokens.
+    """Cut the concatenation of all contexts, int64 [sequences], into pieces of `room` tokens.
 
-    Yield `begin` and `length` of each sequence's part. Every piece but the last is full, so there are as few as
-    possible.
+    Yield `begin` and `length` of each sequence's part. Every piece except the last is full, so the number of pieces is
+    the smallest possible.
     """
     ends = context.cumsum(0)
     starts = ends - context
@@ -199,7 +201,8 @@ class CudaBuilder(PackedBuilder):
         """Return the metadata of one batch; buffers of captured graphs are rewritten in place."""
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.width)
         if decodes > self.plan.sequences or decode_tokens > self.plan.rows:
-            # Bounded caches cut sequences into pieces: two where a next chunk begins, or the window leaves a page.
+            # A bounded cache cuts a sequence where its next chunk begins, or where the window leaves a page. So there
+            # may be more pieces than the plan has sequences.
             starts = common.query_start_loc_cpu[: self.plan.sequences + 1]
             decodes = int((starts <= self.plan.rows).sum()) - 1
             decode_tokens, prefills = int(starts[decodes]), common.num_reqs - decodes
@@ -208,8 +211,8 @@ class CudaBuilder(PackedBuilder):
             prefills = common.num_reqs - decodes
         lens = common.seq_lens[:decodes]
         several, ordinals = self._several(common, decodes, decode_tokens)
-        # Rows may read tokens that the same step stores: drafts, and in a bounded cache a sequence's other pieces.
-        # Stores and reads may only overlap if there are none of these.
+        # Rows may read tokens that the same step stores: drafts, and with a bounded cache other pieces of the same
+        # sequence. Stores and reads may overlap only if a step has no such rows.
         alone = not prefills and several is None and common.max_query_len == 1
         self.plan.update(lens, overlap=alone, several=several)
         found, later = self._prefills(common, decodes, decode_tokens) if prefills else (None, None)
@@ -221,9 +224,9 @@ class CudaBuilder(PackedBuilder):
         return Metadata(self.plan, rows, table, lens, common.slot_mapping, ordinals, found, nowhere, later)
 
     def _several(self, common: Any, decodes: int, tokens: int) -> tuple[Several | None, torch.Tensor]:
-        """Return the rows of the first `decodes` sequences, or None if each has one, and the rows' positions.
+        """Return the rows of the first `decodes` sequences and each row's position, counted from 1 in its sequence.
 
-        `tokens` is the number of their rows. A position is that in the row's sequence, from 1 on.
+        The rows are None if each sequence has one. `tokens` is the number of rows.
         """
         starts, lens = common.query_start_loc[: decodes + 1], common.seq_lens[:decodes]
         most = int(common.query_start_loc_cpu[: decodes + 1].diff().max()) if self.width > 1 and decodes else 1
@@ -238,8 +241,8 @@ class CudaBuilder(PackedBuilder):
     def warm_up(self) -> None:
         """Launch every variant of our kernels that serving needs.
 
-        Triton recompiles for another constant, and for an address or a stride that is not a multiple of 16. vLLM's own
-        warm-up covers only some variants: it reads no context back, and never decodes while it reads a prompt.
+        Triton compiles again if a constant changes, or if an address or a stride is not a multiple of 16. vLLM's own
+        warm-up covers only some variants: it never reads context back, and never decodes beside a prefill.
         """
         shape, sequences, rows = self.shape, self.plan.sequences, self.plan.rows
         heads = shape.kv_heads * shape.ratio
@@ -284,7 +287,9 @@ class CudaBuilder(PackedBuilder):
                 prefill(query[:1], fresh[:1], fresh[:1], ends, 1, ends, 1.0, causal, shape.softcap)
 
     def _first_image(self, common: Any, decodes: int) -> int:
-        """Return the first sequence whose few new tokens belong to an image; `decodes` if there is none."""
+        """Return the index of the first sequence whose few new tokens belong to an image, or `decodes` if there is
+        none.
+        """
         if self.width == 1 or not prefix_lm.ranges(common):
             return decodes
         new = common.query_start_loc_cpu.diff().tolist()
@@ -337,7 +342,7 @@ class CudaBuilder(PackedBuilder):
 
     @staticmethod
     def _prompts(common: Any, decodes: int) -> bool:
-        """Return True if the sequences after the first `decodes` are known to be in their prompts."""
+        """Return True if all sequences after the first `decodes` are known to be prompts."""
         found = getattr(common, "is_prefilling", None)
         return found is not None and bool(found[decodes : common.num_reqs].all())
 

@@ -1,8 +1,8 @@
-"""Common part of our backends of multi-head latent attention (MLA): pages, refusals and prefill.
+"""Shared base of our backends for multi-head latent attention (MLA): pages, refusals and prefill.
 
-vLLM computes each head's keys and values from a prompt's latents, by its own prefill backend, and asks for the context
-as entries in the model's dtype. These are read from the pages here, in the chunks that vLLM plans. `latent_cpu` and
-`latent_cuda` store entries and decode in the absorbed form.
+For a prompt, vLLM's own prefill backend computes each head's keys and values from the latents. It asks us for the
+context as entries in the model's dtype, and we read these from the pages in the chunks that vLLM plans. `latent_cpu`
+and `latent_cuda` store entries, and decode in the absorbed form.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvpilot_formats.arguments import rules
 from kvpilot_formats.latent import ENTRY, RANK, LatentFormat, parse
 from kvpilot_runtime.backends.packed import PREFILL_FROM_PAGES, OurBackend, refuse_beside
 
-if TYPE_CHECKING:  # some CPUs have no Triton
+if TYPE_CHECKING:  # some CPUs have no Triton, so import it only for type checks
     from kvpilot_kernels.gpu.latent_pages import GpuLatentPages
     from kvpilot_kernels.latent.cpu import LatentPages
 
 
-class LatentBackend(OurBackend, MLACommonBackend):  # type: ignore[misc]  # vLLM has no types for us
+class LatentBackend(OurBackend, MLACommonBackend):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """Backend of latent pages."""
 
     fmt: ClassVar[LatentFormat]
@@ -46,7 +46,7 @@ class LatentBackend(OurBackend, MLACommonBackend):  # type: ignore[misc]  # vLLM
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Set the page size of this dtype, `LatentFormat.row_bytes` per token; layers in 16 bits keep theirs."""
+        """Set the page size of this dtype, `LatentFormat.row_bytes` per token. 16-bit layers keep their page size."""
         return spec if spec.dtype != torch.uint8 else replace(spec, state_content_bytes=cls.fmt.row_bytes)
 
 
@@ -74,7 +74,9 @@ class LatentImpl:
         self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor,
         *_scales: Any, **_more: Any,
     ) -> None:  # fmt: skip
-        """Write a step's entries into their slots; vLLM's other arguments are scales of its own dtypes."""
+        """Write a step's entries into their slots. vLLM's other arguments are scales for its own dtypes, so ignore
+        them.
+        """
         if kv_cache.numel():
             self.pages_of(kv_cache).store(kv_c_normed, k_pe.squeeze(1), slot_mapping.flatten())
 
@@ -95,7 +97,7 @@ class LatentImpl:
         self, q: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor,
         attn_metadata: Any, *args: Any, **kwargs: Any,
     ) -> None:  # fmt: skip
-        """Prefill with the new tokens, exact or as read back from pages (`PREFILL_FROM_PAGES`)."""
+        """Prefill with exact new tokens, or with new tokens read back from the pages (`PREFILL_FROM_PAGES`)."""
         if self.read_back:
             prefill = attn_metadata.prefill
             context, rows = prefill.chunked_context, prefill.query_start_loc
@@ -108,13 +110,13 @@ class LatentImpl:
     def _compute_prefill_context(
         self, q: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any, k_scale: torch.Tensor
     ) -> Any:
-        """Return the attention of prefills to their contexts, and its log-sums; vLLM merges it with that to new tokens.
+        """Return the attention of prefills to their contexts, and its log-sums. vLLM merges it with that to new tokens.
 
-        It replaces vLLM's own, whose kernels read only vLLM's dtypes.
+        It replaces vLLM's own method, whose kernels read only vLLM's dtypes.
         """
         prefill = attn_metadata.prefill
         context = prefill.chunked_context
-        merged: Any = None  # vLLM calls this only if there is a chunk
+        merged: Any = None  # vLLM calls this method only with at least one chunk
         for chunk in context.chunks:
             entries = context.workspace[: chunk.num_context_tokens]
             table = prefill.block_table[chunk.request_slice]

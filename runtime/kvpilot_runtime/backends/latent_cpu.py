@@ -14,11 +14,11 @@ from kvpilot_runtime.backends.latent import LatentBackend, LatentImpl
 from kvpilot_runtime.backends.packed import classes_of
 
 
-class CpuLatentImpl(LatentImpl, CPUMLAImpl):  # type: ignore[misc]  # vLLM has no types for us
+class CpuLatentImpl(LatentImpl, CPUMLAImpl):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """Attention of one layer over latent pages on a CPU."""
 
     def pages_of(self, kv_cache: torch.Tensor) -> LatentPages:
-        """Return latent pages, as `LatentImpl.pages_of`."""
+        """Return a layer's cache as latent pages; see `LatentImpl.pages_of`."""
         return LatentPages(kv_cache, self.fmt)
 
     def forward_mqa(
@@ -35,7 +35,7 @@ class CpuLatentImpl(LatentImpl, CPUMLAImpl):  # type: ignore[misc]  # vLLM has n
         self, kv_cache: torch.Tensor, block_table: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor,
         longest: int, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Read entries, as `LatentImpl.read`."""
+        """Read entries from pages into `out`; see `LatentImpl.read`."""
         pages, first = self.pages_of(kv_cache), rows.tolist()
         for i, start in enumerate(starts.tolist()):
             count = first[i + 1] - first[i]
@@ -46,7 +46,7 @@ class CpuLatentImpl(LatentImpl, CPUMLAImpl):  # type: ignore[misc]  # vLLM has n
 class CpuLatentBackend(LatentBackend):
     """Backend of latent dtypes on a CPU, with one subclass per dtype.
 
-    vLLM uses blocks of 16 tokens, or the user's where a CPU has AMX.
+    vLLM uses blocks of 16 tokens. On a CPU with AMX it uses the block size that the user chose.
     """
 
     block_step = BLOCK_STEPS["cpu"]

@@ -1,7 +1,7 @@
 """Backend of multi-head latent attention (MLA) on CUDA: latent pages, our decode kernels, vLLM's own prefill.
 
-vLLM stores a step's entries first. Absorbed queries then go through split-KV decode over the pages, in a full CUDA
-graph. Prompts attend by vLLM's fastest prefill backend, to contexts that `latent` reads back.
+vLLM first stores a step's entries and then absorbs the queries. Split-KV decode runs for the absorbed queries over the
+pages, in a full CUDA graph. Prompts attend by vLLM's fastest prefill backend, to contexts that `latent` reads back.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def no_factors(device: torch.device) -> LatentFactors:
 
 
 @dataclass
-class Decode(MLACommonDecodeMetadata):  # type: ignore[misc]  # vLLM has no types for us
+class Decode(MLACommonDecodeMetadata):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """vLLM's metadata of the sequences that decode, with the plan of their work."""
 
     plan: LatentPlan
 
 
 class CudaLatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
-    """Builder of vLLM's metadata with a plan, which is rewritten in place because captured graphs read it."""
+    """Builder of vLLM's metadata with a plan. The plan is rewritten in place, because captured graphs read it."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -76,7 +76,7 @@ class CudaLatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
         return Decode(block_table_tensor, seq_lens_device, None, self.plan)
 
     def warm_up(self) -> None:
-        """Launch every variant of our kernels that serving needs: Triton recompiles for another constant."""
+        """Launch every variant of our kernels that serving needs, because Triton compiles again for other constants."""
         shape, sequences, dims = self.shape, self.plan.sequences, self.mla_dims
         make: dict[str, Any] = {"device": shape.device}
         floats = make | {"dtype": self.model_config.dtype}
@@ -101,12 +101,12 @@ class CudaLatentImpl(Reserving, LatentImpl, MLACommonImpl):  # type: ignore[misc
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._config = get_current_vllm_config()
-        # This pass would store entries by a kernel of vLLM and bypass `do_kv_cache_update`.
+        # This compiler pass would store entries with a kernel of vLLM, and bypass `do_kv_cache_update`.
         self._config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
         self._gpu_pages: tuple[int, GpuLatentPages] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Do as vLLM, and reserve a step's plan, so that vLLM counts its memory."""
+        """Do the same as vLLM, and reserve a step's plan, so that vLLM counts its memory."""
         super().process_weights_after_loading(act_dtype)
         sequences = decode_sizes(self._config)[0]
         self.reserve(
@@ -129,7 +129,7 @@ class CudaLatentImpl(Reserving, LatentImpl, MLACommonImpl):  # type: ignore[misc
         self, kv_cache: torch.Tensor, block_table: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor,
         longest: int, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Read entries, as `LatentImpl.read`."""
+        """Read entries from pages into `out`; see `LatentImpl.read`."""
         self.pages_of(kv_cache).gather(block_table, starts, rows, longest, out)
 
     def pages_of(self, kv_cache: torch.Tensor) -> GpuLatentPages:

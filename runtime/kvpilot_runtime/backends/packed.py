@@ -52,7 +52,8 @@ def classes_of(
     """Return a module's `__getattr__`, which finds the subclass of `parent` for a dtype by its class name.
 
     Args:
-        names: returns the dtypes. parse: returns the format of one, the subclass's `fmt`.
+        names: function that returns the dtypes. parse: function that returns the format of a dtype, the subclass's
+            `fmt`.
     """
 
     @cache
@@ -66,13 +67,13 @@ def classes_of(
     return find
 
 
-class OurBackend(AttentionBackend):  # type: ignore[misc]  # vLLM has no types for us
-    """Settings for vLLM that each of our backends has as attributes.
+class OurBackend(AttentionBackend):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
+    """Settings that vLLM asks of a backend, here as class attributes.
 
     Attributes:
-        block_step: blocks are multiples of this many tokens.
+        block_step: block sizes are multiples of this many tokens.
         impl: implementation of one layer. builder: builder of a batch's metadata.
-        remedies: our text for each of vLLM's reasons against a backend, with a remedy.
+        remedies: for each of vLLM's reasons against a backend, our text with a remedy.
     """
 
     block_step: ClassVar[int]
@@ -82,7 +83,7 @@ class OurBackend(AttentionBackend):  # type: ignore[misc]  # vLLM has no types f
 
     @staticmethod
     def get_name() -> str:
-        """Return the name that vLLM reserves for plugins; it refuses unknown names."""
+        """Return the name that vLLM reserves for plugins, because vLLM refuses unknown names."""
         return "CUSTOM"
 
     @classmethod
@@ -128,7 +129,7 @@ class PackedBackend(OurBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Return vLLM's layouts that pages support."""
+        """Return the cache layouts of vLLM that store a page contiguously."""
         return page_layouts()
 
     @classmethod
@@ -138,12 +139,15 @@ class PackedBackend(OurBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Return True: the softmax may divide by one more logit."""
+        """Return True: our kernels support attention sinks."""
         return True
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Return True if images may attend both ways; not in a bounded cache, which has other token positions."""
+        """Return True if image tokens may attend in both directions.
+
+        A bounded cache does not support it, because token positions differ there.
+        """
         return retention.asked() is None and contract.has(Feature.IMAGES)
 
     @classmethod
@@ -173,12 +177,12 @@ class RingBackend(OurBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Return vLLM's layouts that pages support."""
+        """Return the cache layouts of vLLM that store a page contiguously."""
         return page_layouts()
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Raise: vLLM asks only for layers that attend."""
+        """Raise an error. vLLM asks only layers that attend for an implementation, and a ring layer does not."""
         raise NotImplementedError("a ring layer does not attend")
 
 
@@ -244,7 +248,7 @@ class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     """Builder of a batch's metadata.
 
     Raises (at start):
-        UnsupportedModelError: as `refuse_unsupported_options`.
+        UnsupportedModelError: in the same cases as `refuse_unsupported_options`.
     """
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -323,7 +327,8 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         self._config = get_current_vllm_config()
         refuse_other_drafters(self._config, kv_cache_dtype)
         self.drafts = drafts(self._config)
-        # vLLM loads the draft model after the served one, whose windows are set by then.
+        # vLLM loads the draft model last. So this layer is a draft model's if the served model's windows are set
+        # already.
         self.drafting = has_draft_model(self._config) and any(
             layer.impl.recent is not None for layer in our_layers(self._config).values()
         )
@@ -345,15 +350,15 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         calibration_info.outdate([layer.impl for layer in layers.values()])
 
     def rings(self) -> Rings | None:
-        """Return the rings of the current step; None without a window, or where nothing is stored."""
+        """Return the rings of the current step. Return None without a window, or in a step that stores nothing."""
         found = get_forward_context().attn_metadata if self.ring is not None else None
         return found[self.ring.layer_name] if found and self.ring is not None else None
 
     def factors(self, layer: Any, device: torch.device | str = "cpu") -> Factors:
-        """Return the factors of this layer and this rank's KV heads, from the file or neutral.
+        """Return the factors of this layer for this rank's KV heads, from the calibration file or neutral.
 
-        A layer that reads another layer's cache has that layer's factors. They are created on the device of the first
-        call and then changed in place, because pages and captured graphs hold their address.
+        A layer that reads another layer's cache has that layer's factors. The first call creates the factors on its
+        device. Later changes are made in place, because pages and captured graphs hold the address.
         """
         if self._factors is None:
             if self._calibration is not None:
@@ -365,6 +370,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
 
     def set_factors(self, layer: Any, found: Factors) -> None:
         """Overwrite the layer's factors."""
-        # A trial capture of graphs creates them in inference mode. They can be changed only in that mode then.
+        # A trial capture of graphs may have created the factors in inference mode. They can then be changed only in
+        # that mode.
         with torch.inference_mode():
             self.factors(layer, found.key_mean.device).copy_(found)

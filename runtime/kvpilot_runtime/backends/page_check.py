@@ -1,9 +1,9 @@
-"""Last check of the contract: pages are written and read back through vLLM's own attention layer.
+"""Last check of the contract: write pages and read them back through vLLM's own attention layer.
 
-Shapes and names may be unchanged while their meaning differs: another order of blocks or heads, keys in place of
-values, slots that are counted differently. So, once a worker has its KV cache, one layer of each shape stores three
-requests of different lengths and attends to them in one step. The result is compared with the reference. In a bounded
-cache the longest request has outgrown its bound, and its freed pages are overwritten.
+A later vLLM may keep shapes and names but change their meaning. It may swap blocks and heads, exchange keys and values,
+or count slots differently. So once a worker has its KV cache, one layer of each shape stores three requests of
+different lengths and attends to them in one step. The result is compared with the reference. With a bounded cache, the
+longest request exceeds its bound, and its freed pages are overwritten.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from kvpilot_runtime.recent.ring_layers import Rings
 from kvpilot_runtime.vllm_api import compat
 
 WORST = 0.05
-"""Largest allowed error, relative to the reference. Rounding and another order of sums make 0.01, a misread page 1."""
+"""Largest allowed error, relative to the reference.
+
+Rounding and a different order of sums cause an error of 0.01, a misread page one of 1.
+"""
 
 LONGEST = 4096
-"""Largest number of tokens of a request; longer bounds are not outgrown here."""
+"""Largest number of tokens of a request. A request does not exceed a bound that is larger."""
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
 def check(worker: Any) -> None:
-    """Refuse a vLLM whose layers return other values than were stored; restore the cache.
+    """Refuse a vLLM whose layers return other values than were stored. Restore the cache afterwards.
 
     Raises:
         UnsupportedEngineError: a step's answer differs from the reference; or no step can be made, and this version is
@@ -78,10 +81,11 @@ class _Request:
 
 
 def lengths(blocks: int, size: int, longest: int, bound: SinksAndWindow | None) -> list[int]:
-    """Return the lengths of requests to try: two pages, less than one, and enough to leave a page of a bounded cache.
+    """Return the lengths of requests to try: two pages, less than one page, and more than a bounded cache keeps.
 
     Args:
-        blocks: of the cache; the first one belongs to no request. size: tokens of each. longest: of a request.
+        blocks: number of blocks in the cache; the first one belongs to no request. size: tokens of a block.
+        longest: largest number of tokens of a request.
     """
     asked = [size + 3, min(5, size)]
     if bound is not None and not isinstance(bound, HeavyHitters):  # the scheduler chooses their pages
@@ -100,7 +104,7 @@ def lengths(blocks: int, size: int, longest: int, bound: SinksAndWindow | None) 
 def _off(config: Any, layer: Any) -> float:
     """Return the error of the layer's answers to the last tokens of requests, relative to the reference."""
     cache, bound = layer.kv_cache, retention.asked()
-    size = cache.shape[2]  # the config's size differs if groups of layers share pages
+    size = cache.shape[2]  # the config's block size differs if groups of layers share pages
     scheduler = config.scheduler_config
     wanted = lengths(cache.shape[0], size, config.model_config.max_model_len, bound)[: scheduler.max_num_seqs]
     requests = _requests(config, layer, wanted)
@@ -108,7 +112,7 @@ def _off(config: Any, layer: Any) -> float:
     table = torch.nn.utils.rnn.pad_sequence([request.pages.int() for request in requests], batch_first=True)
     saved = cache[used]
     try:
-        for row, request in enumerate(requests):  # prompts, one by one
+        for row, request in enumerate(requests):  # store the prompts one by one
             for begin in range(0, request.tokens - 1, scheduler.max_num_batched_tokens):
                 end = min(begin + scheduler.max_num_batched_tokens, request.tokens - 1)
                 _step(config, layer, [(request, begin, end)], table[row : row + 1])
@@ -183,7 +187,7 @@ def _step(config: Any, layer: Any, asked: list[tuple[_Request, int, int]], table
     spec = replace(backend.customize_spec(layer.get_kv_cache_spec(config)), block_size=size)
     metadata = {layer.layer_name: backend.get_builder_cls()(spec, [layer.layer_name], config, device).build(0, common)}
     mapping = {layer.layer_name: slots}
-    if impl.ring is not None:  # the window's own tests check it
+    if impl.ring is not None:  # the recent window has its own tests
         blocks = impl.fmt.ring_blocks(impl.recent + impl.drafts, layer.head_size, size)
         nobodys = torch.full((count, blocks), -1, dtype=torch.int32, device=device)
         metadata[impl.ring.layer_name] = Rings(torch.full((count,), -1, device=device), nobodys)

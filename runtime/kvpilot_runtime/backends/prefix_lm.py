@@ -1,4 +1,4 @@
-"""Images whose tokens attend to each other both ways, as in Gemma 3 and PaliGemma."""
+"""Images whose tokens attend to each other in both directions, as in Gemma 3 and PaliGemma."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Spans = list[tuple[int, int]]
 
 
 def ranges(common: Any) -> Mapping[int, Sequence[tuple[int, int]]]:
-    """Return the first and last tokens of each sequence's images, by its place in the batch."""
+    """Return the first and last token of each image, by the sequence's index in the batch."""
     return getattr(common, "mm_req_doc_ranges", None) or {}
 
 
 def spans(common: Any, sequences: Sequence[tuple[int, int, int]]) -> dict[int, Spans]:
-    """Return the spans of a batch, vLLM's `CommonAttentionMetadata`, by sequence; sequences without any are left out.
+    """Return the spans of a batch, vLLM's `CommonAttentionMetadata`, by sequence. Leave out sequences without spans.
 
     Args:
-        sequences: each one's place in the batch, the tokens before its new ones, and how many are new.
+        sequences: for each sequence its index in the batch, the tokens before its new ones, and the number of new ones.
 
-    Image tokens in the context need nothing: they were computed with the whole image.
+    Image tokens in the context need no spans, because they were computed together with the whole image.
     """
     images = ranges(common)
     found: dict[int, Spans] = {}
@@ -38,7 +38,7 @@ def spans(common: Any, sequences: Sequence[tuple[int, int, int]]) -> dict[int, S
 class LaterTokens:
     """Attention of image tokens to later tokens of their image, in the form of causal attention.
 
-    In reverse order later tokens come first: of tokens a to z, queries y to a see keys z to b.
+    Reversing the order makes later tokens come first. For tokens a to z, queries run from y to a and keys from z to b.
 
     Attributes:
         queries, keys: int64 [tokens], rows. starts: int32 [spans + 1], where each span begins in them.

@@ -1,7 +1,7 @@
-"""Step buffers, reserved while vLLM measures memory, until an engine's builder makes its own.
+"""Step buffers that are reserved while vLLM measures memory, until the engine's builder makes its own.
 
-vLLM counts memory that is allocated while it loads weights. So the first layer reserves such buffers then. It releases
-them when the builder makes the buffers that captured graphs read, after the block size is known.
+vLLM counts the memory that is allocated while it loads weights, so the first layer reserves the buffers at that time.
+Captured graphs read the buffers that the builder makes once the block size is known. The reservation is released then.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 BLOCK = 64
-"""Tokens of a page in the shape of reserved buffers; their size does not depend on it."""
+"""Tokens of a page, assumed for reserved buffers. The size of the buffers does not depend on it."""
 
 
 class Reserving:
@@ -24,7 +24,7 @@ class Reserving:
     _reserves = True
 
     def reserve(self, vllm_config: Any, make: Callable[[Any], Any]) -> None:
-        """Reserve the buffers that `make` makes on the engine's device, once, in the first layer of this kind."""
+        """Reserve the buffers that `make` returns, on the engine's device, in the first layer of this kind only."""
         if self._reserves and next(iter(_holders(vllm_config)), None) is self:
             self.reserved, self._reserves = make(vllm_config.device_config.device), False
 

@@ -1,9 +1,9 @@
 """Attention over a bounded cache, for every backend: block tables that list only the kept pages.
 
-Keys are stored with their positions applied (RoPE), and causal attention depends only on the order of tokens. So a
-table of the sinks' pages followed by the window's, with the length of these alone, makes any causal backend attend to
-sinks and window. Freed pages are never read. If new tokens of a sequence attend to different pages, they become several
-sequences (`pieces`), each causal in itself.
+Stored keys already include their positions (RoPE), and causal attention depends only on the order of tokens. So a table
+can list the sinks' pages and then the window's pages, with a length that counts only these. With that table any causal
+backend attends to exactly the sinks and the window, and never reads freed pages. If the new tokens of a sequence attend
+to different pages, they become several sequences (`pieces`), each of them causal.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def pieces(bound: SinksAndWindow, page: int, starts: torch.Tensor, seq_lens: tor
 def kept_alone(common: Any, bound: SinksAndWindow, page: int) -> Any:
     """Return a batch (vLLM's `CommonAttentionMetadata`) whose sequences are the pieces, with tables of kept pages.
 
-    `max_query_len` stays that of the whole batch, so that backends still see if tokens attend to others of the same
+    `max_query_len` stays that of the whole batch. Backends use it to find out if tokens attend to others of the same
     step.
 
     Raises:
@@ -77,7 +77,7 @@ def kept_alone(common: Any, bound: SinksAndWindow, page: int) -> Any:
     starts = common.query_start_loc_cpu[: common.num_reqs + 1]
     if not int(starts[-1]):
         return common
-    # Exact, because speculation is refused.
+    # The host's lengths are exact, because bounded caches refuse speculation.
     lens = common.seq_lens_cpu_upper_bound
     lens = (common.seq_lens.cpu() if lens is None else lens)[: common.num_reqs]
     cut, device = pieces(bound, page, starts, lens), common.seq_lens.device
@@ -90,7 +90,7 @@ def kept_alone(common: Any, bound: SinksAndWindow, page: int) -> Any:
         "num_reqs": len(cut.lens), "max_seq_len": int(cut.lens.max()),
         "block_table_tensor": table[owner[:, None], columns],
         "is_prefilling": None if common.is_prefilling is None else common.is_prefilling[cut.owner],
-        # Values that were computed for whole sequences.
+        # Reset what vLLM computed for whole sequences.
         "req_idx": None, "_num_computed_tokens_cache": None, "_token_to_req_indices_cache": None,
     }  # fmt: skip
     known = {f.name for f in fields(common)}
@@ -107,7 +107,7 @@ class KeptTables:
         self.lens = torch.zeros(sequences, dtype=torch.int32, device=device)
 
     def alone(self, common: Any) -> Any:
-        """Do as `kept_alone`, without waiting for the device; padding has a length of 0 and stays."""
+        """Do the same as `kept_alone` without waiting for the device. Padding keeps its length of 0."""
         count, sinks, table = common.num_reqs, self.bound.sink_pages(self.page), common.block_table_tensor
         gap = self.gap(common.seq_lens[:count])
         columns = torch.where(self.columns < sinks, self.columns, self.columns + gap[:, None])
@@ -133,7 +133,7 @@ def bounded_backend(stock: Any) -> Any:
     """Return a subclass of a layer's `AttentionBackend` whose builder sees only kept pages."""
 
     class Builder(stock.get_builder_cls()):  # type: ignore[misc]
-        supports_update_block_table = False  # tables of other groups list all pages
+        supports_update_block_table = False  # vLLM would copy a table from another group, which lists all pages
 
         def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -151,14 +151,14 @@ def bounded_backend(stock: Any) -> Any:
 
         @classmethod
         def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-            """Limit full graphs to steps with one new token per sequence: others have tables of their own."""
+            """Limit full graphs to steps with one new token per sequence. Other steps need their own tables."""
             if isinstance(kv_cache_spec.bound, HeavyHitters) and not vllm_config.use_v2_model_runner:
-                return AttentionCGSupport.NEVER  # the older runner was not tested
+                return AttentionCGSupport.NEVER  # vLLM's older runner is not tested with graphs
             stock = super().get_cudagraph_support(vllm_config, kv_cache_spec)
             return min(stock, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda support: support.value)
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-            """Return the metadata of a batch's pieces, or of the pages that heavy hitters hold."""
+            """Return the metadata of a batch's pieces, or of the pages kept by heavy hitters."""
             common, bound, page = common_attn_metadata, self.kv_cache_spec.bound, self.kv_cache_spec.block_size
             if isinstance(bound, HeavyHitters):
                 from kvpilot_runtime.bounded import heavy
@@ -180,12 +180,12 @@ def bounded_backend(stock: Any) -> Any:
 
 
 def backend_of(layer: Any, stock: Any) -> Any:
-    """Return the bounded backend of a layer, or vLLM's if all is kept."""
+    """Return the bounded backend of a layer, or vLLM's backend if the cache keeps all tokens."""
     return stock if _unlike(layer) else bounded_backend(stock)
 
 
 def spec_of(layer: Any, stock: Any, vllm_config: Any) -> Any:
-    """Return the bounded spec of a layer's pages, or vLLM's if all is kept.
+    """Return the bounded spec of a layer's pages, or vLLM's spec if the cache keeps all tokens.
 
     Raises:
         UnsupportedModelError: a bounded cache does not support this model or an option.
@@ -239,7 +239,7 @@ def refuse_unsupported(vllm_config: Any, bound: SinksAndWindow) -> None:
 
 
 def _unlike(layer: Any) -> str:
-    """Name the property by which a layer cannot have a bounded cache; return nothing without one."""
+    """Name the property that makes a layer unfit for a bounded cache. Return an empty string if there is none."""
     from vllm.model_executor.layers.attention import Attention
 
     if type(layer) is not Attention:

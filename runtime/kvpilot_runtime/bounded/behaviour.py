@@ -1,7 +1,7 @@
-"""Check of behaviour that no signature shows: vLLM's cache manager and block tables are tried with a bounded cache.
+"""Behaviour check: try vLLM's cache manager and block tables with a bounded cache, because no signature shows a change.
 
-A subclass inherits changes of a later vLLM. So vLLM gets three requests of different lengths, and the pages that it
-keeps for them are compared with those that their next tokens attend to by `SinksAndWindow`.
+Our subclasses inherit whatever a later vLLM changes. So the check gives vLLM three requests of different lengths. It
+compares the pages that vLLM keeps with the pages that the next tokens attend to, by `SinksAndWindow`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from kvpilot_runtime.vllm_api import compat
 
 PAGE, CHUNK = 16, 48
 LENGTHS = (7, 150, 1000)
-"""Tokens of the requests: fewer than a page, about the window, and far beyond it."""
+"""Lengths of the requests in tokens: less than a page, about the window, and far more than the window."""
 BOUND = SinksAndWindow(4, 100)
 
 
 def kept(bound: SinksAndWindow, page: int, computed: int) -> set[int]:
-    """Return the pages that tokens from `computed` on attend to, among those of earlier tokens."""
+    """Return the earlier pages that tokens from `computed` on attend to."""
     pages = -(-computed // page)
     return {*range(min(bound.sink_pages(page), pages)), *range(bound.first_page(computed, page), pages)}
 
 
 def refuse_other_pages() -> None:
-    """Refuse a vLLM whose cache manager keeps other pages of a request than it attends to.
+    """Refuse a vLLM whose cache manager keeps other pages of a request than the request attends to.
 
     Raises:
         UnsupportedEngineError: with the first request whose pages differ, or because none could be tried.
@@ -43,7 +43,7 @@ def refuse_other_pages() -> None:
 
 
 def _freed() -> str:
-    """Try three requests in chunks, and say how their pages differ from the bound's; return nothing if they do not."""
+    """Try three requests in chunks, and say how their pages differ from the bound's. Return nothing if all agree."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
@@ -110,7 +110,7 @@ def refuse_other_tables(worker: Any, bound: SinksAndWindow) -> None:
     gathered = tables.gather_block_tables(torch.arange(rows, dtype=torch.int32, device=device), rows, **more)[at].cpu()
     for row, length in enumerate(lengths):
         tables.append_block_ids(row, tuple([] for _ in groups), overwrite=True)
-        every = {*range(-(-length // page))}  # heavy hitters may hold any of them
+        every = {*range(-(-length // page))}  # a request with heavy hitters may hold any of its pages
         wanted = every if isinstance(bound, HeavyHitters) else kept(bound, page, length - 1)
         missing = sorted(i for i in wanted if gathered[row, i] != 1 + i)
         if missing:

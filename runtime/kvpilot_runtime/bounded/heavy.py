@@ -1,7 +1,7 @@
 """Heavy hitters in a worker: attention over the held pages, and measurement of the pages' masses.
 
-A page's mass is the attention that its tokens get, summed over query heads and layers. It is measured separately from a
-layer's attention, for one query in `EVERY`, with that weight. So decode kernels stay unchanged.
+A page's mass is the attention that its tokens receive, summed over query heads and layers. It is measured outside the
+layer's attention, so decode kernels stay unchanged. Only one query in `EVERY` is measured, and it counts as that many.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvpilot_runtime.config.retention import HeavyHitters
 from kvpilot_runtime.errors import UnsupportedEngineError, UnsupportedModelError
 
 MOST = 8
-"""Largest number of a chunk's queries that are measured."""
+"""Largest number of queries of one chunk that are measured."""
 ORDER = "gather_batch_req_state"
-"""Method of vLLM's newer runner that puts a step's requests into the order of its batch."""
+"""Method of vLLM's newer runner that sorts a step's requests into the batch order."""
 MARK = "kvpilot_measured"
 """Attribute of a batch's metadata with its `Weighing` and its `Singles`; None if nothing is measured, or on a CPU."""
 
@@ -35,8 +35,8 @@ class Step:
     """State of the current step in a worker.
 
     Attributes:
-        kept: held pages by request; None before the engine serves. alone: single tokens are measured.
-        requests: those of the batch, in its order. weighing: the measurement, once the batch is known.
+        kept: held pages by request; None before the engine serves. alone: True if single tokens are measured.
+        requests: the requests of the batch, in its order. weighing: the measurement, once the batch is known.
         singles: buffers of the kernels, one for each shape of layers.
     """
 
@@ -65,8 +65,8 @@ def measured_rows(new: int, alone: bool = False) -> tuple[int, float]:
 def most_pages(bound: HeavyHitters, page: int, scheduler: Any) -> int:
     """Return the largest number of pages of a sequence with one new token.
 
-    They are its budget's, the new token's, and those in flight when pages were freed, since vLLM does not count a step
-    before it has the results. `scheduler` is vLLM's configuration.
+    These are the pages of the budget, of the new token, and of steps in flight when pages were freed. vLLM counts a
+    step only once it has the results. `scheduler` is vLLM's configuration.
     """
     ahead = scheduler.max_num_batched_tokens if scheduler.async_scheduling else 0
     return bound.pages(page) + 1 + -(-ahead // page)
@@ -86,7 +86,7 @@ class HeldTables:
     def put(self, common: Any) -> Any:
         """Return the batch with tables and lengths of held pages, in the buffers.
 
-        While graphs are captured, nothing was freed, so both are cut to the buffers' size.
+        Nothing is freed yet while graphs are captured, so cut both to the size of the buffers.
         """
         count, most = common.num_reqs, self.table.shape[1]
         table = common.block_table_tensor[:count, :most]
@@ -103,8 +103,9 @@ class HeldTables:
 def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles: Singles | None = None) -> Any:
     """Return a batch (vLLM's `CommonAttentionMetadata`) with tables and lengths of held pages.
 
-    `step` gets the measurement, and `singles` the single tokens before all others. Before the engine serves, the batch
-    stays unchanged. Nothing waits for the device if lengths are known on the host, as they are without drafts.
+    `step` receives the measurement. `singles` receives the single tokens, which come first in the batch. Before the
+    engine serves, the batch stays unchanged. Without drafts the host knows all lengths, so nothing waits for the
+    device.
 
     Raises:
         UnsupportedModelError: its tokens attend to later ones.
@@ -120,7 +121,7 @@ def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles:
     starts = common.query_start_loc_cpu[: count + 1].numpy()
     lens = common.seq_lens_cpu_upper_bound
     lens = (common.seq_lens.cpu() if lens is None else lens)[:count].numpy().copy()
-    live, told = np.flatnonzero(np.diff(starts)).tolist(), [NOTHING] * count  # the rest is padding
+    live, told = np.flatnonzero(np.diff(starts)).tolist(), [NOTHING] * count  # the remaining rows are padding
     for row in live:
         if row >= len(requests) or requests[row] not in step.kept:
             raise UnsupportedEngineError(
@@ -150,13 +151,13 @@ def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles:
     if singles is not None:
         singles.begin(ahead)
         step.singles += [singles] * bool(ahead)
-    if chunks and step.weighing is None:  # layers of another shape share the step
+    if chunks and step.weighing is None:  # layers of another shape may have prepared this step already
         total = torch.zeros(len(chunks), width, dtype=torch.float64, device=table.device)
         step.weighing = Weighing(chunks, table, total)
     changes = {
         "seq_lens": upload(lens, table.device).to(common.seq_lens), "seq_lens_cpu_upper_bound": torch.from_numpy(lens),
         "max_seq_len": int(lens.max()), "block_table_tensor": table,
-        # Values that were computed for whole sequences.
+        # Reset what vLLM computed for whole sequences.
         "req_idx": None, "_num_computed_tokens_cache": None, "_token_to_req_indices_cache": None,
     }  # fmt: skip
     known = {f.name for f in fields(common)}
@@ -166,7 +167,8 @@ def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles:
 def columns(told: Sequence[Kept], held: np.ndarray, width: int) -> np.ndarray:
     """Return the columns of held pages in whole tables, int64 [sequences, width].
 
-    Past a sequence's end it is the first page, which is never freed. `held` is int [sequences], the pages of each.
+    Columns past a sequence's end name the first page, which is never freed. `held` is int [sequences], the number of
+    pages of each sequence.
     """
     at = np.zeros((len(told), width), np.int64)
     for row, ((pages, first), count) in enumerate(zip(told, held.tolist(), strict=True)):
@@ -183,7 +185,7 @@ def upload(x: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def singles(builder: Any, page: int, most: int, sequences: int) -> Singles | None:
-    """Return the buffers that the kernels of a group of layers write to; None on a CPU, which measures otherwise.
+    """Return the buffers that the kernels of a group of layers write to. Return None on a CPU, which needs no kernels.
 
     Raises:
         UnsupportedModelError: layers whose pages cannot be weighed there.
@@ -250,7 +252,7 @@ def noting_order(order: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _measure(layer: Any) -> None:
-    """Let a layer's attention add to the masses of a step's pages."""
+    """Make a layer's attention add to the masses of a step's pages."""
     forward, weigh = layer.impl.forward, weigher(layer)
 
     def measured(
@@ -267,7 +269,8 @@ def _measure(layer: Any) -> None:
 def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Any], None]:
     """Return a function that adds a layer's share to a step's masses.
 
-    It takes the layer's queries [tokens, heads, head_dim], its metadata of the step, and the measurement.
+    The function takes the layer's queries [tokens, heads, head_dim], the layer's metadata of the step, and the
+    measurement.
 
     Raises:
         UnsupportedModelError: the layout of the keys in the layer's backend is unknown.

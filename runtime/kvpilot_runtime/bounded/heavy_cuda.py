@@ -1,8 +1,8 @@
 """Measurement of page masses on a GPU, without waiting for the device.
 
-A kernel after decode measures single tokens. Captured graphs contain it, and it mostly does nothing. Sequences of
-prompts' chunks are weighed together, and their contexts piece by piece, in a few launches per layer. The kernel that
-reads contexts for prompts reads their keys into the same workspace.
+For single tokens, a kernel after decode measures the masses. Captured graphs contain this kernel, and in most steps it
+does nothing. Chunks of prompts are weighed together, in a few launches per layer, with their contexts read piece by
+piece. Prefill's kernel for reading contexts also reads these keys, into the same workspace.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvpilot_runtime.errors import UnsupportedModelError
 
 @dataclass
 class Piece:
-    """Pages [first, last) of a group's sequences, whose keys are read at once.
+    """Pages [first, last) of each sequence in a group, whose keys are read at once.
 
     Attributes:
         slots: int64 [tokens]; ordinals: int32 [tokens]; sequence after sequence, from `places.stored_slots`.
@@ -89,8 +89,10 @@ def groups(weighing: Weighing, page: int, room: int) -> Iterator[Group]:
 
 
 def singles(builder: Any, page: int, most: int, sequences: int) -> Singles:
-    """Make the buffers for steps with one new token per sequence, for this many sequences of `most` pages. Raises:
-    UnsupportedModelError: the layers' pages are not ours.
+    """Make the buffers for steps with one new token per sequence, for this many sequences of `most` pages.
+
+    Raises:
+        UnsupportedModelError: the layers' pages are not ours.
     """
     if not isinstance(builder, CudaBuilder):
         raise UnsupportedModelError(
@@ -119,7 +121,7 @@ def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles
         if weighing is None:
             return
         room = impl.workspace_tokens
-        if room not in weighing.groups:  # once for all layers
+        if room not in weighing.groups:  # prepared once for all layers
             weighing.groups[room] = list(groups(weighing, page, room))
         workspace = impl.workspace(query.device, query.dtype)
         for group in weighing.groups[room]:

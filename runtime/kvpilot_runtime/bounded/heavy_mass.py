@@ -18,8 +18,8 @@ class Measured:
     """Sequence of a step whose last queries are measured.
 
     Attributes:
-        request: its id. pages: those it holds, in the order of its table, which is `row` of the step's.
-        length: tokens in these. rows: of the batch, the last tokens. weight: factor of each row.
+        request: its id. pages: the pages that it holds, in the order of its table. row: the table's row in the step.
+        length: number of tokens in these pages. rows: rows of its last tokens in the batch. weight: factor of each row.
     """
 
     request: str
@@ -32,11 +32,11 @@ class Measured:
 
 @dataclass
 class Weighing:
-    """Measurement of a step on the device that attends; all layers add to it.
+    """Measurement of one step, on the device that attends. All layers add to it.
 
     Attributes:
-        sequences: those that are measured. table: int32 [sequences of the step, pages], the blocks that each holds.
-        total: float64 [measured sequences, pages], the sum so far. groups: cut by `heavy_cuda`.
+        sequences: the measured sequences. table: int32 [sequences of the step, pages], the blocks that each holds.
+        total: float64 [measured sequences, pages], the sum so far. groups: pieces made by `heavy_cuda`.
     """
 
     sequences: list[Measured]
@@ -45,7 +45,7 @@ class Weighing:
     groups: dict[int, Any] = field(default_factory=dict)
 
     def masses(self) -> list[Masses]:
-        """Return the masses for the scheduler; wait for the device once for all layers."""
+        """Return the masses for the scheduler. Wait for the device once, for all layers together."""
         found = self.total.tolist()
         return [(one.request, one.pages, row[: len(one.pages)]) for one, row in zip(self.sequences, found, strict=True)]
 
@@ -101,7 +101,7 @@ def masses(
 ) -> torch.Tensor:  # fmt: skip
     """Return the causal attention that each page gets from sequences' last tokens, float64 [sequences, pages].
 
-    It is summed over tokens and heads, to `rows * heads` per sequence, less the weight of the sinks.
+    It is the sum over tokens and heads. A sequence's pages add up to `rows * heads`, less the weight of the sinks.
 
     Args:
         score: from `scores`, overwritten; the last row is a sequence's last token. page: tokens of a page.
@@ -132,7 +132,7 @@ def page_mass(
 
 
 def softcap_of(impl: Any) -> float:
-    """Return the cap on a layer's scores, 0 for none; backends have two names for it."""
+    """Return the cap on a layer's scores, 0 for none. Backends store it under one of two names."""
     return float(getattr(impl, "softcap", 0.0) or getattr(impl, "logits_soft_cap", 0.0) or 0.0)
 
 
@@ -171,9 +171,9 @@ def _reader(layer: Any) -> Callable[[torch.Tensor, int], torch.Tensor]:
 
 
 def key_places(layer: Any) -> torch.Tensor:
-    """Return where a backend of vLLM stores the keys of a block, int64 [tokens, head_dim], found by writing one.
+    """Write a key to find out where a backend of vLLM stores the keys of a block. Return int64 [tokens, head_dim].
 
-    The order depends on the CPU's instructions. Numbers up to 256 are exact in every dtype of a cache.
+    The order depends on the CPU's instructions. Every cache dtype represents the whole numbers up to 256 exactly.
 
     Raises:
         UnsupportedModelError: a key is not stored as it was written.
@@ -190,7 +190,7 @@ def key_places(layer: Any) -> torch.Tensor:
         return stored
 
     token, element = torch.meshgrid(torch.arange(tokens), torch.arange(dim), indexing="ij")
-    # Two digits, since blocks may have more tokens than a dtype has exact numbers.
+    # Write each number as two digits: a block may have more tokens than a dtype has exact numbers.
     low, high, which = written(token % 128 + 1), written(token // 128 + 1), written(element)
     order = torch.full((tokens, dim), -1)
     place = (low[0] > 0).nonzero().flatten()

@@ -1,9 +1,9 @@
 """Heavy hitters in vLLM's scheduler: it weighs pages by the workers' measurements, and frees the lightest.
 
-Scheduler and workers exchange one message each per step, as attributes of vLLM's own messages, whatever the executor:
-`KEPT` of its `SchedulerOutput`, the pages that each request holds, and `MASSES` of its `ModelRunnerOutput`, their
-masses. The scheduler alone decides. A worker reads only pages that the same step announced, so it never reads a freed
-page, and preempted, ended and restarted requests need no message.
+Scheduler and workers exchange one message each per step, as attributes of vLLM's own messages. This works with every
+executor. `KEPT` of `SchedulerOutput` lists the pages that each request holds, and `MASSES` of `ModelRunnerOutput` has
+their masses. Only the scheduler decides. A worker reads only pages that the same step announced, so it never reads a
+freed page. Requests that end, restart or are preempted need no message.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvpilot_runtime.config.retention import HeavyHitters
 KEPT, MASSES = "kvpilot_kept", "kvpilot_masses"
 
 EVERY = 32
-"""Steps per measurement of sequences that decode; chunks of prompts are always measured."""
+"""Number of steps between two measurements of sequences that decode. Chunks of prompts are always measured."""
 
 Kept = tuple[np.ndarray, int]
-"""Pages that a request holds among its first ones, int64 and ascending, and the number of these; it has all others."""
+"""Held pages among a request's first n pages, int64 and ascending, and n. The request holds all pages after these."""
 NOTHING: Kept = (np.zeros(0, np.int64), 0)
-"""Value for a request of which nothing was freed."""
+"""Value for a request that has no freed pages."""
 Masses = tuple[str, tuple[int, ...], list[float]]
 """Id of a request, its pages, and how much attention each had in a step."""
 
@@ -37,7 +37,7 @@ def lightest(
 ) -> list[int]:  # fmt: skip
     """Return the pages between sinks and window to free before a sequence's next token, lightest first.
 
-    They are those beyond the budget. Of equal pages the earlier one is first.
+    These are the pages beyond the budget. Among pages of equal mass the earlier one comes first.
 
     Args:
         page: tokens of a page. held: held pages of the sequence's `computed` tokens, ascending. masses: by page,
@@ -87,7 +87,8 @@ class HeavyManager(BoundedManager):
     ) -> tuple[tuple[list[Any], ...], int]:  # fmt: skip
         """Return the longest cached prefix within the budget.
 
-        Up to there nothing had been freed when a page was computed, so every request would compute the same.
+        No page in this prefix was computed after something had been freed, so every request would compute the same
+        page.
         """
         size = kv_cache_spec.block_size
         cached: list[Any] = []
@@ -99,7 +100,7 @@ class HeavyManager(BoundedManager):
         return tuple([one[group] for one in cached] for group in range(len(kv_cache_group_ids))), len(cached) * size
 
     def weigh(self, masses: Masses) -> None:
-        """Add a worker's measurement; without effect for a request that holds nothing."""
+        """Add a worker's measurement. Ignore a request that holds nothing."""
         request, pages, found = masses
         if request in self.req_to_blocks:
             for page, mass in zip(pages, found, strict=True):
@@ -112,7 +113,7 @@ class HeavyManager(BoundedManager):
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free the lightest pages beyond the budget; vLLM calls this before it gives a request pages for a step."""
+        """Free the lightest pages beyond the budget. vLLM calls this before it allocates pages for a step."""
         blocks, size = self.req_to_blocks.get(request_id, ()), self.block_size
         whole = min(-(-processed_computed_tokens // size), len(blocks))
         pages, first = self.kept(request_id)
@@ -143,9 +144,9 @@ def _manager(scheduler: Any) -> HeavyManager | None:
 
 
 def tell(scheduler: Any, output: Any) -> None:
-    """Attach the held pages of a step's requests, by id, and whether its single tokens are measured.
+    """Attach to a step the held pages of its requests, by id, and the flag that single tokens are measured.
 
-    All sequences that decode are measured in the same steps, so that no other step waits for masses.
+    All sequences that decode are measured in the same step, so that the other steps do not wait for masses.
     """
     if (manager := _manager(scheduler)) is None:
         return

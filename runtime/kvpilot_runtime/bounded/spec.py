@@ -1,8 +1,8 @@
 """Bounded cache in vLLM's scheduler: pages between the sinks and the window return to the pool.
 
-Unpickling a `BoundedSpec` imports this module, which registers it. vLLM treats it as a sliding window, for admission
-and for the capacity in its metrics. Our manager keeps the first pages. Workers must keep them too: 0.33 clears entries
-of its block tables below a window.
+Unpickling a `BoundedSpec` imports this module, which registers it. For admission and for the capacity in its metrics,
+vLLM treats the spec as a sliding window. Our manager also keeps the first pages. Workers must keep them too, because
+vLLM 0.33 clears block-table entries below a window.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from kvpilot_runtime.config.retention import SinksAndWindow
 
 EVERY_TOKEN = 2**30
-"""Number above any sequence's tokens."""
+"""Number larger than the token count of any sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundedSpec(SlidingWindowSpec):  # type: ignore[misc]  # vLLM has no types for us
+class BoundedSpec(SlidingWindowSpec):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """Spec of a layer whose sequences keep the first `sinks` tokens and the last `sliding_window`."""
 
     sinks: int
@@ -34,11 +34,13 @@ class BoundedSpec(SlidingWindowSpec):  # type: ignore[misc]  # vLLM has no types
 
     @property
     def num_retained_tokens(self) -> int:
-        """Tokens below a step whose block-table entries workers keep (0.33): all, because sinks come first."""
+        """Number of first tokens whose block-table entries workers keep after a step (0.33). All, because the sinks
+        come first.
+        """
         return EVERY_TOKEN
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """Return the largest number of blocks of a request: those of window, tokens in flight, and sinks."""
+        """Return the largest number of blocks of a request: window, tokens in flight, and sinks."""
         window = super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
         whole = -(-max_model_len // self.block_size)
         return int(min(window + self.bound.sink_pages(self.block_size), whole))
@@ -79,7 +81,7 @@ class BoundedManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any], *args: Any,
         apply_admission_cap: bool = False, **kwargs: Any,
     ) -> int:  # fmt: skip
-        """Return, for admission, the number of blocks that a request lacks of the most that it can hold."""
+        """Return, for admission, how many blocks a request lacks of the largest number that it can hold."""
         if not apply_admission_cap or self.max_admission_blocks_per_request is None:
             return int(super().get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, *args, **kwargs))
         most = min(-(-num_tokens // self.block_size), self.max_admission_blocks_per_request)
@@ -95,10 +97,10 @@ class BoundedManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         self._remove_blocks_in_range(request_id, bound.sink_pages(size), first)
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Return 0: vLLM asks for skipped tokens at a sequence's beginning, where ours keep their pages."""
+        """Return 0: vLLM asks for the tokens skipped at a sequence's beginning, where our sinks keep their pages."""
         return 0
 
 
-# vLLM's own specs must be registered first: vLLM adds them only to an empty registry.
+# Register vLLM's own specs first: vLLM adds them only to an empty registry.
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(BoundedSpec, BoundedManager, uniform_type_base_spec=BoundedSpec)

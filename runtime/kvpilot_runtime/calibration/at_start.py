@@ -1,10 +1,10 @@
 """Calibration of an engine without a calibration file, before its first request and its CUDA graphs.
 
 One step runs built-in text (`calibration.text`) through the model, as sequences at positions all over the served
-context. In this step every attention layer, of any KV dtype, attends to the step's own exact keys and values. Our
-layers' factors are fitted to what they see (`kvpilot_kernels.fit.Observed`). Each rank of tensor parallelism keeps
-those of its heads, and each pipeline stage those of its layers. The same model, text and number of ranks give the
-same factors.
+context. In this step every attention layer, with any KV dtype, attends to the step's own unquantized keys and values.
+The factors of our layers are fitted to these keys, values and queries (`kvpilot_kernels.fit.Observed`). Each
+tensor-parallel rank keeps the factors of its heads, and each pipeline stage those of its layers. The same model, text
+and number of ranks give the same factors.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kvpilot_runtime.ranks import of_all_ranks
 from kvpilot_runtime.recent.ring_layers import RecentLayer
 from kvpilot_runtime.vllm_api import compat
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
 def calibrate(worker: Any, layers: dict[str, Any]) -> None:
-    """Give the layers of a loaded vLLM worker their factors, and report the source of these to log and metrics.
+    """Set the factors of a loaded vLLM worker's layers, and report to log and metrics where they come from.
 
     Args:
         layers: ours, by name.
@@ -43,7 +43,7 @@ def calibrate(worker: Any, layers: dict[str, Any]) -> None:
     config = worker.vllm_config
     if not any(of_all_ranks(len(layers))):
         return
-    # If one stage cannot, none does: the others would wait for its part.
+    # If one stage cannot calibrate, no stage does, because the others would wait for its output.
     reason = "" if factors_file.asked() else next(filter(None, of_all_ranks(obstacle(config, layers))), "")
     if factors_file.asked():
         source = "off" if factors_file.turned_off() else "file"
@@ -68,9 +68,9 @@ def calibrate(worker: Any, layers: dict[str, Any]) -> None:
 
 
 def token_ids(config: Any) -> tuple[list[int], str]:
-    """Return the step's tokens, as many as one chunk holds, and a word for metrics if they lack something.
+    """Return the step's tokens, as many as one chunk holds, and a word for metrics if the text is not fully usable.
 
-    An engine without a tokenizer gets random token ids of a fixed seed.
+    An engine without a tokenizer gets random token ids from a fixed seed.
     """
     from vllm.tokenizers import cached_tokenizer_from_config
 
@@ -91,7 +91,7 @@ _REMEDY = f"give a file of `kvpilot calibrate` in {factors_file.VARIABLE}, or se
 
 
 def obstacle(config: Any, layers: dict[str, Any]) -> str:
-    """Return a word for metrics if this engine cannot calibrate itself; empty otherwise."""
+    """Return a word for metrics that says why this engine cannot calibrate itself. It is empty if it can."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -114,11 +114,12 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
     from vllm.forward_context import set_forward_context
 
     config, model, device = worker.vllm_config, worker.model_runner.get_model(), worker.device
-    drafting = any(layer.impl.drafting for layer in layers.values())  # before stand-ins replace the layers
+    drafting = any(layer.impl.drafting for layer in layers.values())  # must be read before stand-ins replace the layers
     seen = {name: Observed(layer.impl.num_kv_heads, layer.impl.head_size, device) for name, layer in layers.items()}
     ids = torch.tensor(tokens, device=device)
     plan = passes(len(tokens), config.model_config.max_model_len)
-    positions = torch.zeros(len(tokens), dtype=torch.int64, device=device)  # 0 for tokens that stand alone
+    # tokens after the sequences each stand alone, at position 0
+    positions = torch.zeros(len(tokens), dtype=torch.int64, device=device)
     in_sequences = torch.cat([torch.arange(first, first + length, device=device) for length, first in plan])
     positions[: len(in_sequences)] = in_sequences
     if config.model_config.uses_mrope:
@@ -126,7 +127,7 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
     try:
         with (
             attending_to_itself(config, seen, [length for length, _ in plan]),
-            # An eager step leaves later compilation unchanged.
+            # Run eagerly, so that the engine's own compilation starts unchanged.
             set_forward_context(None, config, num_tokens=len(tokens), slot_mapping={}, skip_compiled=True),
         ):
             found = _forward(model, ids, positions)
@@ -140,7 +141,7 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
 
 
 def _forward(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> Any:
-    """Run this stage's part of the pass on the previous stage's output, send its own output on, and return it."""
+    """Run this stage's part on the previous stage's output. Send its own output to the next stage, and return it."""
     from vllm.distributed import get_pp_group, get_tp_group
     from vllm.sequence import IntermediateTensors
 
@@ -159,8 +160,8 @@ def _forward(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> Any:
 def _draft(drafter: compat.Drafter, ids: torch.Tensor, positions: torch.Tensor, found: Any) -> None:
     """Run the text through the draft model, after the served model has returned `found` for it.
 
-    A head's input is each token's successor and the model's state at the token. The successor of a sequence's last
-    token is taken from the next sequence, an error in one of hundreds.
+    For each token a draft head reads the next token and the served model's state at the token. For the last token of a
+    sequence, the next token comes from the following sequence. This affects one token in hundreds.
     """
     if not drafter.reads_states:
         drafter.model(input_ids=ids, positions=positions, inputs_embeds=None)
@@ -174,10 +175,10 @@ def _draft(drafter: compat.Drafter, ids: torch.Tensor, positions: torch.Tensor, 
 
 
 def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> str:
-    """Give the layers the statistics of this rank's heads; return an obstacle, or nothing."""
+    """Set the layers' factors from the statistics of this rank's heads. Return an obstacle, or an empty string."""
     for name, layer in layers.items():
         if layer.impl.drafting and not seen[name].tokens:
-            continue  # vLLM drafts only with the first of a model's MTP layers
+            continue  # of a model's MTP layers, vLLM runs only the first one
         try:
             found = seen[name].factors()
         except ValueError as error:
@@ -190,7 +191,8 @@ def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> str:
 
 
 def _refuse_together(problem: str) -> None:
-    """End the start of every rank if one has a problem: the others would wait for it, and vLLM for them.
+    """Stop the start of every rank if one rank has a problem. Otherwise the others wait for it, and vLLM waits for
+    them.
 
     Raises:
         UnsupportedModelError: with the problem of the first such rank.

@@ -13,13 +13,13 @@ from kvpilot_kernels.fit import Observed
 from kvpilot_kernels.softmax import softmax
 
 _ROWS = 1024
-"""Queries that attend at once if scores or a mask are materialized."""
+"""Number of queries that attend at once if scores or a mask are held in memory."""
 
 
 class Chunk:
-    """Stand-in for a layer's attention: each sequence of the chunk attends to itself and is recorded.
+    """Stand-in for a layer's attention. Each sequence of the chunk attends to itself, and its statistics are recorded.
 
-    The tokens after the sequences of `lengths` each stand alone.
+    After the sequences of `lengths`, each further token is a sequence of its own.
     """
 
     def __init__(self, impl: Any, sliding_window: int | None, seen: Observed | None, lengths: list[int]) -> None:
@@ -50,7 +50,7 @@ class Chunk:
 
 
 def _softcap(impl: Any) -> float:
-    """Return a backend's cap on scores, 0 for none; backends differ in its name."""
+    """Return a backend's cap on scores, 0 for none. Backends use different attribute names for it."""
     found = (getattr(impl, name, None) for name in ("softcap", "logits_soft_cap"))
     return next((x for x in found if x), 0.0)
 

@@ -1,8 +1,8 @@
 """`kvpilot calibrate MODEL --prompts FILE`: fit static factors to a model and write them to a calibration file.
 
-Sequences must be as long as the contexts that will be served. RoPE rotates a channel's mean with the position, so a
-mean found on short texts is wrong, and harmful, far beyond them. Part of the text is held out, to compare the factors
-with those that an engine finds by itself (`held_out`).
+Calibration sequences must be as long as the contexts that will be served. RoPE rotates a channel's mean with the
+position, so a mean from short texts is wrong, and even harmful, far beyond their length. Part of the text is held out
+to compare the factors with those that an engine finds by itself (`held_out`).
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def sequences(tokenizer: Any, texts: list[str], length: int, limit: int) -> list[torch.Tensor]:
-    """Return token ids, int64 [up to length] each: long texts are cut, and the sum is at most `limit` tokens.
+    """Return token ids, int64 [up to length] each. Long texts are cut, and all pieces together have at most `limit`
+    tokens.
 
-    Every piece starts as a prompt, with the tokenizer's first special token if it has one. The first token is an
-    attention sink, and factors must fit it too.
+    Every piece starts like a prompt, with the tokenizer's first special token if it has one. The first token is an
+    attention sink, and the factors must fit it too.
     """
     pieces: list[torch.Tensor] = []
     for text in texts:
@@ -78,7 +79,7 @@ def sequences(tokenizer: Any, texts: list[str], length: int, limit: int) -> list
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command, and return its exit status."""
+    """Run `kvpilot calibrate`, and return its exit status."""
     parser = argparse.ArgumentParser(prog="kvpilot calibrate", description="Fit a model's static KV-cache factors.")
     parser.add_argument("model", type=Path, help="folder of a transformers model")
     parser.add_argument("--prompts", type=Path, required=True, help='text, or .jsonl of {"text": "..."}')
@@ -172,7 +173,7 @@ def run(
 
 
 def split(tokenizer: Any, texts: list[str], length: int, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the sequences to fit to, and those to judge by: the text after `tokens`, or the last sequence."""
+    """Return the sequences to fit, and the held-out ones: those of the text after `tokens`, or the last sequence."""
     pieces = sequences(tokenizer, texts, length, tokens)
     kept_back = sequences(tokenizer, texts, length, tokens + length)[len(pieces) :]
     if not kept_back and len(pieces) > 1:
@@ -190,7 +191,7 @@ def gain(
     facts: ModelFacts,
     read: int,
 ) -> str:
-    """Return a line on the factors' gain on held-out text, beside those that an engine finds by itself.
+    """Return a line that compares the gain of the factors with that of an engine's own factors, on held-out text.
 
     Args:
         read: largest number of tokens of the built-in text that such an engine reads.

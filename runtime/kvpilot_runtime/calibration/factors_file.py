@@ -1,8 +1,8 @@
 """Calibration files: the static factors of every layer of one model, written by `kvpilot calibrate`.
 
-A file is safetensors: float32 tensors `layers.{i}.key_mean`, `.key_scale`, `.value_mean`, `.value_scale` and
-`.key_first`, each [kv_heads, head_dim], for keys after RoPE, as the cache stores them. The metadata has facts of the
-model. A file of another model would silently give wrong answers, so it is refused.
+A file is safetensors with the float32 tensors `layers.{i}.key_mean`, `.key_scale`, `.value_mean`, `.value_scale` and
+`.key_first`, each [kv_heads, head_dim]. Keys are after RoPE, as the cache stores them. The metadata identifies the
+model. A file of another model would give wrong answers without an error, so it is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvpilot_kernels.factors import Factors
 from kvpilot_runtime.errors import EngineRefusedError
 
 VARIABLE = "KVPILOT_CALIBRATION"
-"""Environment variable with the path of the calibration file, or `off`; without it an engine calibrates itself."""
+"""Environment variable with the path of the calibration file, or `off`. If it is unset, an engine calibrates itself."""
 
 OFF = "off"
 
@@ -37,7 +37,7 @@ _NOT_IDENTITY = {
     "_name_or_path", "architectures", "attn_implementation", "dtype", "torch_dtype", "transformers_version",
     "use_cache", "quantization_config",
 }  # fmt: skip
-"""Keys that may differ between two copies of a config.json that describe the same keys and values."""
+"""Keys of a config.json that do not affect keys and values, so copies of a model may differ in them."""
 
 
 class CalibrationError(EngineRefusedError):
@@ -50,12 +50,12 @@ class CalibrationError(EngineRefusedError):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts that tie a calibration file to a model.
+    """Properties that tie a calibration file to a model.
 
     Attributes:
         layers, kv_heads, head_dim: sizes.
-        rope: the rotary embedding's parameters, as JSON with sorted keys.
-        config_sha256: hash of config.json without the keys that say nothing about keys and values.
+        rope: the parameters of the rotary embedding, as JSON with sorted keys.
+        config_sha256: hash of config.json without the keys that do not affect keys and values.
     """
 
     layers: int
@@ -71,7 +71,7 @@ class ModelFacts:
         Raises:
             ValueError: it is not a decoder's.
         """
-        found = models.read(config)  # a missing size has its class's default
+        found = models.read(config)  # fills a missing size with its class's default
         text = config.get("text_config")
         text = text if isinstance(text, Mapping) else config
         rope = {
@@ -115,7 +115,7 @@ class Calibration:
         return self.layers[int(found[1])]
 
     def shard(self, rank: int, size: int) -> Calibration:
-        """Return the share of tensor-parallel rank `rank` of `size`: its KV heads; ranks beyond the heads get copies.
+        """Return the KV heads of tensor-parallel rank `rank` of `size`. Ranks beyond the number of KV heads get copies.
 
         Raises:
             ValueError: heads and ranks do not divide each other, or the rank does not exist.
@@ -157,7 +157,7 @@ def from_environment(facts: ModelFacts) -> Calibration | None:
     """Load the file that `KVPILOT_CALIBRATION` names; return None if it names none.
 
     Raises:
-        CalibrationError: as `load`.
+        CalibrationError: in the same cases as `load`.
     """
     return load(Path(os.environ[VARIABLE]), facts) if asked() and not turned_off() else None
 
@@ -172,7 +172,7 @@ def digest(layers: Sequence[Factors]) -> str:
 
 
 def join_digests(digests: Sequence[str]) -> str:
-    """Return one hash of those of several ranks, in their order."""
+    """Return one hash of the factors' hashes of several ranks, in rank order."""
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
 
 

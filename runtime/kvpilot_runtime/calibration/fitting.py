@@ -1,9 +1,9 @@
 """Static factors of a whole model, fitted to texts.
 
-The model reads the texts once, forwards and backwards. At each layer its keys (after RoPE), its values, and the
-gradients of the log-likelihood with respect to both, at next tokens drawn from the model itself, are added to the
-moments that `kvpilot_kernels.fit` turns into factors. A query that reads a key or value in the recent window, at 8
-bits, gives it no gradient.
+The model runs forwards and backwards over each text once. At each layer it yields keys (after RoPE), values, and the
+gradients of the log-likelihood with respect to both. The next tokens of the likelihood are drawn from the model itself.
+`kvpilot_kernels.fit` turns the sums of all these (moments) into factors. Queries read the recent window at 8 bits, so
+they contribute no gradient for keys and values inside it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HOOK = "kvpilot_calibrate"
 _CHUNK = 256  # tokens whose logits are in memory at once
 
 Progress = Callable[[int, int], None]
-"""Function that gets the tokens done and the tokens in all."""
+"""Callback that receives the number of finished tokens and the total."""
 
 
 class CalibrateError(ValueError):
@@ -106,7 +106,7 @@ class _Recorder:
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
-        """Attend with transformers' signature: key and value are [1, kv_heads, tokens, D]."""
+        """Attend, with the signature that transformers expects. Key and value are [1, kv_heads, tokens, D]."""
         shape = (self._facts.kv_heads, self._facts.head_dim)
         for name, x in (("keys", key), ("values", value)):
             if (x.shape[1], x.shape[3]) != shape:
@@ -117,7 +117,7 @@ class _Recorder:
         if options.get("s_aux") is not None:
             raise CalibrateError("our formats do not serve attention with sinks of its own; use dtype auto or fp8")
         how = held_out.Attention.of(module, options)
-        if how.sliding_window is not None:  # engines serve it in 16 bits
+        if how.sliding_window is not None:  # engines keep sliding-window layers in 16 bits
             return held_out.exact(module, query, key, value, mask, **options)
         far_key, far_value = key.clone(), value.clone()
         far_key.retain_grad()
@@ -127,7 +127,7 @@ class _Recorder:
         return out.transpose(1, 2).contiguous(), None
 
     def collect(self) -> None:
-        """Add the pass to the moments, and forget it."""
+        """Add the keys, values and gradients of the pass to the moments, and release them."""
         for layer, key, value in self._pass:
             for side, x in ((self.keys, key), (self.values, value)):
                 moments = side.setdefault(layer, Moments(x.shape[1], x.shape[3], x.device))

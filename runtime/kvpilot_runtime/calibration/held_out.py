@@ -1,4 +1,6 @@
-"""Effect of factors: the error of a cache in a transformers model on text that they were not fitted to."""
+"""Effect of factors: the error of a quantized cache in a transformers model, on text that the factors were not fitted
+to.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _CHUNK = 256  # tokens whose logits are in memory at once
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of a layer: factor on the scores, cap on them (0 for none), tokens that a query sees (None for all)."""
+    """Parameters of a layer's attention: scale and cap of the scores (cap 0 for none), and sliding window (None for
+    none).
+    """
 
     scale: float
     softcap: float
@@ -30,7 +34,7 @@ class Attention:
 
     @classmethod
     def of(cls, module: Any, options: dict[str, Any]) -> Attention:
-        """Read it from a call of transformers' attention function."""
+        """Read the parameters from a call of transformers' attention function."""
         window = options.get("sliding_window") or getattr(module, "sliding_window", None)
         return cls(float(options["scaling"]), float(options.get("softcap") or 0.0), window)
 
@@ -47,7 +51,7 @@ def exact(
 
 
 def first_keys(model: Any, hook: str, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return the keys of `tokens`, int64 [n], each alone at position 0: by layer, [n, kv_heads, D]."""
+    """Return the keys of `tokens`, int64 [n], each token alone at position 0: one tensor [n, kv_heads, D] per layer."""
     seen: dict[int, torch.Tensor] = {}
 
     def attend(
@@ -93,12 +97,13 @@ def self_calibrated(model: Any, hook: str, tokens: torch.Tensor, context: int) -
 def damage(
     model: Any, hook: str, pieces: Sequence[torch.Tensor], dtype: str, factors: dict[int, Factors], recent: int
 ) -> float:
-    """Return the mean KL divergence (nats x 1000) of a cache in `dtype` with a recent window from the exact model.
+    """Return the mean KL divergence (nats x 1000) of a cache in `dtype`, with a recent window, from the unquantized
+    model.
 
-    Every token is decoded.
+    Every token is a decode step.
 
     Args:
-        pieces: token ids, int64 [tokens] each. factors: by layer; a layer without any stays in 16 bits.
+        pieces: token ids, int64 [tokens] each. factors: by layer; a layer without factors stays in 16 bits.
     """
     fmt = formats.parse(dtype)
     codecs = {layer: (own(fmt, one), own(fmt, one, recent=True)) for layer, one in factors.items()}

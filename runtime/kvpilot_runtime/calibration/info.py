@@ -1,7 +1,7 @@
 """Gauge of the factors' source on the engine's /metrics: ``kvpilot_calibration_info{hash,source,reason} 1``.
 
-`source` is `self` (calibrated at start), `file`, `off` (turned off) or `none`, for the `reason` given. Factors of
-replaced weights have the reason `WeightsChanged`.
+`source` is `self` (calibrated at start), `file`, `off` (turned off) or `none`. For `none`, `reason` says why. If the
+weights were replaced later, the reason is `WeightsChanged`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ INFO = WorkerInfo(
     "KVPILOT_CALIBRATION_REPORT",
 )
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of an engine's calibration. `hash` is over the factors of all layers and ranks, in hexadecimal."""
+    """Result of an engine's calibration. `hash` covers the factors of all layers and ranks, in hexadecimal."""
 
     source: str
     hash: str
@@ -44,9 +44,9 @@ def settle(impls: Iterable[Any], outcome: Outcome) -> None:
 
 
 def outdate(impls: list[Any]) -> None:
-    """Report to log and metrics if the factors belong to weights that were replaced since.
+    """Report to log and metrics if weights were replaced after the factors were fitted.
 
-    The factors stay, because pages in the prefix cache are read with them.
+    The factors stay, because pages in the prefix cache can be read only with them.
     """
     found = impls[0].calibrated if impls else None
     if found is None or found.source not in ("self", "file") or found.reason == WEIGHTS_CHANGED:

@@ -1,4 +1,4 @@
-"""Factors of this process's engine: this rank's share of a file, and a hash of all ranks' factors."""
+"""Factors of the engine in this process: this rank's share of a calibration file, and a hash over all ranks."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def _read(model: str, revision: str | None, rank: int, size: int) -> factors_fil
 
 def factors_hash(layers: dict[str, Any], device: torch.device) -> str:
     """Return a hash of the factors of all layers and ranks; every rank must call this."""
-    own = (layer for layer in layers.values() if not layer.impl.drafting)  # a draft model's factors change no answer
+    # leave out draft models: their factors do not change answers
+    own = (layer for layer in layers.values() if not layer.impl.drafting)
     every = of_all_ranks(factors_file.digest([layer.impl.factors(layer, device) for layer in own]))
     return every[0] if len(every) == 1 else factors_file.join_digests(every)

@@ -1,4 +1,4 @@
-"""Text that an engine calibrates itself on, and the sequences that it is read as. No vLLM here.
+"""Built-in calibration text, and the sequences that an engine makes of it. This module does not import vLLM.
 
 `text.txt` holds prose, code, tables, chats and several scripts.
 """
@@ -13,19 +13,19 @@ TEXT = Path(__file__).with_name("text.txt")
 _SEPARATOR = "\n%%\n"
 
 LONGEST = 8192
-"""Largest number of tokens to read: four times as many as gave the same factors within noise."""
+"""Largest number of tokens to read. A quarter of it gave the same factors within noise."""
 
 SHORTEST = 128
-"""Smallest number of tokens to read; with fewer, hardly any query is far from the keys that it reads."""
+"""Smallest number of tokens to read. With fewer, hardly any query is far from the keys that it reads."""
 
 _LOG_FROM = 1024
-"""Position from which on every doubling of the context counts alike; lower positions count about alike."""
+"""Position from which every doubling of the context gets equal weight. Lower positions get about equal weight each."""
 
 _SHORT = 4
 """Number of sequences that share the second half of the tokens."""
 
 _LONE, _LONE_SHARE = 64, 16
-"""Number of tokens that each stand alone at position 0, and the divisor of all tokens that limits it."""
+"""Largest number of tokens that each stand alone at position 0, and the largest share: one token in `_LONE_SHARE`."""
 
 
 class NoTokensError(ValueError):
@@ -33,9 +33,9 @@ class NoTokensError(ValueError):
 
 
 def text_ids(tokenizer: Any, length: int) -> list[int]:
-    """Return `length` tokens of the built-in text, which begin as a prompt; a shorter text is repeated.
+    """Return `length` tokens of the built-in text, which begin like a prompt. A shorter text is repeated.
 
-    The last `lone(length)` of them are tokens that prompts begin with: the tokenizer's first special token, or any.
+    The last `lone(length)` tokens are possible first tokens of a prompt: the tokenizer's first special token, or any.
 
     Raises:
         NoTokensError: the tokenizer gives no tokens.
@@ -59,19 +59,20 @@ def beginnings(tokenizer: Any, ids: Sequence[int], count: int) -> list[int]:
 
 
 def lone(tokens: int) -> int:
-    """Return how many of the last of `tokens` are each read alone at position 0, for the mean of the first key."""
+    """Return how many of the last `tokens` are read alone at position 0. They give the mean of the first key."""
     return min(_LONE, tokens // _LONE_SHARE)
 
 
 def passes(tokens: int, context: int) -> list[tuple[int, int]]:
-    """Return the sequences in which all but the `lone` of `tokens` are read: (tokens, position of the first).
+    """Return the sequences to read, as (tokens, position of the first), for all of `tokens` but the last `lone`.
 
     RoPE rotates a channel's mean with the position, and one static mean has to serve all positions of the context. So
-    only half of the text is one sequence from position 0, which includes distant tokens. The rest is four sequences
-    that begin at positions all over the context. Attention depends only on distances, so it does not change.
+    only half of the text is one sequence from position 0, in which queries also see distant tokens. The rest is four
+    sequences that begin at positions all over the context. Attention depends only on distances, so these positions do
+    not change it.
 
     Args:
-        context: positions that are served, at least `tokens`.
+        context: number of served positions, at least `tokens`.
     """
     tokens -= lone(tokens)
     short = tokens // (2 * _SHORT)

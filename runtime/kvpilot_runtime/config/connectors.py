@@ -1,7 +1,7 @@
-"""Connectors of vLLM that may carry our pages between engines, and the configurations of them that are supported.
+"""vLLM's connectors that may carry our pages between engines, and their supported configurations.
 
-The bytes of a page have a meaning only with the factors that they were quantized with. So we replace each connector
-by a class of ours, which lets pages travel only between engines that agree on their terms (`transfer.terms`).
+The bytes of a page can be read only with the factors that they were quantized with. So we replace each connector by a
+class of ours. It lets pages travel only between engines that agree on their terms (`transfer.terms`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvpilot_runtime.vllm_api import compat
 
 @dataclass(frozen=True)
 class Connector:
-    """Connector, and its configurations that our dtypes support.
+    """Connector, and those of its configurations that our dtypes support.
 
     Attributes:
-        name: vLLM's. package: what it imports. release: the only release that was run; None for any.
+        name: vLLM's name. package: the package that it imports. release: the only release that was run; None for any.
         ours: import path of our class that replaces it.
         extra: allowed keys of `kv_connector_extra_config`, with allowed values; None for any value.
-        needed: required keys, with their values. sends_alone: a `kv_producer` loads nothing.
+        needed: required keys, with their values. sends_alone: True if a `kv_producer` only sends.
         layouts: supported layouts of the KV cache.
     """
 

@@ -1,9 +1,9 @@
 """Offloading of the KV cache to host memory (`--kv-offloading-size`), as far as our dtypes support it.
 
-The bytes of a page have a meaning only with the factors that they were quantized with. vLLM's tier in host memory
-belongs to one engine and ends with it, and an engine fixes its factors before it makes its KV cache. So pages return
-to the same factors. Connectors between engines are supported if they are in `connectors`. All others identify pages
-without their factors, and are refused.
+The bytes of a page can be read only with the factors that they were quantized with. vLLM's host-memory tier belongs to
+one engine and ends with it, and an engine fixes its factors before it makes its KV cache. So a page that returns from
+the tier always meets its own factors. Connectors between engines are supported if `connectors` lists them. All others
+identify pages without their factors, and are refused.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvpilot_runtime.config import connectors
 CONNECTOR, TIER = "OffloadingConnector", "CPUOffloadingSpec"
 
 DISK, DISK_MODULE, DISK_TIER = "DiskOffloadingSpec", "kvpilot_runtime.transfer.disk_spec", "disk"
-"""Names in vLLM for host memory with our file below it, and for that file; vLLM's metrics have them as labels."""
+"""vLLM's names for host memory with our file below it, and for that file alone. vLLM's metrics use them as labels."""
 
 FROM_HOST = "kvpilot_from_host"
-"""Key of a request's `kv_transfer_params`: true ignores the GPU's pages, so that the prompt is loaded from the tier.
+"""Key of a request's `kv_transfer_params`. If it is true, the prompt is loaded from the tier, not from the GPU's pages.
 
-The operator's probes set it, to judge pages that were offloaded.
+The operator's probes set it to judge pages that were offloaded.
 """
 
 

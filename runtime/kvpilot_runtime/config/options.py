@@ -17,18 +17,18 @@ __all__ = ["DRAFT_MODELS", "OFFLOAD", "SIMPLE_OFFLOAD", "TRANSFER", "unsupported
 DISK_PATH, DISK_SIZE = "--kv-offloading-disk-path", "--kv-offloading-disk-size"
 """Options of `kvpilot-serve` that vLLM does not have."""
 SERVE = "KVPILOT_SERVE"
-"""Environment variable that `kvpilot-serve` sets for its engine, in every dtype.
+"""Environment variable that `kvpilot-serve` sets for its engine, with every dtype.
 
-The engine then serves requests for offloaded pages (`offload.FROM_HOST`), and finishes waiting requests when it drains.
+The engine then accepts requests for offloaded pages (`offload.FROM_HOST`). It finishes waiting requests when it drains.
 """
 WORKSPACE_SHARE = 200
-"""Divisor of an engine's GPU memory that gives the size of the workspace, where prefill reads context back."""
+"""Divisor of an engine's GPU memory. The result is the size of the workspace into which prefill reads context."""
 SLIDING = "sliding_window"
 """Value of `--kv-cache-dtype-skip-layers` for all layers with a sliding window."""
 
 
 def given(arguments: Sequence[str], *options: str) -> Iterator[tuple[str, str | None]]:
-    """Yield those of these options that are on, by their main names, each with its value (None for a flag)."""
+    """Yield the options that are set, by their main names, each with its value (None for a flag)."""
     found = vllm.read(arguments)
     return ((option, found.value(option)) for option in options if found.on(option))
 

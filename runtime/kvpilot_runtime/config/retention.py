@@ -1,11 +1,11 @@
-"""Bounded caches: which tokens of a sequence stay in the cache, in kvpilot-serve's options and an engine's environment.
+"""Bounded caches: which tokens of a sequence stay in the cache, by kvpilot-serve's options and an engine's environment.
 
-`SinksAndWindow` (StreamingLLM) keeps the first pages of a sequence and those of its last tokens. The position of a
-token alone decides what it attends to: the first `sink_pages`, and all pages from `first_page` up to its own. So
-answers depend neither on chunks, nor on preemption, nor on prefix hits.
+`SinksAndWindow` (StreamingLLM) keeps the first pages of a sequence and the pages of its last tokens. A token at a given
+position attends to the first `sink_pages`, and to all pages from `first_page` up to its own. Only the position matters,
+so chunks, preemption and prefix hits do not change answers.
 
-`HeavyHitters` (H2O) also keeps the pages between these that have had most attention so far. Each step decides that, so
-answers depend on chunks, preemption and prefix hits.
+`HeavyHitters` (H2O) also keeps the pages between these that have received most attention so far. Each step chooses
+them, so chunks, preemption and prefix hits can change answers.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ ALL, SINKS_AND_WINDOW, HEAVY_HITTERS = "All", "SinksAndWindow", "HeavyHitters"
 POLICIES = (ALL, SINKS_AND_WINDOW, HEAVY_HITTERS)
 
 VARIABLE = "KVPILOT_RETENTION"
-"""Environment variable of the engine's processes: `SinksAndWindow:4:1024` or `HeavyHitters:4:1024:4096`.
+"""Environment variable of the engine's processes, such as `SinksAndWindow:4:1024` or `HeavyHitters:4:1024:4096`.
 
-Absent or empty, all tokens are kept.
+If it is unset or empty, the cache keeps all tokens.
 """
 
 SINKS = 4
@@ -52,17 +52,17 @@ class SinksAndWindow:
         return -(-self.sinks // page)
 
     def first_page(self, position: int, page: int) -> int:
-        """Return the first page after the sinks that the token at `position`, or a later one, attends to."""
+        """Return the first page after the sinks that the token at `position`, or any later token, attends to."""
         return max(self.sink_pages(page), (position - self.window + 1) // page)
 
     @property
     def reach(self) -> int:
-        """Number of a sequence's tokens up to which nothing is freed."""
+        """Number of tokens up to which a sequence keeps all its pages."""
         return self.window
 
     @property
     def option(self) -> str:
-        """Option of kvpilot-serve that makes a request smaller."""
+        """kvpilot-serve's option that lowers the memory of a request."""
         return "--retention-window-tokens"
 
     def kept(self, page: int) -> int:
@@ -81,12 +81,12 @@ class HeavyHitters(SinksAndWindow):
 
     @property
     def reach(self) -> int:
-        """Number of a sequence's tokens up to which nothing is freed."""
+        """Number of tokens up to which a sequence keeps all its pages."""
         return self.budget
 
     @property
     def option(self) -> str:
-        """Option of kvpilot-serve that makes a request smaller."""
+        """kvpilot-serve's option that lowers the memory of a request."""
         return "--retention-budget-tokens"
 
     def pages(self, page: int) -> int:
@@ -94,7 +94,9 @@ class HeavyHitters(SinksAndWindow):
         return self.budget // page
 
     def least(self, page: int) -> int:
-        """Return the smallest budget with room for the sinks, the window at any alignment, and one page between."""
+        """Return the smallest budget that has room for the sinks, the window at any alignment, and one page between
+        them.
+        """
         return (self.sink_pages(page) + -(-(self.window + page - 2) // page) + 1) * page
 
     def kept(self, page: int) -> int:
@@ -105,10 +107,10 @@ class HeavyHitters(SinksAndWindow):
 def parse(
     policy: str | None, sinks: int | None, window: int | None, budget: int | None = None
 ) -> SinksAndWindow | None:
-    """Return the bound that kvpilot-serve's options name, or else the environment's; None keeps all tokens.
+    """Return the bound that kvpilot-serve's options name, or else the environment's bound. None keeps all tokens.
 
     Raises:
-        PreflightError: BadArguments; values are missing, do not belong to the policy, or have no room in the budget.
+        PreflightError: BadArguments; values are missing, do not belong to the policy, or do not fit in the budget.
     """
 
     def refuse(message: str) -> PreflightError:

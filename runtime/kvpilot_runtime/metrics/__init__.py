@@ -1,1 +1,1 @@
-"""Metrics of an engine beside vLLM's."""
+"""Metrics that kvpilot adds to those of vLLM."""

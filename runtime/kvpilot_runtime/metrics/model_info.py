@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 def encode(config: Architecture) -> str:
     """Return the variable's value: the gauge's labels in JSON.
 
-    Heads are those of the whole model, not of a rank. Layers are those with a KV cache of their own.
+    Heads are those of the whole model, not of one rank. Layers are those with their own KV cache.
     """
     labels = {
         "head_dim": config.head_dim,
@@ -39,8 +39,9 @@ def encode(config: Architecture) -> str:
 def publish() -> bool:
     """Register the gauge in this process's Prometheus registry, once, if the variable is set.
 
-    vLLM serves the registry of its API server. With several API servers it serves what all processes wrote to a folder;
-    "mostrecent" merges their equal series there. An unreadable value is logged, and only the gauge is missing.
+    vLLM serves the registry of its API server. With several API servers, all processes write metrics to a folder, and
+    each server serves them; "mostrecent" merges their equal series. If the value is unreadable, log it and leave the
+    gauge out.
     """
     from prometheus_client import REGISTRY, Gauge
 

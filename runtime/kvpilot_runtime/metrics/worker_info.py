@@ -1,7 +1,7 @@
-"""Gauges of constant 1 whose labels a worker knows, on the engine's /metrics.
+"""Gauges with the constant value 1 on the engine's /metrics, whose labels come from a worker.
 
-A worker writes the labels to a file, and the API server reads them. The first of vLLM's processes puts the file's path
-into the environment of the others.
+A worker writes the labels to a file, and the API server reads them. vLLM's first process puts the file's path into the
+environment of the other processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class WorkerInfo:
     def report(self, values: Mapping[str, str]) -> None:
         """Write the labels' values to the file, from the first rank of a worker's group.
 
-        If the file cannot be written, only the metric is missing.
+        If the file cannot be written, the metric is missing and the engine runs on.
         """
         from vllm.distributed import get_tp_group
 
@@ -50,14 +50,14 @@ class WorkerInfo:
         except OSError as error:
             log.warning("%s cannot be written (%s): no %s on /metrics", path, error, self.name)
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-            # With several API servers, each one serves the metrics that all processes wrote to a folder.
+            # With several API servers, each one serves the metrics that all processes have written to a folder.
             from prometheus_client import Gauge
 
             gauge = Gauge(self.name, self.help, self.labels, multiprocess_mode="mostrecent")
             gauge.labels(*(values[label] for label in self.labels)).set(1)
 
     def publish(self) -> None:
-        """Choose the workers' file unless it is chosen, and serve its values from this process's registry."""
+        """Choose the workers' file unless one is chosen already, and serve its values from this process's registry."""
         from prometheus_client import REGISTRY
 
         if self.variable not in os.environ:
@@ -72,13 +72,13 @@ class WorkerInfo:
 
 
 class Reported:
-    """Series that a worker wrote; empty until then."""
+    """Series that a worker wrote. There is none until a worker has reported."""
 
     def __init__(self, info: WorkerInfo, path: Path) -> None:
         self.info, self._path = info, path
 
     def describe(self) -> list[Any]:
-        """Return nothing: the registry asks at registration."""
+        """Return nothing, because no worker has reported when the registry calls this at registration."""
         return []
 
     def collect(self) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Check of a bounded cache before vLLM is imported; the engine repeats it."""
+"""Check of a bounded cache before vLLM is imported. The engine repeats it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def check(
     fmt: formats.Format | LatentFormat, config: models.Architecture | None, request: Request,
     platform: machine.Platform,
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Return warnings as (reason, message); none if all tokens are kept.
+    """Return warnings as (reason, message). There are none if the cache keeps all tokens.
 
     Raises:
-        PreflightError: BadArguments, an option is not supported beside it; ModelUnsupported, the model is not.
+        PreflightError: BadArguments if an option is not supported beside a bounded cache; ModelUnsupported if the model
+            is not.
     """
     bound = request.retention
     if bound is None:
@@ -66,7 +67,7 @@ def _heavy(
     fmt: formats.Format | LatentFormat, bound: HeavyHitters, request: Request, usual: int,
     refuse: Callable[[str, str], PreflightError],
 ) -> None:  # fmt: skip
-    """Refuse settings that heavy hitters do not support; `usual` is the default number of tokens of a page."""
+    """Refuse settings that heavy hitters do not support. `usual` is the default number of tokens of a page."""
     if fmt.name.startswith("fp8"):
         raise refuse(f"kv-cache dtype {fmt.name!r}", "use auto or a dtype of kvpilot")
     every = read((*request.others, f"--tensor-parallel-size={request.tensor_parallel}"))

@@ -1,6 +1,6 @@
 """Check of a request to start an engine, before vLLM is imported or a GPU is used.
 
-It takes well under a second for a model in a folder; for one on the hub it fetches config.json.
+It takes well under a second for a model in a folder. For a model on the hub it first fetches config.json.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvpilot_runtime.transfer import disk_file
 from kvpilot_runtime.vllm_api import compat
 
 CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
-"""Dtypes of vLLM that its CPU backend implements. It accepts others too, and then answers garbage."""
+"""Dtypes of vLLM that its CPU backend implements. It accepts other dtypes too, and then answers garbage."""
 
 
 def check(request: Request) -> Findings:
@@ -61,10 +61,10 @@ def check(request: Request) -> Findings:
         own_dtypes.check_layers(fmt, request, findings)
         own_dtypes.check_own(fmt, findings.config, request, findings)
     elif fmt.ours and request.skip_layers is None:
-        findings.skip_layers = (options.SLIDING,)  # without effect on a model without such layers
+        findings.skip_layers = (options.SLIDING,)  # no effect on models without sliding-window layers
     if folder is not None and findings.config is not None and left.gpus is None:
         weights = weight_bytes(folder) + _draft_bytes(request, folder) if left.weights is None else 0
-        # vLLM chooses the longest context that fits.
+        # vLLM then chooses the longest context that fits, so check only that one token fits.
         sized = replace(request, max_model_len=1) if request.fit_length else request
         memory.check(fmt, findings.config, weights, sized, platform)
     return findings
@@ -95,7 +95,7 @@ def _ask_hub(request: Request, left: elsewhere.Elsewhere, findings: Findings) ->
 
 def _dtype(name: str) -> Dtype:
     if name in formats.VLLM_DTYPES_LEFT_OUT:
-        # vLLM judges these. Their size counts as that of the smallest dtype, so that nothing is refused that could fit.
+        # vLLM judges these. Count them as large as the smallest dtype, so that nothing is refused that might fit.
         return replace(formats.parse("nvfp4"), name=name)
     try:
         return dtypes.parse(name)
@@ -167,7 +167,7 @@ def _platform_dtype(fmt: Dtype, platform: machine.Platform, request: Request, fi
 
 
 def _capability(fmt: Dtype, request: Request, config: models.Architecture | None) -> None:
-    """Refuse a dtype that a GPU here is known not to serve."""
+    """Refuse a dtype that one of this machine's GPUs is known not to serve."""
     head_dim, latent = (None, None) if config is None else (config.head_dim, bool(config.latent))
     served = config.auto if config is not None and fmt.name == "auto" else fmt.name
     said = repr(fmt.name) if served == fmt.name else f"'auto', which this checkpoint makes {served},"
@@ -182,7 +182,7 @@ def _capability(fmt: Dtype, request: Request, config: models.Architecture | None
 
 
 def _disk(request: Request) -> None:
-    """Refuse a disk below offloaded pages that cannot work, or has no room for them."""
+    """Refuse a disk for offloaded pages that cannot work, or that has no room for them."""
     if request.disk_path is None or request.disk_bytes is None:
         lacks, given = (options.DISK_PATH, options.DISK_SIZE)[:: 1 if request.disk_path is None else -1]
         raise PreflightError("BadArguments", f"{given} needs {lacks}: give both, or leave it out")

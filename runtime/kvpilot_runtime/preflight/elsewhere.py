@@ -1,7 +1,7 @@
-"""Options and variables by which vLLM uses another config, other weights or other GPUs than preflight sees.
+"""Options and variables that make vLLM use another config, other weights or other GPUs than preflight sees.
 
 Preflight follows `--hf-overrides`, `--hf-config-path` and `--hf-token`. It leaves the rest to vLLM and names the option
-in a warning, so that no engine is refused for a figure that vLLM would not use.
+in a warning, so that it never refuses an engine because of a number that vLLM would not use.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _VARIABLES = {
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Option or variable that hides each thing from preflight; None where preflight can follow."""
+    """Option or variable that hides each item from preflight; None if preflight can follow."""
 
     config: str | None = None
     weights: str | None = None
@@ -55,7 +55,7 @@ class Elsewhere:
     classes: str | None = None
 
     def warnings(self) -> Iterator[tuple[str, str]]:
-        """Yield a warning, as (reason, message), for each thing that is left to vLLM."""
+        """Yield a warning, as (reason, message), for each item that is left to vLLM."""
         for reason, what, by in (
             ("ModelNotChecked", "the model's architecture and size are", self.config),
             ("WeightsNotChecked", "the weights' size is", self.weights if self.config is None else None),
@@ -94,7 +94,7 @@ def overrides(request: Request) -> dict[str, Any]:
 
 
 def overridden(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with fields changed as vLLM does it: objects are merged, all else is replaced."""
+    """Return a config with some fields changed in the way of vLLM: objects are merged, other values are replaced."""
     merged = dict(raw)
     for key, value in changes.items():
         before = merged.get(key)
@@ -106,18 +106,18 @@ def overridden(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def as_cached(config: Architecture) -> Architecture:
-    """Return the config as vLLM caches it: `VLLM_MLA_DISABLE` turns latents into keys and values."""
+    """Return the config with the cache that vLLM uses: `VLLM_MLA_DISABLE` turns latents into keys and values."""
     unfolded = os.environ.get(UNFOLDED, "0").strip() not in ("", "0")
     return replace(config, latent=0, index_bytes=0) if unfolded else config
 
 
 def asks_a_hub(request: Request) -> bool:
-    """Return True if an option beside a model in a folder names a tokenizer, config, draft or adapter of a hub."""
+    """Return True if the model is in a folder, but an option names a tokenizer, config, draft or adapter on a hub."""
     arguments = read(request.others)
     named = [arguments.value(option) for option in ("--tokenizer", CONFIG_PATH, "--spec-model")]
     named.append(arguments.mapping("--speculative-config").get("model"))
     named += [_adapter(item) for one in arguments.given if one.name == "--lora-modules" for item in one.values]
-    # ngram and suffix may stand in place of a model.
+    # The method names ngram and suffix may stand in place of a draft model.
     words = (None, "", "ngram", "[ngram]", "suffix")
     return any(one not in words and isinstance(one, str) and model_folder(one) is None for one in named)
 
@@ -139,7 +139,7 @@ def _by(arguments: Arguments, switches: Iterable[Switch], variables: Iterable[st
 
 
 def _unreadable(arguments: Arguments) -> str | None:
-    """Return `--hf-overrides` if it is not a JSON object: vLLM then runs a function of that name."""
+    """Return `--hf-overrides` if it is not a JSON object. vLLM then takes it as the name of a function and calls it."""
     return OVERRIDES if arguments.on(OVERRIDES) and not _is_object(arguments.value(OVERRIDES)) else None
 
 
@@ -155,7 +155,7 @@ def _mistral(folder: Path) -> bool:
 
 
 def _plugin() -> str | None:
-    """Return the name of another vLLM plugin, which may add model classes."""
+    """Return the name of another vLLM plugin, because it may add model classes."""
     named = os.environ.get("VLLM_PLUGINS")
     chosen = None if named is None else named.split(",")
     for one in entry_points(group="vllm.general_plugins"):

@@ -1,4 +1,4 @@
-"""Questions to the hub about a model before an engine downloads it, and the errors that are final."""
+"""Requests to the hub about a model before an engine downloads it, and the errors that no retry can fix."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def refusals(model: str, revision: str | None) -> Iterator[None]:
     """Turn the hub's final errors about a model or an adapter into refusals.
 
     Raises:
-        PreflightError: ModelNotFound; the model or its revision does not exist, or we have no access.
+        PreflightError: ModelNotFound; the model or its revision does not exist, or this account may not read it.
     """
-    # The import takes a quarter of a second, and a model in a folder does not need it.
+    # Import it here: that takes a quarter of a second, and a model in a folder does not need it.
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
@@ -34,12 +34,12 @@ def refusals(model: str, revision: str | None) -> Iterator[None]:
 
 
 def config_file(model: str, revision: str | None, token: str | None = None) -> Path | None:
-    """Return the config.json of a hub id from the cache that vLLM reads too, and fetch it if it is missing.
+    """Return the config.json of a model on the hub from the cache that vLLM also reads. Fetch it if it is missing.
 
     Return None if the hub cannot be reached (after about 20 s of its client's attempts) or the model has no such file.
 
     Raises:
-        PreflightError: ModelNotFound, as `refusals`.
+        PreflightError: ModelNotFound, in the same cases as `refusals`.
     """
     from huggingface_hub import hf_hub_download
 

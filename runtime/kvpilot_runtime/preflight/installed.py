@@ -1,4 +1,4 @@
-"""Model classes of the installed vLLM, read from its source: importing it takes seconds."""
+"""Model classes of the installed vLLM, read from its source text, because importing vLLM takes seconds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def known_architectures() -> frozenset[str]:
 
 
 def pooling_architectures() -> frozenset[str]:
-    """Return the architectures that only embed, score or classify."""
+    """Return the architectures that only embed, score or classify text."""
     tables = _registry()
     return known_architectures().difference(*(names for table, names in tables.items() if table not in _POOLING))
 
@@ -47,7 +47,7 @@ def _registry() -> dict[str, frozenset[str]]:
 
 @functools.cache
 def known_model_types() -> frozenset[str]:
-    """Return the `model_type`s that vLLM reads with config classes of its own; none as above."""
+    """Return the `model_type`s that vLLM reads with its own config classes; none if vLLM is absent."""
     tree = _parse("vllm", "transformers_utils/config.py")
     names: set[str] = set()
     for node in tree.body if tree is not None else ():
@@ -62,7 +62,7 @@ def known_model_types() -> frozenset[str]:
 
 
 def lacks(connector: Connector) -> str:
-    """Name the version or package that a connector needs and this machine lacks; nothing where vLLM is absent."""
+    """Name the version or package that a connector needs and this machine lacks. Return nothing if vLLM is absent."""
     if lacks := compat.lacks_for_pinned():
         return lacks
     if importlib.util.find_spec("vllm") is None:

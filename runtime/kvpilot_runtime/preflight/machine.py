@@ -1,4 +1,4 @@
-"""Properties of this machine: the platform of the installed vLLM, and the memory that an engine may take."""
+"""Properties of this machine: the platform of the installed vLLM, and the memory that an engine may use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Platform = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Gpu:
-    """GPU with its name, memory in bytes, and compute capability such as (9, 0); None if the driver is silent."""
+    """GPU with its name, its memory in bytes, and its compute capability such as (9, 0). Unknown values are None."""
 
     name: str
     total: int | None
@@ -23,13 +23,13 @@ class Gpu:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Figures that the driver does not report, by nvidia-smi's names."""
+        """nvidia-smi's names of the values that the driver does not report."""
         figures = {"memory.total": self.total, "memory.used": self.used, "compute_cap": self.capability}
         return tuple(name for name, value in figures.items() if value is None)
 
 
 def platform() -> Platform:
-    """Return the platform of the installed vLLM: the version of a CPU build has `+cpu`."""
+    """Return the platform of the installed vLLM. The version of a CPU build contains `+cpu`."""
     try:
         return "cpu" if "cpu" in importlib.metadata.version("vllm") else "cuda"
     except importlib.metadata.PackageNotFoundError:
@@ -37,7 +37,7 @@ def platform() -> Platform:
 
 
 def available_memory() -> int | None:
-    """Return the bytes that this process may still take: MemAvailable, or less in a cgroup; None if unknown."""
+    """Return the bytes that this process may still use: MemAvailable, or less in a cgroup; None if unknown."""
     free = [int(line.split()[1]) * 1024 for line in lines("/proc/meminfo") if line.startswith("MemAvailable:")]
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -61,7 +61,7 @@ def shared_memory() -> int | None:
 
 
 def gpus() -> list[Gpu]:
-    """Return the GPUs that the NVIDIA driver shows, in its order; none if it shows none or cannot be asked."""
+    """Return the GPUs that the NVIDIA driver lists, in its order; none if the driver is missing or silent."""
     fields = "name,memory.total,memory.used,compute_cap"
     try:
         out = subprocess.run(
@@ -74,9 +74,9 @@ def gpus() -> list[Gpu]:
 
 
 def may_have_gpus() -> bool:
-    """Return True if an NVIDIA driver is here, even if nvidia-smi cannot list its GPUs.
+    """Return True if an NVIDIA driver is installed, even if nvidia-smi cannot list its GPUs.
 
-    A container without the driver's `utility` capability has GPUs and no nvidia-smi.
+    A container without the driver's `utility` capability has GPUs but no nvidia-smi.
     """
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg"))
 
@@ -84,7 +84,7 @@ def may_have_gpus() -> bool:
 def parse_gpus(listing: str) -> list[Gpu]:
     """Parse nvidia-smi's csv lines `name, MiB, MiB, capability`.
 
-    A figure that is not a number, such as [N/A] or [Insufficient Permissions], is unknown.
+    A value that is not a number, such as [N/A] or [Insufficient Permissions], is unknown.
     """
     found = []
     for line in listing.splitlines():

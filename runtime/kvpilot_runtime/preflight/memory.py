@@ -1,4 +1,4 @@
-"""Check that weights, one request's KV cache and the engine fit into memory, estimated without vLLM."""
+"""Check that the weights, one request's KV cache and the engine fit into memory, estimated without vLLM."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.request import Request
 
 CPU_OVERHEAD = 2_500 * 2**20
-"""Memory of vLLM's three processes on a CPU beyond weights and KV cache: an estimate (0.32.0, SmolLM2-135M)."""
+"""Bytes of vLLM's three processes on a CPU beyond weights and KV cache: an estimate (0.32.0, SmolLM2-135M)."""
 
 GPU_OVERHEAD = 3 * 2**30
-"""Memory per GPU for activations, CUDA graphs and the allocator's slack: an allowance, not a measurement."""
+"""Bytes per GPU for activations, CUDA graphs and unused memory of the allocator: an allowance, not a measurement."""
 
 BLOCK_TOKENS: dict[machine.Platform, int] = {"cpu": 128, "cuda": 64}
 """Default number of tokens of a block."""
 
 SEQUENCES, LARGE_GPU = (256, 1024), 70 * 2**30
-"""Default `--max-num-seqs` of vLLM 0.32 on small and large GPUs, and the bytes of memory that make a GPU large."""
+"""Default `--max-num-seqs` of vLLM 0.32 on small and large GPUs, and the bytes from which a GPU counts as large."""
 
 RESULTS = 3
 """Largest number of partial results of a sequence in a step of single tokens, beyond those of one wave of programs."""
@@ -33,7 +33,7 @@ def stages(request: Request) -> int:
 
 
 def nodes(request: Request) -> int:
-    """Return the number of machines that share one engine equally."""
+    """Return the number of machines that share one engine in equal parts."""
     return options.count(request.others, "--nnodes", "-n")
 
 
@@ -43,7 +43,7 @@ def ranks(request: Request) -> int:
 
 
 def here(request: Request) -> int:
-    """Return the number of one engine's GPUs that this machine must have."""
+    """Return the number of GPUs that one engine needs on this machine."""
     return -(-ranks(request) // nodes(request))
 
 
@@ -51,9 +51,9 @@ def check(
     fmt: formats.Format | LatentFormat, config: models.Architecture, weights: int, request: Request,
     platform: machine.Platform,
 ) -> None:  # fmt: skip
-    """Compare the memory that is needed with the memory that is there; `weights` are the bytes of the whole model.
+    """Compare the memory that an engine needs with the available memory. `weights` are the bytes of the whole model.
 
-    An unknown figure of the machine refuses nothing.
+    If a property of the machine is unknown, its check is skipped.
 
     Raises:
         PreflightError: DoesNotFit.
@@ -62,7 +62,7 @@ def check(
     in_16_bits = len({layer for layer in request.skip_layers or () if layer.isdecimal()})
     per_token = config.token_bytes(fmt, in_16_bits)
     ring = _ring_tokens(fmt, config, request, length, platform) * per_token
-    # Every rank holds a whole latent cache, and a whole KV head that several ranks share.
+    # Every rank holds the whole latent cache. Ranks that share a KV head each hold all of it.
     shares = stages(request) * (1 if config.latent else max(1, min(request.tensor_parallel, config.kv_heads)))
     held = length or 0
     if request.retention is not None:
@@ -87,7 +87,7 @@ def check(
         have, smallest = _of_gpus(request)
         extra = GPU_OVERHEAD + (0 if smallest is None else step_buffers(fmt, config, request, smallest))
         what = f"{request.memory_fraction:.0%} of each GPU's memory, less what others use"
-        # Data-parallel engines share experts too, so this is the least that a GPU holds.
+        # Data-parallel engines also share experts, so this is the smallest possible share of a GPU.
         weights //= ranks(request) * options.count(request.others, "--data-parallel-size", "-dp")
     need = weights + kv + extra
     if have is not None and need > have:
@@ -100,9 +100,9 @@ def check(
 
 
 def step_buffers(fmt: formats.Format | LatentFormat, config: models.Architecture, request: Request, total: int) -> int:
-    """Return about how many of a GPU's `total` bytes our backends take beside weights and pages.
+    """Return approximately how many of a GPU's `total` bytes our backends use beside weights and pages.
 
-    These are the buffers of a step and the workspace of contexts; vLLM's own dtypes need neither.
+    These are the buffers of a step and the workspace of contexts. vLLM's own dtypes need neither.
     """
     asked = [value for _, value in options.given(request.others, "--max-num-seqs") if value and value.isdecimal()]
     sequences = int(asked[-1]) if asked else SEQUENCES[total >= LARGE_GPU]
@@ -117,10 +117,10 @@ def step_buffers(fmt: formats.Format | LatentFormat, config: models.Architecture
 
 
 def _of_gpus(request: Request) -> tuple[int | None, int | None]:
-    """Return the bytes that vLLM may take of the tightest GPU, and the smallest memory; None if unknown.
+    """Return the bytes that vLLM may use on the GPU with the least room, and the smallest memory; None if unknown.
 
     Raises:
-        PreflightError: DoesNotFit, there are too few GPUs.
+        PreflightError: DoesNotFit, if there are too few GPUs.
     """
     gpus, seen = machine.gpus(), here(request)
     if not gpus:
@@ -131,14 +131,14 @@ def _of_gpus(request: Request) -> tuple[int | None, int | None]:
         stages_too = f" times --pipeline-parallel-size {stages(request)}" if stages(request) > 1 else ""
         shared = f", {seen} on each of {nodes(request)} nodes," if nodes(request) > 1 else ""
         raise PreflightError("DoesNotFit", f"--tensor-parallel-size {request.tensor_parallel}{stages_too} needs as many GPUs{shared} and {len(gpus)} are visible; request more, or lower it")  # fmt: skip  # noqa: E501
-    # vLLM takes a fraction of the whole GPU, but not memory that other processes hold.
+    # vLLM takes a fraction of the whole GPU, but cannot use memory that other processes hold.
     known = [(gpu.total, gpu.used or 0) for gpu in gpus[:seen] if gpu.total is not None]
     taken = (min(int(total * request.memory_fraction), total - used) for total, used in known)
     return min(taken, default=None), min((total for total, _ in known), default=None)
 
 
 def unknown(request: Request, platform: machine.Platform) -> list[tuple[str, str]]:
-    """Return warnings about unknown figures of this machine, whose check is left to vLLM."""
+    """Return warnings about unknown properties of this machine. Their check is left to vLLM."""
     if platform == "cpu":
         asked = {"MemAvailable in /proc/meminfo": machine.available_memory()}
         return [_left(name) for name, value in asked.items() if value is None]
@@ -154,7 +154,7 @@ def _left(what: str) -> tuple[str, str]:
 
 
 def offloaded(request: Request) -> int:
-    """Return the bytes of host memory for offloaded pages, of all engines here; 0 without offloading.
+    """Return the bytes of host memory for offloaded pages of all engines on this machine; 0 without offloading.
 
     Raises:
         PreflightError: BadArguments.
@@ -167,7 +167,7 @@ def offloaded(request: Request) -> int:
 
 
 def check_offload(request: Request, platform: machine.Platform) -> None:
-    """Compare the host memory that offloading takes with the memory that is there.
+    """Compare the host memory that offloading uses with the available memory.
 
     Raises:
         PreflightError: BadArguments, DoesNotFit.
@@ -179,7 +179,7 @@ def check_offload(request: Request, platform: machine.Platform) -> None:
             f"{options.OFFLOAD}: offloaded pages are to take {_mib(wanted)} of host memory and {_mib(have)} are "
             "available; offload less, or give the container more memory",
         )
-    # On a GPU, and always above a disk, vLLM maps the pages as a file in /dev/shm, which all ranks share.
+    # On a GPU, and on a CPU with a disk tier, vLLM maps these pages as a file in /dev/shm, which all ranks share.
     have = machine.shared_memory() if platform != "cpu" or request.disk_path is not None else None
     if have is not None and wanted > have:
         raise PreflightError(
@@ -193,11 +193,10 @@ def _ring_tokens(
     fmt: formats.Format | LatentFormat, config: models.Architecture, request: Request, context: int | None,
     platform: machine.Platform,
 ) -> int:  # fmt: skip
-    """Return the tokens whose pages a request's ring takes, in blocks of the platform's default size."""
+    """Return the size of a request's ring as a number of tokens, in blocks of the platform's default size."""
     unlike = config.state_layers or config.chunked_layers
     if isinstance(fmt, LatentFormat) or not fmt.ours or unlike or request.retention is not None:
-        # Models with states or chunks have no rings (docs/model-kinds.md), and bounded caches have none
-        # (docs/retention.md).
+        # Models with states or chunks (docs/model-kinds.md) and bounded caches (docs/retention.md) have no rings.
         return 0
     block = BLOCK_TOKENS[platform]
     recent = fmt.recent_tokens(request.recent, context)

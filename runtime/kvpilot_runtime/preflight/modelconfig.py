@@ -1,4 +1,4 @@
-"""Reading of a model's folder without torch: config.json and the headers of its weights."""
+"""Reader of a model's folder without torch: config.json and the headers of its weights."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvpilot_runtime.preflight.elsewhere import overridden
 
 
 def read_config(path: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> Architecture:
-    """Read `config.json` (the file itself, or the folder that holds it), with the fields of `--hf-overrides` changed.
+    """Read `config.json` (the file itself, or the folder that holds it), and apply the fields of `--hf-overrides`.
 
     Raises:
-        PreflightError: ModelNotFound when there is no such file; ModelUnsupported when it cannot be understood.
+        PreflightError: ModelNotFound if there is no such file; ModelUnsupported if it cannot be understood.
     """
     try:
         if not path.exists():

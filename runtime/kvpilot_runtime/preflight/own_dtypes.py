@@ -15,11 +15,11 @@ from kvpilot_runtime.preflight.request import CALIBRATION_OFF, Findings, Request
 
 _POOLING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "ForRewardModeling", "EmbeddingModel",
             "ForTextEncoding")  # fmt: skip
-"""Suffixes of class names that vLLM turns into pooling models."""
+"""Suffixes of class names for which vLLM builds a pooling model."""
 
 
 def check_options(fmt: Dtype, request: Request) -> None:
-    """Refuse options that do not work with our dtypes in any model."""
+    """Refuse options that work with our dtypes in no model."""
     every = (*request.others, f"--tensor-parallel-size={request.tensor_parallel}")
     if (found := options.refused(every, os.environ, machine.platform())) is not None:
         option, what = found
@@ -45,7 +45,7 @@ def _check_blocks(fmt: Dtype, request: Request, platform: machine.Platform) -> N
 
 
 def check_window(fmt: Dtype, request: Request, findings: Findings) -> None:
-    """Refuse a recent window that is longer than the context, and warn of one without effect."""
+    """Refuse a recent window that is longer than the context, and warn if a window has no effect."""
     if not request.recent:
         return
     length = request.max_model_len or (findings.config.max_positions if findings.config is not None else None)
@@ -59,7 +59,7 @@ def check_window(fmt: Dtype, request: Request, findings: Findings) -> None:
 
 
 def check_layers(fmt: Dtype, request: Request, findings: Findings) -> None:
-    """Ask vLLM for the layers of a model whose type is not known here."""
+    """Ask vLLM for the layers of a model whose type kvpilot does not know."""
     config = findings.config
     if config is None or not config.doubt or not installed.known_architectures():
         return
@@ -72,7 +72,7 @@ def check_layers(fmt: Dtype, request: Request, findings: Findings) -> None:
          f"{fmt.name!r} goes by its config.json, and layers with a sliding window stay in 16 bits")
     )  # fmt: skip
     if request.skip_layers is None:
-        findings.skip_layers = (options.SLIDING,)  # without effect on a model without such layers
+        findings.skip_layers = (options.SLIDING,)  # no effect on models without sliding-window layers
 
 
 def check_own(fmt: Dtype, config: models.Architecture, request: Request, findings: Findings) -> None:
@@ -107,7 +107,7 @@ def check_own(fmt: Dtype, config: models.Architecture, request: Request, finding
 
 
 def check_latent(fmt: latent.LatentFormat, config: models.Architecture | None, request: Request) -> None:
-    """Refuse options and models that our backend of multi-head latent attention does not serve."""
+    """Refuse options and models that our backend for multi-head latent attention does not serve."""
 
     def refuse(what: str, remedy: str = "leave it out, or use --kv-cache-dtype=auto") -> None:
         raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")
@@ -127,10 +127,10 @@ def check_latent(fmt: latent.LatentFormat, config: models.Architecture | None, r
 
 
 def _pooled(config: models.Architecture, request: Request) -> str | None:
-    """Return the class if vLLM would serve it for embeddings, scores or classes; None if that is not known."""
+    """Return the class if vLLM would serve it for embeddings, scores or classes. Return None if that is not known."""
     if ("--runner", "generate") in options.given(request.others, "--runner"):
         return None
     folder, name = model_folder(request.model), next(iter(config.architectures), config.model_type)
-    if folder is not None and (folder / "modules.json").exists():  # sentence-transformers
+    if folder is not None and (folder / "modules.json").exists():  # a file of sentence-transformers
         return name
     return name if name in installed.pooling_architectures() or name.endswith(_POOLING) else None

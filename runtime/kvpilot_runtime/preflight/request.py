@@ -1,4 +1,4 @@
-"""Request to a preflight, and its findings."""
+"""Input and result of a preflight."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvpilot_formats import models
 from kvpilot_runtime.config.retention import SinksAndWindow
 
 CALIBRATION_OFF = "off"
-"""Value in place of a calibration file: serve without factors."""
+"""Value in place of a calibration file that turns factors off."""
 
 
 @dataclass(frozen=True)

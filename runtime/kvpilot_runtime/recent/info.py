@@ -1,6 +1,6 @@
 """Gauge of the recent window on the engine's /metrics: ``kvpilot_recent_window_info{dtype,tokens,reason} 1``.
 
-`tokens` is the served window, 0 for none. `reason` is a word if it is neither the requested one nor the default.
+`tokens` is the served window, 0 for none. `reason` is set if the window is neither the requested one nor the default.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ INFO = WorkerInfo(
     ("dtype", "tokens", "reason"), "KVPILOT_RECENT_REPORT",
 )  # fmt: skip
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
 @dataclass(frozen=True)
 class Window:
-    """Served recent window: `tokens`, and the reason if it is not the requested one."""
+    """Served recent window in `tokens`, and the reason if it differs from the request."""
 
     dtype: str
     tokens: int

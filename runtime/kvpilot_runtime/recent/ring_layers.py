@@ -1,7 +1,8 @@
 """Ring layers: each of our layers gets a companion without weights, which holds the pages of its recent window.
 
-vLLM puts every layer with a KV cache into a group, and each group has a block table. `attach` adds a `RecentLayer`
-beside each of our layers once the weights are loaded. The builder of its group finds the ring slots of a step's tokens.
+vLLM puts every layer with a KV cache into a group, and each group has a block table. Once the weights are loaded,
+`attach` adds a `RecentLayer` beside each of our layers. The builder of the companions' group computes the ring slots of
+a step's tokens.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ VARIABLE = "KVPILOT_RECENT_TOKENS"
 """Environment variable with the tokens of the recent window, set by kvpilot-serve; empty for the default."""
 
 SUFFIX = ".recent"
-"""Suffix of a ring layer's name after the name of its layer."""
+"""Suffix that turns a layer's name into the name of its ring layer."""
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Rings:
     table: torch.Tensor
 
 
-class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # vLLM has no types for us
+class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """Layer that has only a cache: the pages of one layer's rings."""
 
     def __init__(self, layer_name: str, owner: Any, recent: int) -> None:
@@ -58,7 +59,7 @@ class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # vLLM has no type
         return self.owner.get_attn_backend().ring_backend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        """Return the spec of the ring's pages, with room for drafts: rejected ones must not shorten the window."""
+        """Return the spec of the ring's pages, with room for drafts: rejected drafts must not shorten the window."""
         from kvpilot_runtime.recent.ring_spec import RingSpec
 
         page = self.owner.get_attn_backend().customize_spec(self.owner.get_kv_cache_spec(vllm_config))
@@ -84,16 +85,17 @@ def asked() -> int | None:
 
 
 def attach(config: Any, layers: dict[str, Any]) -> None:
-    """Attach rings to our layers of an engine, by name, or decide once that there are none. Layers of later calls
-    belong to a draft model and have no rings. Their backend gets another name, because vLLM has one builder per
-    backend, which plans steps either with or without a window.
+    """Attach rings to our layers of an engine, by name, or decide once that there are none.
+
+    Layers of later calls belong to a draft model and have no rings. Their backend gets another name. vLLM has one
+    builder per backend, and a builder plans steps either with or without a window.
 
     Raises:
         UnsupportedModelError: the requested window is not supported, or is longer than the context.
     """
     if any(layer.impl.recent is not None for layer in layers.values()):
         for layer in layers.values():
-            if layer.impl.recent is None:  # a draft model's: its proposer builds no `Rings`
+            if layer.impl.recent is None:  # a layer of a draft model, whose proposer does not build `Rings`
                 layer.impl.recent, layer.attn_backend = 0, _of_drafts(layer.attn_backend)
         return
     fmt = formats.parse(config.cache_config.cache_dtype)
@@ -150,7 +152,7 @@ def report(config: Any, layers: dict[str, Any]) -> None:
 
 
 def _cannot(config: Any, layers: dict[str, Any]) -> str:
-    """Return a word for metrics if this engine can have no rings; empty otherwise."""
+    """Return a word for metrics that says why this engine has no rings. It is empty if it can have them."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
 

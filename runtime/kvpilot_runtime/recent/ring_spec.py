@@ -1,7 +1,7 @@
 """Recent window in vLLM's scheduler: a ring of pages per request, never shared and never cached.
 
-Unpickling a `RingSpec` imports this module, which registers it. A vLLM that cannot keep pages out of prefix caching
-(`Feature.WINDOW`) never does.
+Unpickling a `RingSpec` imports this module, which registers it. If this vLLM cannot keep the ring's pages out of prefix
+caching (`Feature.WINDOW`), no `RingSpec` is made.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from kvpilot_formats import formats
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # vLLM has no types for us
-    """Spec of a ring's pages. They have the layer's page and block size, for one pool and unchanged prefix granularity.
+class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
+    """Spec of a ring's pages.
+
+    They have the layer's page size, so one pool serves both, and its block size, so the granularity of prefixes stays.
 
     Attributes:
         kept: tokens that a ring keeps: the window, plus the largest number of drafts in a step.
@@ -30,7 +32,7 @@ class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # vLLM has no types f
     kept: int
     fmt: str
 
-    # Computed late, since vLLM may enlarge the block size to fit other layers' pages.
+    # Compute both on demand, because vLLM may still enlarge the block size to fit other layers' pages.
     @property
     def ring_tokens(self) -> int:
         """Tokens of a page."""
@@ -47,11 +49,11 @@ class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # vLLM has no types f
         return 128
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """Return the memory of one request."""
+        """Return the bytes of one request's ring."""
         return int(self.ring_blocks * self.page_size_bytes)
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
-        """Return the width of the layer's own table: vLLM's older runner looks up a slot for every position in it."""
+        """Return the width of the layer's own table, because vLLM's older runner looks up a slot for every position."""
         return max(int(AttentionSpec.max_num_blocks_per_req(self, vllm_config, max_len)), self.ring_blocks)
 
 
@@ -66,22 +68,22 @@ class RingManager(CircularBufferManager):  # type: ignore[misc]
     """Manager that gives a request its ring's pages as it grows, and keeps them until it ends or is preempted."""
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *_: Any, **__: Any) -> int:
-        """Return the number of pages that the ring lacks for so many tokens."""
+        """Return how many pages the ring lacks for this number of tokens."""
         spec = self.kv_cache_spec
         wanted = min(-(-num_tokens // spec.ring_tokens), spec.ring_blocks)
         return max(int(wanted) - len(self.req_to_blocks.get(request_id, ())), 0)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *_: Any, **__: Any) -> Sequence[Any]:
-        """Take the missing pages from the pool. Old content stays: rows of other tokens are recognized and ignored."""
+        """Take the missing pages from the pool. They need no clearing, because tags reveal rows of other tokens."""
         missing = self.get_num_blocks_to_allocate(request_id, num_tokens)
         new: list[Any] = self.block_pool.get_new_blocks(missing) if missing else []
         self.req_to_blocks[request_id].extend(new)
         return new
 
     def allocate_external_computed_blocks(self, *_: Any, **__: Any) -> None:
-        """Do nothing: pages from elsewhere bring no rows, and `allocate_new_blocks` provides the ring."""
+        """Do nothing. Pages from another engine bring no ring rows, and `allocate_new_blocks` provides the ring."""
 
 
-# vLLM's own specs must be registered first: vLLM adds them only to an empty registry.
+# Register vLLM's own specs first: vLLM adds them only to an empty registry.
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(RingSpec, RingManager, uniform_type_base_spec=RingSpec)

@@ -1,7 +1,7 @@
-"""File of one engine below host memory: places of equal size, and no name.
+"""Unnamed file of one engine, a tier below host memory, divided into places of equal size.
 
-Other engines cannot find a file without a name, and its space is free again when its engine ends in any way. `refused`
-finds a claim that is too small before an engine takes a GPU.
+Without a name, other engines cannot find the file, and its space is freed whenever its engine ends, even by a crash.
+`refused` finds a claim that is too small before an engine takes a GPU.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _UNNAMED = getattr(os, "O_TMPFILE", 0)
 class DiskFile:
     """Unnamed file in a folder, read and written one place at a time.
 
-    It bypasses the page cache if the file system can (O_DIRECT), since that counts as the container's memory; buffers
-    must then be aligned to memory pages.
+    It bypasses the page cache if the file system supports it (O_DIRECT), because the page cache counts as the
+    container's memory. Buffers must then be aligned to memory pages.
 
     Args:
-        folder: the file's folder. place: bytes of one, a multiple of 4,096.
+        folder: the file's folder. place: bytes of a place, a multiple of 4,096.
 
     Raises:
         OSError: the folder does not exist, or cannot be written to.
@@ -45,7 +45,7 @@ class DiskFile:
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
-                    _set_direct(self.fd, on=False)  # accepted, but not supported
+                    _set_direct(self.fd, on=False)  # the file system accepts O_DIRECT but does not support it
                     _write(self.fd, page, 0)
         except OSError:
             os.close(self.fd)
@@ -63,7 +63,7 @@ class DiskFile:
         """Fill `into`, uint8 [place], with the content of place `at`.
 
         Raises:
-            OSError: there is less, or it cannot be read.
+            OSError: the file ends before, or cannot be read.
         """
         found = os.preadv(self.fd, [into], at * self._place)
         if found != self._place:
@@ -75,7 +75,7 @@ class DiskFile:
 
 
 def refused(option: str, folder: str, size: int) -> PreflightError | None:
-    """Return a refusal if a folder has no room for `size` bytes, or None; the test file is removed."""
+    """Return a refusal if a folder has no room for `size` bytes, or None. The test file is removed again."""
     if not Path(folder).is_dir():
         return PreflightError("BadArguments", f"{option} {folder!r}: there is no such folder here; check that its volume is mounted, or leave the option out")  # fmt: skip  # noqa: E501
     try:
@@ -93,7 +93,7 @@ def refused(option: str, folder: str, size: int) -> PreflightError | None:
 def _open_unnamed(folder: str) -> int:
     flags = os.O_RDWR | os.O_CLOEXEC
     if _UNNAMED:
-        with contextlib.suppress(OSError):  # some file systems, mostly network ones, lack it
+        with contextlib.suppress(OSError):  # network file systems often lack this call
             return os.open(folder, flags | _UNNAMED, 0o600)
     path = Path(folder, f".kvpilot-{uuid.uuid4().hex}")
     opened = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,6 +1,6 @@
-"""Index of keys to places in a file of a fixed number of places; the least recently used one makes room.
+"""Index of the keys in a file with a fixed number of places. A new key replaces the least recently used one.
 
-It is bookkeeping for one thread. A place that a transfer uses is never given away, even if the transfer was given up,
+Only one thread uses it. A place that a transfer uses is never given away, not even if the transfer was given up,
 because the disk may still read or write it.
 """
 
@@ -15,8 +15,8 @@ class Held:
     """Content of one place.
 
     Attributes:
-        place: its number. checksum: of its bytes, None until they are written. users: transfers that are not over.
-        gone: it cannot be found any more; its place is free once it has no users.
+        place: its number. checksum: of its bytes, None until they are written. users: number of unfinished transfers.
+        gone: True if no lookup finds it any more; the place is free once it has no users.
     """
 
     key: bytes
@@ -27,11 +27,11 @@ class Held:
 
 
 class DiskIndex:
-    """Index of a file with so many `places`."""
+    """Index of a file with this number of `places`."""
 
     def __init__(self, places: int) -> None:
         self.places = places
-        self._held: OrderedDict[bytes, Held] = OrderedDict()  # the least recently used first
+        self._held: OrderedDict[bytes, Held] = OrderedDict()  # least recently used first
         self._free = list(range(places - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class DiskIndex:
         return key in self._held
 
     def ready(self, key: bytes) -> bool:
-        """Return True if a key's bytes can be read; it is then the most recently used one."""
+        """Return True if a key's bytes can be read, and mark the key as the most recently used one."""
         held = self._held.get(key)
         if held is None or held.checksum is None:
             return False
@@ -50,7 +50,7 @@ class DiskIndex:
         return True
 
     def to_store(self, key: bytes) -> Held | None:
-        """Return a place to write a new key's bytes to; None if transfers use all places."""
+        """Return a place for a new key's bytes, or None if transfers use all places."""
         if not self._free:
             idle = next((held for held in self._held.values() if not held.users), None)
             if idle is None:
@@ -60,7 +60,7 @@ class DiskIndex:
         return held
 
     def to_load(self, key: bytes) -> Held | None:
-        """Return the place to read a key's bytes from; None if they are not there."""
+        """Return the place to read a key's bytes from, or None if the file does not have them."""
         if not self.ready(key):
             return None
         held = self._held[key]
@@ -68,14 +68,14 @@ class DiskIndex:
         return held
 
     def stored(self, held: Held, checksum: int | None) -> None:
-        """End a write; without a checksum it failed."""
+        """End a write. A checksum of None means that it failed."""
         held.checksum = checksum
         if checksum is None:
             self.drop(held)
         self._release(held)
 
     def loaded(self, held: Held, *, good: bool) -> None:
-        """End a read; drop bytes that differ from those that were written."""
+        """End a read, and drop the place if its bytes differ from those that were written."""
         if not good:
             self.drop(held)
         self._release(held)

@@ -1,4 +1,4 @@
-"""Offloading in vLLM's tiers (0.32), with a file of ours below host memory (`disk_tier`)."""
+"""Offloading in vLLM's tiers (0.32), with our own file below host memory (`disk_tier`)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvpilot_runtime.errors import UnsupportedEngineError
 from kvpilot_runtime.transfer.host_copies import HostCopies
 from kvpilot_runtime.vllm_api import compat
 
-with contextlib.suppress(ValueError):  # it is registered already
+with contextlib.suppress(ValueError):  # ValueError: the tier is registered already
     SecondaryTierFactory.register_tier(offload.DISK_TIER, "kvpilot_runtime.transfer.disk_tier", "DiskTier")
 
 
-class DiskOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM has no types for us
-    """Tiers of vLLM with two additions: no end of the engine leaves a file in /dev/shm, and a CPU has a worker.
+class DiskOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
+    """vLLM's tiers with two additions: an engine never leaves a file in /dev/shm, and a CPU has a worker.
 
     Raises:
-        UnsupportedEngineError: it was not run with this vLLM.
+        UnsupportedEngineError: kvpilot was not run with this vLLM.
     """
 
     _worker: Any
@@ -35,7 +35,7 @@ class DiskOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM h
         super().__init__(config)
 
     def get_manager(self) -> Any:
-        """Return the scheduler's side, and remove the region's name: all workers have mapped the region by now."""
+        """Return the scheduler's side. All workers have mapped the shared memory by now, so remove its name."""
         if self._manager is None:
             super().get_manager()
             self._scheduler_mmap._creator = False
@@ -45,11 +45,11 @@ class DiskOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM h
     def create_worker(self, kv_caches: Any) -> Any:
         """Return a worker's side on a GPU."""
         worker = super().create_worker(kv_caches)
-        worker._mmap_region._creator = False  # the scheduler removes the name
+        worker._mmap_region._creator = False  # the scheduler removes the name, so the worker must not
         return worker
 
     def get_worker(self, kv_caches: Any) -> Any:
-        """Return vLLM's worker on a GPU and ours, over the same region, on a CPU, where vLLM has none."""
+        """Return vLLM's worker on a GPU. On a CPU, where vLLM has none, return ours over the same memory."""
         if not current_platform.is_cpu():
             return super().get_worker(kv_caches)
         if self._worker is None:

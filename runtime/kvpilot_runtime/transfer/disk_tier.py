@@ -1,8 +1,8 @@
-"""Tier of a file below host memory, one of vLLM's secondary tiers (0.32).
+"""Tier that stores pages in a file below host memory, one of vLLM's secondary tiers (0.32).
 
-vLLM's own tier `fs` names files without factors or dtype, reads blocks without a check, and never deletes. This tier
-has a file of fixed size that no other engine can find, with a checksum for every block. Tokens of blocks with a wrong
-checksum are computed again.
+vLLM's own tier `fs` names its files without factors or dtype, reads blocks without a check, and never deletes them. Our
+file has a fixed size, no other engine can find it, and every block has a checksum. If a block's checksum is wrong, its
+tokens are computed again.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ logger = init_logger("vllm.kvpilot")
 
 THREADS = 16
 PATIENCE = 30.0
-"""Seconds in which a disk must end one of its moves."""
+"""Seconds within which a disk must finish at least one of its moves."""
 
 PINNED = 4
-"""Divisor of host memory's chunks that may wait for the disk at once.
+"""Divisor of the number of host memory's chunks. At most this share may wait for the disk at once.
 
-Further stores are dropped, since host memory cannot reuse waiting chunks.
+Further stores are dropped, because host memory cannot reuse the chunks that wait.
 """
 
 
 @dataclass
 class _Job:
-    """Request of vLLM: the number of its moves that are not over, and the result of the others."""
+    """Request of vLLM: the number of its unfinished moves, and the keys whose moves succeeded."""
 
     keys: list[Any]
     left: int
@@ -46,15 +46,16 @@ class _Job:
     began: float = field(default_factory=time.monotonic)
 
 
-class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no types for us
-    """Chunks of host memory in one file of one engine.
+class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
+    """Secondary tier: chunks of host memory in one file of one engine.
 
     Args:
-        offloading_spec, primary_kv_view, tier_type, backpressure_detector: vLLM's; the view is [chunks, bytes] of host
-            memory. path: the folder of the file. size_bytes: largest size of the file.
+        offloading_spec, primary_kv_view, tier_type, backpressure_detector: vLLM's arguments; the view is [chunks,
+            bytes] of host memory.
+        path: the folder of the file. size_bytes: largest size of the file.
 
     Raises:
-        UnsupportedModelError: not even one chunk fits.
+        UnsupportedModelError: the file has no room for even one chunk.
         OSError: the folder cannot be written to.
     """
 
@@ -85,9 +86,9 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no types
         return RequestOffloadingContext()
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
-        """Look a chunk up. A request gets each chunk once, and no more than host memory has room for.
+        """Look a chunk up. A request gets each chunk once, and at most as many chunks as host memory has.
 
-        Otherwise requests whose prefixes do not fit together would evict each other's chunks again and again.
+        Without this limit, requests whose prefixes do not fit together would evict each other's chunks again and again.
         """
         self._collect()
         given = self._asked_for.setdefault(req_context.req_id, set())
@@ -97,7 +98,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no types
         return LookupResult.HIT
 
     def touch(self, keys: Iterable[Any], req_context: Any) -> None:
-        """Mark these as used; the last of them is evicted first."""
+        """Mark these chunks as used, so that the last of them is evicted first."""
         for key in reversed(list(keys)):
             self._index.ready(key)
 
@@ -131,7 +132,8 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no types
     def drain_jobs(self) -> None:
         """Wait for all jobs, and forget all chunks.
 
-        vLLM calls this when it resets host memory, whose pages may be of other weights. Its own tiers keep theirs.
+        vLLM calls this when it resets host memory, because the weights may have changed. vLLM's own tiers keep their
+        chunks.
         """
         while self._transfers.busy:
             self._collect(wait=0.1)

@@ -1,7 +1,7 @@
-"""Threads that move chunks between host memory and a file, and their supervision.
+"""Threads that move chunks between host memory and a file, with a time limit and checksums.
 
-A disk may fail, corrupt data or never answer. A read reaches host memory only with the checksum that it was written
-with. One that does not end in time is given up, and then never reaches host memory.
+A disk may fail, corrupt data or never answer. Bytes that were read reach host memory only if their checksum equals the
+one at the time of the write. A read that does not end in time is given up, and then never reaches host memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Move:
 
     Attributes:
         job: its job. load: True if it reads from the file. held: its place. row: uint8 [bytes] of host memory.
-        checksum: of the moved bytes, None if that failed. why: the error. given_up: its job no longer waits.
+        checksum: of the moved bytes, None if the transfer failed. why: the error. given_up: True if its job no longer
+            waits.
     """
 
     job: int
@@ -79,7 +80,7 @@ class DiskTransfers:
 
     @property
     def stuck(self) -> bool:
-        """Return True while moves that were given up may still end; the disk gets no new moves until then."""
+        """Return True while abandoned moves may still end. Until then the disk gets no new moves."""
         return bool(self._lost)
 
     @property
@@ -96,9 +97,10 @@ class DiskTransfers:
         self._asked.put((0 if move.load else 1, self._number, move))
 
     def over(self, wait: float = 0.0) -> tuple[list[Move], list[Move]]:
-        """Return moves that ended since the last call, and those that are now given up; wait so long for the first one.
+        """Return the moves that ended since the last call, and the moves that are now given up.
 
-        A move that was given up is among the first again when it ends.
+        `wait` is the number of seconds to wait for the first one. An abandoned move is also among the ended moves when
+        it ends later.
         """
         ended: list[Move] = []
         while True:
@@ -121,7 +123,7 @@ class DiskTransfers:
         return ended, lost
 
     def shutdown(self, seconds: float) -> None:
-        """End the threads, then close the file; wait at most so many seconds for the disk."""
+        """End the threads, then close the file. Wait at most this many seconds for the disk."""
         for number in range(len(self._threads)):
             self._asked.put((-1, number, None))
         until = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""Additions to vLLM's offloading to host memory: requests that ask for the tier, and a worker on a CPU."""
+"""Additions to vLLM's offloading to host memory: requests that are loaded from the tier, and a worker on a CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kvpilot_runtime.vllm_api.wrap import wrap
 def heed_from_host() -> None:
     """Let a request ask for its prefix from the tier.
 
-    vLLM's own `skip_reading_prefix_cache` skips both GPU and tier; here it is set only while the GPU is looked up.
+    vLLM's own `skip_reading_prefix_cache` skips both the GPU's pages and the tier. So set it only during the lookup of
+    the GPU's pages.
     """
 
     def get_computed_blocks(stock: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:

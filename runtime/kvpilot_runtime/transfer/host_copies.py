@@ -1,7 +1,7 @@
-"""Worker of vLLM's offloading on the CPU platform: the same pages and chunks, copied by torch.
+"""Worker of vLLM's offloading on the CPU platform, with the same pages and chunks. torch copies them.
 
-vLLM copies only by CUDA. With this worker an engine on a CPU offloads as one on a GPU, which saves no memory but lets
-everything except the copy itself run without a GPU.
+vLLM's own worker copies only by CUDA. With ours, an engine on a CPU offloads like one on a GPU. This saves no memory,
+but it lets everything except the copy itself be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 
-class HostCopies(OffloadingWorker):  # type: ignore[misc]  # vLLM has no types for us
-    """Copies between the KV cache and a tier, both in this machine's memory, each made when it is submitted.
+class HostCopies(OffloadingWorker):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
+    """Copies between the KV cache and a tier, both in this machine's memory. A copy is done as soon as it is submitted.
 
     Args:
-        kv_caches: vLLM's `CanonicalKVCaches`. chunks: of the tier. blocks_per_chunk: blocks of a chunk.
+        kv_caches: vLLM's `CanonicalKVCaches`. chunks: number of chunks in the tier. blocks_per_chunk: blocks of a
+            chunk.
         region: vLLM's `SharedOffloadRegion`, if other processes use the chunks too; None for private memory.
     """
 
@@ -47,10 +48,10 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]  # vLLM has no types f
         return done
 
     def wait(self, job_ids: set[int]) -> None:
-        """Do nothing: copies end when they are submitted."""
+        """Do nothing, because a copy ends when it is submitted."""
 
     def shutdown(self) -> None:
-        """Release the memory that others map too."""
+        """Release the memory that other processes also map."""
         self._host.clear()
         if self._region is not None:
             self._region.cleanup()
@@ -71,12 +72,13 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]  # vLLM has no types f
 
 
 def rows(blocks: Any, chunks: Any, per_chunk: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return, for each group of a transfer, its blocks in the cache and their places in the tier, int64 [blocks] both.
+    """Return, for each group of a transfer, its blocks in the cache and in the tier, both int64 [blocks].
 
-    A group's blocks are consecutive in their request and may begin within a chunk.
+    A group's blocks are consecutive in their request. The first one may lie inside a chunk.
 
     Args:
-        blocks: vLLM's `GPULoadStoreSpec`. chunks: its `BlockIDsLoadStoreSpec` of the tier. per_chunk: blocks of each.
+        blocks: vLLM's `GPULoadStoreSpec`. chunks: its `BlockIDsLoadStoreSpec` of the tier. per_chunk: blocks of a
+            chunk.
     """
     found, block, chunk = [], 0, 0
     for size, first in zip(blocks.group_sizes, blocks.block_indices, strict=True):

@@ -1,9 +1,9 @@
 """LMCache's `LMCacheMPConnector` for our pages: the same cache server, with names that include the pages' meaning.
 
-LMCache identifies chunks by the model's name and their tokens. Here the name also has a hash of the engine's terms and
-weights, so that engines with other terms do not find them. Rings stay: a request begins with an empty one, as after any
-prefix hit. The engine copies its pages itself and sends them in one message, so an engine that dies leaves a whole
-chunk or none.
+LMCache identifies chunks by the model's name and their tokens. Our name adds a hash of the engine's terms and weights,
+so that engines with other terms do not find the chunks. Rings are not stored: a request begins with an empty ring, as
+after any prefix hit. The engine copies its pages itself and sends them in one message. So if an engine dies, the server
+has a whole chunk or none.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from kvpilot_runtime.errors import UnsupportedEngineError
 from kvpilot_runtime.recent.ring_spec import RingSpec
 from kvpilot_runtime.transfer.terms import Terms, weights_hash
 
-log = init_logger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = init_logger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
 def name_of(model: str, terms: Terms, weights: str) -> str:
     """Return the name for an engine's pages in LMCache.
 
-    It leaves out the recent window: rings are not stored, and a page means the same for every window.
+    The name leaves out the recent window: rings are not stored, and pages are the same for every window.
     """
     parts = (terms.dtype, terms.page, terms.block, terms.ranks, terms.factors, weights)
     return f"{model}##kvpilot-{hashlib.sha256('|'.join(map(str, parts)).encode()).hexdigest()[:16]}"
 
 
 @dataclass
-class Named(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM has no types for us
-    """Message from a worker to its scheduler, which looks chunks up: their name."""
+class Named(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
+    """Message from a worker to its scheduler with the name under which the scheduler looks chunks up."""
 
     name: str
 
@@ -44,7 +44,7 @@ class PackedLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
     """Replacement of `LMCacheMPConnector` in engines with our dtypes."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Keep the pages until the engine's terms are known. Leave out rings, which LMCache would copy with them."""
+        """Keep the pages until the engine's terms are known, but not the rings, which LMCache would copy too."""
         groups = self._kv_cache_config.kv_cache_groups
         rings = {name for g in groups if isinstance(g.kv_cache_spec, RingSpec) for name in g.layer_names}
         self._pages = {name: cache for name, cache in kv_caches.items() if name not in rings}
@@ -61,7 +61,7 @@ class PackedLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
         adapter.model_name = name_of(adapter.model_name, terms, weights)
         send = adapter._send_register_kv_caches_request
 
-        def send_and_look(*args: Any, **kwargs: Any) -> None:  # LMCache repeats it for a server that comes back
+        def send_and_look(*args: Any, **kwargs: Any) -> None:  # LMCache calls it again when a server comes back
             send(*args, **kwargs)
             if not isinstance(adapter.transfer_ctx.engine_driven_context, EngineDrivenContextPickle):
                 raise UnsupportedEngineError(
@@ -84,9 +84,9 @@ class PackedLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
         self.scheduler_adapter.model_name = name
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return LMCache's result after its copies have ended.
+        """Return LMCache's result, but only after its copies have ended.
 
-        LMCache gives their blocks away if it believes its server dead.
+        Otherwise LMCache would release their blocks as soon as it believes that its server is dead.
         """
         adapter = self.worker_adapter
         if not adapter.is_healthy:

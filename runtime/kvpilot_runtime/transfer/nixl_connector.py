@@ -1,8 +1,9 @@
 """vLLM's pulling `NixlConnector` for our pages: the same transfers, on terms that both engines agree on.
 
-Engines with other terms (`terms.Terms`) refuse each other in vLLM's own handshake. Blocks travel only if exactly those
-of a prompt are there; rings travel whole. An engine uses received blocks only if they came before the other engine
-was free to reuse them, where vLLM would use whatever it reads. A refused prompt is computed anew.
+Engines with different terms (`terms.Terms`) refuse each other in vLLM's own handshake. Blocks are pulled only if the
+other engine has exactly the blocks of the prompt. Rings are pulled whole. vLLM uses whatever blocks it receives. Our
+connector uses them only if they arrived before the other engine was free to reuse them. A refused prompt is computed
+again.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from vllm.logger import init_logger
 from kvpilot_runtime.recent.ring_spec import RingSpec
 from kvpilot_runtime.transfer.terms import Terms, short
 
-log = init_logger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = init_logger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 _CLOCKS = 0.5
-"""Seconds by which two machines' clocks may differ after the handshake: half a round trip, and a margin."""
+"""Largest assumed error in seconds of another machine's clock after the handshake: half a round trip, and a margin."""
 
 
-class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLLM has no types for us
+class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """Scheduler's side of the connector."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return the tokens that another engine has; 0 unless it has all."""
+        """Return the number of tokens to pull from another engine; 0 unless it has all blocks of the prompt."""
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             wanted = [
@@ -46,7 +47,7 @@ class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # vLLM has 
         return found
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Return the parameters for the other engine; blocks are kept until a time of this process's clock."""
+        """Return the parameters for the other engine. Their deadline for the blocks is in this process's clock."""
         kept, params = super().request_finished(request, block_ids)
         if kept and params is not None:
             params["remote_blocks_expiry_time"] = self._reqs_need_send[request.request_id]
@@ -79,7 +80,7 @@ class Reading(NixlPullConnectorWorker):  # type: ignore[misc]
         super()._read_blocks_for_req(req_id, meta)
 
     def _apply_prefix_caching(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[int]]]:
-        """Return vLLM's result sorted by place: NIXL merges neighbours, and reused blocks come in reverse order."""
+        """Return vLLM's result sorted by block: NIXL merges neighbours, and reused blocks come in reverse order."""
         local, remote = super()._apply_prefix_caching(*args, **kwargs)
         pairs = [sorted(zip(*groups, strict=True)) for groups in zip(local, remote, strict=True)]
         return [[here for here, _ in group] for group in pairs], [[away for _, away in group] for group in pairs]
@@ -114,13 +115,13 @@ class PackedNixlConnector(NixlPullConnector):  # type: ignore[misc]
             self.connector_worker = Reading(vllm_config, self.engine_id, kv_cache_config)
 
     def agree(self, terms: Terms, worker: Any) -> None:
-        """Tell a worker its engine's terms."""
+        """Give a worker its engine's terms."""
         self.connector_worker.agree(terms)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Do as vLLM, with whole rings: vLLM counts their pages as if each had a block's tokens."""
+        """Do as vLLM, but with whole rings: vLLM assumes that a ring's page holds a block's number of tokens."""
         every = self._kv_cache_manager.get_block_ids(request.request_id)
         groups = self.kv_cache_config.kv_cache_groups
         rings = [isinstance(group.kv_cache_spec, RingSpec) for group in groups]

@@ -1,6 +1,6 @@
-"""Terms that engines agree on before pages travel between them.
+"""Terms that engines must agree on before pages travel between them.
 
-The bytes of a page have a meaning only with the factors that they were quantized with.
+The bytes of a page can be read only with the factors that they were quantized with.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from kvpilot_runtime.ranks import of_all_ranks
 from kvpilot_runtime.vllm_api import compat
 
 _SAMPLES = 64
-"""Elements of each tensor that stand for it in a hash of weights: reading all would take seconds."""
+"""Number of elements per tensor in a hash of weights. Reading all of them would take seconds."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Properties that engines must share if pages travel between them.
+    """Properties that engines must share to exchange pages.
 
     Attributes:
-        dtype: of the KV cache. page: bytes of a block in all layers of a rank. block: tokens of it.
-        window: recent tokens. ring: largest number of pages of a request's ring. ranks: of tensor parallelism.
+        dtype: of the KV cache. page: bytes of a block in all layers of a rank. block: tokens of a block.
+        window: recent tokens. ring: largest number of pages of a request's ring. ranks: number of tensor-parallel
+            ranks.
         layout: vLLM's name of the order in which a block's pages lie.
-        factors: the hash of all layers' and ranks' factors.
+        factors: hash of the factors of all layers and ranks.
     """
 
     dtype: str
@@ -51,10 +52,10 @@ class Terms:
 
 
 def agree(worker: Any, layers: dict[str, Any]) -> None:
-    """Tell a worker's connector its engine's terms. Every rank must call this; other connectors are ignored.
+    """Give a worker's connector its engine's terms. Every rank must call this. It skips connectors that are not ours.
 
     Args:
-        worker: vLLM's, which has its KV cache. layers: ours, by name.
+        worker: vLLM's worker, which has its KV cache. layers: ours, by name.
     """
     transfer = worker.vllm_config.kv_transfer_config
     if not layers or transfer is None or transfer.kv_connector not in SERVED:
@@ -77,7 +78,7 @@ def agree(worker: Any, layers: dict[str, Any]) -> None:
 
 
 def connector_class(config: Any) -> type[Any] | None:
-    """Return our class of an engine's connector, or None for vLLM's."""
+    """Return the class of ours that replaces an engine's connector, or None to keep vLLM's."""
     connector = SERVED.get(config.kv_transfer_config.kv_connector)
     if connector is None or config.cache_config.cache_dtype not in formats.own_names():
         return None
@@ -88,10 +89,10 @@ def connector_class(config: Any) -> type[Any] | None:
 
 
 def layout(config: Any) -> str | None:
-    """Return the layout of the KV cache to ask vLLM for; None for that of vLLM's own connector.
+    """Return the layout of the KV cache to request from vLLM; None for the layout of vLLM's own connector.
 
-    A block whose layers are contiguous is one copy. For a rank with one head vLLM copies each layer anyway, and NIXL
-    merges a layer's blocks if these are contiguous.
+    If the layers of a block are contiguous, a block is one copy. For a rank with one head vLLM copies each layer
+    separately, and NIXL merges a layer's blocks if these are contiguous.
     """
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector != NIXL.name:
@@ -102,9 +103,9 @@ def layout(config: Any) -> str | None:
 
 
 def short(params: Mapping[str, Any], prompt: int, wanted: Sequence[int]) -> str | None:
-    """Say how another engine's blocks differ from those of a prompt; return None if they do not.
+    """Say how another engine's blocks differ from those of a prompt. Return None if they do not.
 
-    vLLM takes the last of the announced blocks, whatever their number.
+    vLLM would take the last of the announced blocks, whatever their number.
 
     Args:
         params: a request's `kv_transfer_params`. prompt: its tokens. wanted: its blocks in each group of layers.
@@ -120,9 +121,9 @@ def short(params: Mapping[str, Any], prompt: int, wanted: Sequence[int]) -> str 
 
 
 def weights_hash(worker: Any) -> str:
-    """Return a hash of some elements of all ranks' weights; every rank must call this.
+    """Return a hash of some elements of all ranks' weights. Every rank must call this.
 
-    Models that differ in one element may have the same hash. Training, merged adapters and quantization change it.
+    Models that differ in single elements may have the same hash. Training, merged adapters and quantization change it.
     """
     return hashlib.sha256("".join(of_all_ranks(digest(worker.get_model()))).encode()).hexdigest()[:16]
 
@@ -138,7 +139,7 @@ def digest(model: torch.nn.Module) -> str:
 
 
 def _some(tensor: torch.Tensor) -> torch.Tensor:
-    """Return up to 64 elements, evenly over the tensor's memory, for any strides; copy nothing else."""
+    """Return up to 64 elements, spread evenly over the tensor's memory, for any strides. Copy nothing else."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     count = min(_SAMPLES, last + 1)
     step = max(last // max(count - 1, 1), 1)

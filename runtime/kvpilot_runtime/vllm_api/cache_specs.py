@@ -66,7 +66,7 @@ def specs(arguments: Any) -> dict[str, Any]:
 
 
 def _at_once(stock: Any, function: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-    """Inspect the architecture in this short-lived process instead of starting another one."""
+    """Inspect the architecture in this process, which is short-lived, instead of starting another one."""
     return function()
 
 
@@ -85,9 +85,9 @@ def _ranks() -> None:
     from vllm.distributed import parallel_state
 
     if not torch.distributed.is_initialized():
-        file = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115 - torch keeps it until the process ends
+        file = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115 - torch needs it until the process ends
         parallel_state.init_distributed_environment(1, 0, f"file://{file.name}", 0, "gloo")
-    parallel_state.destroy_model_parallel()  # models with experts need groups that others lack
+    parallel_state.destroy_model_parallel()  # models with experts need groups that other models do not have
     parallel_state.initialize_model_parallel(1, 1)
 
 

@@ -1,6 +1,6 @@
-"""The supported versions of vLLM, and everything that differs between them.
+"""Supported versions of vLLM, and everything that differs between them.
 
-0.32 has a closed `Literal` of KV-cache dtypes, and 0.33 a registry for them.
+0.32 has a closed `Literal` of KV-cache dtypes, and 0.33 has a registry for them.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from typing import Annotated, Any, get_args
 from kvpilot_runtime.errors import UnsupportedEngineError
 
 PINNED = (0, 32)
-"""Version in `requirements.lock`, which errors advise.
+"""Version in `requirements.lock`. Error messages recommend it.
 
-Only its connectors (`config.connectors`) and its tiers below host memory were run. Both change from version to version.
+Connectors (`config.connectors`) and tiers below host memory were run only with this version, because both change from
+version to version.
 """
 
 OLDEST, NEWEST = PINNED, (0, 33)
-"""Range of supported versions. Older ones are refused, and so are bounded caches on newer ones."""
+"""Range of supported versions. Older ones are refused. Newer ones are refused only for bounded caches."""
 
 RUN_ON = {"cpu": (PINNED,), "cuda": (PINNED, NEWEST)}
-"""Versions that ran with kvpilot: on a CPU in tests/runtime, on a GPU in benchmarks/accuracy/gpu_versions.py."""
+"""Versions that kvpilot was run with: on a CPU by tests/runtime, on a GPU by benchmarks/accuracy/gpu_versions.py."""
 
 _BUILD = (10**6, 0)
 
 
 def shown(version: tuple[int, int]) -> str:
-    """Write a version as users know it."""
+    """Format a version as users know it."""
     return ".".join(map(str, version))
 
 
@@ -49,7 +50,7 @@ def version_text() -> str:
 
 
 def vllm_version() -> tuple[int, int]:
-    """Return major and minor version of the installed vLLM. A build without numbers counts as the newest.
+    """Return major and minor version of the installed vLLM. A build without a version number counts as the newest.
 
     Raises:
         UnsupportedEngineError: vLLM is absent.
@@ -64,7 +65,7 @@ def was_run_on(platform: str) -> bool:
 
 
 def unsupported_on(platform: str) -> str:
-    """Name the installed version, the supported ones and the remedy; return nothing for a supported version."""
+    """Name the installed version, the supported ones and the remedy. Return nothing for a supported version."""
     if was_run_on(platform):
         return ""
     names = {"cpu": "a CPU", "cuda": "a GPU"}
@@ -76,12 +77,12 @@ def unsupported_on(platform: str) -> str:
 
 
 def lacks_for_bounds() -> str:
-    """Return the versions that serve bounded caches, if the installed one is not among them."""
+    """Return the versions that serve bounded caches, unless the installed one is among them."""
     return _lacks(NEWEST)
 
 
 def lacks_for_pinned() -> str:
-    """Return the version that serves disks and connectors, if the installed one is another."""
+    """Return the version that serves disks and connectors, unless it is the installed one."""
     return _lacks(PINNED)
 
 
@@ -102,17 +103,17 @@ def _lacks(newest: tuple[int, int]) -> str:
 
 
 def kept_graphs(platform: str) -> dict[str, str]:
-    """Return variables that let vLLM find at the next start what it compiled.
+    """Return environment variables with which vLLM finds its compiled code at the next start.
 
-    On a CPU 0.32 cannot load its ahead-of-time archives, so it traces and saves again at every start.
+    On a CPU, 0.32 cannot load its ahead-of-time archives, so it would trace and save again at every start.
     """
     return {"VLLM_USE_AOT_COMPILE": "0"} if platform == "cpu" else {}
 
 
 def make_known(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
-    """Make `names` valid values of `--kv-cache-dtype`, and call `asked` with the name that an engine uses.
+    """Make `names` valid values of `--kv-cache-dtype`. Call `asked` with the name that an engine uses.
 
-    Only vLLM's data changes: its registry of dtypes (0.33), or its list of names and the validators that pydantic
+    This changes only vLLM's data. 0.33 has a registry of dtypes. 0.32 has a list of names, and validators that pydantic
     compiled from the list. A second call changes nothing.
     """
     from vllm.config import cache
@@ -124,7 +125,7 @@ def make_known(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
 
 
 def store_as_bytes(names: tuple[str, ...]) -> None:
-    """Tell vLLM that pages of these dtypes are bytes. No layer can be made with such a dtype before."""
+    """Tell vLLM that pages of these dtypes are bytes. Call this before a layer with such a dtype is made."""
     import torch
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
@@ -140,8 +141,8 @@ def _register_handlers(names: tuple[str, ...], asked: Callable[[str], None]) -> 
     class Packed:
         """Handler of a dtype that is stored in bytes and that vLLM's generic kernels do not read.
 
-        `KVQuantMode.CUSTOM` would fit, but it has the value of another format's mode, and vLLM takes it for that one.
-        0.32 uses NONE for a name that it does not know.
+        `KVQuantMode.CUSTOM` would fit, but its value equals that of another format's mode, so vLLM mistakes one for the
+        other. 0.32 uses NONE for a name that it does not know.
         """
 
         name: str
@@ -151,7 +152,7 @@ def _register_handlers(names: tuple[str, ...], asked: Callable[[str], None]) -> 
             return torch.uint8
 
         def quant_mode(self) -> Any:
-            """Return NONE, and report the dtype as asked for: vLLM calls this only where the dtype is used."""
+            """Return NONE, and report the dtype as used, because vLLM calls this only for the dtype of its engine."""
             if not self.told:
                 asked(self.name)
                 self.told = True
@@ -163,7 +164,7 @@ def _register_handlers(names: tuple[str, ...], asked: Callable[[str], None]) -> 
 
 
 def _extend_literal(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
-    """Add values to the closed `Literal` of 0.32 in place: modules that imported it must see them."""
+    """Add values to the closed `Literal` of 0.32 in place, because modules that imported it must see them."""
     from pydantic import AfterValidator
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import VllmConfig
@@ -181,8 +182,8 @@ def _extend_literal(names: tuple[str, ...], asked: Callable[[str], None]) -> Non
 
     literal: Any = CacheDType
     literal.__args__ = known + missing
-    # Both configurations hold a validator that was compiled from the old list. vLLM's command line reads the field's
-    # type, so the annotation is there only while the new validator is compiled.
+    # Both configurations hold a validator that was compiled from the old list, so compile it again. vLLM's command line
+    # reads the type of the field, so remove the annotation right after that.
     field: Any = CacheConfig.__dataclass_fields__["cache_dtype"]
     declared = field.type
     field.type = Annotated[declared, AfterValidator(chosen)]
@@ -201,12 +202,12 @@ def backend_class(dtype: str) -> str:
 LAYER_OUTERMOST, BLOCK_OUTERMOST = "LBHNC", ("BHLNC", "BLHNC")
 """vLLM's names of the layouts that our pages support: each layer by itself, and all layers of a block together.
 
-L is layers, B blocks, H heads, N tokens, C the bytes of a token.
+In the names, L is layers, B blocks, H heads, N tokens, and C the bytes of a token.
 """
 
 
 def page_layouts() -> tuple[Any, ...]:
-    """Return vLLM's layouts in which a head's tokens of a block are one page. vLLM takes the first one."""
+    """Return vLLM's layouts in which a head's tokens of a block form one page. vLLM takes the first one."""
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
     names = (LAYER_OUTERMOST, *BLOCK_OUTERMOST)
@@ -218,8 +219,9 @@ class Drafter:
     """Draft model of a runner.
 
     Attributes:
-        reads_states: it takes hidden states of the served model. combines_states: it takes them from several layers.
-        uses_mrope: its positions have three dimensions, as those of the served model.
+        reads_states: True if it takes hidden states of the served model. combines_states: True if it takes them from
+            several layers.
+        uses_mrope: True if its positions have three dimensions, like those of the served model.
     """
 
     model: Any
@@ -229,7 +231,7 @@ class Drafter:
 
 
 def drafter(runner: Any) -> Drafter:
-    """Return the draft model of a worker's runner. vLLM has two kinds of runners: the one on GPUs is V2."""
+    """Return the draft model of a worker's runner. vLLM has two kinds of runners; GPUs use V2."""
     if (old := getattr(runner, "drafter", None)) is not None:
         return Drafter(old.model, old.pass_hidden_states_to_model, old.eagle3_use_aux_hidden_state, old.uses_mrope)
     new = runner.speculator

@@ -1,7 +1,7 @@
 """Check at start that the installed vLLM has all parts that the plugin uses (`vllm_parts`).
 
-A missing part disables only the features that need it: a model in vLLM's own dtypes never asks. `page_check` adds the
-last check, a page that is written and read back, once an engine has its cache.
+A missing part disables only the features that need it. Models with vLLM's own dtypes are not affected. Once an engine
+has its cache, `page_check` does the last check: it writes a page and reads it back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvpilot_runtime.vllm_api.vllm_parts import PARTS, Broken, Feature
 TOLD = "KVPILOT_VERSION_TOLD"
 """Environment variable that keeps vLLM's other processes from repeating the warnings of the first one."""
 
-log = logging.getLogger(f"vllm.{__name__}")  # vLLM only prints messages of its own loggers
+log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def tell(found: Iterable[Broken], platform: str) -> None:
     if TOLD in os.environ:
         return
     os.environ[TOLD] = "1"
-    # The other features are reported where somebody asks for them.
+    # Report the parts of other features only when somebody uses these features.
     quiet = (Feature.WINDOW, Feature.LATENTS, Feature.BOUND, Feature.HEAVY, Feature.HOST, Feature.IMAGES)
     costly = [b for b in found if b.part.feature not in quiet]
     if unsupported := compat.unsupported_on(platform):

@@ -14,7 +14,7 @@ from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.vllm_api.wrap import wrap
 
 Judge = Callable[[str, bool], None]
-"""Function that refuses a layer of one of our dtypes. Its second argument says if other layers stay in 16 bits."""
+"""Function that refuses a layer with one of our dtypes. Its second argument is True if other layers stay in 16 bits."""
 
 CPU, CUDA = "vllm.platforms.cpu:CpuPlatform", "vllm.platforms.cuda:CudaPlatformBase"
 
@@ -34,10 +34,10 @@ def route_backends(platform: str, paths: Mapping[str, str], judge: Judge) -> Non
 
 
 def _settle_cpu(paths: Mapping[str, str], judge: Judge) -> None:
-    """Let the CPU platform configure engines of these dtypes as GPU platforms do."""
+    """Let the CPU platform configure engines with these dtypes as GPU platforms do."""
 
     def update_block_size_for_backend(stock: Any, cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Size shared pages as GPU platforms do: vLLM's CPU platform would pad ours to the size of a 16-bit page."""
+        """Size shared pages as GPU platforms do: vLLM's CPU platform would pad our pages to the 16-bit size."""
         stock(cls, vllm_config, *args, **kwargs)
         dtype = vllm_config.cache_config.cache_dtype
         if vllm_config.cache_config.kv_cache_dtype_skip_layers and dtype in paths:
@@ -47,9 +47,9 @@ def _settle_cpu(paths: Mapping[str, str], judge: Judge) -> None:
     def check_and_update_config(stock: Any, cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         """Keep chunked prefill, prefix caching and whole images, which vLLM's CPU platform turns off.
 
-        It turns off the first two for MLA because its own backend reads no context. It splits images whose tokens
-        attend both ways. Its RoPE kernel (0.32) is wrong for DeepSeek, which has several query heads and keys in wider
-        rows, so plain torch replaces it.
+        vLLM turns the first two off for MLA, because its own backend cannot read context. It splits images whose tokens
+        attend in both directions. Plain torch replaces vLLM's RoPE kernel (0.32): for DeepSeek, with several query
+        heads and keys in wider rows, its results are wrong.
         """
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         asked = scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens
@@ -67,11 +67,11 @@ def _settle_cpu(paths: Mapping[str, str], judge: Judge) -> None:
 
 
 def _ours(platform: Any, paths: Mapping[str, str], judge: Judge, asked: Any) -> str | None:
-    """Return the path of our backend for a layer, or None where its KV-cache dtype is not ours.
+    """Return the path of our backend for a layer, or None if its KV-cache dtype is not ours.
 
     Raises:
-        UnsupportedEngineError: as `judge`.
-        UnsupportedModelError: our backend does not serve such a layer; with all of the backend's reasons.
+        UnsupportedEngineError: in the same cases as `judge`.
+        UnsupportedModelError: our backend does not serve such a layer; the message has all of the backend's reasons.
     """
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -91,9 +91,9 @@ def _ours(platform: Any, paths: Mapping[str, str], judge: Judge, asked: Any) -> 
 def share_pages(names: tuple[str, ...]) -> None:
     """Let layers in 16 bits (`--kv-cache-dtype-skip-layers`) share the block pool with layers in a dtype of `names`.
 
-    All pages of a pool have one size. vLLM uses the page of the quantized layers and fits the other layers' blocks into
-    it. It asks the backend of the model's first layer for both sizes, and that layer may be one in 16 bits. With this
-    hook a quantized layer answers. The page holds the smallest block of every backend, and a model without 16-bit
+    All pages of a pool have one size. vLLM takes the page size of the quantized layers and fits the other layers'
+    blocks into it. But it asks the backend of the model's first layer for the sizes, which may be a layer in 16 bits.
+    With this hook a quantized layer answers. The page holds the smallest block of every backend. A model without 16-bit
     layers keeps its block size. A vLLM without this function is refused for such models (`Feature.SKIPPED`).
     """
     from vllm.platforms.interface import Platform
@@ -143,7 +143,7 @@ def around_kv_cache(before: Callable[[Any], None], after: Callable[[Any], None])
 def around_attention(spec_of: Callable[[Any, Any, Any], Any], backend_of: Callable[[Any, Any], Any]) -> None:
     """Let two functions choose the pages and the backends of attention layers.
 
-    `spec_of` takes the layer, vLLM's choice and vLLM's configuration; `backend_of` takes the first two.
+    `spec_of` takes the layer, vLLM's choice and vLLM's configuration. `backend_of` takes the layer and vLLM's choice.
     """
 
     def get_kv_cache_spec(stock: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +157,7 @@ def around_attention(spec_of: Callable[[Any, Any, Any], Any], backend_of: Callab
 
 
 def around_scheduler(tell: Callable[[Any, Any], None], hear: Callable[[Any, Any], None]) -> None:
-    """Call `tell` with a scheduler and each step that it made, and `hear` with it and each step's results."""
+    """Call `tell` with a scheduler and each step that it made. Call `hear` with a scheduler and each step's results."""
 
     def schedule(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         output = stock(self, *args, **kwargs)
@@ -175,7 +175,7 @@ def around_scheduler(tell: Callable[[Any, Any], None], hear: Callable[[Any, Any]
 
 
 def around_connectors(ours: Callable[[Any], Any]) -> None:
-    """Let a function of vLLM's configuration choose the class of a connector; None leaves it to vLLM."""
+    """Let a function of vLLM's configuration choose a connector's class. It returns None to leave it to vLLM."""
 
     def create_connector(stock: Any, cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         chosen = ours(config)
@@ -186,7 +186,7 @@ def around_connectors(ours: Callable[[Any], Any]) -> None:
 
 
 def around_layout(ours: Callable[[Any], str | None]) -> None:
-    """Let a function of vLLM's configuration choose the layout of the KV cache; None leaves it to the connector."""
+    """Let a function of vLLM's configuration choose the KV cache's layout; None means the connector's choice."""
 
     def get_kv_connector_cache_layout(stock: Any, vllm_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         return (vllm_config and ours(vllm_config)) or stock(vllm_config, *args, **kwargs)
@@ -195,9 +195,9 @@ def around_layout(ours: Callable[[Any], str | None]) -> None:
 
 
 def around_shutdown() -> None:
-    """Let an engine that drains also finish the requests that had reached it but not yet its core.
+    """Let an engine that drains also finish requests that have reached the engine, but not yet its core.
 
-    vLLM's core accepts requests between two steps, and rejects all of them once it drains.
+    vLLM's core accepts requests between two steps. Once it drains, it rejects all of these.
     """
     from vllm.v1.engine.core import EngineShutdownState
 

@@ -1,7 +1,7 @@
 """Parts of vLLM that kvpilot uses, each with its required shape and the feature that needs it.
 
-A part is a function with the parameters that we pass or receive, a class with the fields that we read, or a runnable
-test.
+A part is a function with the parameters that we pass or receive, a class with the fields that we read, or a test to
+run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 
 class Feature(Enum):
-    """Feature that needs a part; the value is the effect of a missing part."""
+    """Feature of kvpilot that needs a part of vLLM. The value describes the effect if the part is missing."""
 
     NAMES = "no dtype of kvpilot can be chosen"
     LAYERS = "dtypes of kvpilot are refused"
@@ -66,13 +66,13 @@ class Part:
             return unlike(found, self.takes, self.named)
         try:
             return self.tries(found) if self.tries else ""
-        except Exception as error:  # whatever a version to come makes of it
+        except Exception as error:  # a later vLLM may raise anything here
             return f"cannot be tried ({type(error).__name__}: {error})"
 
 
 @dataclass(frozen=True)
 class Broken:
-    """Part that differs from what kvpilot needs, and how."""
+    """Part that differs from what kvpilot needs, with the difference."""
 
     part: Part
     why: str
@@ -82,10 +82,10 @@ class Broken:
 
 
 def unlike(function: Any, takes: tuple[str, ...], named: tuple[str, ...]) -> str:
-    """Say how a function's parameters differ from ours; return nothing if they do not."""
+    """Say how a function's parameters differ from ours. Return nothing if they do not."""
     try:
         every = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # compiled: that it exists must do
+    except (TypeError, ValueError):  # compiled code has no signature, so its existence must suffice
         return ""
     every = [p for p in every if p.name not in ("self", "cls")]
     places = [p.name for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -101,7 +101,7 @@ def unlike(function: Any, takes: tuple[str, ...], named: tuple[str, ...]) -> str
 
 
 def _gives(output: Any) -> str:
-    """Check that the output of a GPU runner is made of the message that it will send."""
+    """Check that a GPU runner's output is constructed from the message that the worker will send."""
     known = "model_runner_output" in inspect.signature(output.__init__).parameters
     return "" if known else "is not made of a model_runner_output"
 
@@ -114,7 +114,7 @@ def _names(cache: Any) -> str:
 
 
 def _validated(selector: Any) -> str:
-    """Check that a backend takes all fields of the selector: where vLLM does not ask our backends, we do."""
+    """Check that a backend accepts all fields of the selector. On a CPU we call its validation in vLLM's place."""
     from vllm.v1.attention.backend import AttentionBackend
 
     known = inspect.signature(AttentionBackend.validate_configuration).parameters
@@ -264,4 +264,4 @@ PARTS = (
     Part("vllm.v1.attention.backends.utils:split_decodes_and_prefills", platform="cuda",
          takes=("common_attn_metadata",), named=("decode_threshold",)),
 )  # fmt: skip
-"""All parts, but those that only some supported versions have: `compat` looks for them."""
+"""All parts, except those that only some supported versions have. `compat` looks for these."""

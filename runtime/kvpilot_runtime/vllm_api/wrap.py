@@ -1,4 +1,4 @@
-"""Replacement of functions of vLLM; kvpilot does it nowhere else."""
+"""Replacement of functions of vLLM. No other module of kvpilot does it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MARK = "_kvpilot_wraps"
 
 
 def wrap(path: str, ours: Callable[..., Any]) -> None:
-    """Replace a function of vLLM by `ours`, which gets that function first and then the caller's arguments.
+    """Replace a function of vLLM by `ours`, which receives that function first and then the caller's arguments.
 
-    `ours` names the parameters that it reads and passes on `*args` and `**kwargs`, since a later vLLM may have more
+    `ours` names the parameters that it reads, and passes `*args` and `**kwargs` on, because a later vLLM may have more
     parameters. A second call changes nothing.
 
     Args:
