@@ -1,4 +1,6 @@
-"""A captured baseline is kept, and few of them are, whatever the API server says about the old ones."""
+"""The operator keeps a captured baseline and only a few old ones, even if the API server refuses to list or delete
+them.
+"""
 
 from __future__ import annotations
 
