@@ -1,6 +1,4 @@
-"""The operator keeps a captured baseline and only a few old ones, even if the API server refuses to list or delete
-them.
-"""
+"""The operator keeps a new baseline and only a few old ones, even if listing or deleting the old ones fails."""
 
 from __future__ import annotations
 

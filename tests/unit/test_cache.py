@@ -1,4 +1,4 @@
-"""The cache never goes back to an older version, whichever source reported it, and drops objects missing from a list."""
+"""The cache never goes back to an older version, whichever source reported it, and drops objects that a list lacks."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ def test_a_p95_read_from_vllms_buckets_is_near_the_true_one(spread):
 
 
 def test_an_interval_for_the_p95_covers_the_true_change_as_often_as_it_should():
-    """The true change lies outside the limits in at most 5% of runs (2.5% a side), despite buckets and a drifting load."""
+    """At most 5% of runs (2.5% a side) miss the true change, despite buckets and a drifting load."""
     outside = 0
     runs = 150
     for seed in range(runs):

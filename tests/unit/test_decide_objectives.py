@@ -1,4 +1,4 @@
-"""Latency objectives: percentiles from buckets, the reaction to a missed objective, and the savings under a held one."""
+"""Latency objectives: percentiles from buckets, the reaction to a missed objective, and savings while one is met."""
 
 from __future__ import annotations
 

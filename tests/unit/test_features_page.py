@@ -18,7 +18,7 @@ FIGURES = re.compile(r"\]\((benchmarks/[\w-]+\.md)(?:#([\w-]+))?\)")
 
 
 def defined_in(file: str) -> set[str]:
-    """Names of the tests in a module of tests/runtime."""
+    """Return the names of the tests in a module of tests/runtime."""
     tree = ast.parse((ROOT / "tests" / "runtime" / file).read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 

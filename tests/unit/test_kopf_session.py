@@ -112,7 +112,7 @@ class Server:
 
     @staticmethod
     def _discovery(path: str) -> dict[str, Any]:
-        """Requests that kopf makes before its first watch."""
+        """Answer the requests that kopf makes before its first watch."""
         groups = {GROUP: (VERSION, PLURAL, KIND), "apiextensions.k8s.io": ("v1", "customresourcedefinitions", "C")}
         if path == "/api":
             return {"versions": ["v1"]}

@@ -98,7 +98,7 @@ def running(mark: Path) -> list[int]:
 
 
 async def until_running(mark: Path, number: int) -> None:
-    """Check that a new process may have no arguments for a moment."""
+    """Wait for so many processes, because a new one may have no arguments for a moment."""
     async with asyncio.timeout(30):
         while len(running(mark)) != number:
             await asyncio.sleep(0.01)

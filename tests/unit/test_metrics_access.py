@@ -1,4 +1,4 @@
-"""/metrics with authentication: each verdict is cached for a minute, and clients that guess tokens block nobody else."""
+"""/metrics with authentication: verdicts are cached for a minute, and clients that guess tokens block nobody else."""
 
 from __future__ import annotations
 

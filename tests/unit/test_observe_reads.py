@@ -129,7 +129,7 @@ async def test_nothing_of_a_pack_is_kept_but_what_its_plan_needs(world: World) -
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert "configmap/m0" in str(plan.fault)
-    # The ConfigMaps have 1.6 MB. The rest is memory that a process allocates once, for schemas and patterns.
+    # The ConfigMaps have 1.6 MB, so they are not kept. The limit allows for schemas and patterns, which stay cached.
     assert kept < 600_000
 
 
@@ -144,7 +144,7 @@ async def test_what_has_proved_to_be_old_is_read_again(world: World) -> None:
 
 
 class NotSent(ClusterError):
-    """Return requests that every server refuses."""
+    """Requests that every server refuses."""
 
 
 ODD_READS = [

@@ -152,7 +152,7 @@ class BadDays(RuleBasedStateMachine):
         assert not status_faults(json.loads(json.dumps(self.cluster.status)))
 
     def teardown(self) -> None:
-        """With constant input the service converges, and the operator then writes nothing more."""
+        """Check that the service converges with constant input, and that the operator then writes nothing more."""
         if not hasattr(self, "cluster"):
             return
         self.cluster.places = None
@@ -239,7 +239,7 @@ class BadDays(RuleBasedStateMachine):
         assert self.cluster.now - changed >= timedelta(seconds=DWELL) - STEP
 
     def _check_owners(self) -> None:
-        """In scaling mode External only the user sets replicas, checked after a whole reconcile."""
+        """Check after a whole reconcile that only the user sets replicas in scaling mode External."""
         spec, status = self.cluster.obj["spec"], self._status()
         if spec["scaling"]["mode"] != "External":
             return
@@ -250,7 +250,7 @@ class BadDays(RuleBasedStateMachine):
             assert self.cluster.deployments[status.stable.revision][1] == theirs
 
     def _check_do_not_evict(self, decision: Decision) -> None:
-        """Only pods under trial or probe are protected from eviction, checked after a whole reconcile."""
+        """Check after a whole reconcile that only pods under trial or probe are protected from eviction."""
         canary = self._status().canary
         judged = canary is not None and canary.stage in ("Starting", "Probing", "Shifting")
         if decision.probe is None and (not judged or self.cluster.obj["spec"]["rollout"]["paused"]):
@@ -258,14 +258,14 @@ class BadDays(RuleBasedStateMachine):
             assert not self.cluster.do_not_evict & staying
 
     def _check_budget(self) -> None:
-        """In a converged service the disruption budget lets at least one pod leave."""
+        """Check that the disruption budget of a converged service lets at least one pod leave."""
         if self.cluster.budget is not None:
             one = self.cluster.budget["selector"]["matchLabels"].get(REVISION_LABEL)
             asked = sum(count for name, (_, count) in self.cluster.deployments.items() if one in (None, name))
             assert asked > self.cluster.budget["minAvailable"]
 
     def _check_last_word(self) -> None:
-        """In a converged service no tool waits for ever."""
+        """Check that no tool waits for ever on a converged service."""
         status, obj = self._status(), self.cluster.obj
         told = {one.type: one for one in status.conditions}
         word = compute(seen(self.cluster))

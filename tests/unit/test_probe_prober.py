@@ -147,7 +147,7 @@ async def test_a_baseline_of_an_engine_that_differs_from_itself_is_not_kept(benc
 
 
 async def test_a_kept_baseline_whose_control_is_beyond_the_limits_is_captured_anew(bench: Bench) -> None:
-    """Accept baselines that an older kvpilot kept."""
+    """Ignore a noisy baseline that an older kvpilot kept."""
     good = await captured(bench)
     assert good.control is not None
     loud = replace(good.control, mean_kl_micronats=4_800_000, top1_agreement_permille=0)

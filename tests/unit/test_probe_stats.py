@@ -67,10 +67,7 @@ def test_the_same_answer_is_no_damage(a: list[float]) -> None:
 
 @given(weights, weights, st.floats(0, 1), st.floats(0, 1))
 def test_damage_grows_with_the_share_of_another_answer(a: list[float], b: list[float], s: float, t: float) -> None:
-    """KL(p
-
-    (1 - s) p + s q) rises with s. Distributions are whole, so no token drops out of the top k.
-    """
+    """KL(p || (1 - s) p + s q) rises with s. Distributions are whole, so no token drops out of the top k."""
     p, q = normalised(a), normalised(b)
     less, more = sorted((s, t))
 

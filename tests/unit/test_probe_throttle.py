@@ -41,7 +41,7 @@ def kept(prompts: int = 3) -> Baseline:
 
 
 def queueing(*lengths: float, asked: list[str] | None = None) -> Handler:
-    """Engine with these queue lengths, one for each poll; the last one repeats."""
+    """Return an engine with these queue lengths, one for each poll; the last one repeats."""
     left = list(lengths)
 
     async def handler(path: str, body: Body, writer: Writer) -> None:

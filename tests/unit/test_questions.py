@@ -149,7 +149,7 @@ PARTS = {
 
 
 def by_name(manifests: list[object]) -> list[object]:
-    """Return manifests in a fixed order, because another test covers the order."""
+    """Return manifests sorted by name, because their order belongs to another question."""
     return sorted(manifests, key=lambda one: one["metadata"]["name"])
 
 

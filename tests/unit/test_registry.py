@@ -40,7 +40,7 @@ from support.services import KEY, manifest
 
 NAMES = ("a", "b", "c")
 PAGE = replace(parse_page(REAL.decode()), dtype="auto")
-"""Return an engine's page after it served its requests."""
+"""Page of a real engine whose dtype is set to that of the service."""
 
 
 def setup_module() -> None:
@@ -159,9 +159,7 @@ class World:
 
 
 def reachable(roots: Iterable[object], but: tuple[type, ...]) -> Iterator[object]:
-    """Return the objects reachable from these through kvpilot's objects, containers and callbacks, but not through
-    `but`.
-    """
+    """Return objects reachable through kvpilot's objects, containers and callbacks, but not through `but`."""
     seen: dict[int, object] = {}
     left: deque[object] = deque(roots)
     while left:
@@ -215,7 +213,7 @@ def test_living_services_are_remembered_and_nobody_else_whatever_comes_and_goes(
         before = len(world.decided)
 
         def twice() -> bool:
-            """A service's second decision comes after every effect of the first."""
+            """Return True after each service's second decision, which follows every effect of the first."""
             seen = Counter((s.key.name, s.uid) for s in world.decided[before:])
             return all(seen[one] > 1 for one in world.living())
 

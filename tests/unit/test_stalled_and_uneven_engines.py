@@ -34,7 +34,7 @@ Pages = Callable[[int], Mapping[str, PodMetrics]]
 def engine(
     usage: float, running: int, waiting: int, done: int, rank: int = 0, *, label: str = "engine", prompt: int = 0
 ) -> str:
-    """One engine's lines of a page as vLLM 0.32 writes it."""
+    """Return one engine's lines of a page as vLLM 0.32 writes it."""
     labels = f'{label}="{rank}",model_name="m"'
     return f"""\
 vllm:num_requests_running{{{labels}}} {running}.0
