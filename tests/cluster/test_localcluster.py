@@ -201,7 +201,7 @@ def test_pretended_gpus_are_scheduled_by_number(tenant: Tenant) -> None:
 
 
 def until_bound(tenant: Tenant) -> Json:
-    """Place the pod `fits` once one of the other two is bound."""
+    """Wait until one of the two pods is bound, and return the pod `fits`."""
     until(lambda: any("nodeName" in tenant.pod(name)["spec"] for name in ("fits", "waits")), "one is bound")
     return tenant.pod("fits")
 

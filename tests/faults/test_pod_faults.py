@@ -134,7 +134,7 @@ async def cordon(world: FaultyWorld, node: str, closed: bool) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def second(whole_world, tmp_path_factory):
-    """Yield a second node, and a service `pair` with one engine on each; a node counts as lost after 16 s of silence."""
+    """Yield a second node, and a service `pair` with one engine on each; a node is lost after 16 s of silence."""
     world = whole_world
     controllers = Component(world.local.plane.folder, "kube-controller-manager")
     controllers.start("--node-monitor-grace-period=16s", "--node-monitor-period=1s")

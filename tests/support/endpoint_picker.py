@@ -50,7 +50,7 @@ DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
 CHOICE, HINT = "envoy.lb", "envoy.lb.subset_hint"
-"""Namespaces of metadata: of what was chosen and has served, and of what may be chosen."""
+"""Metadata namespaces of the chosen and the serving endpoint, and of the candidates."""
 PROCESSOR = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 
@@ -70,7 +70,7 @@ class EndpointPicker(ExternalProcessorBase):  # type: ignore[misc]
 
     @property
     def is_ready(self) -> bool:
-        """Whether the endpoints of the pool are known."""
+        """True if the endpoints of the pool are known."""
         return self._endpoints() is not None
 
     @contextlib.asynccontextmanager
@@ -85,7 +85,7 @@ class EndpointPicker(ExternalProcessorBase):  # type: ignore[misc]
             await server.wait_closed()
 
     async def process(self, messages: AsyncIterator[ProcessingRequest]) -> AsyncIterator[ProcessingResponse]:
-        """One HTTP request and its response."""
+        """Handle one HTTP request and its response."""
         streamed = {"request_body": False, "response_body": False}
         async for message in messages:
             if config := message.protocol_config:
@@ -119,13 +119,13 @@ class EndpointPicker(ExternalProcessorBase):  # type: ignore[misc]
 
 
 def told(context: Metadata | None, namespace: str) -> dict[str, Any]:
-    """What a namespace of a message's metadata holds."""
+    """Return the content of one namespace in a message's metadata."""
     found = context.filter_metadata.get(namespace) if context is not None else None
     return found.to_dict() if found is not None else {}
 
 
 def _destination(endpoint: str) -> ProcessingResponse:
-    # A client that sends this header itself does not choose.
+    # A header from the client must not choose the endpoint.
     over = HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
     header = HeaderValueOption(header=HeaderValue(key=DESTINATION, raw_value=endpoint.encode()), append_action=over)
     response = CommonResponse(header_mutation=HeaderMutation(set_headers=[header]), clear_route_cache=True)

@@ -1,4 +1,4 @@
-"""What tests of faults measured, one JSON object a line, in the file that KVPILOT_FAULTS_RECORD names."""
+"""Measurements of the fault tests, one JSON object a line, in the file that KVPILOT_FAULTS_RECORD names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def record(fault: str, recovered_seconds: float, *, what: str, answered: int | N
 
 
 def record_machine(kubernetes: str) -> None:
-    """Append what the measurements that follow were made on."""
+    """Append the versions and the machine of the following measurements."""
     versions = {name: version(name) for name in ("kvpilot", "kubernetes", "aiohttp")}
     _append(
         {

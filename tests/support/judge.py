@@ -29,7 +29,7 @@ class Judge:
         host: dict[tuple[int, int], int | None] = {}
         for step in told.steps:
             for block, place in step.get("stored", ()):
-                host |= {(place, i): blocks.get((block, i)) for i in range(size)}  # of a prompt it may be a part
+                host |= {(place, i): blocks.get((block, i)) for i in range(size)}  # a prompt may fill only part
             for block, place in step.get("loaded", ()):
                 blocks |= {(block, i): host[place, i] for i in range(size)}
             if "request" not in step:
@@ -41,13 +41,14 @@ class Judge:
                     self.judge(request, runs[request][1], rings[request])
                 runs[request] = begin, []
             first, given = runs[request]
-            # One token, and drafts after it, read the window; the ring has the tokens stored since the request got it.
+            # A single token, with its drafts, reads the window. The ring has the tokens stored since the request got
+            # it.
             prompt, drafts = len(self.prompts[request]), question.drafts
             decodes = step["tokens"] == 1 or (step["tokens"] <= 1 + drafts and begin >= prompt)
             for at in range(begin, end):
                 blocks[step["table"][at // size], at % size] = first if decodes else None
             self.windowed += decodes
-            if end >= prompt:  # drafts may still be rejected; the token after the first of the step stays
+            if end >= prompt:  # drafts may still be rejected; the token after the step's first is certain
                 given.append(begin + 1 - prompt if decodes else end - prompt)
             rings[request] = [blocks[step["table"][at // size], at % size] for at in range(end)]
         for request, (_, given) in runs.items():

@@ -123,7 +123,7 @@ class _Answer(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if body:
-            # Whoever asked may have been killed meanwhile.
+            # The client may have been killed meanwhile.
             with suppress(ConnectionError):
                 self.wfile.write(content)
 

@@ -54,7 +54,7 @@ class Transfers:
             return ids.index(get_offload_group_idx(key)), int(at)
 
         def moved(job: int, held: Any, at: Any, *, load: bool) -> None:
-            # A chunk that is computed again may differ in a code: the disk keeps the first one.
+            # A chunk computed again may differ in a code, because the disk keeps the first one.
             if held is not None and not load:
                 by_key[held.key] = self._kept[place(held.key, at)]
             move(job, held, at, load=load)

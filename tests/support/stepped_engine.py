@@ -133,7 +133,7 @@ class Steps:
         self.tables: dict[str, list[int]] = {}
         self.owned: dict[str, list[int]] = {}
         self.rows: dict[str, int] = {}
-        self.drafts: dict[str, int] = {}  # position of a request when tokens were drafted for it
+        self.drafts: dict[str, int] = {}  # position of a request when its tokens were drafted
         told.layout = getattr(self.executor.vllm_config.cache_config, "kv_cache_layout", None)
         execute = self.executor.execute_model
         self.transfers = None
@@ -153,7 +153,7 @@ class Steps:
             first = len(told.steps)
             requests = self.before(scheduled)
             result = execute(scheduled, *args, **kwargs)
-            if self.transfers is not None:  # what is offloaded in a step is copied before its tokens are computed
+            if self.transfers is not None:  # offloaded blocks are copied before the step computes its tokens
                 told.steps[first:first] = self.transfers.taken()
                 for name in ("loaded", "changed", "read", "unread", "unwritten"):
                     setattr(told, name, getattr(self.transfers, name))
@@ -270,7 +270,7 @@ def main() -> None:
         number += len(prompts)
         told.answers.append(answers)
         told.cached.append(cached)
-    engine.engine_core.shutdown()  # several workers log their end to stdout
+    engine.engine_core.shutdown()  # several workers log their exit to stdout
     print(json.dumps(asdict(told)), flush=True)
 
 

@@ -27,7 +27,7 @@ SURGE = Surge("it runs away", arrivals=20.0, waiting=0.0)
 
 
 def took(*parts):
-    """Pairs of (seconds, requests)."""
+    """Return a histogram of pairs (seconds, requests)."""
     counts = [0.0] * (len(BOUNDS) + 1)
     for seconds, count in parts:
         counts[bisect_left(BOUNDS, seconds)] += count
