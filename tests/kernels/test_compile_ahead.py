@@ -109,7 +109,7 @@ def launch_all(launch: Callable[[], None]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Start two processes, the second with the first one's cache; then compile an impossible kernel."""
+    """Run two processes, the second with the first one's cache, and then compile an impossible kernel."""
 
     def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
         if not cache_hit:
@@ -167,7 +167,7 @@ def test_a_kernel_that_does_not_compile_is_named_in_a_warning_and_fails_where_it
     told: dict[str, Any],
 ) -> None:
     found = told["impossible"]
-    assert found["launched"] == ["ring_slots_kernel"] * LAUNCHES  # which come before it
+    assert found["launched"] == ["ring_slots_kernel"] * LAUNCHES  # these kernels come first
     assert found["error"] == "CompilationError"
     assert found["said"][-1].startswith("WARNING kernels are compiled one after another")
     assert "impossible_kernel" in found["said"][-1]

@@ -1,4 +1,4 @@
-"""Reduce: partial results merge to what one split over all tokens would have given, however they were cut."""
+"""Reduce: partial results of any splits merge to the result of a single split over all tokens."""
 
 from unittest import mock
 
@@ -59,7 +59,7 @@ class Merge:
 
 @st.composite
 def ends(draw: st.DrawFn, length: int) -> list[int]:
-    """Draw the ends of splits: any subset of the tokens, and the last one."""
+    """Draw the ends of splits: any subset of the tokens, plus the last one."""
     inner = draw(st.sets(st.integers(1, max(1, length - 1)), max_size=20)) if length > 1 else set()
     return sorted(inner | {length}) if length else []
 
@@ -73,7 +73,7 @@ def test_how_the_tokens_were_cut_does_not_matter(
 ) -> None:
     merge = Merge(lengths, dim, 2 if ratio < 8 else 1, ratio, spread, seed)
     cuts = [data.draw(ends(n)) for n in lengths]
-    # On a big GPU few sequences get a program for each query head.
+    # On a large GPU with few sequences, each query head gets its own program.
     with mock.patch.object(tuning, "multiprocessors", lambda device: 1000 if big_gpu else 1):
         out = merge.merged(cuts)
     wanted = merge.wanted()

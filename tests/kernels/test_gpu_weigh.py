@@ -1,4 +1,4 @@
-"""Weigh: stretches of a sequence have the attention that a plain softmax gives their tokens."""
+"""Weigh: each stretch of a sequence gets the attention that a plain softmax gives its tokens."""
 
 from __future__ import annotations
 
