@@ -18,7 +18,7 @@ FMT = formats.parse("k4v4")
 
 
 class Merge:
-    """Scores and values of tokens, float64, rotated; and pages whose plan can hold their partial results."""
+    """Rotated scores and values of tokens in float64, and pages whose plan can hold their partial results."""
 
     def __init__(self, lengths: list[int], dim: int, kv_heads: int, ratio: int, spread: float, seed: int) -> None:
         rng = generator(seed)

@@ -151,8 +151,8 @@ def test_every_series_of_the_operator_is_asked_for_by_its_job_and_namespace(wher
 def hostile(existing: dict[str, set[str]]) -> list[dict[str, str]]:
     """Return series for every selector of every alert, as a page in the tests' namespace could forge them.
 
-    Low, high and growing. An engine's come by the chart's PodMonitor, those about the operator also by a Service that
-    is called like the operator's and is scraped in the tenant's own namespace.
+    Values are low, high and growing. Engines' series come through the chart's PodMonitor. Those about the operator also
+    come through a Service with the operator's name that is scraped in the tenant's own namespace.
     """
     made = {}
     for rule in alerts():

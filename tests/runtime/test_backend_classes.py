@@ -1,4 +1,4 @@
-"""Backend classes from the table of formats: importable by path in any process, with one dtype each; also on vLLM 0.33."""
+"""Backend classes from the table of formats: found by path in any process, with one dtype each; also on vLLM 0.33."""
 
 from __future__ import annotations
 

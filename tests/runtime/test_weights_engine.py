@@ -1,8 +1,8 @@
-"""Weights of 8 and 4 bits with one of our KV caches: the damage is the cache's, as large as with 16-bit weights.
+"""Weights of 8 and 4 bits with one of our KV caches: the cache does as much damage as with 16-bit weights.
 
-Such engines compute in bfloat16, where a key's codes differ slightly from the oracle's, and answers are not equal. So
-the test measures how far their tokens are below the oracle's best: with `auto`, next to nothing by the dequantized
-weights; with `k4v4`, as far as with weights in 16 bits, and less by the codec than without one.
+These engines compute in bfloat16, where a key's codes differ slightly from the oracle's, so answers are not equal. The
+test measures how far an answer's tokens are below the oracle's best ones. With `auto` and dequantized weights the
+distance is next to nothing. With `k4v4` it is as large as with 16-bit weights, and smaller if the oracle has the codec.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Fifty hostile services of every kind beside fifty good ones: benchmarks/operator/hostile.py, and what must hold.
+"""Fifty hostile services of every kind beside fifty good ones (benchmarks/operator/hostile.py) must not starve these.
 
-How long good services wait is counted and not timed, since the machine is anybody's: in cycles of the scrape loop, in
-edits whose status came, in probes that were done. docs/benchmarks/operator-hostile.md has seconds. Good services are in
-as many namespaces as hostile ones: where the machine leaves the operator so little that pages wait for their turn,
-each namespace gets its share of the turns, and all good ones in one of twelve would have a twelfth of them.
+The test counts waits of good services and does not time them, because machines differ. It counts cycles of the scrape
+loop, edits with a new status, and finished probes. docs/benchmarks/operator-hostile.md has seconds. Good services have
+as many namespaces as hostile ones. On a slow machine pages wait, and namespaces take turns. In a single one of twelve
+namespaces, the good services would get only a twelfth of the turns.
 """
 
 import json

@@ -15,12 +15,12 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Server:
-    """Answers every request by `answer`.
+    """Server that answers every request by `answer`.
 
     Attributes:
-        url, cluster: its address, and a client of it.
+        url, cluster: its address, and a client for it.
         asked: the requests.
-        told, wrote: what the client told of requests, and of writes.
+        told, wrote: the client's reports of requests, and of writes.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Extension of the workers of engines between which pages travel (vLLM's `worker_extension_cls`)."""
+"""Extension of the workers of engines that exchange pages (vLLM's `worker_extension_cls`)."""
 
 from __future__ import annotations
 

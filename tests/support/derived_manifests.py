@@ -1,8 +1,8 @@
-"""Wrong QuantizedLLMServices that the CRD's schema itself gives: one for each limit of each field of the spec.
+"""Wrong QuantizedLLMServices that follow from the CRD's schema: one for each limit of each field of the spec.
 
-A new field has its cases by being in the schema. The operator (tests/unit/test_derived_faults.py) and the API server
-(tests/cluster/test_crd_modern.py) judge them; the server is asked of many at once, since it lists all faults of an
-object. Fields of podTemplate are Kubernetes' own and have none.
+A new field of the schema gets its cases automatically. The operator (tests/unit/test_derived_faults.py) and the API
+server (tests/cluster/test_crd_modern.py) judge them. The server gets many at once, since it lists all faults of an
+object. Fields of podTemplate are Kubernetes' own and have no case.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _WRONG_TEXTS = ("A b!", "..", "a")
 
 @dataclass(frozen=True)
 class Wrong:
-    """`value` at `path` of the spec breaks `keyword` of the schema there; a missing field has no value.
+    """Case: `value` at `path` of the spec breaks `keyword` of the schema. A missing field has no value.
 
-    The fault is told at `field`, by a message that has `remedy`.
+    The error must name `field`, and its message must contain `remedy`.
     """
 
     path: Path

@@ -1,8 +1,8 @@
-"""An endpoint picker of ours that speaks the protocol of the Gateway API Inference Extension, over gRPC.
+"""Endpoint picker of our own that speaks the protocol of the Gateway API Inference Extension over gRPC.
 
-Of each HTTP request a gateway tells it by a stream of Envoy's external processing. It names an endpoint of its pool,
-in a header and in dynamic metadata alike, or answers 503; bodies pass through it as they are, a chunk at a time; at
-last it is told which endpoint served. Beside that it answers gRPC's health checks.
+A gateway reports each HTTP request by a stream of Envoy's external processing. The picker names an endpoint of its pool
+in a header and in dynamic metadata, or answers 503. Bodies pass through it unchanged, a chunk at a time. At the end the
+gateway reports the endpoint that served. The picker also answers gRPC's health checks.
 
 https://github.com/kubernetes-sigs/gateway-api-inference-extension/tree/main/docs/proposals/004-endpoint-picker-protocol
 """
@@ -55,13 +55,13 @@ PROCESSOR = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 
 class EndpointPicker(ExternalProcessorBase):  # type: ignore[misc]
-    """Picks an endpoint for each request, each in turn.
+    """Picker that chooses the endpoints in turn.
 
     Args:
-        endpoints: those that may be picked now; None as long as they are not known.
+        endpoints: endpoints that may be picked now, or None while they are unknown.
 
     Attributes:
-        served: how often gateways have told of each endpoint that it served.
+        served: number of requests that each endpoint served, as gateways report.
     """
 
     def __init__(self, endpoints: Callable[[], Sequence[str] | None]) -> None:

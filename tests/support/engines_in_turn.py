@@ -34,9 +34,11 @@ class Answered:
     """Results.
 
     Attributes:
-        answers: by round and prompt. cached: tokens of each from the prefix cache. preempted: number of preemptions.
-        groups: each group's kind, tokens of a block, and bytes of a page that are used and that it has.
-        capacity: tokens that the cache holds, by `kv_cache_size_tokens`.
+        answers: answers by round and prompt.
+        cached: tokens of each prompt from the prefix cache.
+        preempted: number of preemptions.
+        groups: kind of each group, tokens of a block, used bytes of a page and all of them.
+        capacity: `kv_cache_size_tokens`, the tokens that fit the cache.
     """
 
     answers: list[list[list[int]]]

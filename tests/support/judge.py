@@ -9,12 +9,14 @@ from support.stepped_engine import Asked, Told
 class Judge:
     """Judge that follows an engine's steps through its blocks, and compares every answer with the oracle.
 
-    The history of a position belongs to the block that has its keys: another request may find it there, even after the
-    block was in host memory.
+    A position's history belongs to the block with its keys. Another request may find it there, even after the block was
+    in host memory.
 
     Attributes:
-        wrong: by request, the tokens that differ from the oracle's. judged: compared tokens. windowed: steps of
-            sequences that read the window. preempted: requests that restarted.
+        wrong: tokens that differ from the oracle's, by request.
+        judged: number of compared tokens.
+        windowed: steps of sequences that read the window.
+        preempted: requests that restarted.
     """
 
     def __init__(self, question: Asked, told: Told, oracle: Oracle, rounds: int = 20) -> None:

@@ -34,12 +34,12 @@ class Killed(BaseException):
 
 
 class MemoryApi:
-    """Objects by kind and name. It checks uids as a server does; `refuses` may refuse a write.
+    """Objects by kind and name. It checks uids as a server does, and `refuses` may refuse a write.
 
     Attributes:
         asked: method, kind and name of each request.
-        left: writes until the operator is killed; None is any number.
-        on_change: called with an object that was written, or with (kind, name) of one that was deleted.
+        left: writes until the operator is killed; None means any number.
+        on_change: callback with a written object, or with (kind, name) of a deleted one.
     """
 
     def __init__(self) -> None:

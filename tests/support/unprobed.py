@@ -134,12 +134,13 @@ async def ends(world: FaultyWorld, name: str, stage: str, dtype: str) -> float:
 async def promoted_and_rolled_back(
     world: FaultyWorld, name: str, worth: Callable[[str], bool], **engine: Any
 ) -> tuple[Killer, Requests, float]:
-    """A service of two replicas is made, promotes k4v4 and rolls k8v4 back, which hangs; the operator is killed after
-    writes that are `worth` it. Asked in turns, a pool on the label that all pods of a service have and the Service
-    itself never lead to one too early.
+    """Promote k4v4 in a service of two replicas, and roll back k8v4, which hangs. Kill the operator meanwhile.
+
+    Kills follow writes that satisfy `worth`. Requests go in turn to the Service, and to a pool that selects the
+    label of all pods. Neither may reach a pod too early.
 
     Returns:
-        Who was killed, what was asked, and the seconds that both trials took.
+        The killer, the requests, and the seconds that both trials took.
     """
     ill = {"name": "FAULTY_ENGINE", "value": '{"completions": "hang", "only_dtype": "k8v4"}'}
     engine = {"image": IMAGE, "env": [ill], **engine}

@@ -1,4 +1,4 @@
-"""The operator reaches meshed engines by mutual TLS with current certificates, and all others in plain text."""
+"""The operator reaches meshed engines by mutual TLS with current certificates, and others over plain HTTP."""
 
 from __future__ import annotations
 
