@@ -91,7 +91,7 @@ def rings_and_one_that_is_impossible() -> None:
 
 
 def launch_all(launch: Callable[[], None]) -> dict[str, Any]:
-    """Report the compilations ahead, and if `launch` could be launched."""
+    """Report the compilations ahead, and whether `launch` succeeded."""
     for kept in (launched, compiled, said):
         kept.clear()
     error, ran_before = "", []

@@ -1,4 +1,4 @@
-"""Recent window on a CPU: the ring's layout, its effect, and that it affects no other token."""
+"""Recent window on a CPU: the ring's layout and effect. Other tokens stay unchanged."""
 
 import pytest
 import torch

@@ -226,7 +226,7 @@ def test_a_home_that_cannot_be_written_to_leaves_everything_as_it_was(tmp_path: 
 
 @pytest.fixture(scope="module")
 def mounts() -> Iterator[list[str]]:
-    """Yield the beginning of a command that may mount its own file systems."""
+    """Yield a command prefix that may mount file systems of its own."""
     begin = ["unshare", "--user", "--map-root-user", "--mount"]
     tried = subprocess.run([*begin, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, timeout=SECONDS)
     if tried.returncode:

@@ -105,7 +105,7 @@ class Pair:
         return list(found["outputs"])
 
     def name(self, engine: Apart, block: int) -> int:
-        """Return a number for a block of one of the engines, unique among both."""
+        """Return a number that identifies a block of one engine among the blocks of both."""
         return block * 2 + (engine is self.prefill)
 
     def leave(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
@@ -119,7 +119,7 @@ class Pair:
         return self.serve(self.decode, prompts, [one["params"] for one in left], left)
 
     def assert_answers(self) -> None:
-        """Check that all answers so far are the codec's, each with the window of its engine's steps."""
+        """Check that all answers so far match the codec, each with the window of its engine's steps."""
         ranks = [[Factors(*map(torch.tensor, layer)) for layer in rank] for rank in self.decode.started["factors"]]
         names = Factors.__dataclass_fields__
         factors = [

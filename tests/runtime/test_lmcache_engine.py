@@ -113,11 +113,11 @@ class Shared:
                     yield {what: pairs}
 
     def name(self, engine: Apart, block: int) -> int:
-        """Return a number for a block of one of the engines, unique among all."""
+        """Return a number that identifies a block of one engine among the blocks of all engines."""
         return block * len(self.each) + self.each.index(engine)
 
     def assert_answers(self) -> None:
-        """Check that all answers so far are the codec's, each with the window of its engine's steps."""
+        """Check that all answers so far match the codec, each with the window of its engine's steps."""
         ranks = [[Factors(*map(torch.tensor, layer)) for layer in rank] for rank in self.each[0].started["factors"]]
         names = Factors.__dataclass_fields__
         factors = [

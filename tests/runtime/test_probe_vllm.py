@@ -1,4 +1,4 @@
-"""Probes against real vLLM and real weights tell noise, damage and garbage apart; `kvpilot probe` does too.
+"""Probes of real vLLM with real weights tell noise, damage and garbage apart, and so does `kvpilot probe`.
 
 Each dtype is a separate vLLM on the CPU.
 """

@@ -123,7 +123,7 @@ def test_paging_changes_no_token_of_requests_that_come_and_go(
 def judge(
     model: Path, requests: list[Request], figures: dict[str, float], record_property: Callable[[str, object], None]
 ) -> None:
-    """Check that all answers are the codec's, and that these requests met preemption, prefix hits and chunks."""
+    """Check that all answers match the codec, and that there were preemptions, prefix hits and chunks."""
     assert [len(r.answer) for r in requests] == [r.tokens for r in requests]
     oracle = Oracle(model, "k4v4")
     below = [max(oracle.shortfalls(r.prompt, r.answer)) for r in requests]

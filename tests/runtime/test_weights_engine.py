@@ -147,7 +147,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tu
 
 
 def below(folder: Path, codec: str, turn: Turn, told: Answered) -> float:
-    """Return by how many logits an answer's tokens are below the oracle's best, on average."""
+    """Return the mean distance, in logits, of an answer's tokens below the oracle's best ones."""
     oracle = Oracle(folder, codec)
     found = [x for prompt, answer in zip(turn.rounds[0], told.answers[0], strict=True)
              for x in oracle.shortfalls(prompt, answer)]  # fmt: skip

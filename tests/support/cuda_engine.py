@@ -217,7 +217,7 @@ class Engine:
         meta = self.builder.build(0, common)
         STEP.attn_metadata = {"ring": self.rings(common, list(new))} if self.recent else None
         new_tokens: tuple[torch.Tensor | None, ...] = fresh_k, fresh_v
-        for one in self.layers:  # the last one is looked at
+        for one in self.layers:  # only the last layer's output is checked
             one.impl.forward(one, query, *new_tokens, self.cache, meta, out.fill_(torch.nan))
             new_tokens = None, None
         at = 0

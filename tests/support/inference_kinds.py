@@ -53,7 +53,7 @@ _SPEC = {
     },
 }
 POOL_CRD = definition("inference.networking.k8s.io", "InferencePool", "inferencepools", _SPEC)
-"""InferencePool v1 with the limits of its spec, in our own words; its status, which gateways write, is left open.
+"""InferencePool v1 with the limits of its spec, rewritten here. Gateways write the status, so it has no schema.
 
 Releases v1.0 to v1.5 of the extension require the endpoint picker.
 """

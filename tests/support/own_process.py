@@ -52,7 +52,7 @@ def ask(module: str, asked: DataclassInstance | list[Any] | dict[str, Any], **en
     """
     code, out, err = run(module, asked, **environment)
     if code:
-        raise RuntimeError(out[-2000:] + err[-10_000:])  # errors come before leak warnings at the end
+        raise RuntimeError(out[-2000:] + err[-10_000:])  # leak warnings follow the error
     return json.loads(out.splitlines()[-1])
 
 

@@ -8,7 +8,7 @@ from support import apart_engine
 
 
 class SharedEngine(apart_engine.Engine):
-    """Engine whose steps are followed by each rank's `moved`."""
+    """Engine that records each rank's `moved` blocks after every step."""
 
     extension = "support.shared_worker.SharedWorker"
 
