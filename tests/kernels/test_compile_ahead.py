@@ -134,7 +134,7 @@ LAUNCHES, VARIANTS = 3, 2
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the report of a process that compiles; this one interprets kernels."""
+    """Return the report of a separate process that compiles kernels. This process can only interpret them."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("ahead")), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

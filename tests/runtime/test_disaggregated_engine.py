@@ -1,4 +1,4 @@
-"""Two real engines, one of which prefills for the other over NIXL: pages arrive unchanged, and answers match the codec.
+"""Two real engines, one of which prefills for the other over NIXL: pages arrive unchanged, and answers are right.
 
 Both calibrate themselves. Free blocks are full of others' rows, to reveal missing transfers. The test runs if the
 package `nixl` is installed.
@@ -119,7 +119,7 @@ class Pair:
         return self.serve(self.decode, prompts, [one["params"] for one in left], left)
 
     def assert_answers(self) -> None:
-        """Check that all answers so far match the codec, each with the window of its engine's steps."""
+        """Check that all answers so far match the oracle, each with the window of its engine's steps."""
         ranks = [[Factors(*map(torch.tensor, layer)) for layer in rank] for rank in self.decode.started["factors"]]
         names = Factors.__dataclass_fields__
         factors = [

@@ -1,4 +1,4 @@
-"""Families of models in a real engine, each with another kind of attention: greedy answers match the codec.
+"""Families of models in a real engine, each with another kind of attention: greedy answers match the oracle.
 
 Requests come together and in chunks, and half of them begin alike. The oracle (`kvpilot_smallmodels.oracle`) computes
 each alone in plain transformers, as in test_random_requests.py, which also preempts. One process serves all models in

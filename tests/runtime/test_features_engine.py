@@ -1,6 +1,6 @@
-"""Features of vLLM beside `k4v4` in one real engine: answers match the same weights and codec.
+"""Features of vLLM beside `k4v4` in one real engine: answers match an oracle with the same weights and codec.
 
-Chunks read themselves back and there is no window, so that an answer depends only on the codec
+Prompts are read from quantized pages and there is no window, so that an answer depends only on the codec
 (`kvpilot_smallmodels.oracle`). No request has a seed: with a seed and a prompt in chunks, vLLM 0.32 crashes on a CPU,
 in any dtype.
 """

@@ -1,4 +1,4 @@
-"""Real vLLM with image prompts whose image tokens attend both ways: answers match the codec.
+"""Real vLLM with image prompts whose image tokens attend both ways: answers match the oracle.
 
 PaliGemma stands for its kind. vLLM imports some of the others only beside torchvision. Gemma 3 has layers with a
 window, for which vLLM's own CPU backend does not support such images.

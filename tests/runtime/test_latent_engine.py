@@ -1,4 +1,4 @@
-"""Multi-head latent attention in a real engine on a CPU, with latent pages, against the codec without pages."""
+"""Multi-head latent attention in a real engine on a CPU, with latent pages, against an oracle without pages."""
 
 from __future__ import annotations
 

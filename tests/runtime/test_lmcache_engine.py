@@ -1,4 +1,4 @@
-"""Real engines that share pages through LMCache: pages arrive unchanged, and answers match the codec.
+"""Real engines that share pages through LMCache: pages arrive unchanged, and answers match the oracle.
 
 The engines calibrate themselves, and their free blocks are full of others' rows. The test runs if the package `lmcache`
 is installed.
@@ -117,7 +117,7 @@ class Shared:
         return block * len(self.each) + self.each.index(engine)
 
     def assert_answers(self) -> None:
-        """Check that all answers so far match the codec, each with the window of its engine's steps."""
+        """Check that all answers so far match the oracle, each with the window of its engine's steps."""
         ranks = [[Factors(*map(torch.tensor, layer)) for layer in rank] for rank in self.each[0].started["factors"]]
         names = Factors.__dataclass_fields__
         factors = [

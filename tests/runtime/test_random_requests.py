@@ -1,4 +1,4 @@
-"""Random requests through a real engine whose cache is far too small for them, against the codec without pages.
+"""Random requests through a real engine whose cache is far too small for them, against an oracle without.
 
 The engine preempts, finds prefixes in its cache and cuts prompts into chunks. The oracle (`kvpilot_smallmodels.oracle`)
 computes each request alone in plain transformers.
@@ -25,8 +25,8 @@ from support.forked_serve import engine
 pytestmark = pytest.mark.timeout(3600)
 
 CHUNK = 48
-# float32, no factors, no recent window (test_recent_engine.py has it), and chunks that read themselves back: answers
-# then depend only on the codec.
+# float32, no factors, no recent window (test_recent_engine.py has it), and prompts read
+# from quantized pages: answers then depend only on the codec.
 EXACT = ("--dtype=float32", f"--max-num-batched-tokens={CHUNK}", "--max-num-seqs=16", "--recent-tokens=0")
 FROM_PAGES = {"KVPILOT_PREFILL_FROM_PAGES": "1", "KVPILOT_CALIBRATION": "off"}
 
@@ -123,7 +123,7 @@ def test_paging_changes_no_token_of_requests_that_come_and_go(
 def judge(
     model: Path, requests: list[Request], figures: dict[str, float], record_property: Callable[[str, object], None]
 ) -> None:
-    """Check that all answers match the codec, and that there were preemptions, prefix hits and chunks."""
+    """Check that all answers match the oracle, and that there were preemptions, prefix hits and chunks."""
     assert [len(r.answer) for r in requests] == [r.tokens for r in requests]
     oracle = Oracle(model, "k4v4")
     below = [max(oracle.shortfalls(r.prompt, r.answer)) for r in requests]

@@ -77,7 +77,7 @@ def figures(question: Asked, told: Told) -> dict[str, int]:
 def test_greedy_answers_are_those_without_speculation(
     model: Callable[[], Path], dtype: str, count: int, blocks: int, record_property: Callable[[str, object], None]
 ) -> None:
-    # Without a window, and with chunks that read themselves back, an answer depends only on its tokens.
+    # Without a window, and with prompts read from quantized pages, an answer depends only on its tokens.
     question = asked(model(), dtype, count, blocks, recent=0)
     plain = serve(question)
     assert plain.drafted == 0

@@ -10,7 +10,7 @@ from support.ring_worker import RingWorker
 
 
 class ApartWorker(RingWorker):
-    """Mixin of vLLM's worker."""
+    """Methods that vLLM adds to each of its workers."""
 
     def digests(self, blocks: list[int]) -> list[str]:
         """Return the hash of each block's bytes in all layers of this rank; the rings' are blocks of the same pool."""

@@ -58,7 +58,7 @@ _JUDGES: tuple[Judge, ...] = ("schema", "rule", "operator", "kubernetes", "admin
 
 BAD = tuple(Bad(judge=judge, **row) for judge in _JUDGES for row in _TABLE[judge])
 GOOD_GPU_LIMITS: tuple[tuple[int, int | str], ...] = tuple((size, limit) for size, limit in _TABLE["gpu_limits"])
-"""tensorParallelSize, and spellings of a sufficient limit of nvidia.com/gpu."""
+"""Pairs of a tensorParallelSize and a sufficient limit of nvidia.com/gpu, in all its spellings."""
 
 
 def with_gpus(size: int, limit: int | str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Answered:
 
 
 def serve(turns: Sequence[Turn], env: Mapping[str, str] | None = None) -> list[Answered]:
-    """Ask the engines in their own process. Prompts read themselves back from pages, and nothing is calibrated."""
+    """Ask the engines in their own process. Prompts are read from quantized pages, and nothing is calibrated."""
     asked = [asdict(turn) for turn in turns]
     return [Answered(**found) for found in ask("support.engines_in_turn", asked, **{**_PLAIN, **(env or {})})]
 

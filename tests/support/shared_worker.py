@@ -9,7 +9,7 @@ from support.apart_worker import ApartWorker
 
 
 class SharedWorker(ApartWorker):
-    """Mixin of vLLM's worker."""
+    """Methods that vLLM adds to each of its workers."""
 
     def watch_reads(self) -> None:
         """Record the blocks that go to LMCache and come from it, and their content then."""
