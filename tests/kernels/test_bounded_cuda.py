@@ -33,7 +33,7 @@ def test_decodes_and_prompts_read_sinks_and_window_alone_whatever_the_pages_betw
     from kvpilot_runtime.bounded.attention import KeptTables, bounded_backend
 
     engine = Engine(cuda, name, blocks=40, width=8)
-    # then a token's answer does not depend on its chunk of the prompt
+    # Then a token's answer does not depend on its chunk of the prompt.
     engine.impl.read_back = engine.builder.read_back = True
     engine.builder.__class__ = bounded_backend(cuda.CudaBackend).get_builder_cls()
     engine.builder.kv_cache_spec = SimpleNamespace(bound=BOUND, block_size=BLOCK)

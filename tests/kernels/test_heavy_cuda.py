@@ -58,7 +58,7 @@ def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
 
     monkeypatch.setattr(cuda, "workspace_bytes", lambda _part: 4 * KV_HEADS * DIM * room)
     engine, rng = Engine(cuda, name, blocks=40, width=9), random.Random(7)
-    # then a token's answer does not depend on its chunk of the prompt
+    # Then a token's answer does not depend on its chunk of the prompt.
     engine.impl.read_back = engine.builder.read_back = True
     engine.builder.__class__ = bounded_backend(cuda.CudaBackend).get_builder_cls()
     engine.builder.kv_cache_spec = SimpleNamespace(bound=BOUND, block_size=BLOCK)

@@ -283,7 +283,7 @@ def test_pages_of_every_format_come_as_they_left(dtype: str, recent: str) -> Non
     with pair(dtype, recent, roles) as (prefill, decode):
         found = Pair(prefill, decode, dtype, 0 if recent else window_of(dtype))
         assert all(assert_pages_and_answers(found, 4).values())
-        # with a single group of layers, vLLM sends block numbers in another form
+        # With a single group of layers, vLLM sends block numbers in another form.
         assert_blocks_given_away_are_not_taken(found)
 
 

@@ -32,7 +32,7 @@ EXACT = (
 PREEMPTED = "llama-4, preempted"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in EXACT},
-    # its full layers have pages of 256 tokens, and prefixes must fill one to be found
+    # Its full layers have pages of 256 tokens, and prefixes must fill one to be found.
     "gemma4": ("gemma4", {"longest": 360}),
     PREEMPTED: ("llama-4", {"longest": 112, "answers": (30, 48)}),  # no other test preempts chunked attention
 }
@@ -91,7 +91,7 @@ def test_a_familys_answers_are_those_of_its_codec(
     wrong = [
         i
         for i, (prompt, answer) in enumerate(requests)
-        # otherwise rounding must explain the answer
+        # Otherwise rounding must explain the answer.
         if below[i] > SLACK and not oracle.sound(prompt, answer, rounds=20)
     ]
     assert not wrong, [(i, below[i]) for i in wrong]

@@ -25,8 +25,8 @@ from support.forked_serve import engine
 pytestmark = pytest.mark.timeout(3600)
 
 CHUNK = 48
-# float32, no factors, no recent window (test_recent_engine.py has it), and prompts read
-# from quantized pages: answers then depend only on the codec.
+# float32, no factors, no recent window (test_recent_engine.py has it), and prompts read from quantized pages: answers
+# then depend only on the codec.
 EXACT = ("--dtype=float32", f"--max-num-batched-tokens={CHUNK}", "--max-num-seqs=16", "--recent-tokens=0")
 FROM_PAGES = {"KVPILOT_PREFILL_FROM_PAGES": "1", "KVPILOT_CALIBRATION": "off"}
 

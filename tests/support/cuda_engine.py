@@ -207,7 +207,7 @@ class Engine:
             num_reqs=len(new), causal=True, max_query_len=max(counts), num_actual_tokens=total + padding, seq_lens=lens,
             query_start_loc_cpu=(starts := torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)),
             query_start_loc=starts,
-            # As if all that was drafted before had been accepted, but in a prompt.
+            # As if all earlier drafts had been accepted, except in a prompt.
             seq_lens_cpu_upper_bound=torch.where(prompts, lens, lens + self.drafts), is_prefilling=prompts,
             block_table_tensor=table,
             slot_mapping=torch.tensor(slots + [-1] * padding),

@@ -74,7 +74,7 @@ def leave(do: Callable[[], None]) -> NoReturn:
 
 def answer_all(listener: socket.socket) -> dict[str, Any]:
     """Fork for each caller. Return only in the child, with its question."""
-    # by connection: the process, and a file that becomes readable at its end
+    # By connection: the process, and a file that becomes readable at its end.
     running: dict[socket.socket, tuple[int, int]] = {}
     while True:
         ends = {ended: asker for asker, (_, ended) in running.items()}

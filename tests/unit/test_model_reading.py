@@ -241,7 +241,7 @@ def test_a_layer_that_attends_twice_keeps_two_caches():
     assert (found.model_type, found.full_layers, found.latent) == ("longcat_flash", 56, 576)
     assert found.token_bytes("auto") == 56 * 576 * 2
     assert found.doubt == ""
-    # as saved by newer releases of transformers
+    # As saved by newer releases of transformers.
     saved = {**LONGCAT, "model_type": "longcat_flash", "num_hidden_layers": 56}
     assert read(saved).full_layers == 56
     del saved["num_layers"]

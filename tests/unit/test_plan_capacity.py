@@ -81,7 +81,7 @@ def test_a_page_of_k4v4_at_head_dim_256_wastes_six_percent_of_a_window_layer():
 
 
 def test_a_window_that_begins_inside_a_block_holds_one_block_more():
-    # blocks of 16 tokens, a window of 1,024, and groups of 1 + 6 layers
+    # Blocks of 16 tokens, a window of 1,024, and groups of 1 + 6 layers.
     layout = cache(models.find("gemma-3-4b-it"), "auto", 1)
     assert layout.held(1024) == 64 + 6 * 64
     assert layout.held(1025) == 65 + 6 * 65
