@@ -225,7 +225,7 @@ def _model(model: Any, path: str) -> Json:
         for attribute, info in model.model_fields.items()
         if written[attribute] in ALLOWED.get(name, written.values())
     }
-    # Containers is optional here, because kvpilot always adds its own container.
+    # `containers` is optional here, because kvpilot always adds its own container.
     required = [field for field, info in fields.items() if info.is_required() and f"{name}.{field}" != _ENGINES]
     return {
         "type": "object",

@@ -107,7 +107,7 @@ async def test_a_plot_shows_both_sides_by_position_and_is_the_same_for_the_same_
             await probe("--baseline", one, "--candidate", other, "--plot", str(file))
     assert first.read_bytes() == second.read_bytes()
     drawn = first.read_text()
-    # Matplotlib draws letters as paths, and names each letter in an SVG comment.
+    # matplotlib draws letters as paths, and names each letter in an SVG comment.
     for text in ("mean KL, millinats", "tokens before", "128-256", "256-512", "baseline (sixteen)", "candidate (four)"):
         assert f"<!-- {text} -->" in drawn
 

@@ -188,7 +188,7 @@ async def watching(server: Server) -> AsyncIterator[Watched]:
             yield known
             assert not at_work.done(), "kopf has ended"
     finally:
-        # Kopf waits five seconds for every task that started after it, so also for the server's open connections.
+        # kopf waits five seconds for every task that started after it, so also for the server's open connections.
         server.streams.clear()
         await cluster.close()
         stop.set()
