@@ -55,7 +55,7 @@ def window_of(dtype: str) -> int:
 
 
 class Pair:
-    """Engine that prefills and one that decodes, with their history, judged by an oracle of their model."""
+    """Pair of a prefilling and a decoding engine, with their history and an oracle that judges their answers."""
 
     def __init__(self, prefill: Apart, decode: Apart, dtype: str, window: int) -> None:
         self.prefill, self.decode, self.dtype = prefill, decode, dtype

@@ -175,7 +175,7 @@ class Batch:
         ]
 
     def rotate(self, query: torch.Tensor, plan: Plan) -> None:
-        """Rotate queries into the plan by `store`, which writes no token: every slot is padding."""
+        """Rotate queries into the plan. `store` does that, and writes no token because every slot is padding."""
         nothing = torch.full((len(self.lengths), self.kv_heads, self.dim), torch.nan)
         padding = torch.full((len(self.lengths),), -1)
         self.pages.store(query, nothing, nothing, padding, plan, len(self.lengths), self.scale)

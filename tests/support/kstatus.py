@@ -1,6 +1,6 @@
 """kstatus' generic rules (sigs.k8s.io/cli-utils, pkg/kstatus/status), by which Flux and others judge an object.
 
-It also has the properties of that result that hold at every moment.
+It also checks invariants of their verdict.
 """
 
 from __future__ import annotations

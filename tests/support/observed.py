@@ -73,7 +73,7 @@ class FakeCluster:
     objects: dict[str, Any] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     broken: dict[str, Exception] = field(default_factory=dict)
-    """Exception that reading a kind raises, by kind."""
+    """Errors to raise when an object is read, by its kind."""
     served: set[str] = field(default_factory=lambda: {HTTP_ROUTE_API, INFERENCE_POOL_API})
 
     async def serves(self, api_version: str) -> bool:
