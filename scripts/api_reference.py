@@ -134,7 +134,7 @@ def _sections(path: str, schema: Mapping[str, Json], level: int) -> Iterator[str
 
 
 def _object_of(field: Mapping[str, Json]) -> Mapping[str, Json] | None:
-    """Return the schema of the object that `field` is or is a list of; None for any other field."""
+    """Return the schema of the object in `field`, or in the items of that list. Return None for any other field."""
     inner: Mapping[str, Json] = field.get("items", field)
     return inner if inner.get("properties") else None
 

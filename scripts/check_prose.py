@@ -39,7 +39,7 @@ def subject_faults(subject: str) -> Iterator[str]:
 
 
 def commits(root: Path, base: str) -> list[tuple[str, str]]:
-    """Return hash and subject of each commit since `base` that is no merge, or nothing if git cannot tell."""
+    """Return hash and subject of each commit since `base`, without merges. Return nothing if git cannot tell."""
     log = ["git", "-C", str(root), "log", "--no-merges", "--format=%h %s", f"{base}..HEAD", "--"]
     try:
         done = subprocess.run(log, capture_output=True, text=True, check=True)
@@ -83,7 +83,7 @@ def page_faults(root: Path, pages: Iterable[Path]) -> Iterator[str]:
 
 
 def pages(root: Path) -> list[Path]:
-    """Return the Markdown files below `root`, but for those in hidden folders."""
+    """Return the Markdown files below `root`, except those in hidden folders."""
     found = (page.relative_to(root) for page in root.rglob("*.md"))
     return sorted(root / page for page in found if not any(part.startswith(".") for part in page.parts))
 

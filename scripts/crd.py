@@ -146,7 +146,7 @@ def object_schema(record: type[Record], *, defaults: bool) -> Json:
 
 
 def record_of(kind: Any) -> type[Record] | None:
-    """Return the struct that a type is, or is a list of."""
+    """Return the struct of a type, or of the items of a list type."""
     if isinstance(kind, type) and issubclass(kind, Record):
         return kind
     return next((found for one in get_args(kind) if (found := record_of(one)) is not None), None)
@@ -216,7 +216,7 @@ def pod_template() -> Json:
 
 
 def _model(model: Any, path: str) -> Json:
-    """Return the schema of a model of Kubernetes' client; `path` is where it stands in the template."""
+    """Return the schema of a model of Kubernetes' client; `path` is its place in the template."""
     name = model.__name__
     names = model.attribute_map
     written = {one: info.serialization_alias or names[one] for one, info in model.model_fields.items()}
@@ -225,7 +225,7 @@ def _model(model: Any, path: str) -> Json:
         for attribute, info in model.model_fields.items()
         if written[attribute] in ALLOWED.get(name, written.values())
     }
-    # A template that adds no container has none: kvpilot's own is there.
+    # `containers` is optional here, because kvpilot always adds its own container.
     required = [field for field, info in fields.items() if info.is_required() and f"{name}.{field}" != _ENGINES]
     return {
         "type": "object",
@@ -258,7 +258,7 @@ def _of_client(kind: Any, path: str) -> Json:
 
 _ENGINES = "V1PodSpec.containers"
 MOST_ITEMS = 16
-"""Items of a list and keys of a map: bounds that the cost of CEL rules is reckoned by."""
+"""Bounds on list items and map keys, which the API server uses to estimate the cost of CEL rules."""
 _TEXT: Json = {"type": "string", "maxLength": 4096}
 
 
@@ -277,7 +277,7 @@ def _column(name: str, kind: str, path: str, text: str) -> Json:
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes what stands in two places twice."""
+    """YAML dumper without aliases: it writes a shared value twice."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

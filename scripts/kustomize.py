@@ -110,7 +110,7 @@ def _kustomization(resources: Sequence[str], patches: Sequence[Mapping[str, Any]
 
 
 class _Dumper(yaml.SafeDumper):
-    """Represent texts of several lines as blocks, which are easier to read."""
+    """YAML dumper that writes multi-line strings as blocks, which are easier to read."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -33,7 +33,7 @@ FIELDS = (
     "shared_expert_intermediate_size", "sliding_window", "tie_word_embeddings", "use_sliding_window", "v_head_dim",
     "vocab_size",
 )  # fmt: skip
-"""Fields that kvpilot reads from a config and that a class has a default for."""
+"""Config fields that kvpilot reads and that have a default in a class."""
 
 LENGTHS = ("sliding_window_pattern", "full_attention_interval", "global_attn_every_n_layers", "no_rope_layer_interval")
 STATES = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})

@@ -1,7 +1,7 @@
 """Render the bundle for the Operator Lifecycle Manager from the chart, the CRD and the icon.
 
-What OLM makes by itself is left out: the ServiceAccount, the bindings of the rights that are listed, and the roles that
-are aggregated to `view` and `edit`. A NetworkPolicy is left out because OLM takes one only since 2025.
+It leaves out objects that OLM makes: the ServiceAccount, the bindings of listed rights, and the roles aggregated to
+`view` and `edit`. It also leaves out the NetworkPolicy, which OLM only accepts since 2025.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kustomize import Manifest
 
 CHANNEL = "candidate"
 PACKED = ("Service", "PodDisruptionBudget")
-"""Kinds that the bundle holds unchanged beside the ClusterServiceVersion."""
+"""Kinds that the bundle keeps unchanged beside the ClusterServiceVersion."""
 
 _OPENSHIFT = ("--api-versions", "security.openshift.io/v1")
-"""Values for pods without a fixed user: OpenShift refuses one, and the image names one for other clusters."""
+"""Values for pods without a fixed user: OpenShift refuses one. For other clusters the image names a user."""
 
 _CATEGORIES = {"ai-machine-learning": "AI/Machine Learning"}
 """OperatorHub's name of each Artifact Hub category."""
@@ -166,7 +166,7 @@ def _descriptors(schema: Manifest, prefix: str) -> Iterator[Manifest]:
         path = f"{prefix}{name}"
         if "properties" in child:
             yield from _descriptors(child, f"{path}.")
-        elif "description" in child:  # as the fields of a Pod have none
+        elif "description" in child:  # a Pod's own fields have no description
             words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", path)
             title = " ".join(word[0].upper() + word[1:] for word in words)
             yield {"path": path, "displayName": title, "description": child["description"]}

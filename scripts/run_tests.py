@@ -56,7 +56,7 @@ def outcome(part: str, status: int, report: Path, seconds: float) -> Outcome:
     try:
         cases = list(ElementTree.parse(report).iter("testcase"))  # noqa: S314 (pytest's own)
     except (OSError, ElementTree.ParseError):
-        cases = []  # it was killed before it wrote one, or while it did
+        cases = []  # the part was killed before or while it wrote the report
     failed = [one for one in cases if one.find("failure") is not None or one.find("error") is not None]
     skipped = sum(one.find("skipped") is not None for one in cases)
     passed = len(cases) - len(failed) - skipped
@@ -94,7 +94,7 @@ class Run:
         self._join()
 
     def _join(self) -> None:
-        # Thread.join() believes that a thread has ended once a signal has interrupted it.
+        # After a signal interrupts Thread.join(), it treats a running thread as finished.
         while any(worker.is_alive() for worker in self._workers):
             time.sleep(0.1)
 

@@ -30,7 +30,7 @@ def table(parser: Any) -> dict[str, dict[str, Any]]:
     found = {}
     for action in parser._actions:
         names = [name for name in action.option_strings if not name.startswith("--no-")]
-        if not names:  # the model
+        if not names:  # the model, which is positional
             continue
         main = next(name for name in names if name.startswith("--"))
         row: dict[str, Any] = {"takes": "1" if action.nargs is None else str(action.nargs)}

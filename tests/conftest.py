@@ -1,9 +1,9 @@
-"""Settings of all tests: property tests have no deadline of their own, and CI draws the same examples every time.
+"""Settings of all tests.
 
-No test and no program that one starts finds the user's own cluster: each names the cluster that it made. And what one
-of hundreds of programs has compiled the next one reads, whatever the user's shell says of bytecode: an engine's
-processes start in half the time. What clusters are built of, which takes minutes the first time and longer on a busy
-machine, is built before the first test: no test's time runs meanwhile.
+Property tests have no deadline, and CI draws the same examples every time. Tests and their programs never see the
+user's own cluster; each names the cluster that it made. Hundreds of programs share compiled bytecode, whatever the
+user's shell says, which halves the start time of engine processes. Clusters' parts take minutes to build, so they are
+built before the first test and count towards no test's time limit.
 """
 
 import os
@@ -19,10 +19,10 @@ from kvpilot_localcluster import build
 os.environ["KUBECONFIG"] = "/no-cluster-is-named"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# A run that is terminated ends what it has started, as after Ctrl-C.
+# Handle a termination like Ctrl-C, so that the run ends everything that it started.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-# How long it takes to draw an example says how busy the machine is.
+# The time to draw an example depends only on the machine's load.
 settings.register_profile(
     "kvpilot", deadline=None, derandomize="CI" in os.environ, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -33,7 +33,7 @@ FIXTURES_WITH_CLUSTERS = {"cluster", "releases"}
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build the control plane if a test is to have one and it is not there."""
+    """Build the control plane if a selected test needs it and it is missing."""
     if session.config.option.collectonly:
         return
     parts = {item.path.relative_to(Path(__file__).parent).parts[0] for item in session.items}

@@ -152,7 +152,7 @@ class Load:
         self.stats.failures.append(f"after {time.monotonic() - self._began:.1f} s: {text[:300]}")
 
     def _prompt(self) -> list[int]:
-        """Return the next window of the corpus, which wraps around. No offset repeats before all were used."""
+        """Return the next window of the corpus, which wraps around. No offset repeats until all are used."""
         if not self._offsets:
             self._offsets.extend(self._random.sample(range(len(self._corpus)), len(self._corpus)))
         start = self._offsets.popleft()

@@ -131,7 +131,7 @@ class Story:
         )
         self.record.good_probe = after["accuracy"]["last"]
         self.record.capacity_after = after["kvCache"]["capacityTokens"]
-        # Wait until the old engine has drained. Only then it is certain that the change lost no request.
+        # Only after the old engine has drained is it certain that the change lost no request.
         await self._world.until_pods(1, HANGS)
         await self._end_load()
 

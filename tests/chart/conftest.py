@@ -1,4 +1,4 @@
-"""The chart as tests see it: its folder, its rendering with a value set of tests/chart/values, a cluster for it."""
+"""Fixtures of the chart's tests: its folder, its rendering with the values of tests/chart/values, and a cluster."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ ROOT = HERE.parents[1]
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """The repository."""
+    """Return the repository's root."""
     return ROOT
 
 
 @pytest.fixture(scope="session")
 def chart() -> Path:
-    """The chart's folder."""
+    """Return the chart's folder."""
     return ROOT / "charts" / "kvpilot"
 
 
 @pytest.fixture(scope="session")
 def installable(chart: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The chart without its minimum version: the core of the local cluster says 1.20, whatever is served beside it."""
+    """Return a copy of the chart without its minimum Kubernetes version, because the local core reports 1.20."""
     made = tmp_path_factory.mktemp("charts") / "kvpilot"
     shutil.copytree(chart, made)
     about = made / "Chart.yaml"
@@ -47,7 +47,7 @@ def installable(chart: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def rendered(chart: Path) -> Callable[[str], list[dict[str, Any]]]:
-    """Render the chart with a value set by name; each is rendered once."""
+    """Render the chart with a named value set, once for each set."""
     known: dict[str, list[dict[str, Any]]] = {}
 
     def of(name: str) -> list[dict[str, Any]]:
@@ -61,10 +61,10 @@ def rendered(chart: Path) -> Callable[[str], list[dict[str, Any]]]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """The local cluster with one node, which pretends to have a GPU, and nothing of ours in it.
+    """Yield a local cluster with one node, which pretends to have a GPU and holds none of our objects.
 
-    The operator's image runs with its pod's own account. The runtime's image of docs/install.md, whose model nobody can
-    fetch here, is a cheap engine.
+    The operator's image runs as its pod's own account. The runtime image of docs/install.md is replaced by a cheap
+    engine, because its model cannot be downloaded here.
     """
     folder = tmp_path_factory.mktemp("chart")
     operator = {

@@ -1,8 +1,7 @@
-"""Stand-in for a container runtime with the operator's image: it puts the service account where clients look for it.
+"""Stand-in for a container runtime that runs the operator's image: it mounts the service account at the usual path.
 
-The node agent runs pods as plain processes, so the account's token is in a volume's folder beside the pod's home, and
-the pod listens on its own address. The API server's address comes from CLUSTER_KUBECONFIG,
-of which nothing else is read: the identity is the pod's own and no other.
+The node agent runs pods as plain processes. So the token lies in a volume folder beside the pod's home, and the pod
+listens on its own address. Only the API server's address comes from CLUSTER_KUBECONFIG; the identity is the pod's own.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The chart's description for Artifact Hub is accepted and true."""
+"""The chart's metadata for Artifact Hub is valid and true."""
 
 from __future__ import annotations
 

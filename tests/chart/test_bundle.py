@@ -1,4 +1,4 @@
-"""The bundle for OLM: what catalogs check, and that it installs what the chart installs."""
+"""The OLM bundle passes the checks of catalogs, and installs the same objects as the chart."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bundle(root: Path) -> Bundle:
 
 
 def courier_says(folder: Path, manifests: Path, package: str) -> tuple[int, list[str]]:
-    """operator-courier's exit status and errors for these manifests, in the older layout that it knows."""
+    """Return operator-courier's exit status and errors for these manifests in the older layout that it supports."""
     flat = folder / "flat"
     flat.mkdir()
     for kind in ("clusterserviceversion", "quantizedllmservices"):
@@ -126,7 +126,7 @@ def test_it_runs_the_charts_deployment_with_the_charts_rights(root: Path, bundle
     strategy = bundle.csv["spec"]["install"]["spec"]
     (installed,) = strategy["deployments"]
     (plain,) = (one for one in base if one["kind"] == "Deployment")
-    # Each namespace of OpenShift has users of its own, and the image says which user runs elsewhere.
+    # OpenShift assigns users by namespace. The image names the user for other clusters.
     security = plain["spec"]["template"]["spec"]["securityContext"]
     assert (security.pop("runAsUser"), security.pop("runAsGroup")) == (65532, 65532)
     assert "USER 65532:65532" in (root / "docker/operator.Dockerfile").read_text()

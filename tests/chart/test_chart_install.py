@@ -1,7 +1,7 @@
-"""The chart in a real API server: installed, tested, upgraded, removed; its roles are all that the operator has.
+"""The chart on a real API server: install, test, upgrade, remove. The operator has no rights beyond its roles.
 
-The pods run with the token of the chart's ServiceAccount and nothing else (operator_image.py), so a verb that the
-roles lack is a refusal in the operator's log.
+Pods use only the token of the chart's ServiceAccount (operator_image.py). If a role lacks a verb, the operator's log
+has a rejection.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ pytestmark = pytest.mark.timeout(1800)
 HOME = "kvpilot-system"
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/quantizedllmservices.kvpilot.io"
 
-# The core describes definitions as Kubernetes 1.20 knows them, without CEL rules: Helm must not check them by that.
+# The core publishes CRDs as Kubernetes 1.20 knows them, without CEL rules, so Helm must not validate against them.
 UNCHECKED = "--disable-openapi-validation"
 
 VERBS = {"GET": "get", "LIST": "list", "WATCH": "watch", "POST": "create", "PATCH": "patch", "PUT": "update"}
 NOT_USED_HERE = {
-    # A watch is counted when it ends, after five minutes; without it nothing of the below would have happened.
+    # The audit log counts a watch only when it ends, after five minutes. The later checks fail without these watches.
     *(("watch", kind) for kind in ("quantizedllmservices", "deployments", "pods", "services")),
-    # After a conflict; and what a status is written with.
+    # A get follows only a conflict, and a patch is the write of a status.
     ("get", "quantizedllmservices"),
     ("patch", "quantizedllmservices/status"),
-    # What a readiness gate is opened with: counted as a write of the pod.
+    # This write opens a readiness gate. The audit log counts it as a write of the pod.
     ("patch", "pods/status"),
-    # An admission plugin asks for it, where it is on.
+    # Only an admission plugin requires this right, and it is off here.
     ("update", "quantizedllmservices/finalizers"),
-    # With one replica there is no budget: it would keep the node for ever.
+    # One replica gets no disruption budget, which would block node drains for ever.
     *((verb, "poddisruptionbudgets") for verb in ("create", "patch", "delete")),
-    # This API server has neither the Gateway API and its extension nor LeaderWorkerSet.
+    # This API server lacks the Gateway API, its extension and LeaderWorkerSet.
     *((verb, kind) for verb in ("get", "create", "patch", "delete") for kind in ("httproutes", "inferencepools")),
     *((verb, "leaderworkersets") for verb in ("get", "list", "watch", "create", "patch", "delete")),
-    # What only happens later: services and baselines that are not needed any more, an event that comes again.
+    # These verbs come later: for surplus services and baselines, and for repeated events.
     ("delete", "services"),
     ("delete", "configmaps"),
     ("patch", "events"),
-    # Server-side apply asks for it when it creates, under the name of a patch.
+    # Server-side apply requires this right to create an object, but the request is a patch.
     *(("create", kind) for kind in ("deployments", "services", "configmaps")),
 }
 
@@ -72,7 +72,7 @@ class Install:
         return self.rest.get(f"/api/v1/namespaces/{namespace}/pods?labelSelector={selector}")["items"]
 
     def operators(self):
-        """The uids of operator pods that are not on their way out."""
+        """Return the uids of operator pods that are not terminating."""
         pods = self.pods(HOME, "app.kubernetes.io/component=operator")
         return {pod["metadata"]["uid"] for pod in pods if "deletionTimestamp" not in pod["metadata"]}
 
@@ -99,7 +99,7 @@ class Install:
         self.rest.create("/api/v1/namespaces", {"metadata": {"name": name}})
 
     def serve(self, namespace, name="chat", image="ghcr.io/kvpilot/runtime:0.1.0", **spec):
-        """A service with a tiny model; its engine is a real one, unless the image is one that this node has not."""
+        """Return a service with a tiny model. Its engine is real, unless this node lacks the image."""
         self.rest.create(
             f"/apis/kvpilot.io/v1alpha1/namespaces/{namespace}/quantizedllmservices",
             {
@@ -129,7 +129,7 @@ class Install:
         return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
 
     def may(self, user, verb, group, resource, namespace="", name=""):
-        """Ask the API server's own RBAC."""
+        """Query the API server's own RBAC."""
         resource, _, subresource = resource.partition("/")
         asked = {"verb": verb, "group": group, "resource": resource, "namespace": namespace}
         asked |= {"subresource": subresource, "name": name}
@@ -148,7 +148,7 @@ def install(cluster, installable):
     found.namespace("models")
     found.serve("models")
     yield found
-    # Whoever installs next in this cluster is not refused.
+    # The next install in this cluster must not be refused.
     for release in ("kvpilot", "teams"):
         found.helm("uninstall", release, "--ignore-not-found", "--wait")
 
@@ -204,7 +204,7 @@ def test_a_whole_canary_needs_all_of_the_charts_verbs_and_no_other(install, char
 
     until(promoted, "the canary is promoted", pause=1)
     until(lambda: len(install.pods("models", "kvpilot.io/service=chat")) == 1, "the old engine is gone")
-    # A model of the hub, which nobody can fetch here, is enough for a claim and a Job.
+    # A claim and a Job only need the name of a hub model, which cannot be downloaded here.
     stored = {"model": {"source": "hf://Qwen/Qwen3-8B"}, "cache": {"weights": {"size": "1Gi"}, "prefetch": True}}
     install.serve("models", "stored", "example.org/not-here:1", **stored)
     jobs = "/apis/batch/v1/namespaces/models/jobs"
@@ -259,7 +259,7 @@ def test_metrics_that_ask_for_a_token_are_read_with_the_right_one_only(install):
             found.add(connection.getresponse().status)
         return found
 
-    # The replica that stands by asks the API server, too.
+    # The standby replica also sends requests to the API server.
     assert len(pods) == 2
     assert statuses() == {401}
     assert statuses(("Authorization", f"Bearer {token}")) == {403}

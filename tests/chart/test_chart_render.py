@@ -1,6 +1,6 @@
-"""The chart renders to exactly what is on record, and what it takes from other files is what those files say.
+"""The chart renders exactly to the recorded snapshots, and copied content equals its source files.
 
-Renew the records after a change that is meant:  RENEW=1 .venv/bin/pytest tests/chart/test_chart_render.py
+After an intended change, renew the snapshots: RENEW=1 .venv/bin/pytest tests/chart/test_chart_render.py
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def pod_specs(objects):
 
 
 def without_copies(objects):
-    """Leave out content that is copied from another file: a test of its own compares it."""
+    """Leave out content copied from another file, which has its own test."""
     objects = copy.deepcopy(objects)
     for one in find(objects, "CustomResourceDefinition"):
         one["spec"] = "as in crds/"
@@ -101,7 +101,7 @@ def test_rules_and_dashboards_are_those_of_the_files_for_this_release(chart, nam
     shown = {key: json.loads(text) for one in find(objects, "ConfigMap") for key, text in one["data"].items()}
     files = (chart / "files/dashboards").glob("*.json")
     assert shown == {f"kvpilot-{path.name}": json.loads(read(path)) for path in files}
-    # A ServiceMonitor's job is the Service's name.
+    # Prometheus uses the Service's name as the ServiceMonitor's job.
     (service,) = find(objects, "Service")
     assert service["metadata"]["name"] == name
     assert f'job="{name}", namespace="{namespace}"' in str(groups)
@@ -202,7 +202,7 @@ def test_nothing_reaches_the_operator_but_what_is_named(chart, rendered):
         "podSelector": {"matchLabels": {"app.kubernetes.io/instance": "kvpilot", "app.kubernetes.io/component": "test"}}
     }
     assert peers(rendered("default")) == [{"namespaceSelector": {"matchLabels": {"metrics": "enabled"}}}, test]
-    # A rule without peers would admit everybody.
+    # A rule without peers would admit all traffic.
     assert peers(render(chart, {"networkPolicy": {"ingressFrom": []}})) == [test]
 
 
@@ -216,7 +216,7 @@ def test_the_operator_may_review_tokens_only_where_metrics_ask_for_them(rendered
 
 
 def rights(objects):
-    """Kind and namespace of what the rights on services are bound by."""
+    """Return kind and namespace of the bindings of rights on services."""
     bindings = find(objects, "ClusterRoleBinding", "kvpilot.io:operator")
     bindings += find(objects, "RoleBinding", "kvpilot.io:operator")
     return {(one["kind"], one["metadata"].get("namespace")) for one in bindings}

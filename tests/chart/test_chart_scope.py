@@ -1,6 +1,6 @@
-"""Two operators never look after the same services: Helm refuses the second, and rights are never with both.
+"""Two operators never manage the same services: Helm refuses the second, and only one has the rights at a time.
 
-A real API server and Helm; the releases have no pods.
+A real API server and Helm are used; the releases have no pods.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Releases:
         assert done.returncode == 0, done.stderr
 
     def may_write(self, namespace, where):
-        """Ask the API server whether a release's operator may write services' Deployments there."""
+        """Query the API server whether a release's operator may write services' Deployments there."""
         asked = {"verb": "patch", "group": "apps", "resource": "deployments", "namespace": where}
         user = f"system:serviceaccount:{namespace}:kvpilot-operator"
         body = {"spec": {"user": user, "groups": ["system:authenticated"], "resourceAttributes": asked}}

@@ -1,4 +1,4 @@
-"""Values are checked before anything is rendered: a wrong one is refused by name, and every known one is documented."""
+"""Values are validated before rendering: errors name the wrong value, and every known value is documented."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_the_operator_reads_certificates_where_its_sidecar_writes_them_and_nothi
 
 
 def parent_of(chart, folder, **dependency):
-    """A chart with this one as its dependency."""
+    """Return a chart that depends on this one."""
     about = {"apiVersion": "v2", "name": "platform", "version": "1.0.0"}
     needed = {"name": "kvpilot", "version": "0.1.0", "repository": f"file://{chart}", **dependency}
     folder.mkdir()
@@ -174,7 +174,7 @@ def parent_of(chart, folder, **dependency):
 def test_the_chart_is_part_of_another_chart_which_turns_it_on_and_off(chart, tmp_path):
     alone = render(chart, {"replicaCount": 3})
     parent = parent_of(chart, tmp_path / "platform", condition="kvpilot.enabled")
-    # Helm hands every subchart the parent's `global`, whatever is in it.
+    # Helm passes the parent's `global` to every subchart, with any content.
     everywhere = {"global": {"anything": {"at": "all"}}}
     assert render(parent, {**everywhere, "kvpilot": {"enabled": True, "replicaCount": 3}}) == alone
     assert render(parent, {**everywhere, "kvpilot": {"enabled": False}}) == []
@@ -198,7 +198,7 @@ def test_the_schema_knows_every_value_and_no_other(chart):
         if "properties" not in described or not isinstance(known, dict) or not known:
             return
         assert described["additionalProperties"] is False, path
-        # Helm's own two, and one that is set only by those who need it.
+        # Two values of Helm's own, and one that only some users set.
         optional = {"global", "claims", *(["enabled"] if path == "values" else [])}
         assert known.keys() == described["properties"].keys() - optional, path
         for key, value in known.items():

@@ -1,7 +1,7 @@
 """The commands of docs/install.md and docs/upgrade.md run on a real API server, section by section, in one cluster.
 
-The chart is a copy without its minimum version, for the core of the local cluster is Kubernetes 1.20. Sections that are
-alternatives to the first one (plain manifests, some namespaces only) run after what the page removes.
+The chart is a copy without its minimum version, because the local cluster's core is Kubernetes 1.20. Alternatives to
+the first section (plain manifests, some namespaces only) run after the page's removal commands.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ ROOT = Path(__file__).parents[2]
 PAGE = "\n".join((ROOT / "docs" / page).read_text() for page in ("install.md", "upgrade.md"))
 TOKEN = {"HF_TOKEN": "hf_example"}
 HOME = "kvpilot-system"
-# Why a command of the page is not run here.
+# Commands of the page that the test skips, with the reason.
 NOT_RUN = {
     "docker build": "there is no container engine, and its base images come from the network",
     "docker push": "there is no registry",
     "kubectl -n models port-forward": "the node agent forwards no ports",
     "curl": "it asks the forwarded port, and the cheap engine that stands for the page's model does not chat",
 }
-# The core describes definitions as Kubernetes 1.20 knows them, without CEL rules: clients must not check them by that.
+# The core publishes CRDs as Kubernetes 1.20 knows them, without CEL rules, so clients must not validate against them.
 UNCHECKED = {"helm": "--disable-openapi-validation", "kubectl": "--validate=false"}
-# Definitions of the Prometheus operator, which nobody installed.
+# Kinds of the Prometheus operator, which is not installed.
 ABSENT = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
 
 
 def section(title: str) -> list[Command]:
-    """The commands of a section that are run here."""
+    """Return the commands of a section that the test runs."""
     (text,) = re.findall(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
     return [one for one in commands_of(text, TOKEN) if not left_out(one)]
 
@@ -52,14 +52,14 @@ def left_out(one: Command) -> bool:
 
 
 def invocation(one: Command, *more: str) -> list[str]:
-    """Return what is run for a command of the page."""
+    """Return the command line that the test runs for a command of the page."""
     program, *rest = one.words
     unchecked = [UNCHECKED[program]] if subcommand(one.words)[0] in ("install", "upgrade", "apply") else []
     return [str({"helm": helm, "kubectl": kubectl}[program]()), *rest, *more, *unchecked]
 
 
 class Person:
-    """Whoever follows the page, with their own kubeconfig, in a checkout."""
+    """User who follows the page with their own kubeconfig, in a checkout."""
 
     def __init__(self, cluster: LocalCluster, chart: Path) -> None:
         self._chart = str(chart)
@@ -88,7 +88,7 @@ class Person:
         return done.stderr
 
     def watches(self, one: Command, column: str, value: str) -> str:
-        """Look at what a command goes on to show until this column has this value, and end it; returns that line."""
+        """Read a command's continuous output until this column has this value, end it, and return that line."""
         with subprocess.Popen(invocation(one), stdout=subprocess.PIPE, text=True, env=self._environment) as shown:
             assert shown.stdout is not None
             heading = shown.stdout.readline().split()
@@ -97,7 +97,7 @@ class Person:
         return found
 
     def has(self, path: str) -> bool:
-        """Return True if the API server has something there."""
+        """Return True if the API server has an object at this path."""
         collection, _, name = path.rpartition("/")
         return any(one["metadata"]["name"] == name for one in self.rest.get(collection)["items"])
 
@@ -109,7 +109,7 @@ class Person:
 def person(cluster: LocalCluster, installable: Path) -> Iterator[Person]:
     found = Person(cluster, installable)
     clear(found)
-    # The class of shared storage that the page asks for: here a volume that is there already.
+    # The page needs a shared storage class; a prepared volume stands in for it.
     spec = {
         "capacity": {"storage": "200Gi"},
         "accessModes": ["ReadWriteMany"],
@@ -171,7 +171,7 @@ def test_with_helm(person: Person) -> None:
     found = person.runs(pods)
     assert len(re.findall(r"^pod/kvpilot-operator-\S+ +1/1 +Running", found, re.MULTILINE)) == 2
     assert "lease.coordination.k8s.io/kvpilot-operator" in found
-    # A server publishes the schema of a definition some seconds after it serves it.
+    # A server publishes a CRD's schema some seconds after it serves the kind.
     until(lambda: person.tries(explain).returncode == 0, "the API is explained", pause=3)
     assert "ladder" in person.runs(explain)
 
@@ -192,7 +192,7 @@ def test_serve_a_model(person: Person) -> None:
 
 
 def served(person: Person) -> set[str]:
-    """The models that the ready engines of the page's service are told to serve."""
+    """Return the models of the ready engines that serve the page's service."""
     pods = person.rest.get("/api/v1/namespaces/models/pods?labelSelector=kvpilot.io/service=chat")["items"]
     ready = [pod for pod in pods if pod["status"]["containerStatuses"][0]["ready"]]
     told = [argument.partition("=") for pod in ready for argument in pod["spec"]["containers"][0]["args"]]
@@ -226,7 +226,7 @@ def test_uninstall(person: Person) -> None:
 def test_some_namespaces_only(person: Person) -> None:
     namespace, install = section("Some namespaces only")
     person.runs(namespace)
-    # Operators of two scopes beside one another are in test_chart_scope.py.
+    # test_chart_scope.py covers two operators with different scopes.
     person.runs(install, "--set=replicaCount=0")
     assert person.has("/apis/apps/v1/namespaces/kvpilot-team-a/deployments/kvpilot-team-a-operator")
     assert person.has("/apis/rbac.authorization.k8s.io/v1/namespaces/team-a/rolebindings/kvpilot.io:operator")

@@ -1,4 +1,4 @@
-"""Plain manifests are the chart's: kubectl's own kustomize makes of each folder what Helm makes of its values."""
+"""Plain manifests equal the chart: kustomize renders each folder as Helm renders the matching values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDERS = {
 
 
 def plain(one):
-    """Drop what only Helm reads from a manifest."""
+    """Drop the parts of a manifest that only Helm reads."""
     metadata = one["metadata"]
     template = one.get("spec", {}).get("template", {}).get("metadata", {})
     for part in (metadata, template):

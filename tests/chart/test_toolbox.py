@@ -1,4 +1,4 @@
-"""Tools come from the user's PATH first, else once into the cache, whole or not at all."""
+"""Tools come from the user's PATH, or are downloaded once into the cache, completely or not at all."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def _definitions() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """The local cluster and crds/, with one node that pretends to have four GPUs; containers restart after a second."""
+    """Yield the local cluster with crds/ and one node with four simulated GPUs. Containers restart after a second."""
     folder = tmp_path_factory.mktemp("cluster")
     with LocalCluster(folder, backoff=1.0, resources={"nvidia.com/gpu": "4"}) as running:
         define(running.rest, _definitions())
@@ -37,23 +37,23 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def namespace(cluster: LocalCluster) -> Iterator[str]:
-    """A namespace of the test's own on `cluster`, deleted afterwards."""
+    """Yield a namespace of the test's own on `cluster`, and delete it afterwards."""
     name = f"test-{next(_NUMBERS)}"
     cluster.rest.create("/api/v1/namespaces", {"metadata": {"name": name}})
     yield name
-    # Removing pods can take their grace period: nobody waits for it.
+    # Do not wait for the removal of pods, which can take their grace period.
     cluster.rest.delete(f"/api/v1/namespaces/{name}")
 
 
 @pytest.fixture
 def tenant(cluster: LocalCluster, namespace: str) -> Tenant:
-    """That namespace, with what tests do in it."""
+    """Yield that namespace with helpers for tests."""
     return Tenant(cluster, namespace)
 
 
 @pytest.fixture(scope="module")
 def operator(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
-    """The operator's process before that cluster."""
+    """Yield the operator's process, connected to that cluster."""
     folder: Path = tmp_path_factory.mktemp("operator")
     one = Operator("a", folder, cluster.kubeconfig)
     try:
@@ -72,5 +72,5 @@ def answers(operator: Operator) -> bool:
 
 @pytest.fixture
 def rest(cluster: LocalCluster, operator: Operator) -> Rest:
-    """A client of the cluster's administrator, beside that operator."""
+    """Return a client of the cluster's administrator, while that operator runs."""
     return cluster.rest

@@ -1,4 +1,4 @@
-"""Each manifest of the corpus is refused by the one that bad_manifests.yaml names: the server, or the operator."""
+"""Each manifest of the corpus is refused by the judge that bad_manifests.yaml names: the server or the operator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SERVICES = "/apis/kvpilot.io/v1alpha1/namespaces/default/quantizedllmservices"
 
 
 def create(cluster: LocalCluster, manifest: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """HTTP status and answer of asking for the object to be created, without keeping it."""
+    """Return HTTP status and body of a dry-run create."""
     try:
         return 201, cluster.rest.create(f"{SERVICES}?dryRun=All&fieldValidation=Strict", manifest)
     except ApiError as error:
@@ -35,13 +35,13 @@ def create(cluster: LocalCluster, manifest: dict[str, Any]) -> tuple[int, dict[s
 
 
 def causes(answer: dict[str, Any]) -> list[tuple[str, str]]:
-    """(field, message) of each fault, without the notes on /scale and on rules that were not evaluated."""
+    """Return (field, message) of each fault, without notes on /scale and on rules that the server skipped."""
     found = [(cause.get("field", ""), cause["message"]) for cause in answer["details"]["causes"]]
     return [(field, message) for field, message in found if field not in ("<nil>", "") and not field.startswith(".")]
 
 
 def places(fields: list[str]) -> set[str]:
-    """Fields without list indices, which the server leaves out of schema faults."""
+    """Return field names without list indices, which the server omits from schema faults."""
     return {re.sub(r"\[\d+\]", "", field) for field in fields}
 
 
@@ -64,7 +64,7 @@ def test_every_rule_is_broken_by_a_manifest_of_the_corpus(cluster: LocalCluster)
 
 
 def rules_of(schema: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """The CEL rules of a schema, in depth."""
+    """Yield all CEL rules of a schema, depth first."""
     yield from schema.get("x-kubernetes-validations", ())
     below = [*schema.get("properties", {}).values(), schema.get("items"), schema.get("additionalProperties")]
     for child in below:
@@ -73,7 +73,7 @@ def rules_of(schema: dict[str, Any]) -> Iterator[dict[str, str]]:
 
 
 def is_of(rule: dict[str, str], message: str) -> bool:
-    """Return True if a message is the rule's. Compare only its end if it contains a value."""
+    """Return True if a message belongs to the rule. Compare only its end if it contains a value."""
     remedy = rule["message"].rpartition(": ")[2]
     return message.endswith(remedy if "messageExpression" in rule else rule["message"])
 

@@ -1,4 +1,4 @@
-"""Services outlive a replacement of their definition."""
+"""Services survive a replacement of their CRD."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Defined:
-    """The definition on one server, and what a user does with services there."""
+    """CRD on one server, with a user's operations on its services."""
 
     plane: ControlPlane
     group: str
 
     @property
     def rest(self) -> Rest:
-        """Client of the administrator, where the definition is."""
+        """Client of the administrator on the server with the CRD."""
         return self.plane.rest
 
     @property
     def path(self) -> str:
-        """Path of the definition."""
+        """Path of the CRD."""
         return f"{DEFINITIONS}/{PLURAL}.{self.group}"
 
     def services(self, version: str = "v1alpha1") -> str:
@@ -51,7 +51,7 @@ class Defined:
         return f"/apis/{self.group}/{version}/namespaces/default/{PLURAL}"
 
     def definition(self, change: Callable[[Json], None] = lambda _: None) -> Json:
-        """Return the definition of crds/ in this group, changed."""
+        """Return the CRD of crds/ with another group and other changes."""
         made = copy.deepcopy(dict(load_crd()))
         made["metadata"]["name"] = f"{PLURAL}.{self.group}"
         made["spec"]["group"] = self.group
@@ -59,11 +59,11 @@ class Defined:
         return made
 
     def create(self, definition: Json) -> None:
-        """Create the definition, and wait until it is served."""
+        """Create the CRD, and wait until it is served."""
         define(self.rest, [definition])
 
     def replace(self, definition: Json) -> None:
-        """Change the definition; the server takes a moment to act on it."""
+        """Change the CRD, and wait for the moment that the server takes to apply it."""
         now = self.rest.get(self.path)["metadata"]["resourceVersion"]
         metadata = {**definition["metadata"], "resourceVersion": now}
         self.rest.call("PUT", self.path, {**definition, "metadata": metadata})
@@ -84,22 +84,22 @@ class Defined:
         assert done.returncode == 0, done.stderr
 
     def get(self, name: str, version: str = "v1alpha1") -> Json:
-        """Return the service as the server has it."""
+        """Return the stored service."""
         found: Json = self.rest.get(f"{self.services(version)}/{name}")
         return found
 
     def would_be(self, manifest: Json, version: str = "v1alpha1") -> Json:
-        """Return what the server would make of a new service; nothing is kept."""
+        """Return the server's defaulted form of a new service by a dry run."""
         made: Json = self.rest.create(f"{self.services(version)}?dryRun=All", manifest)
         return made
 
     def remove(self) -> None:
-        """Delete the definition and all its services, and wait for it."""
+        """Delete the CRD with all its services, and wait until they are gone."""
         undefine(self.rest, self.definition())
 
 
 def with_successor(definition: Json, *, stored: str) -> None:
-    """Serve v1beta1 beside v1alpha1, of the same shape, without a webhook; objects are stored in one of them."""
+    """Serve v1beta1 beside v1alpha1 with the same schema and no webhook; one of them is the storage version."""
     (alpha,) = definition["spec"]["versions"]
     beta = {**copy.deepcopy(alpha), "name": "v1beta1"}
     definition["spec"]["versions"] = [{**one, "storage": one["name"] == stored} for one in (alpha, beta)]
@@ -111,14 +111,14 @@ _NUMBERS = itertools.count(1)
 
 @pytest.fixture
 def defined(cluster: LocalCluster) -> Iterator[Defined]:
-    """A group of the test's own, without a definition."""
+    """Return an API group of the test's own, without a CRD."""
     made = Defined(cluster.plane, f"upgrade-{next(_NUMBERS)}.kvpilot.io")
     yield made
     made.remove()
 
 
 def auto_by_default(definition: Json) -> None:
-    """The definition of the time when Auto was the default mode."""
+    """Return the CRD from the time when Auto was the default mode."""
     spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     mode = spec["properties"]["kvCache"]["properties"]["mode"]
     assert mode["default"] == "Recommend"
@@ -154,7 +154,7 @@ def test_a_service_of_the_time_when_auto_was_the_default_stays_in_auto_and_a_new
     listed = defined.rest.get(defined.services())["items"]
     assert {mode(one) for one in listed} == {"Auto"}
 
-    # Neither what a user applies again, changed elsewhere, nor what the operator writes changes it.
+    # Neither a user's repeated apply, nor other edits, nor the operator's writes change it.
     for one in told_nothing.values():
         defined.apply({**one, "spec": {**one["spec"], "replicas": 2}})
     defined.apply(
@@ -166,13 +166,13 @@ def test_a_service_of_the_time_when_auto_was_the_default_stays_in_auto_and_a_new
         found = defined.rest.merge(f"{defined.services()}/{name}/status", {"status": {"replicas": 2}})
         assert (mode(found), found["spec"]["replicas"], found["status"]["replicas"]) == ("Auto", 2, 2)
 
-    # Who replaces the whole object, or takes the line away, asks for the new default.
+    # A user who replaces the object, or removes the line, gets the new default.
     now = defined.get("absent")["metadata"]["resourceVersion"]
     whole = {**told_nothing["absent"], "metadata": {"name": "absent", "resourceVersion": now}}
     assert mode(defined.rest.call("PUT", f"{defined.services()}/absent", whole)) == "Recommend"
     defined.apply(defined.manifest("line"))
     assert mode(defined.get("line")) == "Recommend"
-    # As does what is made anew.
+    # A new object gets it, too.
     defined.rest.delete(f"{defined.services()}/null")
     defined.apply(told_nothing["null"])
     assert mode(defined.get("null")) == "Recommend"
@@ -183,7 +183,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def examples(defined: Defined) -> dict[str, Json]:
-    """Every service of examples/, under a name of its own in the group of the test."""
+    """Return every service of examples/, each under its own name in the test's group."""
     found = {}
     for path in sorted(EXAMPLES.glob("*.yaml")):
         for document in yaml.safe_load_all(path.read_text()):
@@ -193,7 +193,7 @@ def examples(defined: Defined) -> dict[str, Json]:
 
 
 def a_status() -> Json:
-    """Return the status that the operator's own rules write after pressure, a trial and a promotion."""
+    """Return the status that the operator's rules write after pressure, a trial and a promotion."""
     cluster = ModelCluster(
         manifest(kvCache={"pressure": {"sustainedSeconds": 30}}, canary={"steps": []}), demand=9000, start_ticks=2
     )
@@ -210,12 +210,12 @@ def content(service: Json) -> Json:
 
 
 def beside(defined: Defined, stored: str) -> Json:
-    """The definition with both versions."""
+    """Return the CRD with both versions."""
     return defined.definition(partial(with_successor, stored=stored))
 
 
 def without_alpha(definition: Json) -> None:
-    """The definition that has only v1beta1 left."""
+    """Return the CRD with v1beta1 alone."""
     with_successor(definition, stored=BETA)
     del definition["spec"]["versions"][0]
 
@@ -233,7 +233,7 @@ def test_v1alpha1_becomes_v1beta1_without_a_webhook_and_no_service_changes(defin
         for version in (ALPHA, BETA):
             assert {name: content(defined.get(name, version)) for name in names} == before
 
-    # Either version's clients see what the other's write, in the spec, the status and the scale.
+    # Clients of either version see each other's writes in the spec, the status and the scale.
     name = names[0]
     for writer, reader, replicas in ((ALPHA, BETA, 3), (BETA, ALPHA, 4)):
         scale = defined.rest.get(f"{defined.services(writer)}/{name}/scale")
@@ -242,12 +242,12 @@ def test_v1alpha1_becomes_v1beta1_without_a_webhook_and_no_service_changes(defin
         defined.rest.merge(f"{defined.services(writer)}/{name}/status", {"status": {"replicas": replicas}})
         found = defined.get(name, reader)
         assert (found["spec"]["replicas"], found["status"]["replicas"]) == (replicas, replicas)
-    # What is applied in one version and left out in the other is taken away, as in one version.
+    # A field applied in one version and omitted in the other is removed, as within one version.
     defined.apply(defined.manifest("applied", ALPHA, replicas=3, kvCache={"mode": "Auto"}), "--server-side")
     defined.apply(defined.manifest("applied", BETA, replicas=3), "--server-side")
     assert mode(defined.get("applied", ALPHA)) == "Recommend"
 
-    # v1alpha1 may leave once every object is written anew, and the server refuses it before that.
+    # v1alpha1 may be removed once every object is rewritten. The server refuses it before.
     with pytest.raises(ApiError, match="storedVersions"):
         defined.replace(defined.definition(without_alpha))
     listed = defined.rest.get(defined.services(BETA))["items"]
@@ -271,7 +271,7 @@ def served(defined: Defined, version: str) -> bool:
 
 
 def test_a_field_that_one_version_alone_has_is_lost_by_a_write_in_the_other(defined: Defined) -> None:
-    """Why both versions must have the same shape as long as both are served."""
+    """Both versions must have the same schema while both are served."""
 
     def wider(definition: Json) -> None:
         with_successor(definition, stored=BETA)

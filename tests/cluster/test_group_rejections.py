@@ -1,4 +1,4 @@
-"""Why pods of a group cannot be created, which StatefulSets say in Events alone, reaches the service's status."""
+"""The status says why a group's pods cannot be created, although StatefulSets report that only in Events."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Json = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def groups(cluster: LocalCluster) -> Iterator[None]:
-    """The kind, without its controller."""
+    """Install the kind without its controller."""
     define(cluster.rest, [LEADER_WORKER_SET_CRD])
     yield
     undefine(cluster.rest, LEADER_WORKER_SET_CRD)
 
 
 def stateful_set(of: Json) -> Json:
-    """Return the object that LeaderWorkerSet makes of one for its leaders."""
+    """Return the StatefulSet that LeaderWorkerSet would create for its leaders."""
     labels = {"app": of["metadata"]["name"]}
     template = of["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
     return {

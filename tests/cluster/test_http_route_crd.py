@@ -1,4 +1,4 @@
-"""An HTTPRoute as the operator makes one is what a server takes that has the kind, with its limits and defaults."""
+"""A server with the HTTPRoute CRD accepts the operator's HTTPRoutes, with its limits and defaults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RULES = ({"backendRefs": [{"name": KEY.name, "port": 80}]},)
 
 @pytest.fixture(scope="module")
 def server(cluster: LocalCluster) -> Iterator[Rest]:
-    """The API server, with the kind."""
+    """Yield the API server with the CRD."""
     rest = cluster.rest
     define(rest, [ROUTE_CRD])
     yield rest

@@ -1,4 +1,4 @@
-"""InferencePools as the operator makes them are what a server takes that has the kind, with its rules enforced."""
+"""A server with the InferencePool CRD accepts the operator's pools, with its rules enforced."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OTHER = {"name": "other-epp", "port": {"number": 9003}, "failureMode": "FailOpen
 
 @pytest.fixture(scope="module")
 def server(cluster: LocalCluster) -> Iterator[Rest]:
-    """The API server, with the kind."""
+    """Yield the API server with the CRD."""
     rest = cluster.rest
     define(rest, [POOL_CRD])
     yield rest
@@ -45,7 +45,7 @@ def server(cluster: LocalCluster) -> Iterator[Rest]:
 
 @pytest.fixture
 def server_1_6(server: Rest) -> Iterator[Rest]:
-    """The same server while it has the kind as of v1.6."""
+    """Yield the same server with the CRD of v1.6."""
 
     def takes_none() -> bool:
         try:
@@ -63,7 +63,7 @@ def server_1_6(server: Rest) -> Iterator[Rest]:
 
 @pytest_asyncio.fixture
 async def cluster_of_pools(cluster: LocalCluster, server: Rest) -> AsyncIterator[Cluster]:
-    """The server as the operator sees it."""
+    """Return the operator's view of the server."""
     configuration = Configuration()
     kubeconfig = str(cluster.kubeconfig)
     await config.load_kube_config(config_file=kubeconfig, client_configuration=configuration)
@@ -81,7 +81,7 @@ def made(picker: dict[str, Any], name: str = KEY.name) -> dict[str, Any]:
 
 
 async def told(cluster: Cluster, actor: Actor, whole: dict[str, Any]) -> Cause | None:
-    """A reconcile that asks for this pool; returns why it was refused."""
+    """Reconcile with this pool, and return why the server refused it."""
     name = whole["metadata"]["name"]
     found = await cluster.find(Ref(whole["apiVersion"], whole["kind"], KEY.namespace, name))
     seen = {} if found is None else {("InferencePool", name): pool_view(found, "u-1")}

@@ -1,4 +1,4 @@
-"""Baselines in a real API server: they stay few, and nothing else that bears their label is read or deleted."""
+"""Baselines on a real API server: few are kept, and other objects with their label are neither read nor deleted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def cluster(plane: ControlPlane) -> AsyncIterator[Cluster]:
 async def test_old_baselines_go_and_a_tenants_many_large_config_maps_stay_unread(
     plane: ControlPlane, cluster: Cluster
 ) -> None:
-    # They come after the baselines in a list, and before them by age.
+    # They sort after the baselines in a list, and are older.
     large = {"filler": "x" * 500_000}
     for number in range(2 * MAX_SEEN):
         about = {"name": f"zzz-{number}", "labels": {SERVICE_LABEL: KEY.name}}

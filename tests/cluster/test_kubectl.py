@@ -1,4 +1,4 @@
-"""`kubectl kvpilot` as a process of the user's, against a real API server (Kubernetes 1.20) with the real CRD."""
+"""`kubectl kvpilot` as a user's process, against a real API server (Kubernetes 1.20) with the real CRD."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BAD = "int4_per_token_head"
 
 
 def kvpilot(kubeconfig: Path, *argv: str, program: Path = PROGRAM) -> subprocess.CompletedProcess[str]:
-    """Run it as a user does, with KUBECONFIG."""
+    """Run it as a user would, with KUBECONFIG."""
     env = {**os.environ, "KUBECONFIG": str(kubeconfig)}
     return subprocess.run([program, *argv], capture_output=True, text=True, check=False, env=env, timeout=600)
 
@@ -45,27 +45,27 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
 
 @dataclass
 class World:
-    """The API server with one service whose Fixed dtype was denied, as the operator's own rules left it."""
+    """API server with one service, whose Fixed dtype the operator's rules have denied."""
 
     plane: ControlPlane
     without_crd: subprocess.CompletedProcess[str]
     status: Json = field(default_factory=dict)
 
     def run(self, *argv: str) -> str:
-        """Its stdout; it must succeed and say nothing else."""
+        """Return its stdout. Check that it succeeds with an empty stderr."""
         done = kvpilot(self.plane.kubeconfig, *argv, "-n", "models")
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
         return done.stdout
 
     def refused(self, *argv: str, kubeconfig: Path | None = None) -> str:
-        """The one line on stderr."""
+        """Return the only line on stderr."""
         done = kvpilot(kubeconfig or self.plane.kubeconfig, *argv)
         assert (done.returncode, done.stdout) == (1, "")
         (line,) = done.stderr.splitlines()
         return line
 
     def service(self) -> Json:
-        """The object in the API server."""
+        """Return the object in the API server."""
         return self.plane.rest.get(f"{SERVICES}/chat")
 
 
@@ -80,7 +80,7 @@ def world(plane: ControlPlane) -> World:
     metadata = {"name": "chat", "namespace": "models"}
     made = plane.rest.create(SERVICES, {**cluster.obj, "metadata": metadata})
     world.status = json.loads(json.dumps(cluster.status))
-    # Denials are of the time of the model cluster; here they hold on.
+    # The denials have the model cluster's dates, and must not expire here.
     for one in world.status["kvCache"]["denied"]:
         one["until"] = "2999-01-01T00:00:00Z"
     plane.rest.merge(f"{SERVICES}/chat/status", {"status": world.status})
@@ -157,7 +157,7 @@ def test_what_is_not_there_is_said(world: World) -> None:
 
 @pytest.fixture(scope="module")
 def reader(world: World) -> Path:
-    """A user who may read the services of the namespace and nothing else."""
+    """Return a user who may only read services of the namespace."""
     rules = [{"apiGroups": ["kvpilot.io"], "resources": ["quantizedllmservices"], "verbs": ["get", "list"]}]
     of_rbac = "/apis/rbac.authorization.k8s.io/v1/namespaces/models"
     world.plane.rest.create(f"{of_rbac}/roles", {"metadata": {"name": "reader"}, "rules": rules})
@@ -173,7 +173,7 @@ def reader(world: World) -> Path:
 
 
 def user(world: World, name: str) -> Path:
-    """The client configuration of a user with no rights but those that are bound to the name."""
+    """Return the client configuration of a user whose only rights are those bound to the name."""
     certs.certificate(world.plane.folder, name, f"/CN={name}")
     return certs.kubeconfig(world.plane.folder, name, world.plane.rest.server)
 

@@ -1,4 +1,4 @@
-"""LeaderWorkerSets as the operator makes them are what a server takes that has the kind."""
+"""A server with the LeaderWorkerSet CRD accepts the operator's sets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETS = "/apis/leaderworkerset.x-k8s.io/v1/namespaces/default/leaderworkersets"
 
 @pytest.fixture(scope="module")
 def server(cluster: LocalCluster) -> Iterator[Rest]:
-    """The API server, with the kind."""
+    """Yield the API server with the CRD."""
     rest = cluster.rest
     define(rest, [LEADER_WORKER_SET_CRD])
     yield rest

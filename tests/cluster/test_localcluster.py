@@ -1,4 +1,4 @@
-"""The local cluster runs pods as a kubelet would, on a real control plane: from their start to their end."""
+"""The local cluster runs pods on a real control plane as a kubelet would, from start to end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.tenants import Json, Tenant, container
 
 
 def running_processes(mark: str) -> list[int]:
-    """Processes whose environment names `mark`, shims left out."""
+    """Return the processes whose environment names `mark`, without shims."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -30,13 +30,13 @@ def running_processes(mark: str) -> list[int]:
 
 
 EACH_SECOND = {"periodSeconds": 1, "failureThreshold": 1, "timeoutSeconds": 60}
-"""Settings of a probe: its first failure counts, and slowness of a busy machine does not."""
+"""Probe settings: the first failure counts, and a slow machine causes none."""
 
 
 def test_a_failing_liveness_probe_restarts_the_container(tenant: Tenant) -> None:
     probe = {"exec": {"command": ["test", "!", "-e", "/state/hung"]}, **EACH_SECOND}
     mounts = [{"name": "state", "mountPath": "/state"}]
-    # The first run hangs itself up; the second finds the file gone, since the trap was there before the file was.
+    # The first run makes the probe fail. The second finds the file removed, because the trap precedes the file.
     script = (
         "[ -e /state/once ] || { trap 'rm /state/hung; exit 3' TERM; touch /state/once /state/hung; }; sleep 900 & wait"
     )
@@ -84,12 +84,12 @@ def test_a_crashing_container_is_restarted_with_growing_pauses(tenant: Tenant) -
         for run in range(4)
     ]
     _, second, third = (after - before for before, after in itertools.pairwise(times))
-    assert second >= 0.9  # a pause of a second, and of two; a busy machine adds to both
+    assert second >= 0.9  # pauses of one second and then two; a busy machine adds to both
     assert third >= 1.9
 
 
 def test_deletion_unreadies_then_runs_prestop_then_sigterm_then_waits(tenant: Tenant) -> None:
-    # Each step waits until the test has seen the one before.
+    # Each step waits until the test has seen the previous one.
     until_there = "until [ -e /state/{} ]; do sleep 0.1; done"
     script = (
         f"trap 'echo term; {until_there.format('end')}; echo bye; exit 0' TERM; echo up; while :; do sleep 0.1; done"
@@ -201,13 +201,13 @@ def test_pretended_gpus_are_scheduled_by_number(tenant: Tenant) -> None:
 
 
 def until_bound(tenant: Tenant) -> Json:
-    """The pod `fits` once one of the two is bound."""
+    """Wait until one of the two pods is bound, and return the pod `fits`."""
     until(lambda: any("nodeName" in tenant.pod(name)["spec"] for name in ("fits", "waits")), "one is bound")
     return tenant.pod("fits")
 
 
 def test_a_cluster_whose_starter_was_killed_is_ended_at_the_next_start(tmp_path: Path) -> None:
-    # The record of a killed starter, and one whose number now belongs to someone else.
+    # One record of a killed starter, and one whose process id now belongs to another process.
     child = procs.spawn(tmp_path / "etcd.pid", ["sleep", "600"], log=tmp_path / "log")
     mine = json.dumps({"pid": os.getpid(), "start": 1})
     (tmp_path / "kube-apiserver.pid").write_text(mine)

@@ -1,4 +1,4 @@
-"""Containers of the local cluster: their inputs, reasons not to start, and their logs."""
+"""Containers of the local cluster: their inputs, the reasons why they do not start, and their logs."""
 
 from __future__ import annotations
 

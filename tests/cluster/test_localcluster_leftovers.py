@@ -1,4 +1,4 @@
-"""No process outlives its pod, and none outlives the cluster: counted over the whole machine."""
+"""No process outlives its pod or the cluster, checked over the whole machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.tenants import Tenant, container
 
 
 def running(mark: str) -> list[str]:
-    """Command lines of processes that name `mark` in them."""
+    """Return the command lines of processes that contain `mark`."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -31,13 +31,13 @@ def running(mark: str) -> list[str]:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[Tenant]:
-    """A cluster of the test's own, which it may stop and kill."""
+    """Yield a cluster of the test's own, which the test may stop and kill."""
     with LocalCluster(tmp_path / "own", backoff=0.1) as cluster:
         yield Tenant(cluster, "default")
 
 
 def run_family(tenant: Tenant, name: str, mark: str) -> None:
-    """A pod whose process has a child, a grandchild with a session of its own, and an exec probe that hangs."""
+    """Create a pod whose process has a child, a grandchild in another session, and a hanging exec probe."""
     wait = f"tail -f /dev/null {mark}"
     script = f"trap '' TERM; {wait} & setsid sh -c '{wait}; true' & {wait}; true"
     probe = {"exec": {"command": ["sh", "-c", f"{wait}; true"]}, "periodSeconds": 1, "failureThreshold": 100}
@@ -70,7 +70,7 @@ def test_a_stopped_cluster_leaves_no_process(own: Tenant, tmp_path: Path) -> Non
 
 
 def test_a_cluster_whose_starter_is_killed_ends(tmp_path: Path) -> None:
-    # Its own folder is in the command lines of all its processes, and nobody uses that folder again.
+    # All its processes have the pod's folder in their command lines, and nothing else uses that folder.
     script = (
         "import sys, time\nfrom pathlib import Path\nfrom kvpilot_localcluster.cluster import LocalCluster\n"
         "LocalCluster(Path(sys.argv[1])).start()\nprint('up', flush=True)\ntime.sleep(600)\n"

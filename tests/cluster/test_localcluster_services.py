@@ -1,4 +1,4 @@
-"""Services of the local cluster lead to the ready pods that they select, and to nobody else."""
+"""Services of the local cluster route only to the ready pods that they select."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from kvpilot_localcluster.rest import HANGS, until
 from support.tenants import Json, Tenant, container, field
 
-# Answers every request with its own name; healthy while there is no file /state/sick.
+# Server that answers every request with its own name. It is healthy until the file /state/sick exists.
 SERVER = """
 import http.server, os, pathlib, signal, sys, threading
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -32,10 +32,10 @@ server.serve_forever()
 
 
 def web(version: str, **more: Any) -> Json:
-    """A container that serves its version over HTTP."""
+    """Return a container that serves its version over HTTP."""
     env = [{"name": "POD_IP", **field("status.podIP")}, {"name": "NAME", "value": version}]
     probe = {"httpGet": {"path": "/healthz", "port": "http"}, "periodSeconds": 1, "failureThreshold": 1}
-    probe["timeoutSeconds"] = 60  # that a busy machine takes its time is no failure
+    probe["timeoutSeconds"] = 60  # a slow machine must not fail the probe
     return container(
         command=["python3", "-c", SERVER],
         env=env,
@@ -105,7 +105,7 @@ def test_a_selector_switch_loses_no_request(tenant: Tenant) -> None:
         many = each(12)
         until(lambda: reached(many), "the old version has clients")
         tenant.cluster.rest.merge(f"{tenant.core}/services/switched", {"spec": {"selector": {"version": "new"}}})
-        # Of each client: one that is still being answered by the old version may be so for as long as it takes.
+        # Wait for each client, because the old version may still be answering one of its requests.
         until(lambda: all(mine[-1] == "new" for mine in answers), "the new version answers")
         tenant.delete("old")
         tenant.until_gone("old")

@@ -1,4 +1,4 @@
-"""The operator's process with a mesh's certificates, and an engine that is closed to everybody else."""
+"""The operator's process with a mesh's certificates, and an engine that accepts no other client."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from support.operated import create, engine, told
 from support.operator_pair import Operator
 
 OPERATOR = "spiffe://cluster.local/ns/kvpilot-system/sa/kvpilot-operator"
-# No node is called that: a pod keeps the status that the test gives it.
+# No node has this name, so the pod keeps the status that the test sets.
 NOWHERE = {"kubernetes.io/hostname": "nowhere"}
 IN_THE_MESH = {"metadata": {"labels": {"security.istio.io/tlsMode": "istio"}}}
 
 
 def answers(rest: Rest, namespace: str, address: str) -> None:
-    """Say of the service's pod what a kubelet would say of one whose engine answers there."""
+    """Set the service's pod status as a kubelet would for an engine that answers at this address."""
     pods = f"/api/v1/namespaces/{namespace}/pods"
     until(lambda: rest.get(pods)["items"], "a pod of the engine's")
     pod = rest.get(pods)["items"][0]["metadata"]["name"]

@@ -1,4 +1,4 @@
-"""/metrics behind TokenReview and SubjectAccessReview of a real API server, with the operator's own rights."""
+"""/metrics checked by TokenReview and SubjectAccessReview of a real API server, with the operator's own rights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ READER = "default:kvpilot-operator:metrics-reader"
 
 
 def token(plane: ControlPlane, account: str) -> str:
-    """A new token of a ServiceAccount."""
+    """Return a new token of a ServiceAccount."""
     body = {"spec": {"audiences": ["https://kubernetes.default.svc"]}}
     answer = plane.rest.create(f"{CORE}/serviceaccounts/{account}/token", body)
     return str(answer["status"]["token"])
@@ -50,7 +50,7 @@ def bind(plane: ControlPlane, name: str, role: str, account: str) -> None:
 
 @pytest.fixture(scope="module")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """Create the chart's roles, and accounts of a Prometheus that may read metrics and of a tenant that may not."""
+    """Create the chart's roles, a Prometheus account that may read metrics, and a tenant's account that may not."""
     with ControlPlane(tmp_path_factory.mktemp("access"), build.build()) as plane:
         until(lambda: plane.rest.get(f"{CORE}/serviceaccounts/default"), "the default account")
         for name in ("kvpilot-operator", "prometheus", "tenant"):
@@ -70,7 +70,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
 
 @pytest_asyncio.fixture
 async def port(plane: ControlPlane, tmp_path: Path) -> AsyncIterator[int]:
-    """The operator's endpoints, which ask the API server as the operator's own ServiceAccount."""
+    """Serve the operator's endpoints, which query the API server as the operator's own ServiceAccount."""
     known = yaml.safe_load(plane.kubeconfig.read_text())
     known["users"] = [{"name": "operator", "user": {"token": token(plane, "kvpilot-operator")}}]
     known["contexts"][0]["context"]["user"] = "operator"
@@ -124,7 +124,7 @@ async def test_a_token_of_a_deleted_account_is_worth_nothing(plane: ControlPlane
     async def answer() -> int:
         return (await get(port, "/metrics", f"Bearer {kept}"))[0]
 
-    # The API server looks accounts up in what it has heard of them, which lags behind what it has stored.
+    # The API server's authorizer reads a cache of accounts, which lags behind its storage.
     began = time.monotonic()
     while await answer() != 401:
         assert time.monotonic() - began < HANGS

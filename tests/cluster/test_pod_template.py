@@ -1,4 +1,4 @@
-"""engine.podTemplate in a real API server (Kubernetes 1.20, RBAC, admission): what becomes of it, and for whom."""
+"""engine.podTemplate on a real API server (Kubernetes 1.20, RBAC, admission): resulting pods and required rights."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ TEMPLATE: Json = {
 
 
 def missing(asked: Any, found: Any, path: str) -> list[str]:
-    """Paths of what was asked that are not so in what the server has; items of lists of objects go by their names."""
+    """Return paths at which the stored object differs from the request. Items of object lists are matched by name."""
     if isinstance(asked, dict):
         return [
             one for key, value in asked.items()
@@ -83,7 +83,7 @@ def missing(asked: Any, found: Any, path: str) -> list[str]:
 
 
 def deployment(rest: Rest, namespace: str) -> Json:
-    """The Deployment of `chat`, once it is there."""
+    """Return the Deployment of `chat` once it exists."""
     path = f"/apis/apps/v1/namespaces/{namespace}/deployments"
     found: Json = until(lambda: rest.get(path)["items"], "the engine's Deployment")[0]
     return found
@@ -143,7 +143,7 @@ def test_a_missing_secret_of_a_volume_is_named_in_the_status_and_its_kubelets_wo
 
 
 def user(cluster: LocalCluster, namespace: str, role: str) -> Rest:
-    """A client with a role of the cluster in that namespace and nothing else."""
+    """Return a client that has only this cluster role, in that namespace."""
     name = f"{role}-of-{namespace}"
     bound = {
         "metadata": {"name": name},
@@ -157,7 +157,7 @@ def user(cluster: LocalCluster, namespace: str, role: str) -> Rest:
 
 
 def by_hand(theirs: Rest, namespace: str, template: Json) -> None:
-    """Ask to create a Deployment and a pod of this template, without keeping them."""
+    """Send dry-run creates of a Deployment and a pod with this template."""
     labels = {"made": "by-hand"}
     template = copy.deepcopy(template)
     template["metadata"]["labels"] |= labels

@@ -1,4 +1,4 @@
-"""The status shows what a real API server and its admission plugins (Kubernetes 1.20) refuse, with field and words."""
+"""The status shows rejections by a real API server and its admission plugins (Kubernetes 1.20), with field and text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A service that cannot be, and what the message has to hold; `before` is in the namespace first."""
+    """Invalid service and the expected words of the message; `before` is created in the namespace first."""
 
     name: str
     reason: str
@@ -78,7 +78,7 @@ def test_what_is_refused_is_told_with_field_and_words(rest: Rest, namespace: str
     for words in case.words:
         assert words in found["message"]
     if "(Deployment " in found["message"]:
-        # No engine is there to have a reason of its own.
+        # There is no engine that could have a reason of its own.
         ready = told(rest, namespace, "Ready", case.reason)
         assert ready["status"] == "False"
         assert case.words[0] in ready["message"]
@@ -135,7 +135,7 @@ def test_a_users_service_of_the_name_stays_as_it_is_whoever_came_first(rest: Res
 
 
 def replaced(rest: Rest, namespace: str, path: str) -> Json:
-    """The user's Service in place of the operator's, which makes its own again as soon as it hears of it."""
+    """Replace the operator's Service by a user's. The operator recreates its own as soon as its watch sees that."""
     made: list[Json] = []
 
     def quicker() -> bool:
@@ -152,7 +152,7 @@ def replaced(rest: Rest, namespace: str, path: str) -> Json:
 
 
 def test_the_server_itself_refuses_to_merge_our_deployment_into_another_one(rest: Rest, namespace: str) -> None:
-    """Return the changes that let a new Deployment do without a claim of its name."""
+    """Return the changes that let a new Deployment work without a claim of its name."""
     key, spec = ServiceKey(namespace, "chat"), spec_of(manifest())
     ours = workload(key, "u-1", pod_template("chat", spec, "auto"), 1, 600)
     about = {"name": ours["metadata"]["name"], "namespace": namespace}

@@ -1,4 +1,4 @@
-"""A claim and the Job that fills it, in a real API server (Kubernetes 1.20) with its controllers and admission."""
+"""A claim and the Job that fills it, on a real API server (Kubernetes 1.20) with its controllers and admission."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ask(rest: Rest, namespace: str, size: str, **more: str) -> None:
 
 
 def bound(rest: Rest, namespace: str, *, grows: bool) -> str:
-    """A service with a claim of 2 GiB on a volume of its own class, which can be resized or not; the class' name."""
+    """Create a service with a claim of 2 GiB and a class that may allow resizing; return the name of the class."""
     name = f"class-{namespace}"
     rest.create(
         "/apis/storage.k8s.io/v1/storageclasses",
@@ -60,7 +60,7 @@ def test_a_claim_is_bound_and_grows_where_its_class_allows(rest: Rest, namespace
     found = told(rest, namespace, "Stalled", "Invalid")
     assert "spec.cache.weights: a claim keeps its class" in found["message"]
     assert rest.get(claim(namespace))["spec"]["resources"]["requests"]["storage"] == "5Gi"
-    # What was asked for before is what there is: nothing is refused any more.
+    # The previously requested size is the actual one, so nothing is refused any more.
     ask(rest, namespace, "5Gi")
     until(lambda: condition(rest, namespace, "Stalled")["status"] == "False", "nothing is refused")
     assert rest.get(claim(namespace))["spec"]["storageClassName"] == name
@@ -133,7 +133,7 @@ FILES = {"config.json": b"{}", "a.safetensors": b"a" * 3_000_000, "b.safetensors
 
 
 def disk(rest: Rest, namespace: str, folder: Path) -> str:
-    """A volume in a folder of this machine, and its class."""
+    """Create a volume in a folder of this machine, and its class."""
     name = f"class-{namespace}"
     spec = {
         "capacity": {"storage": "1Gi"},

@@ -1,4 +1,4 @@
-"""The operator's process before a real API server sends its traces, the last of them when it ends."""
+"""The operator's process sends its traces, the last ones at its end, while it uses a real API server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.operator_pair import Operator
 
 
 def reconciles(collector: Collector, namespace: str) -> list[dict[str, str]]:
-    """The attributes that are texts, of each reconcile of a service of this namespace."""
+    """Return the string attributes of each reconcile of a service in this namespace."""
     found = [
         {one.key: one.value.string_value for one in span.attributes}
         for span in collector.spans()
@@ -29,7 +29,7 @@ def test_the_operators_process_sends_its_traces_the_last_of_them_at_its_end(
 ) -> None:
     with collecting() as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
-        # Nothing is sent before the end: an hour between two batches, and far fewer spans than fill one.
+        # Nothing is sent before the end: batches are an hour apart, and there are too few spans to fill one.
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
         operator = Operator("traced", tmp_path, cluster.kubeconfig, f"--namespace={namespace}")
         try:

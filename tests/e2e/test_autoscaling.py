@@ -1,6 +1,6 @@
-"""A real HorizontalPodAutoscaler and the operator share a service: the examples as they are, each writes its own part.
+"""A real HorizontalPodAutoscaler and the operator share an example's service, and each writes only its own fields.
 
-The engines are cheap ones (`kvpilot_localcluster.engines.faulty`), which is fine: what is looked at is who writes what.
+Cheap engines (`kvpilot_localcluster.engines.faulty`) suffice, because the test looks only at the writers.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ Json = dict[str, Any]
 
 
 class World:
-    """One cluster with an operator that has a name of its own in the audit log, and the engines' load."""
+    """Cluster whose operator has its own name in the audit log, and the load of the engines."""
 
     def __init__(self, cluster: LocalCluster, operator: str) -> None:
         self.cluster, self.rest, self.operator = cluster, cluster.rest, operator
         self.adapter = Adapter(cluster.rest, lambda: operator)
         self.load: dict[str, Json] = {}
-        """Sum of the engines' metrics: requests are spread over the engines behind the Service."""
+        """Return the sum of the engines' metrics. The Service spreads requests over the engines."""
         self._rounds = 0
 
     def status(self, name: str) -> Json:
@@ -63,7 +63,7 @@ class World:
         return found
 
     def deployments(self, name: str) -> dict[str, int]:
-        """Replicas by revision."""
+        """Return the replicas by revision."""
         path = f"/apis/apps/v1/namespaces/default/deployments?labelSelector={SERVICE_LABEL}%3D{name}"
         items = self.rest.get(path)["items"]
         return {d["metadata"]["labels"][REVISION_LABEL]: d["spec"]["replicas"] for d in items}
@@ -74,7 +74,10 @@ class World:
         return [pod for pod in items if "deletionTimestamp" not in pod["metadata"]]
 
     def apply_example(self, file: str, **changes: Any) -> str:
-        """Both objects of an example; the autoscaler as the v2beta2 that this server knows. Returns their name."""
+        """Create both objects of an example, with the autoscaler as v2beta2, which this server supports.
+
+        Return their name.
+        """
         service, autoscaler = yaml.safe_load_all((EXAMPLES / file).read_text())
         service["spec"] |= changes
         self.rest.create(SERVICES, service)
@@ -98,7 +101,7 @@ class World:
             raise TimeoutError(f"{error}; {told}") from None
 
     def _spread(self) -> None:
-        # A use that stands still while requests come and go would not be believed.
+        # The operator would reject a constant usage while requests come and go.
         self._rounds += 1
         wobble = 0.01 * (self._rounds % 2)
         for name, figures in self.load.items():
@@ -109,7 +112,7 @@ class World:
                 _post(pod, {**figures, **shares, "usage": figures["usage"] + wobble})
 
     def writes(self, path: str) -> set[tuple[str, str]]:
-        """(user, verb and rest of the path) of everything that was written below a path."""
+        """Return (user, verb, rest of the path) of every write below a path."""
         found = audit.writes(self.cluster.plane.audit_log)
         return {
             (w.user, w.what.replace(path, ""))
@@ -129,7 +132,7 @@ def _ready(pod: Json) -> bool:
 def _post(pod: Json, faults: Json) -> None:
     url = f"http://{pod['status']['podIP']}:8000/faults"
     request = urllib.request.Request(url, json.dumps(faults).encode(), {"Content-Type": "application/json"})
-    with contextlib.suppress(OSError):  # it may just be leaving
+    with contextlib.suppress(OSError):  # the pod may just be terminating
         urllib.request.urlopen(request, timeout=5).close()  # noqa: S310 (loopback)
 
 
@@ -173,7 +176,7 @@ def test_an_hpa_on_requests_in_hand_scales_the_service_up_and_down_across_a_cana
     scale = world.scale(name)
     assert (scale["spec"]["replicas"], scale["status"]["replicas"]) == (3, 3)
 
-    # A canary that is held in the middle of its probes. Nobody waits meanwhile: its baseline would give way to them.
+    # The test holds the canary in the middle of its probes. No request waits meanwhile, or the baseline would yield.
     world.load[name] = {"usage": 0.3, "running": 130, "waiting": 0}
     world.rest.merge(f"{SERVICES}/{name}", {"spec": {"kvCache": {"dtype": "fp8"}}})
     world.until(lambda: world.status(name).get("canary", {}).get("stage") == "Probing", "the canary is probed")
@@ -188,7 +191,7 @@ def test_an_hpa_on_requests_in_hand_scales_the_service_up_and_down_across_a_cana
     (selector,) = set(world.adapter.asked["vllm_requests_in_flight"])
     assert f"{REVISION_LABEL}={stable}" in selector
 
-    # It is let go, and takes the place of the four, while the autoscaler goes on looking.
+    # The test releases the canary, which then replaces the four replicas while the autoscaler keeps polling.
     _post(probed, {"completions": ""})
     world.until(lambda: world.deployments(name) == {canary: 4}, "the canary has been promoted")
     world.until(lambda: world.status(name)["kvCache"]["activeDtype"] == "fp8", "the status says so")
@@ -234,7 +237,7 @@ def _ours(pod: Json) -> bool:
 
 
 def _operator_wrote_no_number(world: World, name: str) -> None:
-    """The API server's audit log and the fields' managers say so."""
+    """Check the API server's audit log and the managers of the fields."""
     writes = world.writes(f"{SERVICES}/{name}")
     assert (OPERATOR, "patch /status") in writes
     assert {what for user, what in writes if user == OPERATOR} == {"patch /status"}

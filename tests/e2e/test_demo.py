@@ -1,4 +1,4 @@
-"""The README's demo, headless: every step of the story is asserted on what it recorded."""
+"""The README's demo without a terminal: every step of the story is checked against its record."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_the_operator_says_why_it_chose_k4v4(record):
 
 
 def test_capacity_grows_by_at_least_3_6(record):
-    # 22 blocks of 128 tokens become 85; of 17 of a sequence of 2,048 tokens one is the ring of its recent window.
+    # 22 blocks of 128 tokens become 85. Of the 17 blocks of a sequence of 2,048 tokens, one is the ring of its recent
+    # window.
     assert record["capacity_ratio"] >= 3.6
 
 

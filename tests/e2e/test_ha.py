@@ -1,7 +1,7 @@
-"""Two operators and one Lease on a real API server, which writes down who wrote what: one acts, the other takes over.
+"""Two operators and one Lease on a real API server with an audit log: one leads, and the other takes over.
 
-Nothing runs the pods here: what is looked at is who writes. Services change all the time, so that whoever leads always
-has something to write.
+No pods run, because the test looks only at the writers. Services change all the time, so a leader always has something
+to write.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CRDS = Path(__file__).parents[2] / "crds"
 MODELS = "models"
 SERVICES = f"/apis/kvpilot.io/v1alpha1/namespaces/{MODELS}/quantizedllmservices"
 NAMES = [f"chat-{number}" for number in range(6)]
-# From the end of one leader to the first write of the next: 15 s by the Lease, and 2 s more on quiet cores.
+# Seconds from one leader's end to the next one's first write: 15 s for the Lease, and up to 2 s more on quiet cores.
 PATIENCE = 60
 COUNTER = itertools.count()
 
@@ -50,7 +50,7 @@ def service(name):
 
 
 class Editor(threading.Thread):
-    """Somebody who changes services all the time."""
+    """User who changes services all the time."""
 
     def __init__(self, rest, pause=0.25):
         super().__init__(daemon=True)
@@ -105,7 +105,7 @@ def seconds(since, moment):
 
 
 def acted_upon(pair):
-    """Change a service and wait until the operator has taken the change in."""
+    """Change a service, and wait until the operator has processed the change."""
     change = {"spec": {"drain": {"timeoutSeconds": 100 + next(COUNTER) % 100}}}
     generation = pair.rest.merge(f"{SERVICES}/{NAMES[0]}", change)["metadata"]["generation"]
 
@@ -196,7 +196,7 @@ def test_a_leader_that_is_cut_off_ends_before_the_other_takes_over(pair):
 
 
 def away(pair, length):
-    """Kill the API server and start it again after so many seconds; the moment when it answers again."""
+    """Kill the API server, restart it after so many seconds, and return the time of its first answer."""
     server = Component(pair.plane.folder, "kube-apiserver")
     server.kill()
     time.sleep(length)
@@ -213,7 +213,7 @@ def away(pair, length):
 
 
 def test_an_api_server_that_restarts_costs_nobody_the_leadership(pair):
-    # The API server may take ten times as long to come back as on quiet cores, where the default of 15 is enough.
+    # The API server may take ten times as long to return as on quiet cores, where the default of 15 s is enough.
     with pair.flags("--lease-seconds=150"):
         leader, _ = pair.settle()
         holder = pair.holder()
@@ -262,7 +262,7 @@ def test_in_a_dozen_random_ends_of_leaders_no_write_is_out_of_place(pair):
 
 
 def test_the_audit_log_convicts_an_operator_that_does_not_ask(pair):
-    """The check above can fail: an operator beside the others, without --leader-elect, is found out at once."""
+    """The check above can fail: it finds an extra operator without --leader-elect at once."""
     pair.settle()
     assert pair.faults() == []
     lonely = pair.start("c")

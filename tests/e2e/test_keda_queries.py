@@ -1,4 +1,4 @@
-"""The KEDA example's queries, asked of Prometheus' own engine (promtool) over the pages of a small fleet."""
+"""Queries of the KEDA example, evaluated by Prometheus' own engine (promtool) over the pages of a small fleet."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_queries_count_the_requests_of_this_services_engines_and_read_its_re
         series("vllm:num_requests_running", 99, pod=f"{POD}a", namespace="another"),
         series("kvpilot_recommended_replicas", 3, name="qwen3-8b-keda", job="kvpilot-operator"),
         series("kvpilot_recommended_replicas", 7, name="other", job="kvpilot-operator"),
-        # What an engine's own page says.
+        # Lines of an engine's own page.
         series("kvpilot_recommended_replicas", 9, name="qwen3-8b-keda", job="kvpilot-engines"),
     ]
     asked: list[dict[str, Any]] = [

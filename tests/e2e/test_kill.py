@@ -1,7 +1,7 @@
-"""kill -9 of the operator at many moments of the story ends in the state that the undisturbed story ends in.
+"""kill -9 of the operator at many moments of the story leads to the same final state as the undisturbed story.
 
-Every run holds it with cheaper engines: tests/unit/test_decide_rollout.py between any two writes, and
-tests/faults/test_unprobed_pods.py with a real API server and the operator's own process.
+Two faster tests run every time: tests/unit/test_decide_rollout.py kills between any two writes, and
+tests/faults/test_unprobed_pods.py uses a real API server and the operator's process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def canary(dtype, stage):
     return lambda s: at(s, "canary", "dtype") == dtype and at(s, "canary", "stage") == stage
 
 
-# Each moment is met once, in any order: what is seen, and how many seconds later the operator dies.
+# Each moment occurs once, in any order: the observation, and the seconds from it to the kill.
 MOMENTS = [
     ("the object is new", lambda s: True, 0.0),
     ("the first revision is chosen", lambda s: bool(at(s, "stable")), 0.0),
@@ -87,7 +87,7 @@ async def test_a_killed_operator_ends_the_story_in_the_same_state(tmp_path):
         pods = await world.pods()
     assert len(killed) >= 10, killed
     assert record.failed_requests == 0, record.failures
-    assert record.capacity_ratio >= 3.6  # as in test_demo
+    assert record.capacity_ratio >= 3.6  # the same bound as in test_demo
     status = service["status"]
     assert status["kvCache"]["activeDtype"] == GOOD
     assert [d["dtype"] for d in status["kvCache"]["denied"]] == [BAD]

@@ -1,4 +1,4 @@
-"""The pilot in a real cluster with real engines: replicas, a canary judged under live load, a watch that goes on."""
+"""The pilot in a real cluster with real engines: replicas, a canary under live load, and continued observation."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from support.gateway import API, ROUTE_CRD, Gateway
 pytestmark = [pytest.mark.timeout(3600), pytest.mark.asyncio(loop_scope="module")]
 NAMESPACE = "default"
 SLOT = "kvpilot.test/slot"
-# Whatever is waited for takes at most two minutes on quiet cores, an engine's start and the filling of its cache.
+# Each wait includes an engine's start and the filling of its cache, at most two minutes on quiet cores.
 HANGS = 1200
-# A model of random weights has no answers to keep: these limits let its canaries pass, and zero ones let none.
+# Random weights give no meaningful answers. These limits let every canary pass, and limits of zero let none pass.
 LENIENT = {"probeSets": ["builtin/general"], "maxExcessKLMillinats": 100000, "minTop1AgreementPercent": 0}
 PATIENT = {
     "warmUpSeconds": 5,
@@ -133,7 +133,7 @@ async def test_pressure_at_the_end_of_the_ladder_adds_a_replica_and_calm_takes_i
     async with users(world, "scaled", 12) as load:
         await until(world, "scaled", lambda s: at(s, "scaling", "desiredReplicas") == 2)
     assert load.stats.failed == 0, list(load.stats.failures)
-    # However long the second engine takes to start, it is not given up before.
+    # The trial does not end before the second engine has started, however long that takes.
     status = await until(world, "scaled", lambda s: at(s, "readyReplicas") == 2)
     added = next(d for d in status["decisions"] if d["action"] == "ScaleOut")
     assert added["options"][0]["outcome"] == "Chosen"
@@ -167,7 +167,7 @@ async def test_recommend_mode_names_the_step_and_changes_nothing(world):
 
 @pytest.mark.long
 async def test_a_slower_canary_is_caught_under_live_load_and_a_good_one_goes_through_its_steps(world):
-    """On a CPU our pages are read by plain torch, at half the speed of vLLM's own kernels: a real regression."""
+    """On a CPU plain torch reads our pages at half the speed of vLLM's own kernels: a real regression."""
     await world.cluster.create(
         service(
             world,
@@ -185,7 +185,7 @@ async def test_a_slower_canary_is_caught_under_live_load_and_a_good_one_goes_thr
         )
     )
     await until(world, "stepped", lambda s: at(s, "readyReplicas") == 2)
-    # Users come once the canary answers: until then they would only keep its engine from starting.
+    # Users come after the canary answers: earlier load would only slow its engine's start.
     await patch(world, "stepped", kvCache={"dtype": "k4v4"})
     await until(world, "stepped", lambda s: at(s, "canary", "stage") in ("Probing", "Shifting"))
     async with users(world, "stepped", 4, prompt_tokens=50, output_tokens=8) as load:
@@ -272,7 +272,7 @@ async def test_a_route_carries_the_canarys_weight_and_is_left_as_the_user_wrote_
         while not await world.cluster.serves(API):
             await asyncio.sleep(0.2)
     world.kill_operator()
-    world.start_operator()  # what the API server serves is read at start
+    world.start_operator()  # the operator reads the served APIs at its start
     rules = [{"backendRefs": [{"name": "routed", "port": 80}]}]
     route = {
         "apiVersion": API,
@@ -283,7 +283,7 @@ async def test_a_route_carries_the_canarys_weight_and_is_left_as_the_user_wrote_
     async with asyncio.timeout(HANGS):
         while True:
             try:
-                # With the defaults of the kind.
+                # Use the defaults of the CRD.
                 written = (await world.cluster.create(route))["spec"]["rules"]
                 break
             except ClusterError:

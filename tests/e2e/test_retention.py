@@ -1,4 +1,4 @@
-"""A bound on the cache in a real cluster with real engines: what forgets is rolled back, what does not is promoted."""
+"""A bounded cache in a real cluster with real engines: one that forgets is rolled back, another promoted."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ async def test_a_bound_that_forgets_is_rolled_back_and_one_longer_than_the_probe
         print(last["message"], measured["sample"], sep="\n")
         assert (last["verdict"], last["reason"]) == ("Failed", "AccuracyRegressed")
         assert measured["excessKLMicronats"] > 20_000
-        # The dtype is not to blame, and what serves has kept every token all along.
+        # The dtype is not to blame, and the serving revision has kept every token all along.
         assert "denied" not in status["kvCache"]
         assert "retention" not in status["kvCache"]
         assert status["accuracy"]["baseline"]["controlTop1AgreementPermille"] > 990
 
-        await bounded_to(world, 960)  # the longest prompt of the pack and its answer have some 750 tokens
+        await bounded_to(world, 960)  # the longest prompt of the pack and its answer have about 750 tokens
         status = await until(world, lambda s: s["kvCache"].get("retention") == "SinksAndWindow")
         print(status["history"][0]["message"])
         assert status["history"][0]["verdict"] == "Passed"

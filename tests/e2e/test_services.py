@@ -1,5 +1,7 @@
-"""Services side by side: each is served on its own, scaled by /scale and cleaned up; what is wrong with one is said
-clearly, in the API or a condition, and the others stay served."""
+"""Services side by side: each is served, scaled by /scale and cleaned up on its own.
+
+A fault of one service is reported in the API or a condition, and the others stay served.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from support import forked_serve
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="module")]
 NAMESPACES = ("team-a", "team-b")
-# Whatever is waited for takes at most a minute on quiet cores: two engines that start side by side.
+# Each wait takes at most a minute on quiet cores, in which two engines start side by side.
 HANGS = 600
 
 
@@ -116,7 +118,7 @@ async def test_a_model_path_that_does_not_exist_is_named_in_a_condition(world):
     await world.cluster.create(service(world, "nowhere", model={"source": "file:///models/nowhere"}))
     status = await until(world, "team-a", "nowhere", lambda s: condition(s, "Serving")[1] == "ModelNotFound")
     assert "nowhere" in condition(status, "Serving")[2]
-    # Its pod keeps its share of the node until it goes.
+    # The pod keeps its share of the node until it ends.
     await world.cluster.delete(Ref(API_VERSION, KIND, "team-a", "nowhere"))
 
 

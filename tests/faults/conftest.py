@@ -1,4 +1,4 @@
-"""One cluster of cheap engines and one operator for all tests of faults; each test leaves them healthy."""
+"""One cluster of cheap engines and one operator for all fault tests; each test leaves them healthy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from support.faulty_world import FaultyWorld
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def whole_world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultyWorld]:
-    """A service `steady` with two engines, which users ask, and a service `dial`, whose replicas tests change.
+    """Yield a cluster with the service `steady`, whose two engines have users, and `dial`, whose replicas tests change.
 
-    What the tests measure lies in pytest's folder for the session, unless KVPILOT_FAULTS_RECORD names another file.
+    Measurements go to pytest's folder for the session, unless KVPILOT_FAULTS_RECORD names another file.
     """
     os.environ.setdefault(VARIABLE, str(tmp_path_factory.mktemp("measured") / "faults.jsonl"))
     async with FaultyWorld.up(tmp_path_factory.mktemp("faults")) as world:
@@ -29,12 +29,12 @@ async def whole_world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def world(whole_world: FaultyWorld) -> AsyncIterator[FaultyWorld]:
-    """The same, without a fault of the API server at the test's start and end."""
+    """Return that cluster. The API server has no fault at the start and end of a test."""
     yield whole_world
     whole_world.api.storm = None
     try:
         whole_world.check()
     except AssertionError:
-        # The next tests have their own say.
+        # Let the next tests begin with an empty record.
         await whole_world.start_operator()
         raise

@@ -24,7 +24,7 @@ BEGIN, END = "<!-- measured: tests/faults/table.py writes this -->", "<!-- end o
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """The machine and the newest measurement of each fault, in Markdown."""
+    """Return the machine and the newest measurement of each fault, in Markdown."""
     machine = [line for line in lines if "versions" in line][-1]
     rows = {line["fault"]: line for line in lines if "fault" in line}
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
@@ -44,7 +44,7 @@ def write(lines: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Returns pytest's exit status; the table is written if all tests passed."""
+    """Write the table if all tests pass, and return pytest's exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, help="the measurements of an earlier run")
     file = parser.parse_args().record

@@ -1,5 +1,7 @@
-"""The API server restarts, goes away, is slow, drops watches or answers with errors: what users changed meanwhile is
-acted on soon afterwards, and no request to a service fails."""
+"""The API server restarts, goes away, slows down, drops watches or answers with errors, and the service stays up.
+
+The operator acts on users' changes soon after the fault, and no request to a service fails.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,17 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 STORM_SECONDS = 6
 RECOVERS = 60
-"""Seconds from a fault's end until all is acted on: more than ten times what it takes on quiet cores, 3 s and mostly
-less. After 75 s a watch that brings nothing is opened anew in any case: one that was not opened again before is seen.
+"""Seconds from a fault's end until the operator has acted on all changes.
+
+It is more than ten times the time on quiet cores, which is mostly below 3 s. A silent watch is reopened after 75 s in
+any case, so the shorter limit reveals a watch that was not reopened.
 """
 NUMBERS = itertools.count(1)
 WHAT = "a changed replica count, a new and a deleted service are acted on"
 
 
 class Changes:
-    """One change of a known service, one new and one deleted service, as users make them in the middle of a fault."""
+    """Changes that users make during a fault: to an existing, a new and a deleted service."""
 
     def __init__(self, world: FaultyWorld) -> None:
         number = next(NUMBERS)
@@ -36,7 +40,7 @@ class Changes:
 
     @classmethod
     async def prepared(cls, world: FaultyWorld) -> Changes:
-        """While all is well: the service that is to be deleted is there."""
+        """Create the service to delete while there is no fault yet."""
         changes = cls(world)
         await world.create(changes.old, 0)
         await world.acted(changes.old, 0)
@@ -52,7 +56,7 @@ class Changes:
         return not await self.missing()
 
     async def missing(self) -> list[str]:
-        """Return the changes that were not acted on yet."""
+        """Return the changes that the operator has not acted on yet."""
         done = {
             "the replica count": await self.world.wanted("dial") == self.replicas,
             "the new service": await self.world.wanted(self.new) == 0,
@@ -61,13 +65,13 @@ class Changes:
         return [change for change, is_so in done.items() if not is_so]
 
     async def caught_up(self, seconds: float = RECOVERS) -> float:
-        """Wait until all are acted on; returns the seconds it took."""
+        """Wait until the operator has acted on all changes; return the seconds that it took."""
         try:
             taken = await until(self.acted_on, WHAT, seconds)
         except TimeoutError as error:
             error.add_note(f"not acted on: {', '.join(await self.missing())}")
             raise
-        # What it owned is Kubernetes' to remove, which takes its time after an outage, too.
+        # Kubernetes removes the owned objects, which takes time after an outage, too.
         await until(self._gone, "the deleted service's Deployment is gone")
         await asyncio.sleep(2 * SCRAPE_SECONDS)
         assert await self._gone(), "a deleted service has come back"
@@ -110,9 +114,9 @@ async def test_after_a_restart_of_the_api_server_changes_are_acted_on(world):
 
 @pytest.mark.long
 async def test_after_30_seconds_without_an_api_server_changes_are_acted_on(world):
-    # After 40 s without a heartbeat Kubernetes takes every node for lost, and all pods out of all Services.
+    # After 40 s without a heartbeat Kubernetes marks every node as lost, and removes all pods from all Services.
     Component(world.local.plane.folder, "kube-controller-manager").start("--node-monitor-grace-period=90s")
-    await asyncio.sleep(10)  # it ends if it cannot read the API server at its start
+    await asyncio.sleep(10)  # the operator ends if it cannot read the API server at its start
     await restart(world, 30, "API server away for 30 s")
 
 
@@ -152,7 +156,7 @@ async def test_a_slow_etcd_delays_changes_and_loses_none(world):
 
 
 async def test_what_changed_before_etcd_was_compacted_is_seen_by_watches_that_were_away(world):
-    """Nothing of what happened meanwhile is left to be told: only a list shows it."""
+    """Make the server forget the events of the fault, so that only a new list shows the changes."""
     folder = world.local.plane.folder
     core, definitions = (Component(folder, name) for name in ("kube-apiserver", "apiextensions-apiserver"))
     store = Component(folder, "etcd")
@@ -166,10 +170,10 @@ async def test_what_changed_before_etcd_was_compacted_is_seen_by_watches_that_we
         await changes.make()
         await asyncio.to_thread(compact, store)
         for server in (definitions, core):
-            server.kill()  # its own memory of what was
+            server.kill()  # its watch cache
         core.start()
         await answers(world)
-        definitions.start()  # it reads the core at its start, and ends without it
+        definitions.start()  # it reads the core at its start, and ends if it cannot
         await until(readable, "services can be read again")
         began = time.monotonic()
         await world.api.back()
@@ -268,7 +272,7 @@ async def test_changes_are_acted_on_in_a_storm_that_fails_every_fourth_request(w
     changes = await Changes.prepared(world)
     world.api.storm = Storm(500, share=0.25)
     await changes.make()
-    # A request may fail again and again: in RECOVERS the pauses of six failures pass, in HANGS of twenty.
+    # A request may fail several times in a row. RECOVERS covers the pauses after six failures, HANGS after twenty.
     taken = await changes.caught_up(HANGS)
     assert world.api.storm is not None
     record("every fourth request answered 500", taken, what=f"{WHAT}, still under the fault")

@@ -1,4 +1,4 @@
-"""The operator's clock is set forward and back by an hour: nothing is decided because of it, no pressure is missed."""
+"""The operator's clock jumps by an hour in either direction: it changes no decision and hides no pressure."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SUSTAINED = 10
 
 
 class Clock:
-    """The wall clock of one process; its monotonic clock is left alone, as it is when a machine's clock is set."""
+    """Wall clock of one process. As on a real machine, setting it does not change the monotonic clock."""
 
     def __init__(self, file) -> None:
         self._file = file
         self.set(0)
 
     def set(self, seconds: int) -> None:
-        """Show so many seconds more than the machine."""
+        """Run this many seconds ahead of the machine."""
         self._file.write_text(f"{seconds:+d}\n")
 
     @property
@@ -40,7 +40,7 @@ class Clock:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def clock(world, tmp_path):
-    """The operator, started anew under a clock of its own."""
+    """Start the operator again under a clock of its own."""
     shown = Clock(tmp_path / "clock")
     await world.stop_operator()
     await world.start_operator(await asyncio.to_thread(lambda: shown.environment))
@@ -62,7 +62,7 @@ async def test_a_clock_that_jumps_moves_no_decision_and_blinds_no_eye(world, clo
         clock.set(jump)
 
         async def moved(jump: int = jump) -> bool:
-            """The newest scrape is one by the new clock."""
+            """Wait until the newest scrape has the new clock's time."""
             return abs(await world.newest_scrape("timed") - time.time() - jump) < 60
 
         taken = await until(moved, f"scrapes go on by a clock that went {words}")

@@ -1,4 +1,4 @@
-"""Engines with broken metrics or probes: they hold up nobody, move no decision, and are read again once healthy."""
+"""Engines with broken metrics or probes delay no other service, change no decision, and are read again once healthy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Replicas that are groups of pods on several nodes go through the same trials, by whole groups: their leaders alone
-take requests, a canary is one group more, and a group of which a pod ends is made anew."""
+"""Replicas that are groups of pods on several nodes go through the same trials, as whole groups.
+
+Only their leaders take requests, a canary adds one group, and a group with an ended pod is recreated.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ ENGINE = {"image": IMAGE, "nodes": 2}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def groups(whole_world):
-    """The definition, which comes after the operator has started, and its controller in the place of StatefulSets'."""
+    """Install the CRD after the operator has started, and a controller that replaces that of StatefulSets."""
     world = whole_world
     await world.create("early", 1, engine=ENGINE)
 
@@ -57,7 +59,7 @@ async def all_pods(world, name):
 
 
 def moves_groups(written: str) -> bool:
-    """Kills after other writes are the same as where a replica is one pod."""
+    """Select these writes only, because other kills are the same for replicas of one pod."""
     return written.split()[1].startswith(("services", "leaderworkersets"))
 
 
@@ -70,9 +72,8 @@ async def test_a_canary_of_groups_is_promoted_and_another_rolled_back_and_leader
 
     await until(two_groups_of_two, "only what serves is left")
     second = (await world.status(name))["stable"]["revision"]
-    # Two replicas, and one more: the canary's one group is made of a set that asks for it while the stable one's asks
-    # for two, and rollouts ask for no more in all at any moment. Counted is what sets ask for, in one answer of the API
-    # server at a time: pods outlive the set that asked for them.
+    # Two replicas and one canary group: rollouts never request more than three groups at any moment. The test counts
+    # the groups that sets request in one answer of the API server, because pods outlive their set.
     assert groups.most[name] == 2 + 1
     [left] = await sets_of(world, name)
     assert left["metadata"]["labels"][REVISION_LABEL] == second

@@ -1,4 +1,4 @@
-"""A write that was sent into a broken network does not arrive when the network is back."""
+"""A write into a broken network does not arrive after the network recovers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-# Runs in a network namespace of its own: a server, a client of ours, and a loopback interface that is taken down while
-# a write is on its way, and up again after the client has given the write up. Prints what the server was asked for.
+# Program for a network namespace of its own, with a server and our client. It takes the loopback interface down during
+# a write, and up again after the client has given up. It prints the requests that reached the server.
 _SCENE = """
 import asyncio, fcntl, json, socket, struct, sys
 from aiohttp import web

@@ -1,5 +1,7 @@
-"""A service is deleted and created again in mid-trial, a namespace terminates, the operator can write no file: what is
-there afterwards is what is asked for, and nobody else waits for it."""
+"""A service is recreated during a trial, a namespace terminates, or the operator cannot write files.
+
+The requested objects exist afterwards, and no other service waits.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ async def test_a_service_that_is_deleted_and_created_again_in_mid_trial_starts_a
         async def settled() -> bool:
             wanted = await world.wanted(name) == 3 and len(await world.pods(name)) == 3
             alone = wanted and await owners(world, name) == {await uid(world, name)}
-            # What answered at first may have been the old one's, and gone with it.
+            # The first answers may have come from the old service, which then went away.
             return alone and await world.condition(name, "Ready") == ("True", "Serving")
 
         await until(settled, "only the new service owns anything, and it serves")
@@ -107,7 +109,7 @@ async def test_a_namespace_that_terminates_takes_its_service_along_and_holds_up_
             },
         },
     )
-    # Keeps the namespace in Terminating until the test has seen enough.
+    # This keeps the namespace in Terminating until the test is done.
     held = {"name": "held", "finalizers": ["example.org/held"]}
     maps = f"/api/v1/namespaces/{space}/configmaps"
     rest.create(maps, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": held})
@@ -153,7 +155,7 @@ async def test_a_namespace_that_terminates_takes_its_service_along_and_holds_up_
     )
 
 
-# Mounts everything that a file could be written to anew, read-only, in a mount namespace of its own.
+# Remount every writable file system read-only, in a mount namespace of its own.
 READ_ONLY = """
 while read -r _ where kind options _; do
   case "$kind:$options" in
@@ -166,7 +168,7 @@ exec "$@"
 
 
 def refusal(pid: int, folder: str) -> int | None:
-    """Why a process could not write a file there, as an errno; None where it could."""
+    """Return the errno that prevents a process from writing a file there, or None if it can."""
     try:
         Path(f"/proc/{pid}/root{folder}/file").write_text("x")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""While no operator runs a new pod gets no requests, and the commands of the pages help: the tests run them."""
+"""While no operator runs, a new pod gets no requests, and the runbook's commands help: the tests run them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUNBOOK = Path(__file__).parents[2] / "docs" / "runbooks" / "KvpilotOperatorDown
 
 
 def commands(word: str) -> str:
-    """The only block of shell commands of the runbook with this word."""
+    """Return the runbook's only block of shell commands with this word."""
     (block,) = [found for found in re.findall(r"```sh\n(.*?)```", RUNBOOK.read_text(), re.DOTALL) if word in found]
     return block
 
@@ -43,7 +43,7 @@ def holds(pod: Object, kind: str) -> bool:
 
 
 async def newest(world: FaultyWorld, name: str, gone: str) -> Object:
-    """The pod that took the place of the one that is gone, once its engine answers."""
+    """Return the pod that replaced the deleted one, once its engine answers."""
     found: list[Object] = []
 
     async def answers() -> bool:

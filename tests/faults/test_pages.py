@@ -1,5 +1,7 @@
-"""Pages and streams that no engine should send, read by the real scraper and prober from real sockets: each ends in a
-typed error, soon, with little memory and few words."""
+"""Malformed pages and streams reach the real scraper and prober over sockets.
+
+Each one ends in a typed error, soon, with little memory and a short message.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
 
 
 def answering(chunk: bytes, *, first: bytes = b"", times: int = 1, pause: float = 0.0):
-    """A server that sends `first` and then the chunk so many times, whatever it is asked, and closes."""
+    """Serve `first` and then the chunk so many times for every request, and close."""
 
     async def handler(_path, _body, writer):
         writer.write(first)
@@ -147,7 +149,7 @@ def test_any_page_is_read_or_refused_and_nothing_else_happens(lines):
 
 
 async def probed(handler, seconds: float):
-    """Capture a baseline from this server, within so many seconds for all of it."""
+    """Capture a baseline from this server, within so many seconds in all."""
     prompt = packs.ProbePrompt(pack="p", name="n", messages=(packs.Message("user", "Say something."),))
     settings = Settings(deadline_seconds=seconds)
     async with engine(handler) as url:

@@ -1,5 +1,7 @@
-"""Engines and nodes end without a word: only the requests that they had in hand are lost, the rest is served on, and
-the pilot takes it for what it is, no reason to change anything."""
+"""Engines and nodes end abruptly: only their requests in flight are lost, the others are served.
+
+The pilot takes this for an outage and no reason to change anything.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,9 @@ _MEMORY = Path("/sys/fs/cgroup/memory")
 
 @contextlib.contextmanager
 def memory_limit(pid: int, mebibytes: int) -> Iterator[bool]:
-    """Keep a process to so much memory while the block runs; False where this machine lets us limit nothing.
+    """Limit a process' memory while the block runs; yield False if this machine allows no limit.
 
-    Control groups of version 1 only, and only for root.
+    It supports control groups of version 1 only, and only for root.
     """
     group = _MEMORY / f"kvpilot-fault-{pid}"
     try:
@@ -42,7 +44,7 @@ def memory_limit(pid: int, mebibytes: int) -> Iterator[bool]:
     try:
         yield True
     finally:
-        # Empty only once its process has ended.
+        # The control group becomes empty only once its process has ended.
         with contextlib.suppress(OSError):
             group.rmdir()
 
@@ -78,7 +80,7 @@ async def test_an_engine_that_runs_out_of_memory_comes_back_and_costs_only_its_o
     async with world.load("steady", users) as load:
         with memory_limit(engine.pid, 100) as limited:
             if limited:
-                with contextlib.suppress(httpx.HTTPError):  # it does not live to answer
+                with contextlib.suppress(httpx.HTTPError):  # the engine dies before it answers
                     await world.make_ill(pod, eat_mib=300)
             else:
                 engine.signal(signal.SIGKILL)
@@ -132,7 +134,7 @@ async def cordon(world: FaultyWorld, node: str, closed: bool) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def second(whole_world, tmp_path_factory):
-    """A second node, and a service `pair` with one engine on each; a node counts as gone after 16 s of silence."""
+    """Yield a second node, and a service `pair` with one engine on each; a node is lost after 16 s of silence."""
     world = whole_world
     controllers = Component(world.local.plane.folder, "kube-controller-manager")
     controllers.start("--node-monitor-grace-period=16s", "--node-monitor-period=1s")
@@ -159,7 +161,7 @@ async def test_a_pod_that_a_kubelet_evicted_is_replaced_and_no_longer_counted(wo
     path = f"/api/v1/namespaces/{NAMESPACE}/pods/{name}"
     before = await decisions(world, "pair")
     async with world.load("pair") as load:
-        # What a kubelet short of memory does: the process ends, the pod stays as Failed for people to look at.
+        # As a kubelet short of memory does: the process ends, and the pod stays as Failed for inspection.
         second.pause()
         second.kill_engines()
         began = time.monotonic()
@@ -185,7 +187,7 @@ async def test_a_pod_that_a_kubelet_evicted_is_replaced_and_no_longer_counted(wo
 
 
 async def test_when_a_node_is_gone_its_engine_is_started_on_another(world, second):
-    # The evicted engine's successor runs on the first node: one that is new goes to the second.
+    # The evicted engine's successor runs on the first node, so a new one goes to the second.
     await cordon(world, "local", True)
     await cordon(world, second.name, False)
     await world.scale("pair", 3)

@@ -1,5 +1,7 @@
-"""No request reaches a pod whose revision has not passed its probes, whoever selects it by whatever label, over a whole
-canary and a rollback, and wherever the operator is killed."""
+"""No request reaches a pod whose revision has not passed its probes, whichever label selects it.
+
+This holds over a whole canary and a rollback, wherever the operator is killed.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,18 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(360
 
 
 def moves_traffic(written: str) -> bool:
-    """Return True if a kill is worth its time even in a short test: after a write that moves traffic."""
+    """Return True after a write that moves traffic: only then is a kill worth its time in a short test."""
     return written.split()[1].startswith(("quantizedllmservices", "services", "inferencepools", "httproutes"))
 
 
 def moves_route(written: str) -> bool:
-    """The same where the stages of a trial are killed elsewhere already: after what an HTTPRoute of ours follows."""
+    """Return True after a write that follows our own HTTPRoute; other tests already kill in the stages of a trial."""
     return written.split()[1].startswith(("services", "httproutes"))
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")
 async def definitions(world):
-    """They are there from the first test on, after the operator has started."""
+    """Install the CRDs before the first test, but after the operator has started."""
     await world.define(POOL_CRD, ROUTE_CRD)
 
 

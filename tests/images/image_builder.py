@@ -1,6 +1,6 @@
-"""Images without a registry and without a daemon: a Python base of Debian's packages, builds, and containers of them.
+"""Images without a registry or a daemon: a Python base of Debian's packages, builds, and containers.
 
-Everything lies below one folder. A container shares this machine's network, so whatever listens in it is to be told
+Everything lies below one folder. Containers share this machine's network, so each of their servers must listen on
 127.0.0.1.
 """
 
@@ -19,7 +19,7 @@ from kvpilot_localcluster.toolbox.buildah import buildah, runc
 from kvpilot_localcluster.toolbox.fetch import tools_folder
 
 BASE = "localhost/python:debian"
-# What Python needs, and libstdc++, which every official image of Debian holds (apt is made with it).
+# Dependencies of Python, and libstdc++, which every official Debian image has because apt needs it.
 _PACKAGES = [
     *("base-files", "base-passwd", "bash", "ca-certificates", "coreutils", "dash", "debianutils", "findutils", "grep"),
     *("gzip", "libc-bin", "libstdc++6", "login", "passwd", "python3", "python3-pip", "python3-venv", "sed", "tar"),
@@ -28,14 +28,14 @@ _AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
 class Builder:
-    """A store of images in `folder`, and buildah on it."""
+    """Image store in `folder`, with buildah."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._store = ["--root", str(folder / "store"), "--runroot", str(folder / "run"), "--storage-driver", "vfs"]
 
     def __call__(self, *command: str, cwd: Path | None = None) -> str:
-        """One buildah command; returns what it printed."""
+        """Run one buildah command, and return its output."""
         return run([str(buildah()), *self._store, *command], cwd=cwd)
 
     def make_base(self) -> None:
@@ -56,7 +56,7 @@ class Builder:
         shutil.rmtree(root)
 
     def build(self, dockerfile: Path, context: Path, tag: str, arguments: Mapping[str, str]) -> None:
-        """Build a Dockerfile, with this machine's way to the package index, which leaves no trace in it."""
+        """Build a Dockerfile with this machine's access to the package index, which leaves no trace in the image."""
         options = [part for name, value in arguments.items() for part in ("--build-arg", f"{name}={value}")]
         options += [part for mount in self._index() for part in ("--volume", mount)]
         self(
@@ -76,7 +76,7 @@ class Builder:
         )
 
     def config(self, tag: str) -> Mapping[str, object]:
-        """The image's configuration: User, Entrypoint, Env, Labels."""
+        """Return the image's configuration: User, Entrypoint, Env, Labels."""
         found: Mapping[str, object] = json.loads(self("inspect", "--type", "image", tag))["OCIv1"]["config"]
         return found
 
@@ -86,7 +86,7 @@ class Builder:
 
     @contextmanager
     def mounted(self, tag: str) -> Iterator[Path]:
-        """The image's file system."""
+        """Mount the image's file system."""
         name = self("from", tag).strip()
         try:
             yield Path(self("mount", name).strip())
@@ -94,7 +94,7 @@ class Builder:
             self("rm", name)
 
     def _index(self) -> Iterator[str]:
-        """pip's settings of this machine, its certificate authorities and the folders that they name, to be mounted."""
+        """Return this machine's pip settings, its certificate authorities and their folders, all for mounting."""
         listed = run([str(tools_folder() / "bin" / "pip"), "config", "list"])
         settings = dict(line.split(".", 1)[1].split("=", 1) for line in listed.splitlines() if "=" in line)
         settings = {name: value.strip("'") for name, value in settings.items()}
@@ -104,7 +104,7 @@ class Builder:
         yield f"{file}:/etc/pip.conf:ro"
         if _AUTHORITIES.is_file():
             yield f"{_AUTHORITIES}:{_AUTHORITIES}:ro"
-        # The pages of an index name files beside it.
+        # The pages of an index link to files beside it.
         folders = [Path(word) for word in settings.get("find-links", "").split()]
         folders += [
             Path(word.removeprefix("file://")).parent
@@ -117,7 +117,7 @@ class Builder:
 
 
 def bytes_in(root: Path) -> int:
-    """Return the bytes of the files below `root`, with hard links once."""
+    """Return the size of the files below `root`, counting hard links once."""
     seen: dict[tuple[int, int], int] = {}
     for path in root.rglob("*"):
         found = path.lstat()
@@ -129,7 +129,7 @@ def bytes_in(root: Path) -> int:
 def container(
     root: Path, folder: Path, config: Mapping[str, object], arguments: Sequence[str], mounts: Mapping[Path, str]
 ) -> Iterator[subprocess.Popen[str]]:
-    """The image's entry point, started as its own user, with no capability, on a root that cannot be written.
+    """Run the image's entry point as its own user, without capabilities, on a read-only root.
 
     Args:
         root: the image's file system.
@@ -187,6 +187,6 @@ def _bundle(
             "capabilities": {kind: [] for kind in ("bounding", "effective", "inheritable", "permitted", "ambient")},
         },
         "mounts": [*hidden, *seen],
-        # No network of its own: the API server of the test listens on this machine's loopback.
+        # Share the network: the API server of the test listens on this machine's loopback.
         "linux": {"namespaces": [{"type": "pid"}, {"type": "mount"}, {"type": "ipc"}, {"type": "uts"}]},
     }

@@ -1,4 +1,4 @@
-"""The Dockerfiles as text: linted, and what a builder is not needed for."""
+"""Checks of the Dockerfiles' text that need no builder, and a linter's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 
 
 def instructions(dockerfile: Path) -> list[tuple[str, str]]:
-    """(instruction, the rest of it) in order, lines joined and comments dropped."""
+    """Return (instruction, arguments) in order, with joined lines and without comments."""
     lines = [line for line in dockerfile.read_text().splitlines() if line and not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in joined.splitlines()]

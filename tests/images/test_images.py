@@ -1,7 +1,7 @@
-"""Both images built for real on a base of Debian's packages, and the operator's started against a real API server.
+"""Both images, really built on a base of Debian's packages; the operator's also runs against a real API server.
 
-The bases that the Dockerfiles name come from registries; here another takes their place: the same Python of the same
-Debian, without what the official image adds to it (see `image_builder`).
+The Dockerfiles' own bases come from registries. The base here has the same Python and Debian, without the official
+image's additions (see `image_builder`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvpilot_localcluster.rest import until
 ROOT = Path(__file__).parents[2]
 SERVICES = "/apis/kvpilot.io/v1alpha1/namespaces/default/quantizedllmservices"
 MEGABYTE = 1_000_000
-# Where buildah and runc leave something whatever they are told.
+# Folders that buildah and runc write to, whatever their options say.
 TOOLS_PLACES = [Path(place) for place in ("/var/lib/containers", "/run/containers", "/run/runc")]
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -74,7 +74,7 @@ def test_the_operators_image_is_under_200_mb(builder: Builder, operator: str) ->
         whole, ours = bytes_in(root), bytes_in(root / "opt/kvpilot")
     print(f"operator image: {whole / MEGABYTE:.0f} MB, of which {ours / MEGABYTE:.0f} MB are not the base's")
     assert whole < 200 * MEGABYTE
-    # The official Python image has some 130 MB, this base 81.
+    # The official Python image has about 130 MB, this base 81.
     assert ours < 70 * MEGABYTE
 
 
@@ -150,7 +150,7 @@ def test_the_runtimes_image_starts_our_entry_point_with_a_home_that_can_be_writt
 def test_a_user_that_the_cluster_chose_has_a_name_and_a_home_in_the_runtimes_image(
     builder: Builder, runtime: str, tmp_path: Path
 ) -> None:
-    """OpenShift runs containers as a number of the namespace's own, in group 0."""
+    """OpenShift runs containers under a user id of the namespace, in group 0."""
     program = "import getpass, pathlib; print(getpass.getuser(), pathlib.Path.home())"
     config = {**builder.config(runtime), "User": "1000650000:0", "Entrypoint": ["python3", "-c", program]}
     with builder.mounted(runtime) as root:
@@ -185,7 +185,7 @@ def service() -> dict[str, object]:
 
 
 def portable(kubeconfig: Path, to: Path) -> Path:
-    """The kubeconfig with its files in it, readable by the container's user (on a throw-away cluster of the test)."""
+    """Write the kubeconfig with embedded files, readable by the container's user, for the test's throw-away cluster."""
     config = yaml.safe_load(kubeconfig.read_text())
     for part in (config["clusters"][0]["cluster"], config["users"][0]["user"]):
         for name in ("certificate-authority", "client-certificate", "client-key"):
@@ -205,7 +205,7 @@ def free_port() -> int:
 
 
 def answer(port: int, path: str, process: subprocess.Popen[str], log: Path) -> str:
-    """The body of a 200; empty while nothing answers. Fails when the container has ended."""
+    """Return the body of a 200, or an empty one while nothing answers. Fail when the container has ended."""
     assert process.poll() is None, log.read_text()[-4000:]
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as found:
@@ -215,7 +215,7 @@ def answer(port: int, path: str, process: subprocess.Popen[str], log: Path) -> s
 
 
 def pid_of(port: int) -> int:
-    """The process on this machine that was told this port: the container's, seen from outside."""
+    """Return the container's process with this port in its arguments, as seen on this machine."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")

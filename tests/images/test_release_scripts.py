@@ -1,4 +1,4 @@
-"""The scripts of a release: an audit that tells a vulnerability from a silence, and nothing without its hash."""
+"""Scripts of a release: the audit distinguishes a vulnerability from a missing answer, and all packages are hashed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KNOWN = {"id": "PYSEC-1", "affected": [{"package": {"ecosystem": "PyPI", "name":
 
 @contextmanager
 def vulnerabilities(of: str, status: int) -> Iterator[str]:
-    """OSV's API on loopback: one vulnerability of the package of this name."""
+    """Serve OSV's API on loopback, with one vulnerability of the package of this name."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -35,7 +35,7 @@ def vulnerabilities(of: str, status: int) -> Iterator[str]:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """The test's output is its own."""
+            """Keep the script's output separate from the test's."""
 
     with HTTPServer(("127.0.0.1", 0), Answer) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -49,7 +49,7 @@ def vulnerabilities(of: str, status: int) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def small_env(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make the environment that builds the wheel, a quick one."""
+    """Make the environment that builds the wheel, which is quick."""
     folder = tmp_path_factory.mktemp("small") / "env"
     subprocess.run([ROOT / "scripts/locked.sh", folder, ROOT / "docker/build.lock"], check=True, capture_output=True)
     return folder
@@ -90,7 +90,7 @@ def test_a_lock_of_tools_has_a_hash_for_every_package(lock: str) -> None:
 
 
 def test_what_is_locked_is_installed_without_an_index_once_the_cache_has_it(small_env: Path, tmp_path: Path) -> None:
-    """No package is asked for again: a slow index made the operator's environment take nine minutes."""
+    """Packages are requested only once: a slow index made the operator's environment take nine minutes."""
     nowhere = {**os.environ, **dict.fromkeys(["ALL_PROXY", "HTTP_PROXY", "HTTPS_PROXY"], "http://127.0.0.1:9")}
     command = [ROOT / "scripts/locked.sh", tmp_path / "env", ROOT / "docker/build.lock"]
     subprocess.run(command, check=True, capture_output=True, env=nowhere)
@@ -109,7 +109,7 @@ def test_a_file_with_another_hash_is_not_installed(tmp_path: Path) -> None:
 
 
 def scripts_of(job: dict[str, object]) -> list[Path]:
-    """The scripts of ours that a job runs, with those that they run."""
+    """Return our scripts that a job runs, and the scripts that they call."""
     found = [ROOT / one for one in re.findall(r"scripts/\w+\.sh", str(job))]
     for script in found:
         below = [ROOT / "scripts" / one for one in re.findall(r"(\w+\.sh)\b", script.read_text())]

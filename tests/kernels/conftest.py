@@ -16,7 +16,7 @@ import torch
 if "triton" in sys.modules and "TRITON_INTERPRET" not in os.environ:
     raise pytest.UsageError("triton is already there to compile: run tests/kernels in a process of its own")
 
-# Tensors are small: threads would mostly wait, and the order of their sums would depend on the machine.
+# Tensors are small: threads would mostly wait, and their number would change the order of sums.
 torch.set_num_threads(1)
 
 before = os.environ.get("TRITON_INTERPRET")
@@ -42,7 +42,7 @@ finally:
 
 @pytest.fixture(autouse=True, scope="session")
 def on_cpu() -> Iterator[None]:
-    """Let `GpuPages` and `GpuLatentPages` launch every kernel on the CPU, including Gluon's."""
+    """Make `GpuPages` and `GpuLatentPages` launch every kernel on the CPU, including Gluon's."""
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         patch.setattr(pages, "decode_kernel", EagerKernel(decode, "decode_kernel"))
         patch.setattr(latent_pages, "latent_decode_kernel", EagerKernel(latent_decode, "latent_decode_kernel"))

@@ -1,4 +1,4 @@
-"""Bad input to packed pages gives an error that names the field, before anything is written."""
+"""Packed pages reject bad input with an error that names the field, before they write anything."""
 
 from __future__ import annotations
 
@@ -196,11 +196,11 @@ def test_a_broken_token_is_stored_beside_others_that_are_byte_for_byte_what_they
     clean = [side.clone() for side in pages.read(TABLE[0], 40)]
     spoilt = key.clone(), value.clone()
     spoilt[side == "value"][at, 0, seed % dim] = broken
-    pages.store(*spoilt, SLOTS)  # one batch with the broken token in it
+    pages.store(*spoilt, SLOTS)  # one batch that includes the broken token
     others = torch.arange(40) != at
     for old, new in zip(clean, pages.read(TABLE[0], 40), strict=True):
         assert torch.equal(old[others], new[others])
-        assert torch.equal(old[at, 1], new[at, 1])  # the token's other head is whole, too
+        assert torch.equal(old[at, 1], new[at, 1])  # the other head of the token is whole, too
 
 
 @given(st.sampled_from(formats.own_names()), st.integers(0, 39), st.sampled_from([0, 1]), st.integers(0, 2**31))
@@ -212,7 +212,7 @@ def test_a_nan_token_reaches_no_other_sequence_of_the_batch(name: str, at: int, 
     spoilt[side][at] = float("nan")
     pages.store(*spoilt, SLOTS)
     out = pages.decode(QUERY, TABLE, LENGTHS, 0.125)
-    assert out[0].isnan().all()  # its own sequence gets NaN, not a guess
+    assert out[0].isnan().all()  # the broken token's own sequence gets NaN instead of a guess
     assert torch.equal(out[1], clean[1])
     args = (QUERY, key[40:42], value[40:42], TABLE[1], 20, 0.125)
     assert pages.prefill(*args).isfinite().all()

@@ -1,4 +1,4 @@
-"""A bounded cache through the CUDA backend's metadata and kernels, interpreted; FlashAttention in plain torch."""
+"""A bounded cache through the CUDA backend's metadata and interpreted kernels, with FlashAttention in plain torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def test_decodes_and_prompts_read_sinks_and_window_alone_whatever_the_pages_betw
     from kvpilot_runtime.bounded.attention import KeptTables, bounded_backend
 
     engine = Engine(cuda, name, blocks=40, width=8)
-    engine.impl.read_back = engine.builder.read_back = True  # then a token's answer does not depend on its chunk
+    # Then a token's answer does not depend on its chunk of the prompt.
+    engine.impl.read_back = engine.builder.read_back = True
     engine.builder.__class__ = bounded_backend(cuda.CudaBackend).get_builder_cls()
     engine.builder.kv_cache_spec = SimpleNamespace(bound=BOUND, block_size=BLOCK)
     engine.builder.kept = KeptTables(BOUND, BLOCK, 8, torch.device("cpu"))
@@ -57,7 +58,7 @@ def test_decodes_and_prompts_read_sinks_and_window_alone_whatever_the_pages_betw
             rows = slice(int(starts[i]), int(starts[i + 1]))
             keys[s], values[s] = torch.cat([keys[s], fresh_k[rows]]), torch.cat([values[s], fresh_v[rows]])
             slots += [tables[s][p // BLOCK] * BLOCK + p % BLOCK for p in range(before[s], before[s] + count)]
-            for block in range(1, first_kept(before[s]) // BLOCK):  # what a scheduler frees before the step
+            for block in range(1, first_kept(before[s]) // BLOCK):  # the scheduler frees these before the step
                 engine.cache[tables[s][block]] = 255
         lens = torch.tensor([len(keys[s]) for s in new], dtype=torch.int32)
         common = CommonAttentionMetadata(
@@ -86,7 +87,7 @@ def test_decodes_and_prompts_read_sinks_and_window_alone_whatever_the_pages_betw
 
 
 def test_decode_waits_for_the_store_where_two_new_tokens_of_a_sequence_decode_apart(cuda: Any) -> None:
-    """The second reads the first; tokens of different sequences read nothing of each other, and need not wait."""
+    """The second token of a sequence reads the first one. Tokens of different sequences never read each other."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from kvpilot_runtime.bounded.attention import KeptTables, bounded_backend
@@ -96,7 +97,7 @@ def test_decode_waits_for_the_store_where_two_new_tokens_of_a_sequence_decode_ap
     engine.builder.kv_cache_spec = SimpleNamespace(bound=BOUND, block_size=BLOCK)
     engine.builder.kept = KeptTables(BOUND, BLOCK, 8, torch.device("cpu"))
     engine.builder.plan.shape.can_overlap = True  # as on a GPU
-    boundary = 3 * BLOCK + BOUND.window - 1  # the position whose window begins with a page
+    boundary = 3 * BLOCK + BOUND.window - 1  # the window of this position begins at the start of a page
     assert first_kept(boundary) > first_kept(boundary - 1)
     for new, decodes in ((1, 3), (2, 4)):
         counts = torch.tensor([1, new, 1])

@@ -61,7 +61,7 @@ def test_an_unclipped_element_is_off_by_at_most_a_code_of_its_group(
     scale = scale.repeat_interleave(group(dim), -1)
     error = (decode(codes, meta, bits) - x).abs()
     clipped = (codes == 0) | (codes == (1 << bits) - 1)
-    # Two codes of 2 bits lie inside; a stretched scale moves them by up to half their distance from the zero point.
+    # Two of the 2-bit codes lie inside the range. A stretched scale moves them by up to half their distance from zero.
     assert (error[~clipped] <= scale[~clipped] * (1.3 if bits == 2 else 0.51)).all()
 
 
@@ -70,7 +70,7 @@ def test_two_bits_are_as_long_along_a_row_as_the_row(seed: int, dim: int, size: 
     x = ((normal(seed, 64, dim) + shift) * size).double()
     back = decode(*encode(x.float(), 2, group(dim)), 2).double()
     shortness = (back * x).sum(-1) / x.square().sum(-1) - 1
-    assert (shortness.abs() <= 2**-6).all()  # half of the last bit of a scale
+    assert (shortness.abs() <= 2**-6).all()  # half of a scale's last bit
 
 
 @given(seeds, dims)
@@ -143,8 +143,8 @@ def test_a_head_with_zeros_behind_is_read_back_as_if_they_had_been_stored_and_cu
     fmt, wide, x = formats.parse(name), formats.stored_dim(dim), normal(seed, 4, dim)
     padded = torch.nn.functional.pad(x, (0, wide - dim))
     back, own = round_trip(padded, fmt, "value")[:, :dim], round_trip(x, fmt, "value")
-    # Sums of other lengths may be rounded otherwise, and then a code or a scale is the next one, and all of its row
-    # moves, by less than what the codec is off by.
+    # Rounding depends on the length of a sum. A code or a scale may then be the next one, which moves its whole row by
+    # less than the codec's error.
     assert ((own - back).norm(dim=1) <= 2 * (own - x).norm(dim=1)).all()
 
 

@@ -91,7 +91,7 @@ def rings_and_one_that_is_impossible() -> None:
 
 
 def launch_all(launch: Callable[[], None]) -> dict[str, Any]:
-    """Report the compilations ahead, and if `launch` could be launched."""
+    """Report the compilations ahead, and whether `launch` succeeded."""
     for kept in (launched, compiled, said):
         kept.clear()
     error, ran_before = "", []
@@ -109,7 +109,7 @@ def launch_all(launch: Callable[[], None]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Start two processes, the second with the first one's cache; then compile an impossible kernel."""
+    """Run two processes, the second with the first one's cache, and then compile an impossible kernel."""
 
     def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
         if not cache_hit:
@@ -134,7 +134,7 @@ LAUNCHES, VARIANTS = 3, 2
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the report of a process that compiles; this one interprets kernels."""
+    """Return the report of a separate process that compiles kernels. This process can only interpret them."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("ahead")), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
@@ -167,7 +167,7 @@ def test_a_kernel_that_does_not_compile_is_named_in_a_warning_and_fails_where_it
     told: dict[str, Any],
 ) -> None:
     found = told["impossible"]
-    assert found["launched"] == ["ring_slots_kernel"] * LAUNCHES  # which come before it
+    assert found["launched"] == ["ring_slots_kernel"] * LAUNCHES  # these kernels come first
     assert found["error"] == "CompilationError"
     assert found["said"][-1].startswith("WARNING kernels are compiled one after another")
     assert "impossible_kernel" in found["said"][-1]

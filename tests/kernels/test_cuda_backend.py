@@ -39,7 +39,7 @@ def test_a_step_of_one_token_reads_the_window_whatever_came_before_it(cuda: Any,
 def test_a_layer_that_attends_within_chunks_sees_none_before_its_own(cuda: Any, name: str, drafts: int) -> None:
     engine = Engine(cuda, name, blocks=24, width=7, drafts=drafts, chunk=2 * BLOCK)
     engine.step({"a": BLOCK}, padding=3)
-    engine.step({"a": 2 * BLOCK - 1, "b": 4 * BLOCK + 7}, padding=0)  # three chunks of b at once
+    engine.step({"a": 2 * BLOCK - 1, "b": 4 * BLOCK + 7}, padding=0)  # three chunks of b in one step
     engine.step({"a": 1, "b": 1}, padding=2)
     engine.step({"a": 1, "b": 2 * BLOCK - 9, "c": 2 * BLOCK + 1}, padding=2)
     engine.step({"b": 2, "a": 1, "c": 1}, padding=2)  # b goes into its next chunk
@@ -51,7 +51,7 @@ def test_more_pieces_of_chunks_than_sequences_may_decode_are_served_as_prompts_a
     for name in names:
         engine.step({name: BLOCK - 1}, padding=0)
     assert 2 * len(names) > most
-    engine.step(dict.fromkeys(names, 2), padding=0)  # one token in a chunk, one in the next
+    engine.step(dict.fromkeys(names, 2), padding=0)  # each sequence has one token in a chunk and one in the next
 
 
 @pytest.mark.parametrize(("name", "recent"), [("k4v4", 0), ("k4v4", 64), ("k2v2", 64)])
@@ -62,11 +62,11 @@ def test_a_step_with_drafts_is_one_of_single_tokens_whatever_was_taken_back_befo
     engine.step({"a": 70}, padding=0)
     engine.step({"a": 4, "b": 60}, padding=9, wrong={"a": 3})
     engine.step({"a": 4, "b": 4}, padding=4, wrong={"a": 2, "b": 3})
-    engine.step({"b": 4, "a": 4}, padding=0, wrong={"b": 3})  # a uniform step, as captured graphs have
+    engine.step({"b": 4, "a": 4}, padding=0, wrong={"b": 3})  # a uniform step, as in captured graphs
     engine.step({"b": 3, "a": 1, "c": 30}, padding=3, wrong={"b": 1})
     engine.step({"a": 1, "b": 1, "c": 1}, padding=5)
     engine.step({"a": 2, "c": 4, "b": 1}, padding=2, wrong={"c": 1})
-    # Not in a prompt: only the GPU knows how long it is.
+    # a's new tokens are outside its prompt. Only the GPU knows its length, because drafts may be rejected.
     engine.step({"b": 4, "c": 1, "a": 9}, padding=2, wrong={"b": 2}, resumed=True)
 
 
@@ -119,7 +119,7 @@ def test_tokens_of_an_image_see_each_other_both_ways_beside_whatever_else_a_step
     if read_back:
         engine.impl.read_back = engine.builder.read_back = True
     engine.step({"a": 50}, padding=0, images={"a": [(3, 20), (30, 45)]})
-    # In b one more image, of a token alone; of the next one some tokens are in the context, as after a prefix hit.
+    # b has one more image of a single token. Of the next one, some tokens are already cached, as after a prefix hit.
     engine.step({"a": 1, "b": 40}, padding=9, images={"b": [(0, 9), (12, 12), (30, 70)]})
     engine.step({"a": 1, "c": 20, "b": 60}, padding=3, images={"b": [(0, 9), (30, 70), (90, 99)], "a": [(3, 20)]})
     engine.step({"b": 1, "a": 1, "c": 1}, padding=0, images={"b": [(90, 99)]})
@@ -144,7 +144,7 @@ def test_a_model_may_say_that_a_group_of_layers_sees_no_image_both_ways(cuda: An
     def without(*args: Any) -> Any:
         found = build(*args)
         assert found.mm_prefix_range is not None
-        found.mm_prefix_range = None  # as Gemma 4 does
+        found.mm_prefix_range = None  # as in Gemma 4
         images.clear()
         return found
 
@@ -158,7 +158,7 @@ def test_heads_of_512_elements_need_no_flash_attention(
 ) -> None:
     for name in ("get_flash_attn_version", "flash_attn_varlen_func"):
         monkeypatch.delattr(cuda, name)
-    room = 8 * cuda.workspace_bytes(0.9)  # as many tokens as of narrow heads
+    room = 8 * cuda.workspace_bytes(0.9)  # room for as many tokens as with narrow heads
     monkeypatch.setattr(cuda, "workspace_bytes", lambda _part: room)
     engine = Engine(cuda, "k4v4", recent=recent, shared=shared, dim=512)
     engine.step({"a": 40}, padding=0)
@@ -219,13 +219,13 @@ def test_a_step_with_drafts_does_not_overlap_with_its_store(cuda: Any) -> None:
 
 
 class Launches:
-    """Stands before a kernel and notes what Triton would compile a variant for."""
+    """Wrapper of a kernel that records the variants that Triton would compile."""
 
     def __init__(self, kernel: Any, seen: set[Any]) -> None:
         self.kernel, self.seen = kernel, seen
 
     def __getitem__(self, grid: Any) -> Any:
-        # Gluon's kernels are run by a stand-in of ours, Triton's by its interpreter.
+        # Our stand-in runs Gluon's kernels, and Triton's interpreter runs its own.
         if isinstance(self.kernel, EagerKernel):
             function = vars(self.kernel.module)[self.kernel.kernel]
             name, plain = self.kernel.kernel, [p.name for p in function.params if p.do_not_specialize]
@@ -298,7 +298,7 @@ def test_a_layer_that_uses_anothers_cache_stores_nothing_and_reads_what_that_one
     engine.step({"a": 40}, padding=0)
     engine.step({"a": 1, "b": 70}, padding=9)
     engine.step({"a": 1, "b": 1}, padding=2)
-    engine.step({"a": 1, "b": 60, "c": 100}, padding=3)  # contexts come in several chunks
+    engine.step({"a": 1, "b": 60, "c": 100}, padding=3)  # contexts are read in several chunks
     engine.step({"c": 1, "a": 1, "b": 1}, padding=0)
 
 
@@ -334,7 +334,7 @@ def test_the_first_layer_holds_a_steps_buffers_until_the_builder_makes_its_own(c
         assert getattr(first.reserved, name).shape == getattr(builder.plan, name).shape
     type(builder)(builder.kv_cache_spec, ["x"], config, cpu)
     assert first.reserved is None
-    first.process_weights_after_loading(torch.float32)  # as vLLM does when weights are loaded again
+    first.process_weights_after_loading(torch.float32)  # vLLM calls it again when it reloads weights
     assert first.reserved is None
 
 

@@ -121,14 +121,15 @@ def test_a_fit_spares_the_channels_that_matter() -> None:
     gradient = torch.randn(600, 2, 64, generator=rng) * torch.logspace(0.5, -0.5, 64)
     factors = fitted(x[:400], gradient[:400])
     assert damage(x[400:], gradient[400:], factors) < 0.4 * damage(x[400:], gradient[400:], Factors.identity(2, 64))
-    # Opposite slopes of importance and size: the best scale is (g / x)^(1/2), tenfold over the channels.
+    # Importance and size have opposite slopes: the best scale is (g / x)^(1/2), which spans a factor of ten over the
+    # channels.
     assert factors.key_scale[0, 0] / factors.key_scale[0, -1] == pytest.approx(10, rel=0.3)
 
 
 def test_a_fitted_mean_heeds_the_tokens_that_matter() -> None:
     x, gradient = torch.zeros(100, 1, 64), torch.ones(100, 1, 64)
     x[0], x[1:] = 5.0, -1.0
-    gradient[0] = 30.0  # an attention sink: one token, most of the gradient
+    gradient[0] = 30.0  # an attention sink: one token has most of the gradient
     factors = fitted(x, gradient)
     share = 900 / (900 + 99)
     assert torch.allclose(factors.key_mean, torch.full((1, 64), 5 * share - (1 - share)), atol=1e-3)
@@ -201,7 +202,7 @@ def test_what_attention_tells_is_as_the_formula_says(
         for_key, for_value = told_by_attention(*one, tokens // 8, 0.7, softcap, window)
         of_keys[:, kv] += for_key
         of_values[:, kv] += for_value
-    assume(of_keys[1:].sum((0, 2)).min() > 1e-3)  # a query that sees itself alone tells nothing but rounding
+    assume(of_keys[1:].sum((0, 2)).min() > 1e-3)  # a query that sees only itself gives nothing but rounding errors
     keys.add(key[1:], of_keys[1:])
     values.add(value, of_values[..., None].expand(value.shape))
     factors = found.factors()
@@ -228,7 +229,7 @@ def test_the_first_token_of_a_sequence_is_kept_by_a_mean_of_its_own_and_moves_no
     assert max(float(one.key_mean.abs().max()) for one in (factors, others)) < 1 < float(sink.abs().mean())
     off, before = ((round_trip(key[:1], fmt, "key", one) - key[:1]).norm() for one in (factors, common))
     assert off < 0.05 * before
-    # Elsewhere in a sequence it is read by the common mean.
+    # At any other position the key uses the common mean.
     assert torch.equal(round_trip(key[:1], fmt, "key", factors, begin=1), round_trip(key[:1], fmt, "key", common))
 
 

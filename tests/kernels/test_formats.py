@@ -41,7 +41,7 @@ def test_every_vllm_dtype_is_either_offered_or_left_out_for_a_reason() -> None:
     vllm = importlib.util.find_spec("vllm")
     if vllm is None or vllm.origin is None:
         pytest.skip("vLLM is not installed")
-    # As it is written: where vLLM has been imported its plugins' names are in the literal, too.
+    # Read it from the source: once vLLM is imported, the literal also contains the names of plugins.
     tree = ast.parse((Path(vllm.origin).parent / "config" / "cache.py").read_text())
     [literal] = [node.value for node in tree.body if isinstance(node, ast.Assign) and "CacheDType" in ast.unparse(node)]
     assert isinstance(literal, ast.Subscript)
@@ -83,7 +83,7 @@ def test_an_unknown_name_is_refused_with_the_names_that_exist(name: str) -> None
 
 
 def served(head_dim: int) -> bool:
-    """Return True if messages name a head dimension as served."""
+    """Return True if one of the messages says that this head dimension is served."""
     return head_dim % 8 == 0 and (48 <= head_dim <= 256 or 344 <= head_dim <= 512)
 
 

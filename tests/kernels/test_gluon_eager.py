@@ -1,4 +1,4 @@
-"""The interpreter of Gluon kernels finds the mistakes that it is meant to find."""
+"""The interpreter of Gluon kernels detects each kind of mistake that it checks for."""
 
 import inspect
 import re
@@ -73,7 +73,7 @@ def test_instructions_see_two_neighbours_in_a_register() -> None:
     x = block(np.array([[0x1234, 0xABCD, 0x00FF, 0x0100]], np.uint16))
     masked = inline_asm_elementwise("and.b32 $0, $1, 0xf000f0;", "=r,r", [x], np.uint16, True, 2)
     assert masked.tolist() == [[0x0030, 0x00C0, 0x00F0, 0x0000]]
-    # The low byte of the upper neighbour comes down into the lower one's high byte.
+    # The upper neighbour's low byte becomes the lower one's high byte.
     moved = inline_asm_elementwise("shr.u32 $0, $1, 8;", "=r,r", [x], np.uint16, True, 2)
     assert moved.tolist() == [[0xCD12, 0x00AB, 0x0000, 0x0001]]
     with pytest.raises(ValueError, match="xor"):
@@ -108,19 +108,19 @@ def test_instructions_on_four_bytes_and_two_halves_of_a_register() -> None:
 
 def test_a_transpose_swaps_a_threads_row_and_column_in_each_register() -> None:
     transpose = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
-    # Of 4 columns a register holds rows g and g + 8 of column t, which are columns 2 t and 2 t + 1 of its matrix.
+    # With 4 columns, a register holds rows g and g + 8 of column t: columns 2 t and 2 t + 1 of its matrix.
     x = np.arange(64, dtype=np.float16).reshape(16, 4)
     moved = inline_asm_elementwise(transpose, "=r,r", [block(x)], np.float16, True, 2)
     for g, t, half in np.ndindex(8, 4, 2):
         assert moved[g + 8 * half, t] == x[2 * t + half + 8 * (g % 2), g // 2]
-    # Of 8 it holds columns t and t + 4 of row g.
+    # With 8 columns, a register holds columns t and t + 4 of row g.
     x = np.arange(64, dtype=np.float16).reshape(8, 8)
     moved = inline_asm_elementwise(transpose, "=r,r", [block(x)], np.float16, True, 2)
     for g, t, half in np.ndindex(8, 4, 2):
         assert moved[g, t + 4 * half] == x[2 * t + half, g // 2 + 4 * (g % 2)]
 
 
-# Each breaks the kernel's source in a place where hardware would not complain.
+# Each entry breaks the kernel's source at a place where hardware would show no error.
 MISTAKES = {
     "a wait for one group too few": ("wait_group(STAGES - 1)", "wait_group(STAGES)"),
     "a prefetch into the tile that is read": ("next_stage = stage + STAGES - 1", "next_stage = stage + STAGES"),
@@ -157,7 +157,7 @@ def broken(right: str, wrong: str) -> types.ModuleType:
     for part in (operands, columns, recent, tile, wide, decode):
         source = inspect.getsource(part)
         found += source.count(right)
-        # Each sees the others' names as they are here, and lines stay where they are.
+        # Each module sees the others' names as defined here, and line numbers do not change.
         source = OWN_IMPORT.sub(lambda match: "\n" * match[0].count("\n"), source).replace(right, wrong)
         exec(compile(source, part.__file__, "exec"), module.__dict__)  # noqa: S102
     assert found == 1

@@ -144,7 +144,7 @@ triton.knobs.compilation.listener = tell
 for _ in range(2):
     compile_for(decode_variant("int8", 64, 4, 0, 80), 80)
 """
-    # One cache, as pods of two versions have that share a claim.
+    # Both versions use one cache, like pods of two versions that share a claim.
     cache = tmp_path / "cache"
     found = [python("-c", code, cache=cache, timeout=900, package=package) for package in (PACKAGE, changed)]
     programs = [done.stdout.split() for done in found]

@@ -198,7 +198,7 @@ def test_a_kernel_that_starts_early_reads_queries_and_the_last_two_tokens_only_a
     batch.rotate(query, plan)
     prepared = [(part, part.clone()) for part in (plan.rotated, plan.sums, plan.units, plan.apart)]
     stored = [i for i, n in enumerate(lengths) if n]
-    # Not there yet: the step's own token, and the end of a block that another sequence fills in the same step.
+    # Not stored yet: the step's own token, and the end of a block that another sequence fills in the same step.
     late = torch.cat([batch.slots[i][-2:] for i in stored])
 
     def hold_back() -> None:
@@ -226,11 +226,11 @@ def test_a_kernel_that_starts_early_reads_queries_and_the_last_two_tokens_only_a
     monkeypatch.setattr(pages, "decode_kernel", EagerKernel(decode, "decode_kernel", hold_back, store))
     batch.shape.can_overlap = True
     batch.pages.attend(batch.table, batch.lens, plan)
-    batch.shape.can_overlap = False  # no interpreter has the wait of `reduce`
+    batch.shape.can_overlap = False  # the interpreter has no equivalent of the wait in `reduce`
     out = torch.full_like(query, torch.nan)
     batch.pages.merge(len(lengths), plan, out)
     assert torch.equal(out, wanted)
-    assert waits == plan.splits.shape[0] * batch.kv_heads  # every program, those without work too
+    assert waits == plan.splits.shape[0] * batch.kv_heads  # every program, even one without work
 
 
 @pytest.mark.parametrize("layout", BLOCK_OUTERMOST)

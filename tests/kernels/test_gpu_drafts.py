@@ -1,4 +1,4 @@
-"""Decode of several query tokens a sequence: each sees the pages up to itself, though these are read once for all."""
+"""Decode of several query tokens per sequence: each token sees the pages up to itself, which are read only once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.rounding import assert_within_rounding
 
 WITH_RING = [name for name in formats.own_names() if formats.parse(name).has_ring]
 names, seeds = st.sampled_from(formats.own_names()), st.integers(0, 2**31)
-# (length, query tokens) of a sequence; one without tokens is padding.
+# (length, query tokens) of a sequence. A sequence without tokens is padding.
 drafted = st.integers(1, 8).flatmap(lambda n: st.tuples(st.integers(n, n + 120), st.just(n)))
 steps = st.lists(st.one_of(st.just((0, 0)), drafted), min_size=1, max_size=3).filter(lambda of: any(n for n, _ in of))
 
@@ -80,7 +80,7 @@ def test_a_soft_cap_bends_the_scores_of_each_token(softcap: float) -> None:
 
 @pytest.mark.parametrize("zero", [0.0, 1e-20])
 def test_a_token_that_sees_nothing_of_a_split_adds_nothing_to_it(zero: float) -> None:
-    """The second tile is seen by the last token alone; what is behind it is NaN and codes at their largest."""
+    """Only the last token sees the second tile. Beyond it are NaN scales and the largest codes."""
     batch = Batch("k2v2", 64, [17], seed=8, ratio=3, wave=8)
     query = torch.randn(4, 6, 64, generator=batch.rng) * zero
     out = decode_rows(batch.pages, batch.table, [17], [4], query, batch.scale)

@@ -1,4 +1,4 @@
-"""Kernels of latent pages on a CPU: the bytes of the CPU's code, and decode against the float64 reference."""
+"""Kernels of latent pages on a CPU: bytes equal the CPU code's, and decode is close to the float64 reference."""
 
 import pytest
 import torch
@@ -42,10 +42,11 @@ def test_store_writes_the_bytes_of_the_cpus_code_and_no_other(
     store(ours, name, entries, slots, factors)
     LatentPages(theirs, fmt, factors).store(entries[:, :RANK], entries[:, RANK:], slots)
     blank = poisoned(BLOCKS, block_size, fmt)
-    LatentPages(blank, fmt).store(0 * entries[:, :RANK], 0 * entries[:, RANK:], slots)  # in which nothing is 255
+    # zeros: none of their bytes is 255
+    LatentPages(blank, fmt).store(0 * entries[:, :RANK], 0 * entries[:, RANK:], slots)
     assert (ours[blank == 255] == 255).all()
-    # Another order of sums sometimes moves an element across a boundary, and rarely all 64 of a group, whose range
-    # changes; the accuracy never changes.
+    # A different order of sums may move an element across a boundary, and rarely all 64 of a group, if its range
+    # changes. The accuracy stays the same.
     assert (ours != theirs).sum() <= 2e-3 * ours.numel() + 2 * 66
     read = [LatentPages(x, fmt, factors).read(torch.arange(BLOCKS), BLOCKS * block_size) for x in (ours, theirs)]
     kept = slots >= 0
@@ -53,7 +54,7 @@ def test_store_writes_the_bytes_of_the_cpus_code_and_no_other(
     assert errors[0] <= errors[1] * 1.002
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's minimum, under Triton's interpreter
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's minimum under Triton's interpreter
 @pytest.mark.parametrize("name", names())
 def test_a_nan_spoils_its_own_part_of_its_own_token_alone(name: str) -> None:
     rng, fmt = generator(3), parse(name)
@@ -82,7 +83,7 @@ def test_queries_that_decode_are_prepared_whatever_their_size(
     plan, cache = LatentPlan(shape, tokens), poisoned(1, 16, parse("mla4"))
     plan.rotated.fill_(torch.nan)
     plan.sums.fill_(torch.nan)
-    # As vLLM has them: each absorbed query beside the others of its token, the RoPE part within the query.
+    # As in vLLM: the absorbed queries of a token are adjacent, and each contains its RoPE part.
     wide = torch.cat([torch.full((tokens, heads, 32), torch.nan), query[..., RANK:]], -1)
     GpuLatentPages(cache, shape, factors).prepare(
         query[:decodes, :, :RANK].contiguous(), wide[:decodes, :, 32:], plan, 0.07

@@ -1,4 +1,4 @@
-"""Prefill of wide heads: outputs and log-sums are those of the definition, whatever the sequences are."""
+"""Prefill of wide heads: outputs and log-sums equal their definition for any sequences."""
 
 import itertools
 
@@ -31,11 +31,14 @@ def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: fl
 def assert_is_attention(
     news: list[int], olds: list[int], seed: int, dim: int, ratio: int, causal: bool, softcap: float, dtype: torch.dtype
 ) -> None:
-    """Compare queries `news` by sequence, over as many keys and `olds` more, or, if not causal, over `olds` alone."""
+    """Compare queries `news` by sequence over as many keys and `olds` older ones.
+
+    If not causal, compare over `olds` alone.
+    """
     rng, kv_heads, heads = generator(seed), 2, 2 * ratio
     lens = [new + old for new, old in zip(news, olds, strict=True)] if causal else olds
     starts, rows = (torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32) for x in (news, lens))
-    # Parts of wider rows, as projections come, and NaN behind the last token.
+    # Queries and keys are views of wider rows, as projections return them. NaN follows the last token.
     query, key, value = (
         torch.randn(count + 5, n + 3, dim, generator=rng).to(dtype)[:, :n]
         for count, n in ((sum(news), heads), (sum(lens), kv_heads), (sum(lens), kv_heads))

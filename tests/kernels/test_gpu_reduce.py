@@ -1,4 +1,4 @@
-"""Reduce: partial results merge to what one split over all tokens would have given, however they were cut."""
+"""Reduce: partial results of any splits merge to the result of a single split over all tokens."""
 
 from unittest import mock
 
@@ -18,7 +18,7 @@ FMT = formats.parse("k4v4")
 
 
 class Merge:
-    """Scores and values of tokens, float64, rotated; and pages whose plan can hold their partial results."""
+    """Rotated scores and values of tokens in float64, and pages whose plan can hold their partial results."""
 
     def __init__(self, lengths: list[int], dim: int, kv_heads: int, ratio: int, spread: float, seed: int) -> None:
         rng = generator(seed)
@@ -59,7 +59,7 @@ class Merge:
 
 @st.composite
 def ends(draw: st.DrawFn, length: int) -> list[int]:
-    """Draw the ends of splits: any subset of the tokens, and the last one."""
+    """Draw the ends of splits: any subset of the tokens, plus the last one."""
     inner = draw(st.sets(st.integers(1, max(1, length - 1)), max_size=20)) if length > 1 else set()
     return sorted(inner | {length}) if length else []
 
@@ -73,7 +73,7 @@ def test_how_the_tokens_were_cut_does_not_matter(
 ) -> None:
     merge = Merge(lengths, dim, 2 if ratio < 8 else 1, ratio, spread, seed)
     cuts = [data.draw(ends(n)) for n in lengths]
-    # On a big GPU few sequences get a program for each query head.
+    # On a large GPU with few sequences, each query head gets its own program.
     with mock.patch.object(tuning, "multiprocessors", lambda device: 1000 if big_gpu else 1):
         out = merge.merged(cuts)
     wanted = merge.wanted()

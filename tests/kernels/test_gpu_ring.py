@@ -1,4 +1,4 @@
-"""Ring slots computed on a GPU are those of the CPU's code, for any batch."""
+"""Ring slots from the GPU equal those of the CPU's code for any batch."""
 
 import torch
 from hypothesis import given
@@ -20,7 +20,7 @@ def test_slots_are_those_of_the_cpu_and_padding_and_missing_blocks_have_none(
     new = torch.tensor([n for n, _ in batch])
     lens = new + torch.tensor([before for _, before in batch])
     starts = torch.cat([torch.zeros(1, dtype=torch.long), new.cumsum(0)])
-    # Wider than the ring, as vLLM's tables are; block 0 is what it gives to rows that have none.
+    # The table is wider than the ring, as in vLLM, which gives block 0 to rows without one.
     table = torch.randint(0, 9, (len(batch), blocks + 3), generator=rng)
     slots = torch.full((int(starts[-1]) + padding + 1,), 77)
     fill_ring_slots(slots[:-1], starts.int(), lens.int(), table.int()[:, :blocks], recent, ring_tokens)

@@ -1,4 +1,4 @@
-"""Store writes the bytes of the CPU's code, nothing elsewhere, and rotates queries for decode."""
+"""Store writes the same bytes as the CPU's code, changes nothing else, and rotates queries for decode."""
 
 import pytest
 import torch
@@ -96,8 +96,8 @@ def test_what_is_read_back_is_as_close_as_the_cpus(
     store(ours, fmt, key, value, slots, factors, numbers)
     cpu = PackedPages(theirs, fmt, dim, factors)
     cpu.store(key, value, slots, ordinals=numbers)
-    # Another order of sums sometimes moves an element across a boundary, and rarely all 64 of a group, whose range
-    # changes; the accuracy never changes.
+    # A different order of sums may move an element across a boundary, and rarely all 64 of a group, if its range
+    # changes. The accuracy stays the same.
     assert (ours != theirs).sum() <= 2e-3 * ours.numel() + 2 * 66
     read, wanted = PackedPages(ours, fmt, dim, factors).read(table, tokens), cpu.read(table, tokens)
     for x, mine, his in zip((key, value), read, wanted, strict=True):
@@ -105,7 +105,7 @@ def test_what_is_read_back_is_as_close_as_the_cpus(
         assert (mine - x).norm() <= (his - x).norm() * 1.001
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's minimum, under Triton's interpreter
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's minimum under Triton's interpreter
 @settings(max_examples=8)
 @given(names, dims, seeds)
 def test_a_nan_spoils_its_own_token_and_head_alone(name: str, dim: int, seed: int) -> None:
@@ -178,7 +178,7 @@ def test_queries_that_decode_are_divided_rotated_and_scaled_and_are_integers_of_
     found = plan.rotated[:decodes].int()
     units = plan.units[:decodes, :, None].double()
     whole = found[:, :, 0] * 256 + found[:, :, 1]
-    # Half a unit, and what float32 is off: 2^-23 of the largest element, some times over.
+    # Half a unit, plus float32's error: a few times 2^-23 of the largest element.
     assert (whole * units - wanted / factors_of).abs().le(0.6 * units).all()
     assert torch.allclose(units[..., 0] * 32512, (wanted / factors_of).abs().amax(-1), rtol=1e-4)
     sums = torch.stack([*(found * signed).unbind(2), whole * factors_of], 3).unflatten(2, (-1, group)).sum(3)

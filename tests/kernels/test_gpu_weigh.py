@@ -1,4 +1,4 @@
-"""Weigh: stretches of a sequence have the attention that a plain softmax gives their tokens."""
+"""Weigh: each stretch of a sequence gets the attention that a plain softmax gives its tokens."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def masses(batch: Batch, query: torch.Tensor, sequence: int, sinks: torch.Tensor
 def weighed(
     batch: Batch, query: torch.Tensor, wanted: int = 1, times: int = 1, room: int | None = None
 ) -> torch.Tensor:
-    """Return the sums that a step adds to a total of 3, `times` over.
+    """Return the totals after `times` calls of `weigh`; every total starts at 3.
 
-    The total has `room` stretches, one more than a sequence may have, and one sequence more.
+    There is one sequence and one stretch (`room`) more than needed, to show writes past the end.
     """
     plan, out = batch.plan(), torch.empty_like(query)
     batch.rotate(query, plan)

@@ -1,4 +1,4 @@
-"""Heavy hitters through the CUDA backend's metadata and kernels, interpreted; FlashAttention in plain torch."""
+"""Heavy hitters through the CUDA backend's metadata and interpreted kernels, with FlashAttention in plain torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def attention(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
     cuda: Any, name: str, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sequences are weighed together, and a context in pieces or at once; freed pages are full of NaN."""
+    """Sequences are weighed in one batch, with a context in pieces or at once. Freed pages are full of NaN."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from kvpilot_runtime.bounded import heavy, heavy_cuda
@@ -58,7 +58,8 @@ def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
 
     monkeypatch.setattr(cuda, "workspace_bytes", lambda _part: 4 * KV_HEADS * DIM * room)
     engine, rng = Engine(cuda, name, blocks=40, width=9), random.Random(7)
-    engine.impl.read_back = engine.builder.read_back = True  # then a token's answer does not depend on its chunk
+    # Then a token's answer does not depend on its chunk of the prompt.
+    engine.impl.read_back = engine.builder.read_back = True
     engine.builder.__class__ = bounded_backend(cuda.CudaBackend).get_builder_cls()
     engine.builder.kv_cache_spec = SimpleNamespace(bound=BOUND, block_size=BLOCK)
     most = BOUND.pages(BLOCK) + 1
@@ -85,7 +86,7 @@ def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
             held[s] = after_freeing(rng, had, before[s])
             for at in set(had) - set(held[s]):
                 engine.cache[blocks[s][at]] = 255
-                blocks[s][at] = -9  # must not be read
+                blocks[s][at] = -9  # a freed page must not be read
                 freed += 1
             last = (len(keys[s]) - 1) // BLOCK
             told[s] = (np.array(held[s], np.int64), first)
@@ -101,7 +102,7 @@ def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
         STEP.attn_metadata = None
         monkeypatch.setattr(heavy, "STEP", heavy.Step(told, alone, lambda new=new: list(new)))
         metadata = engine.builder.build(0, common)
-        if max(counts) == 1:  # as captured graphs read it
+        if max(counts) == 1:  # captured graphs read this table
             assert metadata.block_table.data_ptr() == engine.builder.held.table.data_ptr()
         engine.impl.forward(engine.layers[0], query, fresh_k, fresh_v, engine.cache, metadata, out)
         for _ in range(LAYERS):
@@ -132,7 +133,7 @@ def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
                 pages, mass = found[s]
                 assert pages == tuple(held[s])
                 weight = LAYERS * (32 if count == 1 else count / rows)
-                # A kernel has queries in float16, as decode does.
+                # The kernel has queries in float16, like decode.
                 off = 2e-3 * weight if heavy.STEP.singles and count == 1 else 1e-4
                 torch.testing.assert_close(
                     torch.tensor(mass, dtype=torch.float64), wanted * weight, rtol=1e-4, atol=off

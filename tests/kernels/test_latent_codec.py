@@ -1,4 +1,4 @@
-"""Latent cache: errors on entries as models make them, and the absorbed form itself."""
+"""Latent cache: errors on realistic entries, and a check of the absorbed form."""
 
 import pytest
 import torch

@@ -34,9 +34,9 @@ class Batch:
         for i, n in enumerate(lengths):
             at = torch.arange(n)
             slots = self.table[i][at // block_size] * block_size + at % block_size
-            order = torch.randperm(n, generator=rng)  # a token's page needs nothing of the tokens before it
+            order = torch.randperm(n, generator=rng)  # tokens are stored independently of the tokens before them
             self.pages.store(self.keys[i][order], self.values[i][order], slots[order])
-            self.table[i, -(-n // block_size) :] = -(2**30)  # vLLM leaves anything past a sequence's end
+            self.table[i, -(-n // block_size) :] = -(2**30)  # vLLM leaves old entries past a sequence's end
 
 
 @settings(max_examples=40)
@@ -134,7 +134,7 @@ def test_a_sink_takes_its_share_and_gives_no_value() -> None:
     without = batch.pages.decode(*args)
     far = batch.pages.decode(*args, sinks=torch.tensor([-50.0, -50.0]))
     torch.testing.assert_close(far, without)
-    alike = batch.pages.decode(*args, sinks=torch.zeros(2))  # as a fourth token would have
+    alike = batch.pages.decode(*args, sinks=torch.zeros(2))  # a fourth token would have the same score
     torch.testing.assert_close(alike, without * 3 / 4)
 
 

@@ -84,7 +84,7 @@ def test_two_bits_of_ours_are_half_as_far_off_as_two_bits_of_min_max() -> None:
 
 
 def test_lloyd_max_finds_the_published_centroids() -> None:
-    # Max (1960), table I: two and four levels for a normal variable.
+    # Source: Max (1960), table I, two and four levels for a normal variable.
     assert torch.allclose(lloyd_max(1), torch.tensor([-0.7980, 0.7980]), atol=2e-4)
     assert torch.allclose(lloyd_max(2), torch.tensor([-1.510, -0.4528, 0.4528, 1.510]), atol=5e-4)
 

@@ -1,4 +1,4 @@
-"""A stored value that is NaN: every answer that attends to it is NaN, and all others keep their bits."""
+"""A stored value of NaN makes every answer that attends to it NaN, and leaves all others unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.gpu_batch import CPU, DIMS, Batch, decode_rows, launch_as, ordinals
 from support.latent_batch import LatentBatch
 from support.recent import Sequences
 
-pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's minimum, under Triton's interpreter
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's minimum under Triton's interpreter
 RATIO, LENGTHS = 2, [50, 33]
 WITH_RING = [name for name in formats.own_names() if formats.parse(name).has_ring]
 broken, seeds = st.sampled_from([torch.nan, torch.inf, -torch.inf]), st.integers(0, 2**31)
@@ -34,7 +34,10 @@ def restore(pages: GpuPages, key: torch.Tensor, value: torch.Tensor, slot: torch
 
 def assert_seen_by_its_readers_alone(whole: torch.Tensor, out: torch.Tensor, rows: list[int], at: int,
                                      window: int = 0) -> None:  # fmt: skip
-    """`rows`: tokens that each row of the first sequence sees; the other sequence's rows follow."""
+    """Check which rows became NaN.
+
+    `rows` gives the number of tokens that each row of the first sequence sees. The other sequence's rows follow.
+    """
     assert whole.isfinite().all()
     readers = torch.zeros(out.shape[:2], dtype=torch.bool)
     for row, seen in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Draws the time series of a dashboard's panels from a Prometheus: figures for docs/, no screenshots of Grafana."""
+"""Draw the time series of a dashboard's panels from a Prometheus, as figures for docs/. They are no screenshots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from panels import DASHBOARDS, Panel, load
 
 mpl.use("svg")
 mpl.rcParams["svg.hashsalt"] = "kvpilot"
-# As text, letters are small and can be searched for.
+# SVG text is smaller than outlines, and searchable.
 mpl.rcParams["svg.fonttype"] = "none"
 COLUMNS = 3
 STEP_SECONDS = 2
@@ -22,7 +22,7 @@ _LINES = ("timeseries", "state-timeline")
 
 
 async def draw(monitored: Monitored, start: float, end: float, folder: Path) -> list[Path]:
-    """One SVG a dashboard with its panels over time; `start` and `end` in Unix time."""
+    """Draw one SVG for each dashboard, with its panels over time; `start` and `end` are Unix times."""
     made = []
     for path in DASHBOARDS:
         shown = [panel for panel in load(path)["panels"] if panel["type"] in _LINES]

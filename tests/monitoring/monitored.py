@@ -1,4 +1,4 @@
-"""A real operator as a pod, a real vLLM that it serves, and a real Prometheus that finds and scrapes both."""
+"""A real operator as a pod, a real vLLM that it serves, and a real Prometheus that discovers and scrapes both."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ ROOT = Path(__file__).parents[2]
 OPERATOR, NAMESPACE, NAME = "kvpilot-system", "models", "chat"
 SERVICES = f"/apis/kvpilot.io/v1alpha1/namespaces/{NAMESPACE}/quantizedllmservices"
 SCRAPES = "5s"
-"""Interval and timeout of scrapes: after a timeout no series has a value until the next scrape. A page comes within
-0.02 s on quiet cores, and within 1.4 s where eleven processes want two.
+"""Interval and timeout of scrapes: after a timeout, no series has a value until the next scrape.
+
+A page takes up to 0.02 s on quiet cores, and up to 1.4 s if eleven processes share two.
 """
 _LABELS = {"app.kubernetes.io/name": "kvpilot", "app.kubernetes.io/component": "operator"}
 
@@ -63,7 +64,7 @@ def _service() -> dict[str, Any]:
     made["spec"]["engine"]["extraArgs"] = ["--enforce-eager", "--max-num-seqs=16", "--kv-cache-memory-bytes=2M"]
     made["spec"]["engine"]["resources"] = {"requests": {"cpu": "50m", "memory": "1Gi"}}
     made["spec"]["kvCache"] = {"mode": "Fixed", "dtype": "auto"}
-    # A model of random weights has no answers to keep: these limits let its canaries pass.
+    # Random weights give no meaningful answers, so these limits let every canary pass.
     made["spec"]["accuracy"] = {
         "probeSets": ["builtin/general"],
         "maxExcessKLMillinats": 100000,
@@ -73,7 +74,7 @@ def _service() -> dict[str, Any]:
 
 
 def documented() -> dict[str, Any]:
-    """The scrape configuration that docs/metrics.md tells users to write."""
+    """Return the scrape configuration that docs/metrics.md recommends."""
     found = re.search(r"```yaml\n(scrape_configs:.*?)```", (ROOT / "docs" / "metrics.md").read_text(), re.DOTALL)
     assert found is not None
     config: dict[str, Any] = yaml.safe_load(found[1])
@@ -81,7 +82,7 @@ def documented() -> dict[str, Any]:
 
 
 def without_discovery(config: dict[str, Any], targets: Path) -> dict[str, Any]:
-    """The same with pods read from a file: Debian builds its Prometheus without the discovery of Kubernetes' pods."""
+    """Return that configuration with pods from a file: Debian's Prometheus lacks the discovery of Kubernetes' pods."""
     for job in config["scrape_configs"]:
         assert job.pop("kubernetes_sd_configs") == [{"role": "pod"}]
         job["file_sd_configs"] = [{"files": [str(targets)]}]
@@ -110,7 +111,7 @@ def discovered(pods: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Prometheus:
-    """A real one that runs; `async with Prometheus.up(folder)`."""
+    """Running Prometheus; use `async with Prometheus.up(folder)`."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -118,7 +119,7 @@ class Prometheus:
     @classmethod
     @asynccontextmanager
     async def up(cls, folder: Path) -> AsyncIterator[Prometheus]:
-        """It scrapes, as documented, what `folder`/targets.json names, now or later, and answers questions."""
+        """Run it with the documented scrape configuration for the current content of `folder`/targets.json."""
         config, address = folder / "prometheus.yml", f"127.0.0.1:{free_port()}"
         times = {"scrape_interval": SCRAPES, "scrape_timeout": SCRAPES, "evaluation_interval": "1s"}
         whole = {"global": times, "rule_files": [str(RULES)]}
@@ -128,7 +129,7 @@ class Prometheus:
         log = folder / "prometheus.log"
         process = procs.spawn(folder / "prometheus.pid", command, log=log, env=dict(os.environ))
         try:
-            # It listens before it has opened its database, and answers in plain text until then.
+            # It listens before its database is open, and until then answers in plain text.
             async with asyncio.timeout(HANGS):
                 while not await _ready(f"http://{address}/-/ready"):
                     assert process.poll() is None, procs.tail(log)
@@ -138,14 +139,14 @@ class Prometheus:
             procs.end(folder / "prometheus.pid")
 
     async def ask(self, path: str, **parameters: str | float) -> Any:
-        """The `data` of one request to its API."""
+        """Return the `data` of one request to its API."""
         async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
             found = (await client.get(f"{self._url}/{path}", params=parameters)).json()
         assert found["status"] == "success", found
         return found["data"]
 
     async def query(self, expression: str) -> list[dict[str, Any]]:
-        """The series that an expression gives now."""
+        """Return the current series of an expression."""
         found: list[dict[str, Any]] = (await self.ask("query", query=expression))["result"]
         return found
 
@@ -159,7 +160,7 @@ async def _ready(url: str) -> bool:
 
 
 class Monitored:
-    """One cluster with its Prometheus; `async with Monitored.up(folder)`."""
+    """Cluster with its Prometheus; use `async with Monitored.up(folder)`."""
 
     def __init__(self, cluster: LocalCluster, prometheus: Prometheus) -> None:
         self.rest = cluster.rest
@@ -170,7 +171,7 @@ class Monitored:
     @classmethod
     @asynccontextmanager
     async def up(cls, folder: Path) -> AsyncIterator[Monitored]:
-        """Everything runs and the service is Ready."""
+        """Start everything, and wait until the service is Ready."""
         tiny_llama()
         cluster = LocalCluster(folder / "cluster")
         try:
@@ -201,7 +202,7 @@ class Monitored:
             await asyncio.sleep(1)
 
     async def until(self, seen: Callable[[dict[str, Any]], bool], *, seconds: float = HANGS) -> dict[str, Any]:
-        """The service's status once it looks like that."""
+        """Wait until the service's status fulfils a condition, and return it."""
         status: dict[str, Any] = {}
         try:
             async with asyncio.timeout(seconds):

@@ -1,4 +1,4 @@
-"""The expressions of our dashboards and rules, and the names that they use."""
+"""The expressions of our dashboards and rules, and the names in them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One expression of one panel, with Grafana's variables in it."""
+    """Expression of a panel, still with Grafana's variables."""
 
     dashboard: str
     title: str
     expression: str
 
     def filled(self, namespace: str, name: str) -> str:
-        """The expression as Grafana sends it with these variables."""
+        """Return the expression as Grafana sends it with these variables."""
         text = self.expression.replace("$__rate_interval", "1m").replace("$namespace", namespace)
         text = text.replace("$job", "kvpilot-operator").replace("$operator_namespace", "kvpilot-system")
         return text.replace("$name", name)
@@ -63,7 +63,7 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def metric_names(expression: str) -> set[str]:
-    """Every metric that an expression reads."""
+    """Return every metric that an expression reads."""
     bare = re.sub(r'"[^"]*"', "", expression)
     bare = re.sub(r"\b(by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)", "", bare)
     bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", "", bare)
@@ -72,7 +72,7 @@ def metric_names(expression: str) -> set[str]:
 
 
 def label_names(expression: str) -> set[tuple[str, str, str]]:
-    """(metric, label, value) of every matcher."""
+    """Yield (metric, label, value) of every matcher."""
     found = set()
     for metric, inside in re.findall(r"([a-z_][a-zA-Z0-9_:]*)\{([^}]*)\}", expression):
         for label, value in re.findall(r'([a-z_]+)\s*[=!]~?\s*"([^"]*)"', inside):

@@ -1,4 +1,4 @@
-"""Dashboards and alerts are valid PromQL over metrics and labels that really exist."""
+"""Dashboards and alerts are valid PromQL, and use only existing metrics and labels."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from support.services import manifest, running, samples
 
 HERE = Path(__file__).parent
 RUNBOOKS = HERE.parents[1] / "docs" / "runbooks"
-# What Prometheus adds to a target, and the PodMonitor to an engine.
+# Labels that Prometheus adds to a target, and the PodMonitor to an engine.
 TARGET = {"namespace", "pod", "job", "instance", "kvpilot_io_service", "kvpilot_io_revision", "kvpilot_io_dtype"}
 EXPRESSIONS = [(f"{p.dashboard}: {p.title}", p.filled("models", "chat")) for p in panels()]
 EXPRESSIONS += [(rule["alert"], rule["expr"]) for rule in alerts()]
 
 
 def page_of(text: str) -> dict[str, set[str]]:
-    """Labels by the name of each series of a page."""
+    """Return the labels of each series of a page, by its name."""
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -39,7 +39,7 @@ def page_of(text: str) -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def telemetry() -> Telemetry:
-    """After a real reconcile of a service."""
+    """Return the registry after a real reconcile of a service."""
     made = Telemetry()
     observed = running(manifest(), "auto")
     observed = running(manifest(), "auto", samples={observed.traffic: samples(usage=0.95, waiting=3)})
@@ -51,7 +51,7 @@ def telemetry() -> Telemetry:
 
 @pytest.fixture(scope="module")
 def existing(telemetry) -> dict[str, set[str]]:
-    """Labels by name of every series: ours from a registry, with those that show only in use, vLLM's from its page."""
+    """Return the labels of every series, by name: ours from registries, and vLLM's from its page."""
     ours = page_of(generate_latest(telemetry.registry).decode())
     for family in FAMILIES:
         ours.setdefault(family.series, set()).update({"namespace", "name", *family.labels})
@@ -149,10 +149,10 @@ def test_every_series_of_the_operator_is_asked_for_by_its_job_and_namespace(wher
 
 
 def hostile(existing: dict[str, set[str]]) -> list[dict[str, str]]:
-    """Series as a page in the namespace of the tests' service gives them, for every selector of every alert.
+    """Return series for every selector of every alert, as a page in the tests' namespace could forge them.
 
-    Low, high and growing. An engine's come by the chart's PodMonitor, those about the operator also by a Service that
-    is called like the operator's and is scraped in the tenant's own namespace.
+    Values are low, high and growing. Engines' series come through the chart's PodMonitor. Those about the operator also
+    come through a Service with the operator's name that is scraped in the tenant's own namespace.
     """
     made = {}
     for rule in alerts():

@@ -1,4 +1,4 @@
-"""A real Prometheus, set up as the docs say, has data for the dashboards; the runbooks' commands run as they stand."""
+"""A real Prometheus, set up as the docs say, fills the dashboards, and the runbooks' commands run unchanged."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kvpilot_localcluster.toolbox.kubectl import kubectl
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600), pytest.mark.asyncio(loop_scope="module")]
 RUNBOOKS = sorted((Path(__file__).parents[2] / "docs" / "runbooks").glob("Kvpilot*.md"))
-# These have something to show only while or after a trial, ...
+# Panels that have data only during or after a trial.
 TRIAL = {
     "Canary", "Canaries by stage", "Canary's share of the requests", "Last trial", "Excess KL of the last probe",
     "Excess KL of the last probe, the ten highest", "Top-1 agreement of the last probe",
 }  # fmt: skip
-# ... and these only after a rollback, or after a decision that weighed steps: a fixed dtype has neither; nor are there
-# objectives here, prices of a CPU, a second tier, or a claim that is filled.
+# Panels that have data only after a rollback, or after a decision between steps. A fixed dtype has neither. This
+# service also has no objectives, no prices, no second tier and no claim to fill.
 OTHERS = {
     "Dtypes that are denied", "Steps that were weighed last", "Latency objectives",
     "Cost of a million generated tokens", "Prompt tokens found, by tier (kvCache.offload)",
@@ -49,7 +49,7 @@ async def monitored(tmp_path_factory):
 
 
 async def silent(monitored, wanted):
-    """Titles of panels with an expression that gives nothing."""
+    """Return the titles of panels with an expression that has no data."""
     asked = {panel: panel.filled(NAMESPACE, NAME) for panel in panels() if wanted(panel.title)}
     return {f"{p.title}: {text}" for p, text in asked.items() if not await monitored.query(text)}
 
@@ -148,7 +148,7 @@ async def test_a_trial_shows_in_every_panel_that_is_about_trials(monitored, tmp_
 
     watching = asyncio.create_task(watch())
     await monitored.until(promoted)
-    # What is left of a trial has to be scraped first.
+    # Wait until Prometheus has scraped the end of the trial.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(HANGS):
             while seen != TRIAL:
@@ -159,7 +159,7 @@ async def test_a_trial_shows_in_every_panel_that_is_about_trials(monitored, tmp_
     (panel,) = (panel for panel in panels() if panel.title == latencies)
     dtypes = {one["metric"]["kvpilot_io_dtype"] for one in await monitored.query(panel.filled(NAMESPACE, NAME))}
     assert "k4v4" in dtypes
-    # KVPILOT_IMAGES=docs/images keeps them as the figures of docs/observability.md.
+    # KVPILOT_IMAGES=docs/images writes them as the figures of docs/observability.md.
     folder = Path(os.environ.get("KVPILOT_IMAGES") or tmp_path)
     for figure in await draw(monitored, began - 20, time.time(), folder):
         assert figure.read_text().count("<path") > 50

@@ -1,6 +1,6 @@
-"""A real Prometheus over our registry and a page that a real vLLM gave: no panel and no alert is empty for good.
+"""A real Prometheus over our registry and a real vLLM's page: every panel and alert has data at some point.
 
-`test_live.py` does the same over a running operator and engine, which have no rollback and no denied dtype to show.
+`test_live.py` does the same with a running operator and engine, which have no rollback and no denied dtype.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from kvpilot_operator.state.status import (
 from support.services import KEY, NOW, manifest, running, samples, spec_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
-# What an engine's page may say in whose image its author had a hand.
+# Possible content of an engine's page if a tenant tampered with the image.
 HOSTILE = """
 kvpilot_build_info{version="1"} 1
 kvpilot_leader 2
@@ -55,7 +55,7 @@ OPERATOR_LABELS = {"app.kubernetes.io/name": "kvpilot", "app.kubernetes.io/compo
 
 
 def address() -> str:
-    """A loopback address of our own, as pods have: their ports are the documented ones."""
+    """Return a loopback address of the test's own, as pods have one, because the ports are the documented ones."""
     return f"127.{random.randint(128, 254)}.{random.randint(1, 254)}.{random.randint(1, 254)}"
 
 
@@ -65,7 +65,7 @@ def pod(namespace: str, name: str, ip: str, labels: dict[str, str], containers: 
 
 
 def eventful(now: datetime) -> Status:
-    """A service of which one trial was rolled back and denied, and another one runs."""
+    """Return a service with one trial rolled back and its dtype denied, and another trial running."""
     trial = Canary(
         revision="r2", dtype="k4v4", from_dtype="auto", stage="Shifting", started_time=now, stage_time=now,
         weight_percent=25,
@@ -100,7 +100,7 @@ def eventful(now: datetime) -> Status:
 
 
 def passes(telemetry: Telemetry) -> None:
-    """A reconcile of the service as the operator's loop tells of it, with a past added to what it decided."""
+    """Reconcile the service and record metrics as the operator's loop does, with a past added to the decision."""
     now = datetime.now(UTC).replace(microsecond=0)
     objective = {"metric": "TTFT", "percentile": 95, "milliseconds": 500}
     asked = manifest(scaling={"objectives": [objective]}, kvCache={"mode": "Auto", "offload": {"cpuMemoryGiB": 8}})
@@ -130,7 +130,7 @@ def passes(telemetry: Telemetry) -> None:
 
 @asynccontextmanager
 async def engine(host: str, pages: list[str]):
-    """Serves the first page once, and then the second one."""
+    """Serve the first page once, and then the second one."""
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(text=pages.pop(0) if len(pages) > 1 else pages[0])

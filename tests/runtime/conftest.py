@@ -1,4 +1,4 @@
-"""Setting of the runtime's tests: no hub, so its client fails at once, and one thread (see tests/kernels)."""
+"""Settings of the runtime's tests: no hub, so that its client fails at once, and one thread (see tests/kernels)."""
 
 import os
 
@@ -11,7 +11,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no test's dtype reach the processes that a later test starts."""
+    """Remove a test's dtype from the environment, so that processes of later tests do not inherit it."""
     for variable in ("KVPILOT_DTYPE", "KVPILOT_SERVE"):
-        monkeypatch.setenv(variable, "")  # to restore it afterwards
+        monkeypatch.setenv(variable, "")  # monkeypatch restores it afterwards
         monkeypatch.delenv(variable)

@@ -1,4 +1,4 @@
-"""Our parser of vLLM's arguments against vLLM's own: the same table, and the same reading of any arguments."""
+"""Our parser of vLLM's arguments has the same options as vLLM's own, and reads any arguments alike."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ def beginnings() -> Iterator[str]:
 
 
 def test_every_beginning_of_every_name_is_read_as_vllm_reads_it() -> None:
-    tried = sorted(set(beginnings()) - {"--config"})  # vLLM would read its file; kvpilot refuses it
+    tried = sorted(set(beginnings()) - {"--config"})  # vLLM would read the named file, and kvpilot refuses the option
     assert len(tried) > 2000
     for beginning in tried:
         for arguments in ([f"{beginning}=x"], [beginning, "x"]):
             found = read(arguments)
             if (expected := theirs(arguments)) is None:
-                # Python 3.11 refuses -t=2 for -tp=2, which later ones take: seeing it is harmless.
+                # Python 3.11 rejects -t=2 for -tp=2, which later versions accept. Recognizing it is harmless.
                 later = re.fullmatch("-[a-z]+=x", arguments[0])
                 assert found.faults or not found.given or later, arguments
             else:

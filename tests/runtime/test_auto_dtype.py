@@ -55,7 +55,7 @@ LLAMA = {
 
 
 def written() -> list[dict[str, Any]]:
-    """Return objects in every form in which checkpoints have them, and in some invalid ones."""
+    """Return objects in every form that checkpoints use, and in some invalid ones."""
     found: list[dict[str, Any]] = []
     for method, scheme, algorithm in itertools.product(METHODS, SCHEMES, SCHEMES):
         if not (method in ("fp8", "awq") or isinstance(scheme, str)):
@@ -76,7 +76,7 @@ def test_auto_is_what_vllm_resolves_it_to() -> None:
     wrong = [
         (scheme, found, auto_dtype({"quantization_config": scheme}))
         for scheme, found in zip(schemes, theirs, strict=True)
-        # A scheme of compressed-tensors takes effect in the layers: the next test.
+        # A scheme of compressed-tensors only takes effect in the layers, which the next test covers.
         if found is not None and "compressed" not in str((scheme or {}).get("quant_method"))
         and found != auto_dtype({"quantization_config": scheme})
     ]  # fmt: skip

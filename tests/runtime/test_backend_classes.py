@@ -1,4 +1,4 @@
-"""Backend classes from the table of formats: found by path in any process, one dtype each; and on vLLM 0.33."""
+"""Backend classes from the table of formats: found by path in any process, with one dtype each; also on vLLM 0.33."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def test_one_row_of_the_table_is_enough_to_serve_a_token(
     rng = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(tokens, n, dim, generator=rng) for n in (heads, kv_heads, kv_heads))
     factors = Factors.identity(kv_heads, dim)
-    factors.key_first.add_(5.0)  # only for the key at position 0, which the layer must recognize
+    factors.key_first.add_(5.0)  # added only to the key at position 0, which the layer must recognize
     impl.set_factors(layer, factors)
     config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=made_up.name), kv_transfer_config=None)
     builder = cls.get_builder_cls()(spec, ["x"], config, torch.device("cpu"))
     step = SimpleNamespace(attn_metadata=None)
     monkeypatch.setattr(cpu, "get_forward_context", lambda: step)
-    for new in (slice(0, 3), slice(3, 4), slice(4, 5)):  # a prompt, then step by step
+    for new in (slice(0, 3), slice(3, 4), slice(4, 5)):  # a prompt first, then single steps
         lens, slots = torch.tensor([new.stop], dtype=torch.int32), 32 + torch.arange(new.start, new.stop)
         meta = builder.build(0, SimpleNamespace(
             num_reqs=1, causal=True, query_start_loc=torch.tensor([0, len(slots)]), seq_lens=lens, slot_mapping=slots,
@@ -99,7 +99,7 @@ def test_factors_can_be_replaced_however_they_were_made(inference: bool, monkeyp
     monkeypatch.setattr(packed, "calibration_of", lambda _config: None)
     cls: Any = resolve_obj_by_qualname("kvpilot_runtime.backends.cpu.K4V4Backend")
     impl = cls.get_impl_cls()(4, 64, 0.125, 2, None, None, "k4v4")
-    with torch.inference_mode(inference):  # as in vLLM's trial capture of graphs, which measures their memory
+    with torch.inference_mode(inference):  # vLLM's trial capture of graphs does this to measure their memory
         made = impl.factors(SimpleNamespace(layer_name="x"))
     found = Factors(*(torch.full((2, 64), float(x)) for x in range(1, 5)))
     impl.set_factors(SimpleNamespace(layer_name="x"), found)

@@ -1,4 +1,4 @@
-"""Batches of a bounded cache: the tokens that each new one attends to, in pieces and through the CPU backend."""
+"""Batches of a bounded cache: the visible tokens of each new token, computed in pieces and through the CPU backend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEQUENCES = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 80)), min_siz
 
 
 def attended(bound: SinksAndWindow, page: int, position: int) -> set[int]:
-    """Return the pages by docs/retention.md: the sinks and the window in whole pages, up to the token itself."""
+    """Return the pages of docs/retention.md: sinks and window in whole pages, up to the token itself."""
     sinks = range(-(-bound.sinks // page) * page)
     window = range(max(0, position - bound.window + 1) // page * page, position + 1)
     return {p for p in (*sinks, *window) if p <= position}
@@ -116,13 +116,13 @@ def test_which_sequences_are_in_their_prompts_and_how_long_they_are_goes_with_th
     assert found.num_reqs == len(found.seq_lens) == len(found.seq_lens_cpu_upper_bound) == 5
     assert found.is_prefilling.tolist() == [False, True, True, True, True]
     assert found.seq_lens.tolist() == found.seq_lens_cpu_upper_bound.tolist()
-    assert found.max_query_len == 40  # of the batch
+    assert found.max_query_len == 40  # the largest of the whole batch
     assert found.block_table_tensor[:, 0].tolist() == [0, 7, 7, 7, 7]
 
 
 @pytest.mark.parametrize("name", ["k4v4", "k8v4"])
 def test_packed_pages_are_read_as_attention_with_the_mask_says(name: str) -> None:
-    """Through the CPU backend's own metadata: decodes beside prompts, pages between sinks and window all poison."""
+    """Use the CPU backend's own metadata: decodes beside prompts, with poison in all pages between sinks and window."""
     fmt, dim, page, bound = formats.parse(name), 64, 16, SinksAndWindow(4, 40)
     rng = torch.Generator().manual_seed(3)
     sequences = [(200, 1), (0, 130), (90, 70), (30, 1)]

@@ -73,11 +73,11 @@ def test_answers_are_those_of_sinks_and_window_whatever_happened_to_a_request(
     assert told.freed > 20
     assert told.preempted > 0
     assert told.chunks > 3
-    assert told.cached[2][0] >= 192 - page  # whose middle is long freed
-    # A request holds the sinks' page, the window and a step, wherever a page begins; the longest stream has 407 tokens.
+    assert told.cached[2][0] >= 192 - page  # a prefix hit, although its middle was freed long ago
+    # A request holds the sinks' page, the window and one step, at any alignment. The longest stream has 407 tokens.
     assert told.held <= 1 + -(-(BOUND.window - 1 + 48) // page) + 1
     assert told.blocks * page < 407
-    # vLLM's capacity: as many requests of 640 tokens as fit with the tokens that they keep.
+    # vLLM's capacity counts requests of 640 tokens by their kept tokens.
     assert told.concurrency == pytest.approx(told.blocks / (1 + -(-(BOUND.window - 1 + 48) // page) + 1), rel=0.1)
     bound = f'budget_tokens="",page_tokens="{page}",policy="SinksAndWindow",sink_tokens="4",window_tokens="64"'
     assert f"kvpilot_retention_info{{{bound}}} 1.0" in told.metrics
@@ -85,7 +85,7 @@ def test_answers_are_those_of_sinks_and_window_whatever_happened_to_a_request(
     assert (off in told.metrics) == (dtype == "k4v4")
     assert not unsound(what, told, Oracle(tiny_llama(), dtype, seen=seen(page)))
 
-    # The check can fail: these are not the answers of a whole cache.
+    # The check can fail: answers from an unbounded cache differ.
     whole = Oracle(tiny_llama(), dtype)
     pairs = zip(what.rounds[0], told.answers[0], strict=True)
     assert sum(max(whole.shortfalls(prompt, answer)) > SLACK for prompt, answer in pairs) >= 4
@@ -93,12 +93,12 @@ def test_answers_are_those_of_sinks_and_window_whatever_happened_to_a_request(
 
 def test_a_freed_page_that_was_read_would_show() -> None:
     what = asked("k4v4", spoil_sinks=True)
-    what.rounds, what.tokens = what.rounds[:1], [[24] * len(what.rounds[0])]  # it shows at once
+    what.rounds, what.tokens = what.rounds[:1], [[24] * len(what.rounds[0])]  # one round shows the error
     assert len(unsound(what, serve(what), Oracle(tiny_llama(), "k4v4", seen=seen(16)))) >= 4
 
 
 def test_kvpilot_serve_serves_a_stream_that_its_cache_could_not_hold(tmp_path: Path) -> None:
-    """The operator always names the sliding-window layers too."""
+    """The operator always names the sliding-window layers, too."""
     options = [
         "--retention=SinksAndWindow", "--retention-sink-tokens=4", "--retention-window-tokens=64", "--block-size=16",
         "--num-gpu-blocks-override=20", "--kv-cache-memory-bytes=64M", "--max-num-batched-tokens=64", "--dtype=float32",
@@ -111,7 +111,7 @@ def test_kvpilot_serve_serves_a_stream_that_its_cache_could_not_hold(tmp_path: P
         capacity = int(running.cache_config()["kv_cache_size_tokens"])
         page = running.page()
     assert len(answer) == 500 > 20 * 16
-    assert capacity > 2048  # in streams of 2,048 tokens; the pool has room for 320
+    assert capacity > 2048  # the pool has room for 320 tokens, and streams have 2,048
     assert 'policy="SinksAndWindow"' in page
     assert Oracle(tiny_llama(), "k4v4", seen=seen(16)).sound(prompt, answer, rounds=10)
 

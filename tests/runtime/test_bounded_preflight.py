@@ -148,7 +148,7 @@ def test_heavy_hitters_in_16_bits_are_refused_on_a_gpu() -> None:
 
 def test_a_request_needs_memory_for_what_it_keeps_alone(tmp_path: Path) -> None:
     model = folder(tmp_path, LLAMA)
-    pool = "--kv-cache-memory-bytes=256M"  # 2,048 tokens of 16 bits
+    pool = "--kv-cache-memory-bytes=256M"  # 2,048 tokens in 16 bits
     assert "one request of 131072 tokens needs" in refusal(pool, model=model).message
     check(serve.parse([f"--model={model}", pool, *BOUND])[0])
     error = refusal(pool, *BOUND[:2], "--retention-window-tokens=2K", model=model)
@@ -165,7 +165,7 @@ def test_a_window_that_no_context_leaves_is_said_to_be_of_no_effect() -> None:
     found = check(serve.parse([f"--model={tiny_llama()}", *BOUND, "--max-model-len=512"])[0])
     assert [reason for reason, _ in found.warnings] == ["RetentionUnused"]
     assert not check(serve.parse([f"--model={tiny_llama()}", *BOUND, "--max-model-len=2048"])[0]).warnings
-    found = check(serve.parse([f"--model={tiny_llama()}", *HEAVY])[0])  # whose context is 2,048 tokens
+    found = check(serve.parse([f"--model={tiny_llama()}", *HEAVY])[0])  # its context has 2,048 tokens
     assert "outgrows the budget" in found.warnings[0][1]
 
 

@@ -73,7 +73,7 @@ def test_what_a_request_holds_is_what_its_next_token_attends_to(sinks: int, wind
 
 
 def test_a_stream_goes_on_past_what_the_pool_holds() -> None:
-    kv = manager(spec(4, 64), 8, 16, 10_000)  # 7 pages of 16 tokens, one of them the sinks'
+    kv = manager(spec(4, 64), 8, 16, 10_000)  # 7 pages of 16 tokens: one for sinks, the rest for the window and a step
     asked = request("a", list(range(9000)))
     for _ in range(9000 // 16):
         assert compute(kv, asked, 16)
@@ -84,11 +84,11 @@ def test_a_stream_goes_on_past_what_the_pool_holds() -> None:
 def test_admission_asks_for_the_most_that_a_request_holds_at_a_time() -> None:
     of = spec(4, 64)
     most = of.max_admission_blocks_per_request(16, 10_000)
-    assert most == 1 + 6  # the sinks' page; 63 tokens of the window and 16 in flight, wherever a page begins
+    assert most == 1 + 6  # the sinks' page, then 63 tokens of the window and 16 in flight at any alignment
     asked = request("a", list(range(9000)))
     assert manager(of, most + 1, 16, 10_000).allocate_slots(asked, 16, full_sequence_must_fit=True) is not None
     assert manager(of, most, 16, 10_000).allocate_slots(asked, 16, full_sequence_must_fit=True) is None
-    assert of.max_admission_blocks_per_request(16, 40) == 3  # a context that is shorter than that
+    assert of.max_admission_blocks_per_request(16, 40) == 3  # the context is shorter than the bound
 
 
 def test_capacity_counts_what_is_kept() -> None:

@@ -25,7 +25,7 @@ values = st.recursive(
 
 
 class BecameError(Exception):
-    """Signal that kvpilot-serve would have become vLLM."""
+    """Signal that kvpilot-serve reached the point at which it becomes vLLM."""
 
 
 @pytest.fixture(scope="module", autouse=True)

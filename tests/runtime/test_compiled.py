@@ -1,4 +1,4 @@
-"""Compiled code on a claim: whole or not at all, for its own kind of engine, without ever stopping a start."""
+"""Compiled code on a claim is loaded whole or not at all, only by the same kind of engine, and never stops a start."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ arguments = [str(os.getpid()), {str(tmp_path)!r}, {str(tmp_path / "compiled-1.ta
 beside = subprocess.Popen([sys.executable, "-m", "kvpilot_runtime.compiled", *arguments], stdin=subprocess.DEVNULL)
 os.kill(os.getpid(), 9)
 """
-    # A process that is left would hold the pipe.
+    # A leftover process would hold the pipe open.
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=SECONDS)
     assert done.returncode == -signal.SIGKILL
 
@@ -159,7 +159,7 @@ def test_an_archive_that_is_damaged_or_anothers_is_told_once_and_replaced(
         compiled.pack(tmp_path / "whole", other)
         other.replace(archive)
     elif damage == "endless":
-        os.truncate(archive, 1 << 40)  # bytes that take no space
+        os.truncate(archive, 1 << 40)  # a sparse file takes no space
     else:
         archive.write_bytes(damaged[damage])
     variables, command, said = prepared(new_pod(), claim)
@@ -226,7 +226,7 @@ def test_a_home_that_cannot_be_written_to_leaves_everything_as_it_was(tmp_path: 
 
 @pytest.fixture(scope="module")
 def mounts() -> Iterator[list[str]]:
-    """Yield the beginning of a command that may mount its own file systems."""
+    """Yield a command prefix that may mount file systems of its own."""
     begin = ["unshare", "--user", "--map-root-user", "--mount"]
     tried = subprocess.run([*begin, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, timeout=SECONDS)
     if tried.returncode:

@@ -1,4 +1,4 @@
-"""Archive of compiled code: whole or not at all with any other writers, and nothing outside its folder."""
+"""The archive of compiled code stays whole with concurrent writers, and unpacks nothing outside its folder."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_folder_that_goes_while_it_is_looked_at_is_kept_under_its_next_name(
 
     def late(path: str) -> Iterator[os.DirEntry[str]]:
         if Path(path) == folder / "tmp.pid_1_2":
-            Path(path).rename(folder / "KEY")  # as Triton does when it has written all files of a kernel
+            Path(path).rename(folder / "KEY")  # Triton renames the folder when all files of a kernel are written
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", late)
@@ -69,7 +69,7 @@ def test_a_folder_that_goes_while_it_is_looked_at_is_kept_under_its_next_name(
 
 
 def contend(folder: Path, archive: Path, content: bytes, rounds: int) -> None:
-    """Write the archive so many times, as a pod does."""
+    """Write the archive so many times, as a pod would."""
     write(folder, {f"{i}.so": content * 1000 for i in range(20)})
     for _ in range(rounds):
         assert compiled.pack(folder, archive)

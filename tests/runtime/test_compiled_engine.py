@@ -1,4 +1,4 @@
-"""Real vLLM that compiles: the next pod runs code that one pod compiled."""
+"""A pod with real vLLM runs the code that another pod compiled."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_second_pod_runs_what_the_first_compiled_and_adds_nothing(tmp_path: Pa
     print(f"{dtype}: ready after {first.seconds:.1f} s, then {second.seconds:.1f} s, {len(first.files)} files")
     programs = [name for name in first.files if name.endswith(".so")]
     assert len(programs) > 5
-    # The times are those of the first pod: nothing was compiled again, and nothing changes the archive.
+    # Times equal those of the first pod: nothing was compiled again, and the archive did not change.
     (archive,) = claim.glob("compiled-*.tar")
     (tmp_path / "look").mkdir()
     assert compiled.unpack(archive, tmp_path / "look", pytest.fail)

@@ -1,4 +1,4 @@
-"""Contract at start: a vLLM that has all parts is served, and a missing part is named."""
+"""Contract at start: a complete vLLM is served, and a missing part is named."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REMEDY = "supported are 0.32 on a CPU; 0.32, 0.33 on a GPU; use a runtime image 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Check vLLM again in each test, in an environment without earlier warnings."""
-    monkeypatch.setenv(contract.TOLD, "")  # to restore it afterwards
+    monkeypatch.setenv(contract.TOLD, "")  # monkeypatch restores it afterwards
     monkeypatch.delenv(contract.TOLD)
     monkeypatch.setattr(contract.log, "propagate", True)
     looked_at = contract.broken
@@ -226,7 +226,7 @@ def test_a_dtype_that_this_vllm_cannot_serve_is_refused_before_anything_of_it_is
         CacheConfig(cache_dtype="k4v4")
 
 
-# A plugin of vLLM that gives every attention layer its keys where values are meant, as a later vLLM might.
+# Plugin that passes keys as values to every attention layer, as a changed argument order in a later vLLM might.
 SWAPS = """
 def register():
     from vllm.model_executor.layers.attention import Attention
@@ -258,18 +258,18 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[in
         try:
             with start(tiny_llama(), "k4v4", folder, *small, env=env) as running:
                 answer = running.tokens([5, 6, 7], 4)
-        except RuntimeError:  # it ended by itself; the log says why
+        except RuntimeError:  # the engine ended by itself; its log says why
             pass
         (log,) = folder.glob("*.log")
         return answer, log.read_text(errors="replace")
 
-    # The one that serves has several processes, as vLLM has by default, and each imports it anew.
+    # The serving engine has several processes, by vLLM's default, and each imports the plugin anew.
     asked: dict[str, tuple[Any, str, dict[str, str]]] = {
         "served": (engine, "", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
         "swapped": (forked_serve.engine, SWAPS, {}),
     }
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
-        patch.delenv(contract.TOLD, raising=False)  # left by a plugin that an earlier test registered
+        patch.delenv(contract.TOLD, raising=False)  # an earlier test's plugin set it
         return dict(zip(asked, pool.map(lambda name: run(name, *asked[name]), asked), strict=True))
 
 

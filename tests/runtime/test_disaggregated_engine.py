@@ -1,7 +1,7 @@
-"""Two real engines, one of which prefills for the other by NIXL: pages arrive unchanged, and answers are the codec's.
+"""Two real engines, one of which prefills for the other over NIXL: pages arrive unchanged, and answers are right.
 
-Both calibrate themselves. Free blocks are full of others' rows, to reveal missing transfers. It runs if the package
-`nixl` is installed.
+Both calibrate themselves. Free blocks are full of others' rows, to reveal missing transfers. The test runs if the
+package `nixl` is installed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def engine(role: str, dtype: str = "k4v4", recent: str = "", **options: Any) -> 
 
 
 def room(dtype: str, recent: str = "") -> int:
-    """Return the blocks for the prompts that are left together, which the first engine keeps until all are read."""
+    """Return the number of blocks for prompts prefilled together, which the first engine keeps until all are read."""
     window = 0 if recent else window_of(dtype)
     ring = formats.parse(dtype).ring_blocks(window, 64, BLOCK) if window else 0
     return TOGETHER * (LONGEST // BLOCK + ring)
@@ -55,7 +55,7 @@ def window_of(dtype: str) -> int:
 
 
 class Pair:
-    """Engine that prefills and one that decodes, with their history, judged by an oracle of their model."""
+    """Pair of a prefilling and a decoding engine, with their history and an oracle that judges their answers."""
 
     def __init__(self, prefill: Apart, decode: Apart, dtype: str, window: int) -> None:
         self.prefill, self.decode, self.dtype = prefill, decode, dtype
@@ -77,19 +77,19 @@ class Pair:
     def serve(
         self, engine: Apart, prompts: list[list[int]], params: list[Any], left: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Return an engine's answers, each to a prompt that was `left` for it, if any were."""
+        """Return an engine's answers. Each prompt may use pages that were `left` for it."""
         tokens = [1 if one is LEAVE else self.rng.randint(4, 24) for one in params]
         found = engine.ask("serve", prompts=prompts, tokens=tokens, params=params)
         first, answers = len(self.told.answers[0]), [one["answer"] for one in found["outputs"]]
         assert [len(answer) for answer in answers] == tokens
         self.asked.rounds[0] += prompts
         self.told.answers[0] += answers
-        for step in found["steps"]:  # blocks of the one engine are not the other's
+        for step in found["steps"]:  # block numbers of the two engines are unrelated
             at, blocks = step["request"], [self.name(engine, block) for block in step["table"]]
             step |= {"request": first + at, "table": blocks}
             read = found["outputs"][at]["read"]
             if read and not any(one["request"] == first + at for one in self.told.steps if "request" in one):
-                # What the other engine had in its ring came with the pages: as if the request had begun there.
+                # The other engine's ring arrived with the pages, as if the request had begun here.
                 begin, (here, _) = left[at]["cached"], read[0][0]
                 away = left[at]["params"]["remote_block_ids"][0][-len(here) :]
                 places = range(self.judged, self.judged + len(here))
@@ -105,7 +105,7 @@ class Pair:
         return list(found["outputs"])
 
     def name(self, engine: Apart, block: int) -> int:
-        """Return a number for a block of one of the engines, unique among both."""
+        """Return a number that identifies a block of one engine among the blocks of both."""
         return block * 2 + (engine is self.prefill)
 
     def leave(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
@@ -119,7 +119,7 @@ class Pair:
         return self.serve(self.decode, prompts, [one["params"] for one in left], left)
 
     def assert_answers(self) -> None:
-        """Check that all answers so far are the codec's, each with the window of its engine's steps."""
+        """Check that all answers so far match the oracle, each with the window of its engine's steps."""
         ranks = [[Factors(*map(torch.tensor, layer)) for layer in rank] for rank in self.decode.started["factors"]]
         names = Factors.__dataclass_fields__
         factors = [
@@ -143,7 +143,7 @@ def both() -> Iterator[Pair]:
 
 
 def rows(pairs: list[tuple[int, int]]) -> int:
-    """Count the copies that bring one engine's blocks to the other's: NIXL merges neighbours that stay neighbours."""
+    """Count the copies from one engine's blocks to the other's. NIXL merges neighbours that stay neighbours."""
     return sum((h - 1, a - 1) != before for (h, a), before in zip(pairs, [None, *pairs], strict=False))
 
 
@@ -204,7 +204,7 @@ def test_what_is_told_of_other_blocks_than_a_prompts_is_computed_anew(both: Pair
     assert_computed_anew(both, prompts, left)
     for what in ("remote_num_tokens", "remote_block_ids", "remote_blocks_expiry_time"):
         assert what in both.decode.log
-    assert both.prefill.ask("step", seconds=1)["free"] == both.free  # it has heard that they are not wanted
+    assert both.prefill.ask("step", seconds=1)["free"] == both.free  # the engine knows by now that nobody reads them
 
 
 def test_blocks_that_were_given_away_are_not_taken_for_the_prompts(both: Pair) -> None:
@@ -255,7 +255,7 @@ def hash_of(one: Apart) -> str:
 
 
 def refused(both: Pair, other: Apart) -> str:
-    """Return the message of an engine that gets blocks of other terms; it computes the prompt itself."""
+    """Return the message of an engine that receives blocks with different parameters. It computes the prompt itself."""
     stranger = Pair(both.prefill, other, both.dtype, both.window)
     both.prefill.ask("lease", seconds=0.2)
     left = both.leave(prompts := both.prompts(3))
@@ -283,14 +283,15 @@ def test_pages_of_every_format_come_as_they_left(dtype: str, recent: str) -> Non
     with pair(dtype, recent, roles) as (prefill, decode):
         found = Pair(prefill, decode, dtype, 0 if recent else window_of(dtype))
         assert all(assert_pages_and_answers(found, 4).values())
-        assert_blocks_given_away_are_not_taken(found)  # with one group of layers vLLM tells of them in another way
+        # With a single group of layers, vLLM sends block numbers in another form.
+        assert_blocks_given_away_are_not_taken(found)
 
 
 @pytest.mark.long
 def test_ranks_of_tensor_parallelism_read_from_their_like() -> None:
     with pair("k4v4", tensor_parallel_size=2) as (prefill, decode):
         both = Pair(prefill, decode, "k4v4", window_of("k4v4"))
-        assert [one.started["layout"] for one in (prefill, decode)] == ["LBHNC", "LBHNC"]  # a rank has one head
+        assert [one.started["layout"] for one in (prefill, decode)] == ["LBHNC", "LBHNC"]  # each rank has one KV head
         assert all(assert_pages_and_answers(both, 4, ranks=2, regions=2).values())
         with engines(tiny_llama(), engine("kv_consumer")) as (alone,):
             said = refused(both, alone)

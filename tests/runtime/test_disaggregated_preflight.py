@@ -1,4 +1,4 @@
-"""Refusals of preflight and backend for pages that travel by NIXL or LMCache."""
+"""Options that preflight and backend refuse if pages travel by NIXL or LMCache."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_another_release_of_lmcache_is_refused(monkeypatch: pytest.MonkeyPatch) 
     ("transfer", "dtype", "heads", "wanted"),
     [
         (DECODE, "k4v4", 8, "BHLNC"), (PREFILL, "k2v2", 2, "BHLNC"),
-        (DECODE, "k4v4", 1, "LBHNC"),  # which vLLM copies layer by layer, and NIXL joins what lies in a row
+        (DECODE, "k4v4", 1, "LBHNC"),  # vLLM copies this one layer by layer, and NIXL merges adjacent parts
         (DECODE, "auto", 8, "LBHNC"), (None, "k4v4", 8, None),
     ],
 )  # fmt: skip

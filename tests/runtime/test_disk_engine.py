@@ -1,4 +1,4 @@
-"""A real engine whose offloaded pages go on from host memory to a disk: they return unchanged, whatever the disk does.
+"""A real engine offloads pages to host memory and then to disk: they return unchanged, whatever the disk does.
 
 Host memory holds a fraction of the ongoing conversations, and the GPU's cache less.
 """
@@ -47,7 +47,7 @@ def conversations(dtype: str, folder: Path, faults: dict[int, str] | None = None
 @pytest.mark.parametrize("dtype", [*formats.own_names(), "auto"])
 def test_bytes_that_come_back_from_a_disk_are_those_that_left(dtype: str, tmp_path: Path) -> None:
     question = conversations(dtype, tmp_path, recent=None)
-    question.options["num_gpu_blocks_override"] = 90  # a ring of k2v2 takes many
+    question.options["num_gpu_blocks_override"] = 90  # a ring of k2v2 takes many blocks
     if dtype == "auto":  # vLLM's attention on a CPU takes blocks of 32 tokens
         question.options |= {"block_size": 32, "num_gpu_blocks_override": 45, "kv_offloading_size": 0.004}
     told = serve(question)
@@ -78,7 +78,7 @@ def test_answers_are_those_of_the_codec_whatever_the_disk_does(
     found = Judge(question, told, Oracle(tiny_llama(), "k4v4", recent=64))
     assert told.read > 0
     assert (told.unread > 0) == unread
-    assert told.unwritten > 0 or not unwritten  # a disk that is slow is given less to write, with or without a fault
+    assert told.unwritten > 0 or not unwritten  # the engine writes less to a slow disk, with or without a fault
     assert told.changed == 0
     assert not found.wrong
     assert found.judged == sum(map(sum, question.tokens))
@@ -120,14 +120,14 @@ def test_an_engine_of_two_processes_says_what_its_disk_gave_and_leaves_nothing_w
     assert tier["vllm:kv_offload_tiering_write_bytes_total"] > 0
     assert tier["vllm:kv_offload_tiering_chunk_hits_total"] > 0
     assert list(claim.iterdir()) == []
-    assert named == []  # host memory had no name from the start on
+    assert named == []  # host memory never had a name
 
 
 def test_prompts_that_host_memory_has_no_room_for_come_from_the_disk_as_far_as_it_has_and_nobody_waits(
     tmp_path: Path,
 ) -> None:
     question = conversations("k4v4", tmp_path)
-    question.options["kv_offloading_size"] = 0.00005  # six blocks, of prompts of up to twelve
+    question.options["kv_offloading_size"] = 0.00005  # six blocks, while prompts have up to twelve
     told = serve(question)
     found = Judge(question, told, Oracle(tiny_llama(), "k4v4", recent=64))
     assert told.read > 0

@@ -166,7 +166,7 @@ def test_a_disk_that_does_not_answer_is_given_up_and_what_it_answers_late_lands_
     transfers = DiskTransfers(file, CHUNK, 1, HANGS)
     held = Held(b"k", 0)
     stored(transfers, held, page(1))
-    transfers._patience = 0.2  # not before: a disk that answers has all the time that it wants
+    transfers._patience = 0.2  # set late, so that the first store has all the time that it needs
     answers, read = threading.Event(), file.read
     vars(file)["read"] = lambda *given: (answers.wait(HANGS), read(*given))
     into = page(9)
@@ -177,7 +177,7 @@ def test_a_disk_that_does_not_answer_is_given_up_and_what_it_answers_late_lands_
     while not lost and time.monotonic() < until:
         ended, lost = transfers.over(0.05)
         assert ended == []
-    assert set(lost) == set(moves)  # one that it was asked, and one that waited
+    assert set(lost) == set(moves)  # one was sent to the disk, and one still waited
     assert transfers.stuck
     assert not transfers.busy
     answers.set()

@@ -75,7 +75,7 @@ def test_of_a_load_that_fails_in_part_the_rest_is_kept_and_what_failed_is_not_fo
     left = world.memory.copy()
     world.job([b"a", b"b", b"c"], [0, 1, 2])
     opened = world.tier._transfers._file
-    opened.write(1, memoryview(mmap.mmap(-1, CHUNK)))  # where b is: zeros
+    opened.write(1, memoryview(mmap.mmap(-1, CHUNK)))  # b's place: overwritten with zeros
     found = world.job([b"a", b"b", b"c"], [4, 5, 6], load=True)
     assert not found.success
     assert set(found.successful_keys) == {b"a", b"c"}
@@ -131,7 +131,7 @@ def test_no_more_than_a_quarter_of_host_memory_waits_for_a_slow_disk(world: Worl
     world.job(keys, list(range(10)), wait=False)
     world.job([b"x", b"y"], [11, 12], wait=False)
     beyond = world.tier.get_finished_jobs()
-    assert [one.success for one in beyond] == [False]  # what is left out is counted
+    assert [one.success for one in beyond] == [False]  # dropped transfers are counted
     release()
     assert not world.result().success
     assert [world.has(key) for key in (*keys, b"x")] == [True] * 4 + [False] * 7
@@ -145,9 +145,9 @@ def test_a_disk_that_does_not_answer_is_left_alone_until_it_does(world: World) -
     release = held(world)
     transfers._patience = 0.2
     assert not world.job([b"a"], [5], load=True).success
-    transfers._patience = patience  # a busy machine may take longer than that for a disk that answers
+    transfers._patience = patience  # a slow machine may take longer, although the disk answers
     assert not world.has(b"a")
-    assert not world.job([b"b"], [1]).success  # at once
+    assert not world.job([b"b"], [1]).success  # fails at once
     release()
     until = time.monotonic() + HANGS
     while transfers.stuck and time.monotonic() < until:

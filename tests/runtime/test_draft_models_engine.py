@@ -77,7 +77,7 @@ class Models:
         self.plain = cache(self._plain)
 
     def _pair(self, name: str) -> tuple[Path, str]:
-        """Return the served model, and its draft model, which is nothing for MTP."""
+        """Return the served model and its draft model. MTP has no draft model."""
         case, folder = CASES[name], self.root / name.replace(" ", "-")
         if case.method == "mtp":
             heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -155,19 +155,19 @@ def test_greedy_answers_are_those_without_speculation(
     assert not found.wrong
     assert min(seen.values()) > 0
     others = [(kind, [x for x in layers if not x.startswith((*SERVED, "spare."))]) for kind, layers in told.groups]
-    assert [kind for kind, layers in others if layers] == ["FullAttentionSpec"]  # one group, and no ring
+    assert [kind for kind, layers in others if layers] == ["FullAttentionSpec"]  # a single group, and no ring
     if plain is not None:
         pairs = zip(chain(*told.answers), chain(*plain.answers), strict=True)
         other = sum(one != another for one, another in pairs)
         record_property("not_equal", other)
         print(f"not_equal: {other}")
-        # With a window, how a request was cut into steps says which tokens are read finer; without, rounding differs.
+        # With a window, the cut into steps decides which tokens are read at 8 bits. Without one, rounding differs.
         assert recent or other < 6
     if recent:
-        # The check can fail: with a few tokens less in the window these are not the answers.
+        # The check can fail: a window with a few tokens less gives other answers.
         assert Judge(asked, told, Oracle(model, dtype, served, WINDOW - 4), rounds=0).wrong
     if served is not None:
-        # The draft's layers have factors, too, and the served model's are as without, under the same hash.
+        # The draft's layers have factors, too. The served model's factors and their hash stay the same.
         assert all(not torch.equal(one.key_mean, torch.zeros_like(one.key_mean)) for one in factors)
         [line] = [x for x in told.metrics if x.startswith(calibration_info.NAME + "{")]
         assert f'hash="{factors_file.digest(served)}"' in line
@@ -194,7 +194,7 @@ def test_where_nothing_is_preempted_or_found_answers_with_a_window_are_those_wit
         print(f"{key}: {value}")
     assert min(seen.values()) > 0
     assert len(told.steps) < len(plain.steps)
-    assert other < 6  # which rounding changes
+    assert other < 6  # rounding changes these few
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The model of the accuracy table against a real engine, every position decoded from pages."""
+"""The accuracy table's model of the cache, compared with a real engine at every position decoded from pages."""
 
 import json
 import subprocess
@@ -21,10 +21,10 @@ def test_the_accuracy_tables_model_agrees_with_a_real_engine_within_a_fifth(tmp_
     subprocess.run(command, cwd=ROOT, check=True, timeout=3000)
     (section,) = json.loads(out.read_text()).values()
     row = section["rows"]["k4v4+self+w64"]
-    # Of random weights and a token in a thousand, any small damage is a large figure.
+    # With random weights and a thousand tokens, small damage gives a large figure.
     assert row["engine"]["mean_kl"] > 100
     assert row["engine"]["mean_kl"] == pytest.approx(row["model"]["mean_kl"], rel=0.2)
-    # What was compared is what the engine answered with.
+    # The compared distributions are those that the engine answered from.
     assert row["unlike"] < 1e-3
     assert any("source self" in line for line in row["said"])
     assert any("64 tokens" in line for line in row["said"])

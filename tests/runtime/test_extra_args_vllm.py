@@ -1,4 +1,4 @@
-"""Each spelling of an option that vLLM takes is refused in spec.engine.extraArgs, or checked as that option."""
+"""Every spelling of a vLLM option in spec.engine.extraArgs is refused, or checked as that option."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if not version("vllm").startswith("0.32."):
 make_arg_parser = import_module("vllm.entrypoints.launchers.cli_args").make_arg_parser
 
 REFUSED = {name.removeprefix("--").replace("-", "_") for one in rules.RESERVED for name in one.options}
-"""Destinations in vLLM, and options of kvpilot-serve, that are refused."""
+"""Refused options: destinations in vLLM, and options of kvpilot-serve."""
 
 
 @pytest.fixture(scope="module")

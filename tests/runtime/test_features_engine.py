@@ -1,8 +1,8 @@
-"""Features of vLLM beside `k4v4`, in one real engine: answers are those of the same weights and codec.
+"""Features of vLLM beside `k4v4` in one real engine: answers match an oracle with the same weights and codec.
 
-Chunks read themselves back and there is no window, so that an answer depends only on the codec
-(`kvpilot_smallmodels.oracle`).
-No request has a seed: with one and a prompt in chunks, vLLM 0.32 ends on a CPU, in any dtype.
+Prompts are read from quantized pages and there is no window, so that an answer depends only on the codec
+(`kvpilot_smallmodels.oracle`). No request has a seed: with a seed and a prompt in chunks, vLLM 0.32 crashes on a CPU,
+in any dtype.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def served(lora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
         "--dtype=float32", "--recent-tokens=0", "--kv-cache-memory-bytes=64M", "--max-num-seqs=8",
         "--max-num-batched-tokens=32", "--max-lora-rank=8", *of_adapters(adapter=lora[0], **{"acme/other": lora[0]}),
         "--enable-auto-tool-choice", "--tool-call-parser=hermes",
-        # Random weights would write spaces for ever.
+        # A model of random weights would generate spaces for ever.
         "--structured-outputs-config.backend=xgrammar", "--structured-outputs-config.disable_any_whitespace=true",
     )  # fmt: skip
     exact = {"KVPILOT_PREFILL_FROM_PAGES": "1", "KVPILOT_CALIBRATION": "off"}
-    compact = {"VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}  # for its tags know no option against spaces
+    compact = {"VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}  # grammars of tool calls have no option against spaces
     updating = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with (
         engine(
@@ -81,7 +81,7 @@ def oracle() -> Oracle:
 
 @pytest.fixture(scope="module")
 def plain() -> Oracle:
-    """Return the same model with a 16-bit cache: the answers without our codec."""
+    """Return the same model with a 16-bit cache, for answers without our codec."""
     return Oracle(tiny_llama(), "auto")
 
 
@@ -97,7 +97,7 @@ def chatted(client: httpx.Client, **body: Any) -> Any:
 
 
 def apart(found: list[float], wanted: list[float]) -> float:
-    """Return the median distance of log-probabilities, since a value between two codes may move some."""
+    """Return the median difference of log-probabilities. A median ignores the few values that lie between two codes."""
     assert len(found) == len(wanted)
     return median(abs(a - b) for a, b in zip(found, wanted, strict=True))
 
@@ -142,7 +142,7 @@ def test_structured_output_holds_to_its_schema(served: httpx.Client) -> None:
         assert found["city"] in ("Ghent", "Oslo", "Porto")
         assert isinstance(found["warm"], bool)
         assert 1 <= found["days"] <= 9
-    # The check can fail: a model of random weights writes no JSON by itself.
+    # The check can fail: without the option random weights generate no JSON.
     with pytest.raises(json.JSONDecodeError):
         json.loads(chatted(served)["content"])
 

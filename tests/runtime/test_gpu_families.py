@@ -1,4 +1,4 @@
-"""The benchmarks of families and of options, as they run on a GPU, with few prompts and without graphs on a CPU."""
+"""The GPU benchmarks of families and options, run on a CPU with few prompts and without graphs."""
 
 import json
 import os

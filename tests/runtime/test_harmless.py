@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 PACKAGE = Path(inspect.getfile(kvpilot_runtime)).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-# Up to vLLM 0.32 the names of dtypes are data that pydantic compiles into the two configurations that hold them.
+# Up to vLLM 0.32, pydantic compiles the dtypes' names into two configuration classes.
 NAMES = (
     ()
     if hasattr(cache, "register_kv_cache_dtype")
@@ -140,7 +140,7 @@ def test_two_wrappers_of_one_function_are_both_called_once(stock: type[Stock]) -
 def test_a_lookup_of_cached_blocks_is_given_the_arguments_of_a_later_vllm(
     from_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM 0.33 limits the hit by a second argument: every engine ended at its first request."""
+    """vLLM 0.33 passes a second argument to limit the hit. Without it every engine crashed at its first request."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
     def get_computed_blocks(self: Any, request: Any, max_cache_hit_length: int | None = None, *, more: int = 0) -> Any:
@@ -246,7 +246,7 @@ def test_an_override_can_be_given_all_that_vllm_gives_its_own_method(module: str
 
 
 def test_nothing_of_vllms_is_replaced_but_by_wrap() -> None:
-    """No attribute of a name imported from vLLM is assigned anywhere."""
+    """Check that our code assigns no attribute of a name imported from vLLM."""
     for file in FILES:
         tree = ast.parse(file.read_text())
         theirs = {

@@ -1,4 +1,4 @@
-"""Page masses, measured requests, and the place of keys in vLLM's backends."""
+"""Masses of pages, the requests that are measured, and the place of keys in vLLM's backends."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def scheduler(ahead: bool) -> SimpleNamespace:
 def test_tables_and_lengths_are_those_of_held_pages_alone() -> None:
     table = torch.arange(1, 37).view(3, 12).int()
     told = {"a": kept((0, 3, 4), 6), "b": NOTHING, "c": kept((0, 1, 6), 7)}
-    step = Step(told, True, lambda: "abc")  # of 16 tokens a page: a has 159 tokens, b 64, c 160
+    step = Step(told, True, lambda: "abc")  # with 16 tokens a page: a has 159 tokens, b 64, c 160
     found = held_alone(batch([(158, 1), (0, 64), (159, 1)], table), BOUND, 16, step)
     assert found.block_table_tensor[0, :7].tolist() == [1, 4, 5, 7, 8, 9, 10]
     assert found.block_table_tensor[1, :4].tolist() == [13, 14, 15, 16]
@@ -125,7 +125,7 @@ def test_tables_and_lengths_are_those_of_held_pages_alone() -> None:
     assert found.seq_lens.tolist() == [159 - 48, 64, 160 - 64]
     assert found.max_seq_len == 111
     assert found.query_start_loc.tolist() == [0, 1, 65, 66]
-    # Of b's chunk the last two of 64; of those that decode each, where the step says so.
+    # The step measures the last two of the 64 tokens in b's chunk, and each decoding token.
     assert step.weighing is not None
     assert [(one.request, one.row, one.rows, one.weight) for one in step.weighing.sequences] == [
         ("a", 0, slice(0, 1), 32), ("b", 1, slice(63, 65), 32), ("c", 2, slice(65, 66), 32)
@@ -143,7 +143,7 @@ def test_tables_and_lengths_are_those_of_held_pages_alone() -> None:
 
 
 def test_what_no_sequence_holds_is_in_no_table() -> None:
-    """Past a sequence's end the table has its own first page, for any earlier content."""
+    """Past a sequence's end the table repeats its own first page, whatever the table held before."""
     table = torch.tensor([[4, -9, 5, 6], [7, 8, -9, -9]], dtype=torch.int32)
     told = {"a": kept((0,), 2), "b": NOTHING}
     found = held_alone(batch([(40, 20), (10, 10)], table), BOUND, 16, Step(told, requests=lambda: "ab"))
@@ -170,7 +170,7 @@ def test_steps_of_one_token_of_each_are_in_buffers_that_stay_where_they_are() ->
         assert found.seq_lens.tolist() == [length - 48, 21]
         places.add((found.block_table_tensor.data_ptr(), found.seq_lens.data_ptr()))
     assert len(places) == 1
-    # Where a graph is captured the table is the whole one, and lengths are those of any context.
+    # Graphs are captured with the whole table, and with lengths for any context.
     longest = batch([(4000, 1)], torch.zeros(1, 300, dtype=torch.int32))
     captured = buffers.put(held_alone(longest, BOUND, 16, Step()))
     assert (captured.max_seq_len, captured.seq_lens.tolist()) == (144, [144])
@@ -178,9 +178,9 @@ def test_steps_of_one_token_of_each_are_in_buffers_that_stay_where_they_are() ->
 
 
 def test_a_step_that_runs_ahead_has_room_for_what_was_in_flight() -> None:
-    """vLLM frees pages by the results that it has, without those of a chunk in flight."""
+    """vLLM frees pages by the available results, which exclude a chunk in flight."""
     assert most_pages(BOUND, 16, scheduler(False)) == 9
-    assert most_pages(BOUND, 16, scheduler(True)) == 9 + 4  # chunks of 50 tokens
+    assert most_pages(BOUND, 16, scheduler(True)) == 9 + 4  # chunks have 50 tokens
 
 
 def test_single_tokens_ahead_of_chunks_are_a_kernels_to_measure_and_a_step_without_is_not_measured() -> None:

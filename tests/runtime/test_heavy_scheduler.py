@@ -1,4 +1,4 @@
-"""vLLM's cache manager with heavy hitters: freed pages, held pages, and requests that end or restart."""
+"""vLLM's cache manager with heavy hitters: freed and held pages, and requests that end or restart."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_sinks_and_window_stay_and_of_the_others_the_heaviest(bound: HeavyHitter
     light = lightest(bound, PAGE, held, masses, computed)
     left = [at for at in held if at not in light]
     assert len(left) * PAGE <= bound.budget
-    assert len(light) == max(len(held) - bound.budget // PAGE, 0)  # no more than is needed
+    assert len(light) == max(len(held) - bound.budget // PAGE, 0)  # frees no more pages than necessary
     assert ends <= set(left)
     stay = [(masses.get(at, 0.0), at) for at in left if at not in ends]
     go = [(masses.get(at, 0.0), at) for at in light]
-    assert not stay or not go or max(go) < min(stay)  # of two alike the earlier one goes
+    assert not stay or not go or max(go) < min(stay)  # of two pages with equal mass the earlier one is freed
     assert light == lightest(bound, PAGE, held, masses, computed)
 
 
@@ -96,7 +96,7 @@ BOUND = HeavyHitters(4, 32, 128)
 
 
 def test_a_heavy_page_stays_however_far_the_window_goes_and_light_ones_go() -> None:
-    kv = manager(BOUND, 14)  # 13 pages, of which a stream of 3,000 tokens has 8 and what a step adds
+    kv = manager(BOUND, 14)  # 13 pages: 8 of a stream of 3,000 tokens, and the rest for a step
     asked = request("a", list(range(3000)))
     for _ in range(3000 // 50):
         assert compute(kv, asked, 50)
@@ -118,11 +118,11 @@ def test_a_request_holds_its_budget_and_a_step_and_frees_each_page_once(
     most = spec(bound).max_admission_blocks_per_request(70, 4000)
     asked, times = request("a", list(range(2500))), 0
     for chunk, what in steps:
-        if what == 0 and asked.num_computed_tokens:  # preempted, as vLLM does it
+        if what == 0 and asked.num_computed_tokens:  # preempt it as vLLM does
             kv.free(asked)
             asked.num_computed_tokens, times = 0, times + 1
             assert kv.block_pool.get_num_free_blocks() == 399
-            heavy(kv).weigh(("a", (0, 1), [5.0, 5.0]))  # what was measured before comes late
+            heavy(kv).weigh(("a", (0, 1), [5.0, 5.0]))  # results from before the preemption arrive late
             assert not len(heavy(kv).kept("a")[0])
         before = asked.num_computed_tokens
         assert compute(kv, asked, chunk)
@@ -134,7 +134,7 @@ def test_a_request_holds_its_budget_and_a_step_and_frees_each_page_once(
         assert kv.block_pool.get_num_free_blocks() == 399 - len(now)
         heavy(kv).weigh(("a", tuple(now), [rng.random() for _ in now]))
     kv.free(asked)
-    kv.free(asked)  # nothing twice
+    kv.free(asked)  # no page is freed twice
     assert kv.block_pool.get_num_free_blocks() == 399
     assert not heavy(kv).masses
     assert heavy(kv).kept("a") is NOTHING
@@ -161,7 +161,7 @@ def test_a_page_that_another_request_has_too_stays_with_that_one() -> None:
 
 
 def test_of_a_cached_prefix_no_more_than_the_budget_is_taken() -> None:
-    """Beyond it pages were computed without what had been freed; up to it they are what any request computes."""
+    """Pages beyond it were computed without the freed pages. Up to it, any request computes the same ones."""
     kv = manager(BOUND, 100, 400)
     first = request("a", list(range(400)))
     assert compute(kv, first, 400)
@@ -175,7 +175,7 @@ def test_of_a_cached_prefix_no_more_than_the_budget_is_taken() -> None:
 def test_admission_and_capacity_count_the_budget_and_a_step() -> None:
     most = spec(BOUND).max_admission_blocks_per_request(64, 4000)
     assert most == 8 + 4 + 1
-    assert spec(BOUND).max_admission_blocks_per_request(64, 40) == 3  # a context that is shorter than that
+    assert spec(BOUND).max_admission_blocks_per_request(64, 40) == 3  # the context is shorter than the budget
     asked = request("a", list(range(3000)))
     assert manager(BOUND, most + 1).allocate_slots(asked, 16, full_sequence_must_fit=True) is not None
     assert manager(BOUND, most).allocate_slots(asked, 16, full_sequence_must_fit=True) is None
@@ -202,7 +202,7 @@ def test_a_step_says_which_pages_its_requests_hold_and_its_results_what_they_wei
     hear(scheduler, SimpleNamespace(**{MASSES: [("b", (0, 1), [1.0, 2.0]), ("gone", (0,), [1.0])]}))
     assert dict(heavy(kv).masses["b"]) == {0: 1.0, 1: 2.0}
     assert "gone" not in heavy(kv).masses
-    hear(scheduler, SimpleNamespace())  # a step that nothing was measured in
+    hear(scheduler, SimpleNamespace())  # nothing was measured in this step
 
 
 def test_one_step_in_32_measures_what_decodes() -> None:
@@ -211,7 +211,7 @@ def test_one_step_in_32_measures_what_decodes() -> None:
     assert compute(kv, scheduler.requests["a"], 64)
     measured = []
     for count in range(100):
-        output = SimpleNamespace(num_scheduled_tokens={"a": 1} if count % 5 else {})  # some with nothing to do
+        output = SimpleNamespace(num_scheduled_tokens={"a": 1} if count % 5 else {})  # some steps have no work
         tell(scheduler, output)
         measured.append(getattr(output, KEPT)[1] and bool(count % 5))
     assert sum(measured) == 2

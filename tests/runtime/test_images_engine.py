@@ -1,7 +1,7 @@
-"""Real vLLM and prompts with images whose tokens attend both ways: answers are the codec's.
+"""Real vLLM with image prompts whose image tokens attend both ways: answers match the oracle.
 
-PaliGemma stands for its kind. vLLM imports some of the others only beside torchvision, and its own CPU backend for
-layers with a window, which Gemma 3 has, does not support such images.
+PaliGemma stands for its kind. vLLM imports some of the others only beside torchvision. Gemma 3 has layers with a
+window, for which vLLM's own CPU backend does not support such images.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def answer(question: Question) -> Answered:
 
 def main() -> None:
     """Serve the request on stdin."""
-    # vLLM imports Pixtral's module, which needs torchvision, to compare encoders; no model here is one.
+    # vLLM imports Pixtral's module to compare encoders. It needs torchvision, and no model here uses it.
     pixtral = ModuleType("vllm.model_executor.models.pixtral")
     pixtral.PixtralHFEncoderInfo = pixtral.PixtralVisionConfig = type("Nothing", (), {})  # type: ignore[attr-defined]
     sys.modules[pixtral.__name__] = pixtral
@@ -111,7 +111,7 @@ def make(folder: Path) -> Path:
     torch.manual_seed(20261125)
     model = transformers.PaliGemmaForConditionalGeneration(config)
     for name, weight in model.named_parameters():
-        # Make answers depend on attention: embeddings are large in Gemma, and are also the output's weights.
+        # Make answers depend on attention: Gemma's embeddings are large, and are also the output's weights.
         if "vision" not in name and name.endswith(("q_proj.weight", "k_proj.weight")):
             weight.data.mul_(3)
         if "vision" not in name and name.endswith(("o_proj.weight", "down_proj.weight", "projector.linear.weight")):
@@ -171,7 +171,7 @@ def test_every_answer_is_that_of_the_codec_and_of_images_seen_both_ways(
     oracle = Oracle(model, dtype)
     for i, (prompt, answer) in enumerate(zip(found.prompts, found.answers, strict=True)):
         assert oracle.sound(prompt, answer, picture=Picture(pixels[images[i]], SPAN)), i
-    # The check can fail: with a causal mask many of these answers differ.
+    # The check can fail: many answers differ with a causal mask.
     others = [
         max(oracle.shortfalls(prompt, answer, picture=Picture(pixels[images[i]], ())))
         for i, (prompt, answer) in enumerate(zip(found.prompts, found.answers, strict=True))

@@ -39,7 +39,7 @@ def test_every_backend_that_the_plugin_names_leads_somewhere(on_cuda: bool, monk
     for path in told.values():
         module, _, name = path.rpartition(".")
         found = names_in(module)
-        assert name in found or "__getattr__" in found, path  # backends make their classes when they are asked for
+        assert name in found or "__getattr__" in found, path  # backends create their classes on first access
     platform = "cuda" if on_cuda else "cpu"
     own = {f"kvpilot_runtime.backends.{platform}.{compat.backend_class(dtype)}" for dtype in formats.own_names()}
     own |= {f"kvpilot_runtime.backends.latent_{platform}.{compat.backend_class(one)}" for one in latent.names()}

@@ -1,4 +1,4 @@
-"""Multi-head latent attention in a real engine on a CPU, with latent pages, against the codec without pages."""
+"""Multi-head latent attention in a real engine on a CPU, with latent pages, against an oracle without pages."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def test_paging_changes_no_token_of_latent_attention(name: str, model: Path) -> 
     assert [len(answer) for answer in answers] == [count for _, count in requests]
     assert told["vllm:num_preemptions"] > 0
     assert told["vllm:prefix_cache_hits"] > 0
-    assert sum(len(prompt) > CHUNK for prompt, _ in requests) > 20  # and must have come in chunks
+    assert sum(len(prompt) > CHUNK for prompt, _ in requests) > 20  # these must have come in chunks
 
     oracle = Oracle(model, name)
     prompts = [prompt for prompt, _ in requests]
     asked = list(zip(prompts, answers, strict=True))
     suspects = [(p, a) for p, a in asked if max(oracle.shortfalls(p, a)) > SLACK]
-    # Rounding may change any number of them: each is judged alone, and a broken engine shows in the first three.
+    # Rounding may change any number of answers, so each is judged alone. A broken engine shows in the first three.
     wrong = list(itertools.islice((p for p, a in suspects if not oracle.sound(p, a)), 3))
     assert not wrong
 
-    # The check can fail: these are not the answers of a 16-bit cache, nor of one in which a block is misread.
+    # The check can fail: answers of a 16-bit cache, or with a misread block, differ.
     plain = Oracle(model, "auto")
     assert sum(max(plain.shortfalls(p, a)) > SLACK for p, a in asked) > len(asked) / 8
     long = [(p, a) for p, a in asked if len(p) > CHUNK and len(a) > 8][:6]
@@ -85,7 +85,7 @@ def test_a_prompt_in_one_chunk_is_answered_as_by_a_cache_in_full_and_one_in_seve
 def test_the_cuda_backends_metadata_and_kernels_serve_an_engine_in_tritons_interpreter(
     model: Path,
 ) -> None:
-    """Serve prompts in chunks, cached prefixes and mixed steps; 4 programs' worth of splits, and graphs' buffers."""
+    """Serve prompts in chunks, cached prefixes and mixed steps, with splits for 4 programs and buffers of graphs."""
     requests = [(prompt, min(count, 4)) for prompt, count in some_requests(10)]
     told = serve(
         model, "mla4", requests, from_pages=True, interpreted=True, max_model_len=LONGEST + 32,
@@ -93,7 +93,7 @@ def test_the_cuda_backends_metadata_and_kernels_serve_an_engine_in_tritons_inter
     )  # fmt: skip
     assert told["vllm:prefix_cache_hits"] > 0
     asked = list(zip([prompt for prompt, _ in requests], told["answers"], strict=True))
-    # Queries and weights are rounded to float16, which moves logits a little; a misread block moves them a lot.
+    # Rounding queries and weights to float16 changes logits a little; a misread block changes them a lot.
     oracle = Oracle(model, "mla4")
     assert max(max(oracle.shortfalls(p, a)) for p, a in asked) < 0.05
     long = [(p, a) for p, a in asked if len(p) > CHUNK and len(a) > 3]

@@ -1,4 +1,4 @@
-"""An engine listens where its pod has an address: IPv4, IPv6 or both."""
+"""An engine listens on its pod's address families: IPv4, IPv6 or both."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_vllms_socket_is_reached_by_either_family(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("which", ["no IPv6", "an IPv6 of its own"])
 def test_a_node_whose_sockets_do_not_take_both_serves_ipv4(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
-    """A kernel without IPv6, or with net.ipv6.bindv6only, which a test cannot set."""
+    """Simulate a kernel without IPv6 or with net.ipv6.bindv6only, which a test cannot set."""
     made = socket.socket
 
     class Other(made):  # type: ignore[misc,valid-type]

@@ -1,7 +1,7 @@
-"""Real engines that share pages through LMCache: pages arrive unchanged, and answers are the codec's.
+"""Real engines that share pages through LMCache: pages arrive unchanged, and answers match the oracle.
 
-The engines calibrate themselves, and their free blocks are full of others' rows. It runs if the package `lmcache` is
-installed.
+The engines calibrate themselves, and their free blocks are full of others' rows. The test runs if the package `lmcache`
+is installed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def engine(port: int, dtype: str = "k4v4", recent: str = "", **options: Any) -> 
 
 
 def room(dtype: str, recent: str) -> int:
-    """Return the blocks for two of the longest requests, or five of the shortest, with their rings, and hardly more."""
+    """Return the blocks for little more than two of the longest requests, or five of the shortest, with rings."""
     window = window_of(dtype, recent)
     ring = formats.parse(dtype).ring_blocks(window, 64, BLOCK) if window else 0
     return max(44, 24 + 5 * ring)
@@ -67,7 +67,7 @@ class Shared:
         self.asked = Asked(str(tiny_llama()), dtype, [[]], [[]], {})
         self.told = Told(answers=[[]], block_size=BLOCK)
         self.places: dict[str, int] = {}
-        self.left: dict[tuple[str, int], str] = {}  # by place and rank, what is in a block that was stored first
+        self.left: dict[tuple[str, int], str] = {}  # content of the block that was stored first, by place and rank
         self.seen = dict.fromkeys(("stored", "loaded", "changed", "from the other", "preempted", "poisoned"), 0)
         self.by: dict[str, Apart] = {}
         self.texts = [[self.rng.randrange(3, 49152) for _ in range(LONGEST)] for _ in range(3 * TOGETHER)]
@@ -113,11 +113,11 @@ class Shared:
                     yield {what: pairs}
 
     def name(self, engine: Apart, block: int) -> int:
-        """Return a number for a block of one of the engines, unique among all."""
+        """Return a number that identifies a block of one engine among the blocks of all engines."""
         return block * len(self.each) + self.each.index(engine)
 
     def assert_answers(self) -> None:
-        """Check that all answers so far are the codec's, each with the window of its engine's steps."""
+        """Check that all answers so far match the oracle, each with the window of its engine's steps."""
         ranks = [[Factors(*map(torch.tensor, layer)) for layer in rank] for rank in self.each[0].started["factors"]]
         names = Factors.__dataclass_fields__
         factors = [

@@ -33,7 +33,7 @@ def test_offloading_more_than_this_machine_has_is_refused_with_the_numbers(
 ) -> None:
     monkeypatch.setattr(machine, "available_memory", lambda: 12 * 2**30)
     check(asked("--kv-offloading-size=4", "--kv-cache-memory-bytes=64M", dtype=dtype))
-    # What is offloaded counts beside weights, cache and engine, which are some 2.5 GiB here.
+    # Offloaded memory adds to weights, cache and engine, which are about 2.5 GiB here.
     beside = refusal(asked("--kv-offloading-size=10", "--kv-cache-memory-bytes=64M", dtype=dtype))
     assert beside.reason == "DoesNotFit"
     several = refusal(asked("--kv-offloading-size=7", "--data-parallel-size=2", dtype=dtype))

@@ -64,8 +64,8 @@ BOUND = SinksAndWindow(4, 64)
         (100, 16, 2048, None, [19, 5, 33]),
         (100, 16, 2048, HeavyHitters(4, 64, 256), [19, 5, 33]),
         (100, 16, 2048, BOUND, [19, 5, 64 + 48 + 3]),
-        (4, 16, 2048, BOUND, [19, 5]),  # no room for a third one
-        (100, 16, 100, BOUND, [19, 5]),  # no request outgrows it
+        (4, 16, 2048, BOUND, [19, 5]),  # no room for a third request
+        (100, 16, 100, BOUND, [19, 5]),  # no request exceeds it
         (2, 16, 2048, None, [5]),
         (100, 16, 2048, SinksAndWindow(4, 5000), [19, 5]),
     ],

@@ -81,7 +81,7 @@ def test_without_its_config_vllm_is_left_to_judge(cache: Path) -> None:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Hub that only knows why it does not show a model."""
+    """Hub that only returns the reason why it does not show a model."""
 
     code = ""
 

@@ -18,7 +18,7 @@ from kvpilot_runtime.preflight.request import Request
 from kvpilot_smallmodels.models import tiny_llama
 
 UNKNOWN = ["[Insufficient Permissions]", "[N/A]", "N/A", "[Not Supported]", "[Unknown Error]", "[GPU is lost]", ""]
-"""Words of nvidia-smi in place of a figure."""
+"""Texts that nvidia-smi prints instead of a figure."""
 
 FIGURES = {"memory.total": "81559", "memory.used": "4", "compute_cap": "9.0"}
 MIB = 2**20

@@ -209,7 +209,7 @@ def test_a_window_is_one_that_can_be_served_and_not_longer_than_the_context() ->
 
 
 def test_a_default_window_longer_than_the_context_is_cut_and_only_what_is_left_of_it_is_counted() -> None:
-    # 256 tokens of 144 bytes, and of the ring as many pages of 128 tokens as 256 tokens take at head_dim 64.
+    # 256 tokens of 144 bytes. The ring adds pages of 128 tokens, as many as 256 tokens take at head_dim 64.
     pages = formats.parse("k2v2").ring_blocks(256, 64, 128)
     exact = Request(str(tiny_llama()), "k2v2", max_model_len=256, kv_bytes=(256 + 128 * pages) * 144)
     assert silent(check(exact))
@@ -256,7 +256,7 @@ def test_vllm_gets_the_layers_to_skip_as_separate_words_and_the_calibration_in_t
 ) -> None:
     file = tmp_path / "factors.safetensors"
     file.write_bytes(b"")
-    for said in ("KVPILOT_CALIBRATION", "HF_HUB_OFFLINE"):  # whatever the shell says
+    for said in ("KVPILOT_CALIBRATION", "HF_HUB_OFFLINE"):  # an environment variable of the shell must not matter
         monkeypatch.delenv(said, raising=False)
     before = dict(serve.os.environ)
     started: list[tuple[list[str], dict[str, str]]] = []
@@ -281,14 +281,14 @@ def test_a_gpu_listing_is_read_and_what_it_lacks_is_not_known() -> None:
 
 def test_layers_skipped_by_number_are_counted_in_16_bits() -> None:
     small = Request(str(tiny_llama()), "k4v4", max_model_len=4096, kv_bytes=2 * 2**20, recent=0)
-    assert silent(check(small))  # 4096 tokens of 272 bytes
+    assert silent(check(small))  # 4,096 tokens of 272 bytes
     error = refusal(replace(small, skip_layers=("0",)))
     assert error.reason == "DoesNotFit"
-    assert "(648 bytes a token)" in error.message  # 512 for the layer in 16 bits
+    assert "(648 bytes a token)" in error.message  # 512 bytes of them for the layer in 16 bits
     assert check(replace(small, skip_layers=("0",), kv_bytes=3 * 2**20)).skip_layers == ("0",)
 
 
-# As published: what the class has a default for is not there.
+# As published: fields with a default in the class are missing.
 GEMMA3 = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "torch_dtype": "bfloat16"}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma-3-4b": {**GEMMA3, "text_config": {

@@ -1,4 +1,4 @@
-"""Probes against real vLLM and real weights tell noise, damage and garbage apart; `kvpilot probe` does too.
+"""Probes of real vLLM with real weights tell noise, damage and garbage apart, and so does `kvpilot probe`.
 
 Each dtype is a separate vLLM on the CPU.
 """
@@ -45,7 +45,7 @@ SETTINGS = Settings(deadline_seconds=1200)
 GENERAL = ("--probe-set", "builtin/general")
 DEFAULTS = parse(apply_defaults(manifest())).accuracy
 KV_MEMORY = "--kv-cache-memory-bytes=256M"
-# vLLM's CPU backend accepts this one and computes something else.
+# vLLM's CPU backend accepts this dtype, but computes wrong values.
 BROKEN = "int4_per_token_head"
 
 pytestmark = pytest.mark.timeout(3600)
@@ -98,7 +98,7 @@ def test_k4v4_stays_within_the_default_limits_from_its_pages_and_from_host_memor
     for found in (k4v4, returned):
         judgement = judge(found, described(kept, ""), DEFAULTS)
         assert judgement.verdict == Verdict.PASSED, judgement.message
-    # Prefixes come from the cache, unless a probe asks for the tier: then every whole block is loaded.
+    # Prefixes come from the cache, unless a probe tests the tier: then every whole block is loaded.
     assert stayed == 0
     assert came_back >= sum((len(prompt.tokens) - 1) // 16 * 16 for prompt in kept.prompts) > 200
 
@@ -158,7 +158,7 @@ def test_a_dtype_that_answers_garbage_is_overwhelming_damage_within_a_bounded_co
     measured, noise = found["measured"], found["control"]
     assert measured["mean_kl_micronats"] - noise["mean_kl_micronats"] > 500_000
     assert measured["top1_agreement_permille"] < 700
-    # Half of each prompt, the prompt, its resumes, and one answer to show.
+    # For half of each prompt, the whole prompt and its resumptions, and one answer to show.
     assert found["baseline"]["prompts"] == 8
     assert measured["requests"] <= 8 * (SETTINGS.max_resumes + 2) + 1
     assert measured["sample"]["canary"] != measured["sample"]["stable"]
@@ -190,7 +190,7 @@ async def test_an_engine_behind_a_meshs_mutual_tls_is_read_and_probed_like_one_b
 
 
 def test_a_probe_gives_way_to_queued_users_and_comes_after_them_by_priority(tmp_path: Path) -> None:
-    """One request runs at a time here: of three users who ask repeatedly, two wait at nearly any time."""
+    """One request runs at a time here. With three busy users, two wait at nearly any time."""
     prompts = packs.load(["builtin/structured"])[:3]
     load = {"model": MODEL, "prompt": [7] * 16, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 

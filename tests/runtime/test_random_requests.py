@@ -1,4 +1,4 @@
-"""Random requests through a real engine whose cache is far too small for them, against the codec without pages.
+"""Random requests through a real engine whose cache is far too small for them, against an oracle without.
 
 The engine preempts, finds prefixes in its cache and cuts prompts into chunks. The oracle (`kvpilot_smallmodels.oracle`)
 computes each request alone in plain transformers.
@@ -25,8 +25,8 @@ from support.forked_serve import engine
 pytestmark = pytest.mark.timeout(3600)
 
 CHUNK = 48
-# float32, no factors, no recent window (test_recent_engine.py has it), and chunks that read themselves back: answers
-# then depend on the codec and on nothing else.
+# float32, no factors, no recent window (test_recent_engine.py has it), and prompts read from quantized pages: answers
+# then depend only on the codec.
 EXACT = ("--dtype=float32", f"--max-num-batched-tokens={CHUNK}", "--max-num-seqs=16", "--recent-tokens=0")
 FROM_PAGES = {"KVPILOT_PREFILL_FROM_PAGES": "1", "KVPILOT_CALIBRATION": "off"}
 
@@ -63,7 +63,7 @@ def served(running: Engine, count: int, longest: int, seed: int) -> list[Request
 
 
 def served_in_turn(model: Path, count: int, longest: int, blocks: int, seed: int) -> tuple[list[Request], Answered]:
-    """Answer the same requests, all of them waiting from the start."""
+    """Answer the same requests, with all of them queued from the start."""
     requests = drawn(count, longest, seed)
     options: dict[str, Any] = {
         "dtype": "float32", "max_num_batched_tokens": CHUNK, "max_num_seqs": 16, "block_size": 16,
@@ -78,7 +78,7 @@ def served_in_turn(model: Path, count: int, longest: int, blocks: int, seed: int
     return requests, told
 
 
-# Gemma's two kinds of layers share pages, which makes one block 256 tokens of a full layer: prefixes must be as long.
+# Gemma's two kinds of layers share pages. So a block of a full layer has 256 tokens, and prefixes must be as long.
 @pytest.mark.parametrize(
     ("model", "count", "longest", "blocks"),
     [
@@ -123,7 +123,7 @@ def test_paging_changes_no_token_of_requests_that_come_and_go(
 def judge(
     model: Path, requests: list[Request], figures: dict[str, float], record_property: Callable[[str, object], None]
 ) -> None:
-    """Check that all answers are the codec's, and that these requests met preemption, prefix hits and chunks."""
+    """Check that all answers match the oracle, and that there were preemptions, prefix hits and chunks."""
     assert [len(r.answer) for r in requests] == [r.tokens for r in requests]
     oracle = Oracle(model, "k4v4")
     below = [max(oracle.shortfalls(r.prompt, r.answer)) for r in requests]
@@ -131,7 +131,7 @@ def judge(
     told = {
         **figures,
         "tokens": sum(len(r.answer) for r in requests),
-        # Half of the prompts share nothing with others: the long ones among them cannot but come in chunks.
+        # Half of the prompts share nothing with others, so the long ones among them must come in chunks.
         "certainly_chunked": sum(r.alone and len(r.prompt) > CHUNK for r in requests),
         "worst": max(below),
         "not_equal": len(suspects),
@@ -139,16 +139,16 @@ def judge(
     for name, value in told.items():
         record_property(name, value)
         print(f"{name}: {value}")
-    # That they took place is enough: how often depends on the pace at which a machine sends and answers.
+    # It suffices that each occurred: their number depends on the machine's speed.
     assert all(figures.values())
     assert told["certainly_chunked"] > len(requests) / 10
-    # Rounding may change any number of them: each is judged alone, and a broken engine shows in the first three.
+    # Rounding may change any number of answers, so each is judged alone. A broken engine shows in the first three.
     unsound = (i for i in suspects if not oracle.sound(requests[i].prompt, requests[i].answer))
     wrong = list(itertools.islice(unsound, 3))
     assert not wrong, [(i, below[i]) for i in wrong]
 
-    # The check can fail. These answers are not those of a 16-bit cache: 81 to 98 of 100 differ, by the model. And where
-    # a block is misread they are not the best ones any more (179 of 180), nor does rounding explain them.
+    # The check can fail. With a 16-bit cache, 81 to 98 of 100 answers differ, by the model. With a misread block, 179
+    # of 180 are not the best ones any more, and rounding does not explain them.
     plain = Oracle(model, "auto")
     assert sum(max(plain.shortfalls(r.prompt, r.answer)) > SLACK for r in requests[:80]) > 40
     long = sorted((r for r in requests if len(r.prompt) > CHUNK), key=lambda r: len(r.prompt))[:6]

@@ -145,7 +145,7 @@ def test_a_draft_models_layers_are_in_one_group_without_rings_of_their_own(
     assert [layer.impl.drafting for layer in (*served, *drafting)] == [False, False, True, True]
     assert [layer.impl.recent for layer in (*served, *drafting)] == [64, 64, 0, 0]
     assert not any(layer.impl.ring for layer in drafting)
-    # vLLM has a builder for layers of one backend, by its name; with a window and without they need two.
+    # vLLM names a builder by its backend, and layers with and without a window need two.
     own, of_model = (layers[0].get_attn_backend() for layers in (drafting, served))
     assert own.full_cls_name() != of_model.full_cls_name()
     assert issubclass(own, of_model)
@@ -163,7 +163,7 @@ def test_a_draft_models_layers_are_in_one_group_without_rings_of_their_own(
     if groups == 2:
         refuse_other_groups(config, found, set(names))
         return
-    # vLLM's proposer would store the draft's tokens by the served model's table.
+    # vLLM's proposer would store the draft's tokens by the served model's block table.
     with pytest.raises(UnsupportedModelError, match=r"other heads or head_dim .* KVPILOT_RECENT_TOKENS to 0"):
         refuse_other_groups(config, found, set(names))
 

@@ -73,11 +73,11 @@ def test_answers_are_those_of_attention_with_a_window_however_requests_came_to_i
         record_property(name, value)
         print(f"{name}: {value}")
     assert not found.wrong
-    if told.block_size > BLOCK:  # Gemma's full layers have blocks of 256 tokens: no prefix here reaches through one
+    if told.block_size > BLOCK:  # Gemma's full layers have blocks of 256 tokens, and no prefix here is as long
         del figures["cached"]
     assert all(figures.values())
     assert found.judged == sum(map(sum, question.tokens))
-    # The check can fail: without a window these are not the answers.
+    # The check can fail: answers differ without a window.
     plain = Judge(question, told, Oracle(model(), dtype), rounds=0)
     assert len(plain.wrong) > count // 10
 
@@ -91,7 +91,7 @@ def test_answers_are_the_same_where_a_block_has_the_pages_of_all_layers_in_a_row
     assert not found.wrong
     assert found.judged == sum(map(sum, question.tokens))
     assert found.preempted
-    assert bool(told.poisoned) == bool(recent)  # rings
+    assert bool(told.poisoned) == bool(recent)  # only rings are poisoned
 
 
 def test_rings_are_those_of_the_blocks_that_vllm_makes_of_ours_beside_larger_pages(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_rings_are_those_of_the_blocks_that_vllm_makes_of_ours_beside_larger_pag
     question = asked(model, "k4v4", 30, 160, 60, seed=20261122, vocabulary=VOCABULARY)
     question.options |= {"kv_cache_dtype_skip_layers": ["sliding_window"]}
     told = serve(question)
-    # A page in 16 bits is some of our pages: vLLM makes one of them, and was asked for rings before it did.
+    # A 16-bit page is as large as several of ours, so vLLM merges ours into one block. It was asked for rings before.
     assert told.block_size > BLOCK
     found = Judge(question, told, Oracle(model, "k4v4", recent=64))
     assert not found.wrong

@@ -34,7 +34,7 @@ SPECULATION = {
 }
 TRANSFER = {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both",
                                    "kv_connector_extra_config": {"shared_storage_path": "unused"}}}  # fmt: skip
-# A request, and the words that the refusal must have beside the dtype's name.
+# Each request, with words that its refusal must contain beside the dtype's name.
 CASES: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "mla": ("mla", {}, "MLA not supported"),
     "alibi": ("alibi", {}, "a model with ALiBi is not supported"),

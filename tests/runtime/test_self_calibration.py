@@ -66,7 +66,7 @@ def test_answers_are_those_of_the_factors_of_the_built_in_text(model: Callable[[
     calibrated = Oracle(model(), "k4v4", factors_of(model(), CHUNK, CONTEXT))
     wrong = [i for i, (prompt, answer) in enumerate(both) if not calibrated.sound(prompt, answer)]
     assert not wrong
-    # The check can fail: without factors the same codec gives other answers.
+    # The check can fail: the same codec answers differently without factors.
     plain = Oracle(model(), "k4v4")
     assert sum(max(plain.shortfalls(prompt, answer)) > SLACK for prompt, answer in both) > 10
 
@@ -95,7 +95,7 @@ def test_the_text_is_long_enough_repeats_and_begins_as_a_prompt_does() -> None:
     ids = text_ids(tokenizer, 10_000)
     assert len(ids) == 10_000
     assert ids[:90] == text_ids(tokenizer, 100)[:90]
-    # The last are tokens that prompts begin with: any of the text's where the tokenizer has none of its own.
+    # The last tokens are ones that begin prompts, or any of the text if the tokenizer has none.
     assert ids[-lone(10_000) :] == [ids[i * 10_000 // 64] for i in range(64)]
     assert len(set(ids[-64:])) > 30
     assert len(set(ids[:4000])) > 800
@@ -124,7 +124,8 @@ def test_the_text_is_read_at_positions_all_over_the_context_and_never_beyond_it(
     assert found[0][1] == 0
     assert found[0][0] >= tokens // 2
     last = max(first + length for length, first in found)
-    # Evenly over the doublings of the context: the last sequence begins in its upper half, counted so.
+    # Sequences spread evenly over the doublings of the context, so the last one begins in the upper half of the
+    # doublings.
     assert last >= min(context, 1024 * ((context / 1024 + 1) ** 0.75 - 1))
 
 
@@ -178,7 +179,7 @@ def test_each_sequence_of_the_chunk_attends_to_itself_and_is_counted_alone(sinks
         wanted = calibration_attention.causal(query[rows], key[rows], value[rows], *how)
         torch.testing.assert_close(output.view(65, 4, 64)[rows], wanted)
         apart.add(query[rows], key[rows], value[rows], *how)
-    for row in range(60, 65):  # each of them alone
+    for row in range(60, 65):  # each of these tokens alone
         wanted = calibration_attention.causal(*(x[row : row + 1] for x in (query, key, value)), *how)
         torch.testing.assert_close(output.view(65, 4, 64)[row : row + 1], wanted)
         apart.add_first(key[row : row + 1])

@@ -22,7 +22,7 @@ from support.metrics_pages import parse_page
 
 pytestmark = pytest.mark.timeout(1800)
 
-# Window and chunk are small, so that what a long request needs is its full layer's share.
+# Window and chunk are small, so the full layer needs most of a long request's memory.
 LONG = ("--kv-cache-memory-bytes=64M", "--max-model-len=4096", "--max-num-batched-tokens=64", "--max-num-seqs=8")
 
 
@@ -48,7 +48,7 @@ class Life:
     url: str
 
 
-# Its tokens take seconds: what happens between two looks takes milliseconds.
+# The answer takes seconds, while the time between two polls is milliseconds.
 ANSWER_TOKENS = 2000
 SAME = ("--kv-cache-memory-bytes=64M",)
 
@@ -113,7 +113,7 @@ def sixteen_bits() -> dict[Path, int]:
 
 
 def test_the_same_memory_holds_at_least_3_5_times_the_tokens(life: Life, sixteen_bits: dict[Path, int]) -> None:
-    # 3.76 times the blocks; of 17 of a sequence of 2,048 tokens one is the ring of its recent window.
+    # 3.76 times the blocks. Of the 17 blocks for a sequence of 2,048 tokens, one is the ring of its recent window.
     assert life.capacity >= 3.5 * sixteen_bits[tiny_llama()]
 
 
@@ -122,6 +122,6 @@ def test_16_bit_windows_share_the_pool_and_leave_most_of_the_gain(
 ) -> None:
     ours = capacity(tiny_gemma3(), "k4v4", tmp_path, *LONG)
     assert ours >= 2.5 * sixteen_bits[tiny_gemma3()]
-    # Nobody named the layers to skip: kvpilot-serve did.
+    # No argument named the layers to skip; kvpilot-serve added them.
     [log] = tmp_path.glob("k4v4-*.log")
     assert "'kv_cache_dtype_skip_layers': ['sliding_window']" in log.read_text()

@@ -50,7 +50,7 @@ def _hooked() -> None:
 def test_what_came_before_the_engine_looked_up_is_taken_and_what_comes_after_is_handed_back() -> None:
     core = Core(timeout=60)
     core.send("waits")
-    core.shutdown_state = EngineShutdownState.REQUESTED  # as the signal's handler does, in the middle of a step
+    core.shutdown_state = EngineShutdownState.REQUESTED  # like the signal's handler in the middle of a step
     core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
     assert core._handle_shutdown(), "there is work left"
     assert core.taken == ["waits"]

@@ -162,7 +162,7 @@ def test_tokens_with_drafts_among_them_get_the_answers_of_tokens_that_come_one_a
                     for i in range(right)
                 ]  # fmt: skip
                 wanted = torch.cat(alone)
-            # An element on the edge between two codes may fall to either side: sums are made in another order.
+            # An element on the boundary between two codes may fall to either side, because the order of sums differs.
             assert ((answer[:right] - wanted).norm(dim=-1) < 2e-3 * wanted.norm(dim=-1)).all(), (s.name, s.done)
             exact += int((answer[:right] - wanted).abs().max() < 1e-5)
             judged += 1
@@ -172,7 +172,7 @@ def test_tokens_with_drafts_among_them_get_the_answers_of_tokens_that_come_one_a
                 live.remove(s)
             elif s.done > s.prompt and choose.random() < 0.01 * (
                 1 + drafts
-            ):  # all of it is computed again, in other pages
+            ):  # preempted: all tokens are computed again, in other pages
                 preempted += 1
                 s.prompt, s.done = s.done, 0
             else:
@@ -188,7 +188,7 @@ def test_a_ring_without_room_for_drafts_would_be_seen(monkeypatch: pytest.Monkey
     runner = Runner(monkeypatch, "k4v4", 64, 0, 1)
     wide = Runner(monkeypatch, "k4v4", 64, 7, 1)
     assert enough(wide.fmt, 64, DIM, BLOCK) < enough(wide.fmt, 71, DIM, BLOCK)
-    # The same ring as without drafts, and steps that take seven back.
+    # The ring has the same size as without drafts, and steps reject seven tokens.
     wide.impl.drafts, wide.ring.kv_cache_spec = 0, runner.ring.kv_cache_spec
     rng, choose = generator(1), random.Random(1)
     s = Sequence("s", choose, rng)
@@ -215,7 +215,7 @@ def test_a_prompts_last_tokens_are_no_drafts_and_attend_to_themselves_as_they_ar
     mean = value.cumsum(0) / torch.arange(1, 4)[:, None, None]
     assert torch.allclose(found, mean.repeat_interleave(2, 1), atol=1e-6)
     runner.forget("a")
-    part.prompt = False  # as drafts they are read from the pages, which have two bits
+    part.prompt = False  # like drafts, they are read from the 2-bit pages
     [found] = runner.step([part], monkeypatch)
     assert (found - mean.repeat_interleave(2, 1)).abs().max() > 0.1
 

@@ -77,7 +77,7 @@ def figures(question: Asked, told: Told) -> dict[str, int]:
 def test_greedy_answers_are_those_without_speculation(
     model: Callable[[], Path], dtype: str, count: int, blocks: int, record_property: Callable[[str, object], None]
 ) -> None:
-    # Without a window, and with chunks that read themselves back, an answer depends on its tokens alone.
+    # Without a window, and with prompts read from quantized pages, an answer depends only on its tokens.
     question = asked(model(), dtype, count, blocks, recent=0)
     plain = serve(question)
     assert plain.drafted == 0
@@ -93,7 +93,7 @@ def test_greedy_answers_are_those_without_speculation(
     other = [(prompt, answer) for prompt, answer, wanted in pairs if answer != wanted]
     record_property("not_equal", len(other))
     print(f"not_equal: {len(other)}")
-    # Rounding may change a choice between two tokens that are the best alike; then it explains the answer.
+    # Rounding may change the choice between two equally good tokens, and then it explains the answer.
     oracle = Oracle(model(), dtype)
     assert all(max(oracle.shortfalls(*each)) <= SLACK or oracle.sound(*each, rounds=20) for each in other)
     assert len(other) < count // 2
@@ -102,7 +102,7 @@ def test_greedy_answers_are_those_without_speculation(
 def test_suffix_decoding_answers_as_without_it(record_property: Callable[[str, object], None]) -> None:
     pytest.importorskip("arctic_inference", reason="suffix decoding needs the package arctic-inference")
     question = asked(tiny_llama(), "k4v4", 16, 60, recent=0)
-    # The same requests once more: their answers are in the trees by then.
+    # Repeat the requests: by now their answers are in the suffix trees.
     question.rounds, question.tokens = [question.rounds[0]] * 2, [question.tokens[0]] * 2
     plain = serve(question)
     question.drafts, question.method = 6, "suffix"
@@ -136,8 +136,8 @@ def test_drafts_that_were_taken_back_cost_the_window_no_token_and_are_never_read
         record_property(name, value)
         print(f"{name}: {value}")
     assert not found.wrong
-    if told.block_size > 16:  # Gemma's full layers have blocks of 256 tokens: no prefix here reaches through one
+    if told.block_size > 16:  # Gemma's full layers have blocks of 256 tokens, and no prefix here is as long
         del seen["cached"], seen["preempted"]
     assert min(seen.values()) > 0
-    # The check can fail: with one token less in the window these are not the answers.
+    # The check can fail: a window with one token less gives other answers.
     assert Judge(question, told, Oracle(model(), dtype, recent=60), rounds=0).wrong

@@ -92,7 +92,7 @@ OF_A_MODEL = [
     ('-sc={"method": "mtp", "num_speculative_tokens": 1}',), ("--spec-method=mimo_mtp",),
     ('-sc={"method": "eagle", "model": "org/head", "parallel_drafting": false}',),
 ]  # fmt: skip
-"""Drafts that come from a model, or from layers of the served model."""
+"""Drafts from a separate model, or from layers of the served model."""
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_stages_and_data_parallel_engines_share_weights_and_stages_share_the_cac
     config = json.loads((tiny_llama() / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     with (tmp_path / "model.bin").open("wb") as stream:
-        stream.truncate(200 * 2**30)  # more than a GPU has
+        stream.truncate(200 * 2**30)  # more memory than a GPU has
     model = str(tmp_path)
     assert refusal(asked(model=model)).reason == "DoesNotFit"
     assert "--pipeline-parallel-size 2" in refusal(asked("--pipeline-parallel-size=2", model=model)).message
@@ -296,7 +296,7 @@ def test_stages_and_data_parallel_engines_share_weights_and_stages_share_the_cac
     cards.append(H200)
     check(asked("--pipeline-parallel-size=2", model=model))
     check(asked("-dp", "2", model=model))
-    # 4,096 tokens of 272 bytes in each of two layers: half of it on each of two stages.
+    # 4,096 tokens of 272 bytes in each of two layers: each of two stages has half.
     short = ("--max-model-len=4096", "--recent-tokens=0", f"--kv-cache-memory-bytes={4096 * 272 * 2 // 2 // 2}")
     assert refusal(asked(*short, "--tensor-parallel-size=1", model=model)).reason == "DoesNotFit"
     check(asked(*short, "-pp", "2", model=model))

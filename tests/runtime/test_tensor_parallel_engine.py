@@ -59,7 +59,7 @@ def joined(ranks: Sequence[Sequence[Factors]]) -> list[Factors]:
 
 
 def assert_answers(question: Asked, told: Told, factors: list[Factors], record: Any) -> None:
-    """Check that answers are those of all heads' factors and windows, and not those of exchanged factors."""
+    """Check that answers match all heads' factors and windows, and differ from those of exchanged factors."""
     found = Judge(question, told, Oracle(tiny_llama(), "k4v4", factors, recent=64))
     figures = {
         "judged": found.judged, "windowed": found.windowed, "preempted": found.preempted, "moved": told.moved,

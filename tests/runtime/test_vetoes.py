@@ -48,7 +48,7 @@ class _Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return made
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave it as it is."""
+        """Leave the module unchanged."""
 
 
 def main() -> None:
@@ -98,7 +98,7 @@ def served(capability: tuple[int, int], dtype: Any, head_dim: int, latent: bool)
 
 
 def _made(candidate: Any, head_dim: int, dtype: str) -> bool:
-    """Return False if the implementation of Triton's backends refuses to be made: the others judge before."""
+    """Return False if a Triton implementation refuses to be made; other backends refuse earlier."""
     if not candidate.backend.name.startswith("TRITON"):
         return True
     more = {} if candidate.backend.name != "TRITON_MLA" else {
@@ -126,7 +126,7 @@ QUESTIONS = [
     (capability, dtype, head_dim, is_latent)
     for capability, dtype in itertools.product(CAPABILITIES, VLLMS)
     for head_dim, is_latent in (*((head_dim, False) for head_dim in HEADS), (576, True))
-    if not (is_latent and capability[0] == 10)  # these backends reserve memory of the GPU as they load
+    if not (is_latent and capability[0] == 10)  # these backends reserve GPU memory when they are imported
 ]
 
 
@@ -163,7 +163,7 @@ def test_dtypes_that_are_called_wrong_on_a_cpu_are_those_that_its_backend_does_n
 
     named = {str(dtype) for dtype in CPUAttentionBackend.supported_kv_cache_dtypes}
     assert named <= CPU_DTYPES
-    assert CPU_DTYPES - named == {"bfloat16", "float16"}  # the model's own dtype by name
+    assert CPU_DTYPES - named == {"bfloat16", "float16"}  # the model's own dtype by its name
     for dtype in VLLMS:
         assert (hardware_fault(dtype, NodeFacts()) is None) == (dtype in CPU_DTYPES), dtype
 

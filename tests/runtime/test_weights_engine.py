@@ -1,8 +1,8 @@
-"""Weights of 8 and 4 bits with one of our KV caches: the damage is the cache's, as large as with 16-bit weights.
+"""Weights of 8 and 4 bits with one of our KV caches: the cache does as much damage as with 16-bit weights.
 
-Such engines compute in bfloat16, where a key's codes differ slightly from the oracle's, and answers are not equal. So
-the test measures how far their tokens are below the oracle's best: with `auto`, next to nothing by the dequantized
-weights; with `k4v4`, as far as with weights in 16 bits, and less by the codec than without one.
+These engines compute in bfloat16, where a key's codes differ slightly from the oracle's, so answers are not equal. The
+test measures how far an answer's tokens are below the oracle's best ones. With `auto` and dequantized weights the
+distance is next to nothing. With `k4v4` it is as large as with 16-bit weights, and smaller if the oracle has the codec.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _gptq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     codes = (groups / scale.float()).round().clamp(-8, 7)
     stored = {
         "qweight": _packed((codes + 8).flatten(1)).T.contiguous(),
-        "qzeros": _packed(torch.full((scale.shape[1], weight.shape[0]), 7)),  # the format has one less than zero's code
+        # The format stores the code of zero minus one.
+        "qzeros": _packed(torch.full((scale.shape[1], weight.shape[0]), 7)),
         "scales": scale[..., 0].T.contiguous(),
         "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // GROUP,
     }
@@ -146,7 +147,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tu
 
 
 def below(folder: Path, codec: str, turn: Turn, told: Answered) -> float:
-    """Return by how many logits an answer's tokens are below the oracle's best, on average."""
+    """Return the mean distance, in logits, of an answer's tokens below the oracle's best ones."""
     oracle = Oracle(folder, codec)
     found = [x for prompt, answer in zip(turn.rounds[0], told.answers[0], strict=True)
              for x in oracle.shortfalls(prompt, answer)]  # fmt: skip

@@ -1,4 +1,7 @@
-"""The fleet's benchmark, small: what must hold at any size. At 2,000 services: docs/benchmarks/fleet.md."""
+"""A small run of the fleet benchmark, for properties that hold at any size.
+
+docs/benchmarks/fleet.md has the run with 2,000 services.
+"""
 
 import json
 import subprocess
@@ -29,7 +32,7 @@ def measured(tmp_path_factory):
         try:
             status = child.wait(1200)
         finally:
-            # It ends what it has started; a SIGKILL would leave it running.
+            # Use SIGTERM: the benchmark then ends its own processes, which a SIGKILL would leave running.
             child.terminate()
             child.wait(60)
     assert status == 0, log.read_text()
@@ -51,7 +54,7 @@ def test_no_pass_and_no_scrape_fails(measured):
 
 
 def test_services_that_do_not_change_cost_no_requests(measured):
-    # A change costs a status, an object or two, and a watch now and then, however large the fleet is.
+    # A change costs one status write, one or two objects, and sometimes a watch, at any size of the fleet.
     for one in measured:
         assert one["api_requests_per_second"] < 4 * CHANGES_PER_SECOND
         assert one["passes_per_second"] > one["services"] / 5 / 2

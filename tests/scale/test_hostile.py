@@ -1,9 +1,9 @@
-"""Fifty hostile services of every kind beside fifty good ones: benchmarks/operator/hostile.py, and what must hold.
+"""Fifty hostile services of every kind beside fifty good ones (benchmarks/operator/hostile.py) must not starve these.
 
-How long good services wait is counted and not timed, since the machine is anybody's: in cycles of the scrape loop, in
-edits whose status came, in probes that were done. docs/benchmarks/operator-hostile.md has seconds. Good services are in
-as many namespaces as hostile ones: where the machine leaves the operator so little that pages wait for their turn,
-each namespace gets its share of the turns, and all good ones in one of twelve would have a twelfth of them.
+The test counts waits of good services and does not time them, because machines differ. It counts cycles of the scrape
+loop, edits with a new status, and finished probes. docs/benchmarks/operator-hostile.md has seconds. Good services have
+as many namespaces as hostile ones. On a slow machine pages wait, and namespaces take turns. In a single one of twelve
+namespaces, the good services would get only a twelfth of the turns.
 """
 
 import json
@@ -31,7 +31,7 @@ def measured(tmp_path_factory):
         try:
             status = child.wait(1200)
         finally:
-            # It ends what it has started; a SIGKILL would leave it running.
+            # Use SIGTERM: the benchmark then ends its own processes, which a SIGKILL would leave running.
             child.terminate()
             child.wait(60)
     assert status == 0, log.read_text()
@@ -39,7 +39,7 @@ def measured(tmp_path_factory):
 
 
 def test_engines_of_every_hostile_kind_were_asked(measured):
-    # The one whose route's name climbs is refused, by the API server or by the operator.
+    # The API server or the operator refuses the service whose route name climbs out of its path.
     kinds = {"label", "quoted", "large", "lines", "hang", "drip", "objects", "probe-hang", "maps", "yaml", "spec"}
     assert measured["engines"].keys() >= kinds
 
@@ -54,7 +54,7 @@ def test_no_good_engine_waits_for_more_than_two_cycles(measured):
     for phase in ("quiet", "hostile"):
         one = measured[phase]
         assert one["cycles"] >= 4
-        # The first and the last cycle of a phase are not whole.
+        # The first and the last cycle of a phase are incomplete.
         assert one["scrapes_of_a_good_pod"]["least"] >= one["cycles"] / 2 - 1
 
 
@@ -67,8 +67,8 @@ def test_every_edit_of_a_good_service_reaches_its_status_and_every_probe_of_one_
 
 def test_the_operator_answers_the_kubelet_all_the_time(measured):
     for phase in ("quiet", "hostile"):
-        # Asked again 0.25 s after each answer. A cycle waits for the operator's loop once for every service, of which
-        # there are 50 at least, and an answer waits for it some ten times, however slow the machine.
+        # Each user asks again 0.25 s after an answer. A cycle waits for the operator's loop once for each of at least
+        # 50 services, and an answer about ten times, on any machine.
         assert measured[phase]["healthz"]["count"] > measured[phase]["cycles"]
 
 

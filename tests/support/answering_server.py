@@ -1,4 +1,4 @@
-"""A server on loopback that answers as a test says, and a client of it."""
+"""Server on loopback whose answers a test defines, and a client for it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Server:
-    """Answers every request by `answer`.
+    """Server that answers every request by `answer`.
 
     Attributes:
-        url, cluster: its address, and a client of it.
+        url, cluster: its address, and a client for it.
         asked: the requests.
-        told, wrote: what the client told of requests, and of writes.
+        told, wrote: the client's reports of requests, and of writes.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ async def _nothing(_: web.Request) -> web.StreamResponse:
 
 
 def status(code: int, message: str = "said so", **headers: str) -> Answer:
-    """The answer of an API server that refuses."""
+    """Return an API server's error answer."""
 
     async def answer(_: web.Request) -> web.StreamResponse:
         return web.json_response({"kind": "Status", "message": message}, status=code, headers=headers)
@@ -74,5 +74,5 @@ def status(code: int, message: str = "said so", **headers: str) -> Answer:
 
 
 def pod(name: str, version: int = 1) -> dict[str, Any]:
-    """As little of one as a client asks for."""
+    """Return a pod with only the fields that a client reads."""
     return {"metadata": {"namespace": "a", "name": name, "resourceVersion": str(version)}}

@@ -1,4 +1,4 @@
-"""Engines between which pages travel, each in its own process."""
+"""Engines that exchange pages, each in its own process."""
 
 from __future__ import annotations
 

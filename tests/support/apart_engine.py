@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def answer(engine: Engine) -> None:
-    """Answer for an engine, as `main`."""
+    """Answer the questions to an engine until the other side closes."""
     with socket.socket(socket.AF_UNIX) as asker:
         asker.connect(sys.argv[1])
         for line in asker.makefile("r"):

@@ -1,4 +1,4 @@
-"""Extension of the workers of engines between which pages travel (vLLM's `worker_extension_cls`)."""
+"""Extension of the workers of engines that exchange pages (vLLM's `worker_extension_cls`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.ring_worker import RingWorker
 
 
 class ApartWorker(RingWorker):
-    """Mixin of vLLM's worker."""
+    """Methods that vLLM adds to each of its workers."""
 
     def digests(self, blocks: list[int]) -> list[str]:
         """Return the hash of each block's bytes in all layers of this rank; the rings' are blocks of the same pool."""

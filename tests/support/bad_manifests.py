@@ -26,9 +26,10 @@ Judge = Literal["schema", "rule", "operator", "kubernetes", "administrator"]
 
 @dataclass(frozen=True)
 class Bad:
-    """`changes` to GOOD (dotted path -> value, None takes the field away) that `judge` refuses at `field`.
+    """Case: `judge` refuses GOOD with `changes` at `field`.
 
-    The message of "rule", "operator" and "administrator" holds `word`. bad_manifests.yaml says who each judge is.
+    `changes` maps a dotted path to a value; None removes the field. Messages of "rule", "operator" and "administrator"
+    contain `word`. bad_manifests.yaml describes each judge.
     """
 
     name: str
@@ -57,11 +58,11 @@ _JUDGES: tuple[Judge, ...] = ("schema", "rule", "operator", "kubernetes", "admin
 
 BAD = tuple(Bad(judge=judge, **row) for judge in _JUDGES for row in _TABLE[judge])
 GOOD_GPU_LIMITS: tuple[tuple[int, int | str], ...] = tuple((size, limit) for size, limit in _TABLE["gpu_limits"])
-"""tensorParallelSize, and spellings of limits of nvidia.com/gpu that are enough for it."""
+"""Pairs of a tensorParallelSize and a sufficient limit of nvidia.com/gpu, in all its spellings."""
 
 
 def with_gpus(size: int, limit: int | str) -> dict[str, Any]:
-    """GOOD with this tensorParallelSize and this limit of nvidia.com/gpu."""
+    """Return GOOD with this tensorParallelSize and this limit of nvidia.com/gpu."""
     resources = {"limits": {"nvidia.com/gpu": limit}}
     return {
         **GOOD,

@@ -22,12 +22,14 @@ class Asked:
     """Requests to serve.
 
     Attributes:
-        rounds: prompts, each round's together. tokens: of each answer. options: of vLLM's LLM.
+        rounds: prompts by round; the prompts of a round are sent together.
+        tokens: tokens of each answer.
+        options: options of vLLM's LLM.
         retention: value of the environment variable.
-        poison: freed pages also lose their place in the prefix cache, and all of their bytes; else they stay until they
-            are taken, as in vLLM.
+        poison: freed pages are overwritten and leave the prefix cache. Otherwise they stay until they are reused, as in
+            vLLM.
         spoil_sinks: the first page of every request is overwritten like a freed one, to show that it is read.
-        abort: requests, by their number over all rounds, that are given up once they have so many tokens.
+        abort: by number over all rounds, requests to give up once they have so many tokens.
     """
 
     model: str
@@ -46,14 +48,19 @@ class Told:
     """Results.
 
     Attributes:
-        answers: by round and prompt. cached: tokens of each from the prefix cache, likewise.
-        freed: pages that returned to the pool while their request ran. held: largest number of pages of one request.
-        chunks: steps of several tokens that did not begin their request. preempted: requests that had to restart.
-        blocks, tokens_of_cache: the pool, and its `kv_cache_size_tokens`. usage: largest use of the pool, 0 to 1.
-        steps: of each request, by its number: tokens before the step, new ones, the places in its table that have a
-            page, and True if single tokens are measured for heavy hitters. begun: tokens of its answer when each began,
-                or
-            last restarted. left: pages that are not free at the end. metrics: lines of ours on /metrics.
+        answers: answers by round and prompt.
+        cached: tokens from the prefix cache, by round and prompt.
+        freed: pages that returned to the pool while their request ran.
+        held: largest number of pages of one request.
+        chunks: steps with several tokens of a request, without its first step.
+        preempted: requests that had to restart.
+        blocks, tokens_of_cache: blocks of the pool, and its `kv_cache_size_tokens`.
+        usage: largest use of the pool, 0 to 1.
+        steps: steps of each request, by its number. A step has the tokens before it, the new tokens, the places in the
+            table that have a page, and True if single tokens are measured for heavy hitters.
+        begun: tokens of each request's answer at its start or last restart.
+        left: pages that are not free at the end.
+        metrics: our lines on /metrics.
     """
 
     answers: list[list[list[int]]] = field(default_factory=list)

@@ -39,9 +39,9 @@ KINDS = {
     *("ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding", "PrometheusRule", "ServiceMonitor"),
     *("PodDisruptionBudget", "PriorityClass", "VerticalPodAutoscaler", "ConsoleYAMLSample"),
 }
-"""What every OLM since the bundle format unpacks."""
+"""Kinds that every version of OLM accepts in a bundle."""
 LARGEST = 1 << 20
-"""Bytes of all files, each gzipped and in base64: OLM keeps a bundle in one ConfigMap."""
+"""Size limit of all files, gzipped and in base64, in bytes: OLM keeps a bundle in one ConfigMap."""
 
 _SEMVER = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(-[0-9A-Za-z.-]+)?(\+[0-9A-Za-z.-]+)?")
 _LABEL = re.compile(r"(?=.{1,63}$)[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
@@ -53,7 +53,7 @@ _MEDIA = {"image/gif", "image/jpeg", "image/png", "image/svg+xml"}
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle's manifests, the annotations beside them, the labels of its image, and its size as OLM reckons it."""
+    """Manifests of a bundle, their annotations, the labels of the image, and the size as OLM computes it."""
 
     objects: list[Json]
     annotations: dict[str, str]
@@ -71,7 +71,7 @@ class Bundle:
 
 
 def read_bundle(folder: Path) -> Bundle:
-    """The bundle in a folder with manifests/, metadata/annotations.yaml and a Dockerfile."""
+    """Read the bundle in a folder with manifests/, metadata/annotations.yaml and a Dockerfile."""
     files = sorted((folder / "manifests").iterdir())
     size = sum(len(gzip.compress(file.read_bytes())) * 4 // 3 for file in files)
     labels = re.findall(r'(?m)^LABEL (\S+?)="(.*)"$', (folder / "Dockerfile").read_text())
@@ -80,7 +80,7 @@ def read_bundle(folder: Path) -> Bundle:
 
 
 def bundle_faults(bundle: Bundle) -> list[str]:
-    """What a catalog's checks would say of a bundle; empty if it is accepted."""
+    """Return a catalog's objections to a bundle; none means that it is accepted."""
     rules: tuple[Callable[[Bundle], Iterator[str]], ...] = (_parts, _about, _examples, _install, _owned, _metadata)
     return [fault for rule in rules for fault in rule(bundle)]
 
@@ -210,7 +210,7 @@ def _metadata(bundle: Bundle) -> Iterator[str]:
 
 
 def chart_faults(about: Json) -> list[str]:
-    """What Artifact Hub would say of a Chart.yaml with its annotations; empty if it is accepted."""
+    """Return Artifact Hub's objections to a Chart.yaml with its annotations; none means that it is accepted."""
     hub = {
         name.removeprefix("artifacthub.io/"): value
         for name, value in about["annotations"].items()
@@ -243,7 +243,7 @@ def _chart(hub: dict[str, str]) -> Iterator[str]:
 
 
 def repository_faults(repository: Json) -> list[str]:
-    """What Artifact Hub would say of an artifacthub-repo.yml; empty if it is accepted."""
+    """Return Artifact Hub's objections to an artifacthub-repo.yml; none means that it is accepted."""
     return list(_repository(repository))
 
 

@@ -21,7 +21,7 @@ def main() -> None:
 
     found = {}
     for kind, names in CLASSES.items():
-        with contextlib.suppress(Exception):  # a class without defaults
+        with contextlib.suppress(Exception):  # some classes have no defaults
             config = json.loads(CONFIG_MAPPING[kind]().to_json_string())
             name = names if isinstance(names, str) else names[0]
             found[kind] = {**config, "architectures": [name], "dtype": "bfloat16"}

@@ -1,4 +1,4 @@
-"""A collector of spans by OTLP over HTTP, on loopback: what it is sent, read by OpenTelemetry's own definitions."""
+"""Collector of spans by OTLP over HTTP on loopback. OpenTelemetry's own definitions decode the requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector:
-    """`requests` has what came, `headers` of each by lower-case names; with `hold` it answers once that is set."""
+    """Collected `requests`, with the `headers` of each by lower-case names. With `hold` it answers once that is set."""
 
     def __init__(self, hold: threading.Event | None) -> None:
         self.hold = hold
@@ -22,7 +22,7 @@ class Collector:
         self.url = ""
 
     def spans(self) -> list[Span]:
-        """All of them, of whatever service."""
+        """Return all spans of all services."""
         return [
             span
             for request in list(self.requests)
@@ -32,7 +32,7 @@ class Collector:
         ]
 
     def resources(self) -> list[Mapping[str, str]]:
-        """What each request says of who sends it."""
+        """Return the resource attributes of each request, which identify the sender."""
         return [
             {one.key: one.value.string_value for one in resource.resource.attributes}
             for request in self.requests
@@ -42,7 +42,7 @@ class Collector:
 
 @contextmanager
 def collecting(hold: threading.Event | None = None) -> Iterator[Collector]:
-    """One that listens at `url`; spans go to its /v1/traces."""
+    """Yield a collector that listens at `url`; senders post spans to its /v1/traces."""
     collector = Collector(hold)
 
     class Handler(BaseHTTPRequestHandler):
@@ -58,7 +58,7 @@ def collecting(hold: threading.Event | None = None) -> Iterator[Collector]:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nobody reads it."""
+            """Log nothing, because nobody reads it."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     collector.url = f"http://127.0.0.1:{server.server_port}"
@@ -73,7 +73,7 @@ def collecting(hold: threading.Event | None = None) -> Iterator[Collector]:
 
 
 def parsed(traceparent: str) -> tuple[str, str, bool]:
-    """Of a `traceparent` the trace, the span, and whether it is kept."""
+    """Return trace, span and sampled flag of a `traceparent`."""
     version, trace, span, flags = traceparent.split("-")
     assert version == "00"
     return trace, span, bool(int(flags, 16) & 1)

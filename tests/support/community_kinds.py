@@ -1,4 +1,4 @@
-"""Definitions of kinds of other projects, as far as a test needs them."""
+"""CRDs of other projects, as far as tests need them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 
 def definition(group: str, kind: str, plural: str, spec: dict[str, Any]) -> dict[str, Any]:
-    """Version v1 of a namespaced kind with this schema of its spec; its status, which others write, is left open."""
+    """Return the CRD of a namespaced kind, v1, with this schema of its spec.
+
+    Other controllers write the status, so it has none.
+    """
     status = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     schema = {"type": "object", "required": ["spec"], "properties": {"spec": spec, "status": status}}
     return {
@@ -14,7 +17,7 @@ def definition(group: str, kind: str, plural: str, spec: dict[str, Any]) -> dict
         "kind": "CustomResourceDefinition",
         "metadata": {
             "name": f"{plural}.{group}",
-            # API servers ask this of every kind in a group of the community's.
+            # API servers require this annotation for every kind in a *.k8s.io group.
             "annotations": {"api-approved.kubernetes.io": "unapproved, for tests only"},
         },
         "spec": {

@@ -26,17 +26,18 @@ def main() -> None:
     found = {}
     for name, config in configs.items():
         if config["model_type"] in CONFIG_MAPPING:
-            with contextlib.suppress(StrictDataclassFieldValidationError):  # an older file than the class
+            with contextlib.suppress(StrictDataclassFieldValidationError):  # a config older than the class
                 found[name] = facts(CONFIG_MAPPING[config["model_type"]].from_dict(config))
     json.dump(found, sys.stdout)
 
 
 def facts(config: Any) -> dict[str, Any]:
-    """Of the text part; of a class with layers that are not alike, their kinds only."""
+    """Return facts of the text part. If layers differ, return only their kinds."""
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     found: dict[str, Any] = {"kinds": kinds, "window": getattr(text, "sliding_window", None)}
-    by_groups = getattr(text, "new_decoder_architecture", False)  # Falcon; older ones have one KV head or all
+    # Falcon's: older ones have either one KV head or one for each query head
+    by_groups = getattr(text, "new_decoder_architecture", False)
     if not getattr(text, "is_heterogeneous", False):
         found |= {
             "heads": getattr(text, "num_attention_heads", None),

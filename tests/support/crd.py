@@ -1,4 +1,4 @@
-"""The CRD as it is installed, and an API server's defaults for tests that have no server."""
+"""The installed CRD, and an API server's defaulting for tests without a server."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ CRD = Path(__file__).parents[2] / "crds" / "kvpilot.io_quantizedllmservices.yaml
 
 @cache
 def load_crd() -> dict[str, Json]:
-    """The CustomResourceDefinition of the checkout."""
+    """Return the CustomResourceDefinition of the checkout."""
     crd: dict[str, Json] = yaml.load(CRD.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
     return crd
 
 
 def root_schema() -> Mapping[str, Json]:
-    """The structural schema of the one served version."""
+    """Return the structural schema of the only served version."""
     schema: Mapping[str, Json] = load_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     return schema
 
 
 def apply_defaults(obj: Mapping[str, Json]) -> dict[str, Json]:
-    """`obj` as the server stores it: without unknown fields in its spec, and with defaults."""
+    """Return `obj` as the server stores it: without unknown fields in its spec, and with defaults."""
     schema = root_schema()["properties"]["spec"]
     return {**obj, **({"spec": _defaulted(obj["spec"], schema)} if obj.get("spec") is not None else {})}
 
@@ -47,7 +47,7 @@ def _defaulted(value: Json, schema: Mapping[str, Json]) -> Json:
 
 
 def status_faults(status: Json) -> tuple[str, ...]:
-    """What the schema refuses of a status, the first of it."""
+    """Return the schema's first objection to a status."""
     try:
         msgspec.convert(status, Status)
     except msgspec.ValidationError as error:

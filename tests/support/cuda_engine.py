@@ -207,7 +207,7 @@ class Engine:
             num_reqs=len(new), causal=True, max_query_len=max(counts), num_actual_tokens=total + padding, seq_lens=lens,
             query_start_loc_cpu=(starts := torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)),
             query_start_loc=starts,
-            # As if all that was drafted before had been accepted, but in a prompt.
+            # As if all earlier drafts had been accepted, except in a prompt.
             seq_lens_cpu_upper_bound=torch.where(prompts, lens, lens + self.drafts), is_prefilling=prompts,
             block_table_tensor=table,
             slot_mapping=torch.tensor(slots + [-1] * padding),
@@ -217,7 +217,7 @@ class Engine:
         meta = self.builder.build(0, common)
         STEP.attn_metadata = {"ring": self.rings(common, list(new))} if self.recent else None
         new_tokens: tuple[torch.Tensor | None, ...] = fresh_k, fresh_v
-        for one in self.layers:  # the last one is looked at
+        for one in self.layers:  # only the last layer's output is checked
             one.impl.forward(one, query, *new_tokens, self.cache, meta, out.fill_(torch.nan))
             new_tokens = None, None
         at = 0

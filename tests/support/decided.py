@@ -1,7 +1,7 @@
-"""Rows whose bytes do not depend on the order of float32 sums, so that any implementation must give the same.
+"""Rows whose bytes do not depend on the order of float32 sums, so any implementation must produce the same bytes.
 
-With exact elements, two things of a group depend on sums: the encoder's range with the smallest squared error, and the
-nearest value of a stretched scale. Of 1,440 rows of one to four groups 21 were too close.
+With exact elements, two results of a group still depend on sums: the encoder's range with the smallest squared error,
+and the nearest value of a stretched scale. Of 1,440 rows of one to four groups, 21 were too close to a tie.
 """
 
 from __future__ import annotations

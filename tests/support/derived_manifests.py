@@ -1,8 +1,8 @@
-"""Wrong QuantizedLLMServices that the CRD's schema itself gives: one for each limit of each field of the spec.
+"""Wrong QuantizedLLMServices that follow from the CRD's schema: one for each limit of each field of the spec.
 
-A new field has its cases by being in the schema. The operator (tests/unit/test_derived_faults.py) and the API server
-(tests/cluster/test_crd_modern.py) judge them; the server is asked of many at once, since it lists all faults of an
-object. Fields of podTemplate are Kubernetes' own and have none.
+A new field of the schema gets its cases automatically. The operator (tests/unit/test_derived_faults.py) and the API
+server (tests/cluster/test_crd_modern.py) judge them. The server gets many at once, since it lists all faults of an
+object. Fields of podTemplate are Kubernetes' own and have no case.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _WRONG_TEXTS = ("A b!", "..", "a")
 
 @dataclass(frozen=True)
 class Wrong:
-    """`value` at `path` of the spec breaks `keyword` of the schema there; a missing field has no value.
+    """Case: `value` at `path` of the spec breaks `keyword` of the schema. A missing field has no value.
 
-    The fault is told at `field`, by a message that has `remedy`.
+    The error must name `field`, and its message must contain `remedy`.
     """
 
     path: Path
@@ -45,7 +45,7 @@ class Wrong:
 
 @cache
 def derived() -> tuple[Wrong, ...]:
-    """A case for every limit of every field but the rules, in the schema's order."""
+    """Return a case for every limit of every field except the rules, in the schema's order."""
     return tuple(
         case
         for path, schema in _nodes(root_schema()["properties"]["spec"], ())
@@ -55,7 +55,7 @@ def derived() -> tuple[Wrong, ...]:
 
 
 def service_with(cases: Sequence[Wrong]) -> dict[str, Any]:
-    """A service that is wrong in these ways, and else as it must be; paths are not beginnings of one another."""
+    """Return a service that is wrong only in these ways. No path may be a prefix of another one."""
     obj: dict[str, Any] = copy.deepcopy(GOOD)
     for case in cases:
         here, schema = obj["spec"], root_schema()["properties"]["spec"]
@@ -73,7 +73,7 @@ def service_with(cases: Sequence[Wrong]) -> dict[str, Any]:
 
 
 def together(most: int = 45) -> list[list[Wrong]]:
-    """All cases in groups that one manifest holds each: of one keyword, at most `most` and about 64 KiB."""
+    """Combine cases of one keyword into manifests with at most `most` cases and about 64 KiB each."""
     groups: list[list[Wrong]] = []
     sizes: list[int] = []
     for case in derived():
@@ -92,7 +92,7 @@ def together(most: int = 45) -> list[list[Wrong]]:
 
 
 def leaves() -> list[str]:
-    """The fields of the spec that have no others below them."""
+    """Return the fields of the spec that have no subfields."""
     return [_field(path) for path, schema in _nodes(root_schema()["properties"]["spec"], ()) if not _is_parent(schema)]
 
 
@@ -177,7 +177,7 @@ def _field(path: Path, root: str = "spec") -> str:
 
 
 def _good(schema: Mapping[str, Json], *, filled: bool = False) -> Json:
-    """What the schema takes; `filled`: with an item in it, where it is a list or a map."""
+    """Return a value that the schema accepts; `filled` adds an item to a list or a map."""
     if "default" in schema and not filled:
         return schema["default"]
     if "enum" in schema:

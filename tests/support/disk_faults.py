@@ -22,7 +22,7 @@ def truncated(tier: Any) -> None:
 def garbled(tier: Any) -> None:
     """Overwrite every fourth page of the disk."""
     opened = _file(tier)
-    other = os.open(f"/proc/self/fd/{opened}", os.O_WRONLY)  # whose writes need not begin at a page of memory
+    other = os.open(f"/proc/self/fd/{opened}", os.O_WRONLY)  # its writes need no page alignment
     for at in range(0, os.fstat(opened).st_size, 4 * 4096):
         os.pwrite(other, random.Random(at).randbytes(512), at)
     os.close(other)

@@ -1,8 +1,8 @@
-"""An endpoint picker of ours that speaks the protocol of the Gateway API Inference Extension, over gRPC.
+"""Endpoint picker of our own that speaks the protocol of the Gateway API Inference Extension over gRPC.
 
-Of each HTTP request a gateway tells it by a stream of Envoy's external processing. It names an endpoint of its pool,
-in a header and in dynamic metadata alike, or answers 503; bodies pass through it as they are, a chunk at a time; at
-last it is told which endpoint served. Beside that it answers gRPC's health checks.
+A gateway reports each HTTP request by a stream of Envoy's external processing. The picker names an endpoint of its pool
+in a header and in dynamic metadata, or answers 503. Bodies pass through it unchanged, a chunk at a time. At the end the
+gateway reports the endpoint that served. The picker also answers gRPC's health checks.
 
 https://github.com/kubernetes-sigs/gateway-api-inference-extension/tree/main/docs/proposals/004-endpoint-picker-protocol
 """
@@ -50,18 +50,18 @@ DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
 CHOICE, HINT = "envoy.lb", "envoy.lb.subset_hint"
-"""Namespaces of metadata: of what was chosen and has served, and of what may be chosen."""
+"""Metadata namespaces of the chosen and the serving endpoint, and of the candidates."""
 PROCESSOR = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 
 class EndpointPicker(ExternalProcessorBase):  # type: ignore[misc]
-    """Picks an endpoint for each request, each in turn.
+    """Picker that chooses the endpoints in turn.
 
     Args:
-        endpoints: those that may be picked now; None as long as they are not known.
+        endpoints: endpoints that may be picked now, or None while they are unknown.
 
     Attributes:
-        served: how often gateways have told of each endpoint that it served.
+        served: number of requests that each endpoint served, as gateways report.
     """
 
     def __init__(self, endpoints: Callable[[], Sequence[str] | None]) -> None:
@@ -70,7 +70,7 @@ class EndpointPicker(ExternalProcessorBase):  # type: ignore[misc]
 
     @property
     def is_ready(self) -> bool:
-        """Whether the endpoints of the pool are known."""
+        """True if the endpoints of the pool are known."""
         return self._endpoints() is not None
 
     @contextlib.asynccontextmanager
@@ -85,7 +85,7 @@ class EndpointPicker(ExternalProcessorBase):  # type: ignore[misc]
             await server.wait_closed()
 
     async def process(self, messages: AsyncIterator[ProcessingRequest]) -> AsyncIterator[ProcessingResponse]:
-        """One HTTP request and its response."""
+        """Handle one HTTP request and its response."""
         streamed = {"request_body": False, "response_body": False}
         async for message in messages:
             if config := message.protocol_config:
@@ -119,13 +119,13 @@ class EndpointPicker(ExternalProcessorBase):  # type: ignore[misc]
 
 
 def told(context: Metadata | None, namespace: str) -> dict[str, Any]:
-    """What a namespace of a message's metadata holds."""
+    """Return the content of one namespace in a message's metadata."""
     found = context.filter_metadata.get(namespace) if context is not None else None
     return found.to_dict() if found is not None else {}
 
 
 def _destination(endpoint: str) -> ProcessingResponse:
-    # A client that sends this header itself does not choose.
+    # A header from the client must not choose the endpoint.
     over = HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
     header = HeaderValueOption(header=HeaderValue(key=DESTINATION, raw_value=endpoint.encode()), append_action=over)
     response = CommonResponse(header_mutation=HeaderMutation(set_headers=[header]), clear_route_cache=True)

@@ -34,9 +34,11 @@ class Answered:
     """Results.
 
     Attributes:
-        answers: by round and prompt. cached: tokens of each from the prefix cache. preempted: number of preemptions.
-        groups: each group's kind, tokens of a block, and bytes of a page that are used and that it has.
-        capacity: tokens that the cache holds, by `kv_cache_size_tokens`.
+        answers: answers by round and prompt.
+        cached: tokens of each prompt from the prefix cache.
+        preempted: number of preemptions.
+        groups: kind of each group, tokens of a block, used bytes of a page and all of them.
+        capacity: `kv_cache_size_tokens`, the tokens that fit the cache.
     """
 
     answers: list[list[list[int]]]
@@ -47,7 +49,7 @@ class Answered:
 
 
 def serve(turns: Sequence[Turn], env: Mapping[str, str] | None = None) -> list[Answered]:
-    """Ask the engines in their own process. Prompts read themselves back from pages, and nothing is calibrated."""
+    """Ask the engines in their own process. Prompts are read from quantized pages, and nothing is calibrated."""
     asked = [asdict(turn) for turn in turns]
     return [Answered(**found) for found in ask("support.engines_in_turn", asked, **{**_PLAIN, **(env or {})})]
 

@@ -1,4 +1,4 @@
-"""Makes questions of a reconcile fail as an unforeseen error would: at their end, when all is decided."""
+"""Make questions of a reconcile fail as an unforeseen error would: at their end, when every decision is made."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvpilot_operator.decide.context import Draft
 from kvpilot_operator.decide.decide import Rule
 from kvpilot_operator.state.questions import Question
 
-SECRET = "hunter2"  # what no condition and no log may repeat
+SECRET = "hunter2"  # neither a condition nor a log may repeat this
 
-# The package's attribute of this name is the function.
+# The package attribute of this name is a function, not the module.
 decide = importlib.import_module("kvpilot_operator.decide.decide")
 
 
 @contextmanager
 def failing(questions: Collection[Question], asked: set[Question] | None = None) -> Iterator[None]:
-    """While it lasts, the rules of these questions raise; `asked` takes in those that were asked at all."""
+    """Make these questions' rules raise while the block runs; `asked` collects the questions that were reached."""
 
     def watched(rule: Rule[Draft]) -> Rule[Draft]:
         def answer(draft: Draft) -> Draft:

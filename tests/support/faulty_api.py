@@ -1,7 +1,7 @@
-"""A proxy between the operator and the API server that can do what a bad network and a bad day do.
+"""Proxy between the operator and the API server that injects faults of a network and a server.
 
-The operator speaks plain HTTP with it; it speaks to the API server as the cluster's administrator. Whoever needs the
-truth asks the API server directly.
+The operator speaks plain HTTP with the proxy, which connects to the API server as the cluster's administrator. Tests
+that need the true state ask the API server directly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REASONS = {409: "Conflict", 410: "Expired", 429: "TooManyRequests", 500: "Inter
 
 
 class Seen(NamedTuple):
-    """One request of the operator: when (monotonic), what, and how it was answered (0: not at all)."""
+    """Request of the operator: its monotonic time, its content, and the status of the answer (0: none)."""
 
     time: float
     method: str
@@ -34,26 +34,26 @@ class Seen(NamedTuple):
 
 
 def is_write(seen: Seen) -> bool:
-    """True for what changes something."""
+    """Return True for requests that change something."""
     return seen.method != "GET"
 
 
 @dataclass
 class Storm:
-    """A share of the requests is answered with an error instead of being passed on."""
+    """Error answers to a share of the requests, which are then not passed on."""
 
     status: int
     share: float = 1.0
     only: str = ""
-    """"writes" or "watches"; all requests where empty."""
+    """"writes" or "watches"; an empty string means all requests."""
     retry_after: int | None = None
     event: bool = False
-    """Watches are answered 200, and the error comes as an event, which is how an API server reports one of its own."""
+    """Watches are answered 200 and get the error as an event, as an API server reports its own errors."""
 
 
 @dataclass
 class FaultyApi:
-    """`async with FaultyApi.between(server, tls)`; the fields are changed at will while it runs."""
+    """Proxy whose fields tests may change at any time. Use `async with FaultyApi.between(server, tls)`."""
 
     server: str
     tls: ssl.SSLContext
@@ -61,7 +61,7 @@ class FaultyApi:
     storm: Storm | None = None
     seen: list[Seen] = field(default_factory=list)
     on_write: Callable[[str, str, bytes], None] = lambda *_: None
-    """Called with method, path and body of a write that the API server has taken, before the operator hears of it."""
+    """Callback with method, path and body of a write after the API server accepted it and before the operator knows."""
 
     @classmethod
     @asynccontextmanager
@@ -87,11 +87,11 @@ class FaultyApi:
 
     @property
     def url(self) -> str:
-        """Where the operator finds the API server."""
+        """Address at which the operator finds the API server."""
         return f"http://127.0.0.1:{self.port}"
 
     async def away(self) -> None:
-        """Refuse connections, and reset those that are open."""
+        """Refuse new connections, and reset open ones."""
         await self._site.stop()
         self._hang_up()
 
@@ -102,19 +102,19 @@ class FaultyApi:
         self.port = self._runner.addresses[-1][1]
 
     def drop_watches(self) -> int:
-        """Reset every open watch; returns how many there were."""
+        """Reset every open watch; return their number."""
         dropped = list(self._watches)
         for transport in dropped:
             transport.abort()
         return len(dropped)
 
     def silence_watches(self) -> int:
-        """Every watch that is open now stays open and brings nothing any more; returns how many there were."""
+        """Keep every open watch connected but silent; return their number."""
         self._silent |= self._watches
         return len(self._watches)
 
     def count(self, since: float, of: Callable[[Seen], bool] = lambda _: True) -> int:
-        """How many requests of a kind have come since a monotonic time."""
+        """Return the number of requests of a kind since a monotonic time."""
         return sum(one.time >= since and of(one) for one in self.seen)
 
     def _hang_up(self) -> None:
@@ -147,7 +147,7 @@ class FaultyApi:
                     self.on_write(request.method, request.path, body)
                 return await self._pass_on(request, upstream, watch)
         except aiohttp.ClientError as error:
-            # As a load balancer without a live server behind it says.
+            # A load balancer without a live server answers like this.
             if request.transport is not None and not watch:
                 return _refused(Storm(503), str(error))
             raise web.HTTPBadGateway from error
@@ -194,7 +194,7 @@ def _error_event(storm: Storm) -> web.Response:
 
 
 def _status(storm: Storm, message: str) -> dict[str, object]:
-    """A Kubernetes Status, as the API server would answer."""
+    """Return a Kubernetes Status, as the API server would answer."""
     return {
         "kind": "Status",
         "apiVersion": "v1",

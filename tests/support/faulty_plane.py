@@ -1,4 +1,4 @@
-"""What happens to a control plane's processes and to nodes: killed, started again, stopped for a while."""
+"""Faults of a control plane's processes and of nodes: killed, restarted, or stopped for a while."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvpilot_localcluster.rest import Rest, until
 
 
 class Component:
-    """One process of a running control plane, known by its record `<name>.pid` in the run folder."""
+    """Process of a running control plane, identified by its record `<name>.pid` in the run folder."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
@@ -30,20 +30,20 @@ class Component:
         procs.end(self._record)
 
     def start(self, *more: str) -> None:
-        """Start it again, as it was and with these flags behind, which overrule earlier ones."""
+        """Restart it with its old flags and then these, which take precedence."""
         procs.end(self._record)
         procs.spawn(self._record, [*self._command, *more], log=self._folder / f"{self._name}.log", cwd=self._folder)
 
     def pause(self) -> None:
-        """Let it stand still, its connections open."""
+        """Freeze it with its connections open."""
         self._process().signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Resume it."""
         self._process().signal(signal.SIGCONT)
 
     def flag(self, name: str) -> str:
-        """The value of one of its flags, written as NAME=VALUE."""
+        """Return the value of one of its flags, written as NAME=VALUE."""
         return next(part.partition("=")[2] for part in self._command if part.startswith(f"{name}="))
 
     def _process(self) -> procs.ProcessId:
@@ -58,7 +58,7 @@ class Component:
 
 
 def compact(store: Component) -> int:
-    """Make etcd forget every revision but the newest; returns that."""
+    """Make etcd forget every revision except the newest; return that."""
     url = store.flag("--listen-client-urls")
     key = base64.b64encode(b"/").decode()
     revision = int(_etcd(url, "range", {"key": key})["header"]["revision"])
@@ -73,7 +73,7 @@ def _etcd(url: str, verb: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 class SecondNode:
-    """A node agent beside the cluster's own, which alone forwards Services."""
+    """Node agent beside the cluster's own agent, which alone forwards Services."""
 
     def __init__(self, folder: Path, kubeconfig: Path, table: Path, name: str = "second") -> None:
         self.name = name
@@ -81,7 +81,7 @@ class SecondNode:
         self._record = folder / "agent.pid"
 
     def start(self, rest: Rest) -> None:
-        """Start the agent and wait until its Node takes pods."""
+        """Start the agent, and wait until its Node accepts pods."""
         command = [sys.executable, "-m", "kvpilot_localcluster", "node", f"--kubeconfig={self._kubeconfig}"]
         command += [f"--folder={self._folder / 'node'}", f"--name={self.name}", f"--images={self._table}"]
         command += ["--no-services", "--backoff=1"]
@@ -89,28 +89,28 @@ class SecondNode:
         until(lambda: self._takes_pods(rest), f"node {self.name} is ready")
 
     def pause(self) -> None:
-        """The agent stands still; what it runs goes on."""
+        """Freeze the agent; its containers continue."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """The agent goes on."""
+        """Resume the agent."""
         self._signal(signal.SIGCONT)
 
     def vanish(self) -> None:
-        """The agent and everything that it runs are gone at once, and the API server hears nothing."""
+        """Kill the agent and all its containers at once, without a message to the API server."""
         self._signal(signal.SIGKILL)
         self.kill_engines()
 
     def kill_engines(self) -> None:
         """Kill every process of every pod of this node."""
         for state in (self._folder / "node" / "pods").glob("*/*/[0-9]*/state.json"):
-            # The shim first: it would report the end.
+            # Kill the shim first, because it would report the end.
             for record in (state.with_name("shim.json"), state):
                 if (found := procs.read_record(record)) is not None:
                     found.signal(signal.SIGKILL, group=True)
 
     def stop(self) -> None:
-        """End what is left of it."""
+        """End its remaining processes."""
         self._signal(signal.SIGCONT)
         procs.end(self._record, grace=10)
         self.kill_engines()
@@ -125,7 +125,7 @@ class SecondNode:
 
 
 def engine_process(agent_folder: Path, uid: str) -> procs.ProcessId:
-    """The engine's process of the pod with this uid, below the folder of the node agent that runs it."""
+    """Return the engine process of the pod with this uid, below the folder of its node agent."""
     for state in sorted((agent_folder / "pods" / uid).glob("engine/[0-9]*/state.json"), reverse=True):
         if (found := procs.read_record(state)) is not None:
             return found

@@ -1,4 +1,4 @@
-"""What tests of faults measured, one JSON object a line, in the file that KVPILOT_FAULTS_RECORD names."""
+"""Measurements of the fault tests, one JSON object a line, in the file that KVPILOT_FAULTS_RECORD names."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ VARIABLE = "KVPILOT_FAULTS_RECORD"
 
 
 def record(fault: str, recovered_seconds: float, *, what: str, answered: int | None = None, failed: int = 0) -> None:
-    """Append one measurement; nothing where no file is named.
+    """Append one measurement, unless no file is named.
 
     Args:
         fault: the row of the table in docs/reliability.md.
-        recovered_seconds: from the fault's end (or, where it does not end, its start) until `what`.
-        what: what was waited for.
-        answered: users' requests that were answered meanwhile; None where there were no users.
-        failed: users' requests that were not.
+        recovered_seconds: seconds to `what` from the fault's end, or from its start if it does not end.
+        what: the event that ends the measurement.
+        answered: users' requests that were answered meanwhile; None without users.
+        failed: users' requests that failed.
     """
     seconds = round(recovered_seconds, 1)
     _append({"fault": fault, "seconds": seconds, "what": what, "answered": answered, "failed": failed})
 
 
 def record_machine(kubernetes: str) -> None:
-    """Append what the measurements that follow were made on."""
+    """Append the versions and the machine of the following measurements."""
     versions = {name: version(name) for name in ("kvpilot", "kubernetes", "aiohttp")}
     _append(
         {

@@ -1,4 +1,4 @@
-"""A cluster of cheap engines with the real operator in it, everything of which can be made to fail."""
+"""A cluster of cheap engines with the real operator, in which tests can make every part fail."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FaultyWorld:
     @classmethod
     @contextlib.asynccontextmanager
     async def up(cls, folder: Path) -> AsyncIterator[FaultyWorld]:
-        """Start everything, and take it all down at the end."""
+        """Start everything, and stop it at the end."""
         table = folder / "images.yaml"
         table.write_text(yaml.safe_dump({"images": [cheap_image(folder, IMAGE)]}))
         local = LocalCluster(folder / "cluster", table=table, backoff=1.0)
@@ -81,16 +81,16 @@ class FaultyWorld:
 
     @property
     def rest(self) -> Rest:
-        """A blocking client for what the operator itself never touches."""
+        """Blocking client for requests that the operator never makes."""
         return self.local.rest
 
     @property
     def operator_runs(self) -> bool:
-        """Whether the operator's process is there."""
+        """True if the operator's process exists."""
         return self._operator is not None and self._operator.poll() is None
 
     async def start_operator(self, env: Mapping[str, str] | None = None, *, wrap: Sequence[str] = ()) -> None:
-        """Start the operator's process behind the proxy, and wait until it is ready; `wrap` ends in its command."""
+        """Start the operator's process behind the proxy, and wait until it is ready; `wrap` precedes its command."""
         self.launch_operator(env, wrap=wrap)
 
         async def ready() -> bool:
@@ -99,7 +99,7 @@ class FaultyWorld:
         await until(ready, "the operator is ready")
 
     def launch_operator(self, env: Mapping[str, str] | None = None, *, wrap: Sequence[str] = ()) -> None:
-        """Start the operator's process behind the proxy; whether it lives to become ready is not waited for."""
+        """Start the operator's process behind the proxy, without waiting until it is ready."""
         kubeconfig, port = self.folder / "operator.kubeconfig", free_port()
         kubeconfig.write_text(_kubeconfig(self.api.url))
         self.operator_url = f"http://127.0.0.1:{port}"
@@ -118,7 +118,7 @@ class FaultyWorld:
             )
 
     async def stop_operator(self) -> None:
-        """SIGTERM, and kill -9 after half a minute."""
+        """Send SIGTERM, and SIGKILL after half a minute."""
         if self._operator is None or self._operator.poll() is not None:
             return
         self._operator.send_signal(signal.SIGTERM)
@@ -128,13 +128,13 @@ class FaultyWorld:
             self._operator.kill()
 
     def kill_operator(self) -> None:
-        """Kill -9, and wait until it has ended: until then it would pass for one that runs."""
+        """Send SIGKILL and wait for the end, because until then the process counts as running."""
         if self._operator is not None:
             self._operator.kill()
             self._operator.wait()
 
     def check(self) -> None:
-        """The operator's process lives: no fault is a reason for it to end."""
+        """Check that the operator's process lives, because no fault may end it."""
         if self._operator is None or self._operator.poll() is not None:
             raise AssertionError(f"the operator has ended: {tail(self.folder / 'operator.log', 4000)}")
 
@@ -146,23 +146,23 @@ class FaultyWorld:
         return self._operator.pid
 
     def operator_memory_mib(self) -> float:
-        """Resident memory of the operator now."""
+        """Return the operator's current resident memory."""
         status = Path(f"/proc/{self.operator_pid}/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
     async def operator_knows(self, name: str) -> bool:
-        """Whether the operator's own metrics show a service of this name."""
+        """Return True if the operator's own metrics include a service of this name."""
         _, text = await self._ask(f"{self.operator_url}/metrics")
         return f'name="{name}"' in text
 
     async def newest_scrape(self, name: str) -> float:
-        """When, by the operator's own clock (Unix time), it last scraped a service's engines; 0 if not yet."""
+        """Return the Unix time, by the operator's clock, of a service's last scrape; 0 before the first."""
         _, text = await self._ask(f"{self.operator_url}/metrics")
         found = [line for line in text.splitlines() if line.startswith("kvpilot_engine_metrics_timestamp_seconds{")]
         return next((float(line.rpartition(" ")[2]) for line in found if f'name="{name}"' in line), 0.0)
 
     async def create(self, name: str, replicas: int, **spec: Any) -> None:
-        """A service of cheap engines, whose number is the user's; `spec` overrules by section."""
+        """Create a service of cheap engines in a fixed number; `spec` overrides sections."""
         base: dict[str, Any] = {
             "replicas": replicas,
             "model": {"source": "file:///models/tiny-1m", "servedName": name, "maxModelLen": 4096},
@@ -177,12 +177,12 @@ class FaultyWorld:
         )
 
     async def serving(self, name: str, replicas: int, **spec: Any) -> None:
-        """The same, and wait until all of its engines answer."""
+        """Create the service, and wait until all its engines answer."""
         await self.create(name, replicas, **spec)
         await self.until_ready(name, replicas)
 
     async def until_ready(self, name: str, replicas: int) -> None:
-        """Wait until the status says that so many engines answer, and no other is asked for."""
+        """Wait until the status reports this number of ready engines and requests no other."""
 
         async def ready() -> bool:
             status = await self.status(name)
@@ -191,7 +191,7 @@ class FaultyWorld:
         await until(ready, f"{name} has {replicas} engines that answer")
 
     async def define(self, *definitions: Object) -> None:
-        """Create those CustomResourceDefinitions that no earlier test of this world has created."""
+        """Install these CustomResourceDefinitions unless an earlier test of this world has."""
         groups = (await asyncio.to_thread(self.rest.get, "/apis"))["groups"]
         served = {group["name"] for group in groups}
         await asyncio.to_thread(define, self.rest, [one for one in definitions if one["spec"]["group"] not in served])
@@ -206,52 +206,52 @@ class FaultyWorld:
         await until(gone, f"the pods of {name} are gone")
 
     def operator_log(self) -> str:
-        """What the operators of this world have logged so far."""
+        """Return the logs of this world's operators so far."""
         return (self.folder / "operator.log").read_text(errors="replace")
 
     async def scale(self, name: str, replicas: int) -> None:
-        """kubectl scale qllm"""
+        """Scale the service like `kubectl scale qllm`."""
         await self.patch(name, {"replicas": replicas})
 
     async def patch(self, name: str, spec: Object) -> None:
-        """kubectl patch qllm --type=merge"""
+        """Patch the service like `kubectl patch qllm --type=merge`."""
         await self.cluster.merge(Ref(API_VERSION, KIND, NAMESPACE, name), {"spec": spec})
 
     async def status(self, name: str) -> Object:
-        """The status of a service; empty where there is none."""
+        """Return the status of a service, or an empty one if there is none."""
         found = await self.cluster.find(Ref(API_VERSION, KIND, NAMESPACE, name))
         status: Object = (found or {}).get("status") or {}
         return status
 
     async def condition(self, name: str, kind: str) -> tuple[str, str]:
-        """Status and reason of a condition."""
+        """Return status and reason of a condition."""
         conditions = (await self.status(name)).get("conditions", [])
         return next(((c["status"], c["reason"]) for c in conditions if c["type"] == kind), ("", ""))
 
     async def wanted(self, name: str) -> int | None:
-        """The replicas that the operator has written for a service, over its Deployments; None where it has none."""
+        """Return the replicas that the operator requests in all Deployments of a service; None without Deployments."""
         found = await self.cluster.list("apps/v1", "Deployment", NAMESPACE, f"{SERVICE_LABEL}={name}")
         return sum(one["spec"]["replicas"] for one in found) if found else None
 
     async def pods(self, name: str) -> list[Object]:
-        """Its engine pods, those that are going included."""
+        """Return its engine pods, including terminating ones."""
         return await self.cluster.list("v1", "Pod", NAMESPACE, f"{SERVICE_LABEL}={name}")
 
     async def make_ill(self, pod: Object, **faults: Any) -> None:
-        """Tell one engine what is wrong with it from now on."""
+        """Give one engine this fault from now on."""
         async with httpx.AsyncClient(timeout=HANGS, trust_env=False) as http:
             url = f"http://{pod['status']['podIP']}:{ENGINE_PORT}/faults"
             (await http.post(url, json=faults)).raise_for_status()
 
     async def service_url(self, name: str) -> str:
-        """The Service's own address."""
+        """Return the Service's own address."""
         found = await self.cluster.get(Ref("v1", "Service", NAMESPACE, name))
         address: str = found["spec"]["clusterIP"]
         return f"http://{address}" if os.geteuid() == 0 else f"http://{address}:20080"
 
     @contextlib.asynccontextmanager
     async def load(self, name: str, users: int = 2) -> AsyncIterator[Load]:
-        """Users of a service, each asking again as soon as it is answered, until the block ends."""
+        """Run users of a service until the block ends; each asks again as soon as it is answered."""
         load = Load(await self.service_url(name), name, users=users, prompt_tokens=64, output_tokens=32)
         await load.start()
         try:
@@ -260,7 +260,7 @@ class FaultyWorld:
             await load.stop()
 
     async def acted(self, name: str, replicas: int) -> float:
-        """Wait until the operator has written so many replicas for a service; returns the seconds it took."""
+        """Wait until the operator requests this number of replicas for a service; return the seconds."""
 
         async def done() -> bool:
             return await self.wanted(name) == replicas
@@ -268,7 +268,7 @@ class FaultyWorld:
         return await until(done, f"{replicas} replicas are written for {name}")
 
     async def dial(self) -> float:
-        """Change the replica count of `dial` and wait until that is acted on; returns the seconds it took."""
+        """Change the replica count of `dial`, and wait until the operator acts on it; return the seconds."""
         replicas = 1 - (await self.wanted("dial") or 0)
         await self.scale("dial", replicas)
         return await self.acted("dial", replicas)
@@ -282,7 +282,7 @@ class FaultyWorld:
 async def until(
     question: Callable[[], Awaitable[bool]], what: str, seconds: float = HANGS, pause: float = 0.1
 ) -> float:
-    """Ask until the answer is yes; returns how many seconds that took. An API server that does not answer says no."""
+    """Poll until the answer is yes; return the seconds. A failing API server counts as no."""
     began = time.monotonic()
     last = ""
     while time.monotonic() - began < seconds:
@@ -296,7 +296,7 @@ async def until(
 
 
 async def insist(write: Callable[[], Awaitable[object]]) -> None:
-    """Write to an API server that comes and goes, until it has taken it; what is written before is fine."""
+    """Repeat a write until an intermittent API server accepts it. An earlier attempt may already have succeeded."""
 
     async def taken() -> bool:
         with contextlib.suppress(Conflict):
@@ -307,7 +307,7 @@ async def insist(write: Callable[[], Awaitable[object]]) -> None:
 
 
 def cheap_image(folder: Path, name: str) -> dict[str, Any]:
-    """An entry of an image table: the cheap engine under the name of the real one's program, written to `folder`."""
+    """Write the cheap engine to `folder` under the real program's name, and return its entry of an image table."""
     programs = folder / "bin"
     programs.mkdir(parents=True)
     serve = programs / "kvpilot-serve"

@@ -1,4 +1,4 @@
-"""A gateway small enough for a test: it splits requests by the weights of one HTTPRoute, as the API server holds it."""
+"""Minimal gateway that splits requests by the weights of one HTTPRoute, read from the API server."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ gateways write, are left open."""
 
 
 class Gateway:
-    """Forwards every request to one backend of the route's first rule, drawn by weight."""
+    """Gateway that sends every request to one backend of the route's first rule, drawn by weight."""
 
     def __init__(self, cluster: Cluster, namespace: str, route: str, port: int) -> None:
         self._cluster, self._namespace, self._route, self._port = cluster, namespace, route, port
         self._random = random.Random(0)
         self._http = httpx.AsyncClient(timeout=300, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
         self.sent: Counter[str] = Counter()
-        """Requests by backend."""
+        """Number of requests by backend."""
         self.url = ""
 
     @asynccontextmanager
@@ -100,7 +100,7 @@ class Gateway:
             await self._http.aclose()
 
     async def weights(self) -> dict[str, int]:
-        """Weight by backend of the route's first rule."""
+        """Return the weight by backend of the route's first rule."""
         route = await self._cluster.get(Ref(API, "HTTPRoute", self._namespace, self._route))
         return {b["name"]: b.get("weight", 1) for b in route["spec"]["rules"][0]["backendRefs"]}
 

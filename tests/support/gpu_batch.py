@@ -73,7 +73,7 @@ def launch_as(shape: Shape, tile: int, stages: int, wave: int) -> Shape:
 
 
 def several(counts: list[int], padding: int = 0) -> Several:
-    """Return the rows of a step with so many query tokens of each sequence, and rows of padding after them."""
+    """Return a step's rows: the given number of query tokens for each sequence, and then rows of padding."""
     owners = torch.cat([torch.full((n,), i) for i, n in enumerate(counts)] + [torch.full((padding,), -1)])
     starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
     return Several(starts, owners.int(), max(2, *counts))
@@ -175,7 +175,7 @@ class Batch:
         ]
 
     def rotate(self, query: torch.Tensor, plan: Plan) -> None:
-        """Rotate queries into the plan by `store`, which writes no token: every slot is padding."""
+        """Rotate queries into the plan. `store` does that, and writes no token because every slot is padding."""
         nothing = torch.full((len(self.lengths), self.kv_heads, self.dim), torch.nan)
         padding = torch.full((len(self.lengths),), -1)
         self.pages.store(query, nothing, nothing, padding, plan, len(self.lengths), self.scale)

@@ -1,6 +1,6 @@
-"""A gateway as far as a test needs one: it follows an HTTPRoute's weights, to InferencePools and to Services.
+"""Minimal gateway that follows the weights of an HTTPRoute to InferencePools and Services.
 
-For a pool it asks the endpoint picker that the pool names, as Envoy does; a Service's Ready pods it takes in turn.
+For a pool it asks the pool's endpoint picker, as Envoy does. It sends requests to a Service's Ready pods in turn.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ _HEADERS = {"content-type": "application/json"}
 _STREAMED = BodySendMode.FULL_DUPLEX_STREAMED
 
 Sent = Callable[[str], Awaitable[None]]
-"""Is told the endpoint that a request goes to, before it goes there."""
+"""Callback with the endpoint of a request, before the request goes there."""
 
 
 class Way(Protocol):
-    """How requests come to pods."""
+    """Path of requests to pods."""
 
     async def ask(self, http: httpx.AsyncClient, body: bytes, sent: Sent) -> bool:
-        """Send a request with this body, and read its answer; False is a 503, of which no pod knows.
+        """Send a request with this body, and read its answer; False is a 503, which no pod has seen.
 
         Raises:
-            httpx.HTTPError: a pod has not answered as it should.
+            httpx.HTTPError: a pod did not answer properly.
         """
 
 
 class ServiceWay:
-    """To the Ready pods of a Service, each in turn."""
+    """Way to the Ready pods of a Service, in turn."""
 
     def __init__(self, pods: ReadyPods) -> None:
         self._pods, self._turn = pods, itertools.count()
@@ -71,7 +71,7 @@ class ServiceWay:
 
 
 class PickedWay:
-    """To the endpoint that a picker names by the protocol; request and answer pass through the picker."""
+    """Way to the endpoint that a picker chooses; request and answer pass through the picker."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -106,7 +106,7 @@ def _headers(**more: str) -> HttpHeaders:
 
 
 async def _destination(stream: Stream[ProcessingRequest, ProcessingResponse]) -> str | None:
-    """The endpoint that the picker chooses, None for its 503."""
+    """Return the endpoint that the picker chooses, or None for its 503."""
     answer = await _told(
         stream,
         ProcessingRequest(
@@ -144,7 +144,7 @@ def _body(response: BodyResponse) -> bytes:
 
 @contextlib.asynccontextmanager
 async def picked(pods: ReadyPods) -> AsyncIterator[PickedWay]:
-    """A way by a picker that serves one pool, until the block ends."""
+    """Yield a way with a picker that serves one pool until the block ends."""
     async with EndpointPicker(pods.endpoints).listening() as port:
         channel = Channel("127.0.0.1", port)
         try:
@@ -154,9 +154,9 @@ async def picked(pods: ReadyPods) -> AsyncIterator[PickedWay]:
 
 
 class InferenceGateway:
-    """Sends each request to a backend of a route's first rule, drawn by weight.
+    """Gateway that sends each request to a backend of a route's first rule, drawn by weight.
 
-    All backends that the route ever has are of one kind and among these names. A pool's picker is the one it names.
+    All backends are of one kind and have these names. A pool names its own picker.
     """
 
     def __init__(self, cluster: Cluster, namespace: str, route: str, names: Sequence[str], kind: Backend) -> None:
@@ -168,7 +168,7 @@ class InferenceGateway:
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[InferenceGateway]:
-        """Follow route and backends until the block ends."""
+        """Follow the route and its backends until the block ends."""
         async with contextlib.AsyncExitStack() as stack:
             for name, pods in self._pods.items():
                 await stack.enter_async_context(pods.following())
@@ -186,12 +186,12 @@ class InferenceGateway:
 
     @property
     def is_ready(self) -> bool:
-        """Whether each backend of the route has a pod."""
+        """True if each backend of the route has a pod."""
         refs = self._refs()
         return bool(refs) and all(self._pods[ref["name"]].endpoints() for ref in refs)
 
     async def ask(self, http: httpx.AsyncClient, body: bytes, sent: Sent) -> bool:
-        """As a `Way`."""
+        """Send a request, as `Way.ask` does."""
         refs = self._refs()
         if not refs:
             return False

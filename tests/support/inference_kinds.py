@@ -1,4 +1,4 @@
-"""InferencePool of the Gateway API Inference Extension as far as a test needs it."""
+"""InferencePool of the Gateway API Inference Extension, as far as tests need it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _SPEC = {
     },
 }
 POOL_CRD = definition("inference.networking.k8s.io", "InferencePool", "inferencepools", _SPEC)
-"""InferencePool v1 with the limits of its spec, in our own words; its status, which gateways write, is left open.
+"""InferencePool v1 with the limits of its spec, rewritten here. Gateways write the status, so it has no schema.
 
 Releases v1.0 to v1.5 of the extension require the endpoint picker.
 """
@@ -63,16 +63,16 @@ POOL_CRD_1_6 = definition(
     "inferencepools",
     {**_SPEC, "required": ["selector", "targetPorts"]},
 )
-"""The same as of v1.6, where a pool may be without a picker."""
+"""CRD of v1.6, in which a pool needs no picker."""
 
 
 def picker_name(pool: str) -> str:
-    """What the endpoint picker of a pool is called in tests."""
+    """Return the name of a pool's endpoint picker in tests."""
     return f"{pool}-epp"
 
 
 def pool(name: str, namespace: str, labels: dict[str, str]) -> Object:
-    """An InferencePool as a user writes one."""
+    """Return an InferencePool as a user writes it."""
     spec = {
         "selector": {"matchLabels": labels},
         "targetPorts": [{"number": 8000}],

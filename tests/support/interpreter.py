@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 
 
 def mend(set_attribute: Callable[[Any, str, Any], None]) -> None:
-    """Patch it, by `setattr` or a fixture's that undoes it."""
+    """Patch it by `setattr`, or by a fixture's version that restores it."""
     set_attribute(interpreter.InterpreterBuilder, "create_splat", splat)
     set_attribute(interpreter, "_patch_builtin", patch_builtins)
     set_attribute(interpreter, "_get_np_dtype", numpy_dtype)
@@ -23,7 +23,7 @@ def mend(set_attribute: Callable[[Any, str, Any], None]) -> None:
     set_attribute(tl.core.block_type, "__init__", make_block_type)
     options = interpreter.interpreter_builder.options
     if not options.debug:
-        # Each sum and product of integers would check for an overflow, and report nothing.
+        # Checks for integer overflow would slow every sum and product, and report nothing.
         set_attribute(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))
 
 

@@ -9,12 +9,14 @@ from support.stepped_engine import Asked, Told
 class Judge:
     """Judge that follows an engine's steps through its blocks, and compares every answer with the oracle.
 
-    The history of a position belongs to the block that has its keys: another request may find it there, even after the
-    block was in host memory.
+    A position's history belongs to the block with its keys. Another request may find it there, even after the block was
+    in host memory.
 
     Attributes:
-        wrong: by request, the tokens that differ from the oracle's. judged: compared tokens. windowed: steps of
-            sequences that read the window. preempted: requests that restarted.
+        wrong: tokens that differ from the oracle's, by request.
+        judged: number of compared tokens.
+        windowed: steps of sequences that read the window.
+        preempted: requests that restarted.
     """
 
     def __init__(self, question: Asked, told: Told, oracle: Oracle, rounds: int = 20) -> None:
@@ -29,7 +31,7 @@ class Judge:
         host: dict[tuple[int, int], int | None] = {}
         for step in told.steps:
             for block, place in step.get("stored", ()):
-                host |= {(place, i): blocks.get((block, i)) for i in range(size)}  # of a prompt it may be a part
+                host |= {(place, i): blocks.get((block, i)) for i in range(size)}  # a prompt may fill only part
             for block, place in step.get("loaded", ()):
                 blocks |= {(block, i): host[place, i] for i in range(size)}
             if "request" not in step:
@@ -41,13 +43,14 @@ class Judge:
                     self.judge(request, runs[request][1], rings[request])
                 runs[request] = begin, []
             first, given = runs[request]
-            # One token, and drafts after it, read the window; the ring has the tokens stored since the request got it.
+            # A single token, with its drafts, reads the window. The ring has the tokens stored since the request got
+            # it.
             prompt, drafts = len(self.prompts[request]), question.drafts
             decodes = step["tokens"] == 1 or (step["tokens"] <= 1 + drafts and begin >= prompt)
             for at in range(begin, end):
                 blocks[step["table"][at // size], at % size] = first if decodes else None
             self.windowed += decodes
-            if end >= prompt:  # drafts may still be rejected; the token after the first of the step stays
+            if end >= prompt:  # drafts may still be rejected; the token after the step's first is certain
                 given.append(begin + 1 - prompt if decodes else end - prompt)
             rings[request] = [blocks[step["table"][at // size], at % size] for at in range(end)]
         for request, (_, given) in runs.items():

@@ -20,7 +20,7 @@ CHANGED = {
     "ZERO_BITS": ("kvpilot_formats.layouts", 6),
     "RANK": ("kvpilot_formats.latent", 256),
 }
-"""Constants of other modules that kernels read, and another value of each."""
+"""Constants of other modules that kernels read, each with a different value."""
 
 
 def functions() -> dict[str, JITCallable]:

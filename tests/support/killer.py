@@ -1,4 +1,4 @@
-"""Kill -9 of the operator after each of its writes, once for each that is unlike the ones before."""
+"""Kill -9 of the operator after each new kind of write."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from support.faulty_world import FaultyWorld
 
 
 class Killer:
-    """`killed` says after which writes: the path below the namespace with the canary's stage, verdict and step.
+    """Killer of the operator; `killed` lists the writes before each kill.
 
-    Only what is written for one service counts: a start costs seconds, and on others no trial runs.
+    An entry has the path below the namespace, and the canary's stage, verdict and step. Only writes for one service
+    count, because a restart takes seconds and other services have no trial.
     """
 
     def __init__(self, world: FaultyWorld, name: str, worth: Callable[[str], bool]) -> None:
@@ -24,7 +25,7 @@ class Killer:
     @classmethod
     @contextlib.asynccontextmanager
     async def of(cls, world: FaultyWorld, name: str, worth: Callable[[str], bool]) -> AsyncIterator[Killer]:
-        """Kill it after writes for `name` that are `worth` it, and start it again each time, until the block ends."""
+        """Kill the operator after writes for `name` that satisfy `worth`, and restart it, until the block ends."""
         killer = cls(world, name, worth)
         world.api.on_write = killer._written
         starts = asyncio.create_task(killer._start_again())

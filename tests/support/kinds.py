@@ -1,4 +1,4 @@
-"""Manifests held to the official client's description of their kinds."""
+"""Checks of manifests against the official client's models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kubernetes.aio.client import models
 
 
 def unknown(kind: str, value: Any, path: str) -> list[str]:
-    """Paths in a JSON value that the official client's description of a type does not have or type."""
+    """Return paths in a JSON value that are absent from the official client's model, or have another type there."""
     if (inner := re.fullmatch(r"List\[(.*)\]", kind)) is not None:
         return [f for i, item in enumerate(value) for f in unknown(inner[1], item, f"{path}[{i}]")]
     if (inner := re.fullmatch(r"Dict\[\w+, (.*)\]", kind)) is not None:

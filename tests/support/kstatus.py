@@ -1,5 +1,6 @@
-"""kstatus' rules (sigs.k8s.io/cli-utils, pkg/kstatus/status) for a kind that it does not know: what Flux and others
-conclude from an object. And what must hold of that at every moment.
+"""kstatus' generic rules (sigs.k8s.io/cli-utils, pkg/kstatus/status), by which Flux and others judge an object.
+
+It also checks invariants of their verdict.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from support.services import revision_of
 
 
 def compute(obj: Mapping[str, Any]) -> str:
-    """InProgress, Failed, Current or Terminating."""
+    """Return InProgress, Failed, Current or Terminating."""
     meta, status = obj["metadata"], obj.get("status") or {}
     if meta.get("deletionTimestamp"):
         return "Terminating"
@@ -25,18 +26,18 @@ def compute(obj: Mapping[str, Any]) -> str:
             return "InProgress"
         if (one["type"], one["status"]) == ("Stalled", "True"):
             return "Failed"
-    # Not of these two, but widely used: so it is asked last.
+    # Ready is not a kstatus condition, but widely used, so kstatus checks it last.
     ready = next((one["status"] for one in conditions if one["type"] == "Ready"), "True")
     return "Current" if ready == "True" else "InProgress"
 
 
 def seen(cluster: ModelCluster) -> dict[str, Any]:
-    """The object as a tool reads it."""
+    """Return the object as a tool reads it."""
     return {**cluster.obj, "status": cluster.status}
 
 
 def tools_are_told_the_truth(cluster: ModelCluster) -> None:
-    """What must hold after every single write."""
+    """Check the properties that hold after every single write."""
     status = cluster.parsed()
     told: dict[str, str] = {one.type: one.status for one in status.conditions}
     assert not told or {told["Reconciling"], told["Stalled"]} <= {"True", "False"}
@@ -44,7 +45,7 @@ def tools_are_told_the_truth(cluster: ModelCluster) -> None:
     assert not told or (told["Ready"] == "True") == ((told["Reconciling"], told["Stalled"]) == ("False", "False"))
     assert all(one.reason != "Settled" for one in status.conditions if (one.type, one.status) == ("Stalled", "True"))
     if not cluster.status:
-        return  # before anything is written kstatus knows nothing, and says Current
+        return  # without a status kstatus says Current
     word = compute(seen(cluster))
     newest = status.observed_generation == cluster.obj["metadata"]["generation"]
     assert newest or word == "InProgress"

@@ -90,7 +90,7 @@ class LatentBatch:
         for i, (n, entries) in enumerate(zip(self.lengths, self.entries, strict=True)):
             at = torch.arange(n)
             slots = self.table[i][at // self.block_size] * self.block_size + at % self.block_size
-            order = torch.randperm(n, generator=self.rng)  # a token's page needs nothing of the tokens before it
+            order = torch.randperm(n, generator=self.rng)  # tokens are stored independently
             self.cpu.store(entries[order, :RANK], entries[order, RANK:], slots[order])
             self.table[i, -(-n // self.block_size) :] = PAST_THE_END
         self.table = self.table.int()

@@ -51,7 +51,8 @@ def serve(
     """Ask an engine for greedy answers to all requests at once.
 
     Args:
-        from_pages: prompts read themselves back. interpreted: the CUDA backend serves, in Triton's interpreter.
+        from_pages: prompts are read from quantized pages.
+        interpreted: the CUDA backend serves, in Triton's interpreter.
 
     Returns:
         `answers`, tokens of each; `first`, the log-probability of each one's first; `tokens` that fit the cache; and

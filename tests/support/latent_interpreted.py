@@ -1,6 +1,6 @@
 """The CUDA backend of latent attention on a CPU: its own metadata and buffers, its kernels in Triton's interpreter.
 
-For a process that has TRITON_INTERPRET=1 from its start.
+The process must have TRITON_INTERPRET=1 from its start.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""An API server's answers on loopback, for what a real one gives only when it is ill, or of an object of any shape.
+"""API server on loopback for answers that a real one rarely gives, and for objects of any shape.
 
-It keeps one collection of services and merges patches into them; `answers` are given instead, by method and path.
+It keeps one collection of services and merges patches into them. `answers` by method and path take precedence.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LoopbackApi:
         self._server.server_close()
 
     def answer(self, method: str, path: str, body: Json) -> tuple[int, Json]:
-        """What the server says."""
+        """Return the server's answer."""
         if path == _SERVICES:
             return 200, {"items": list(self.services.values())}
         name = path.removeprefix(f"{_SERVICES}/")
@@ -87,7 +87,7 @@ class LoopbackApi:
 
 
 def client_configuration(server: str, namespace: str = "models") -> Json:
-    """A client configuration with the contexts "here", of that namespace, and "bare", of none."""
+    """Return a client configuration with the contexts "here", in that namespace, and "bare", without one."""
     return {
         "apiVersion": "v1",
         "kind": "Config",
@@ -102,7 +102,7 @@ def client_configuration(server: str, namespace: str = "models") -> Json:
 
 
 def merge(target: dict[str, Json], patch: Mapping[str, Json]) -> None:
-    """A JSON merge patch, of objects and values."""
+    """Apply a JSON merge patch of objects and values."""
     for key, value in patch.items():
         if isinstance(value, Mapping):
             merge(target.setdefault(key, {}), value)

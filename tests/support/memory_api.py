@@ -1,4 +1,4 @@
-"""An API server in memory that knows owners and versions, with the operator's cache, decide and Actor before it."""
+"""API server in memory that checks owners and versions, with the operator's cache, decide and Actor."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ What = tuple[str, str]
 
 
 class Killed(BaseException):
-    """The end of the operator's process before a write."""
+    """End of the operator's process before a write."""
 
 
 class MemoryApi:
-    """Objects by kind and name. It checks uids as a server does; `refuses` may refuse a write.
+    """Objects by kind and name. It checks uids as a server does, and `refuses` may refuse a write.
 
     Attributes:
         asked: method, kind and name of each request.
-        left: writes until the operator is killed; None is any number.
-        on_change: called with an object that was written, or with (kind, name) of one that was deleted.
+        left: writes until the operator is killed; None means any number.
+        on_change: callback with a written object, or with (kind, name) of a deleted one.
     """
 
     def __init__(self) -> None:
@@ -56,11 +56,11 @@ class MemoryApi:
         return True
 
     def writes(self) -> list[tuple[str, str, str]]:
-        """The requests that were no reads."""
+        """Return the requests that were not reads."""
         return [one for one in self.asked if one[0] not in ("find", "list")]
 
     def put(self, obj: Object) -> Object:
-        """Somebody creates or replaces an object."""
+        """Create or replace an object as another client."""
         what = (obj["kind"], obj["metadata"]["name"])
         number = str(next(self._numbers))
         about = {"namespace": KEY.namespace, "uid": f"uid-{number}", **obj["metadata"], "resourceVersion": number}
@@ -72,12 +72,12 @@ class MemoryApi:
         return copy.deepcopy(written)
 
     def drop(self, *what: str) -> None:
-        """Somebody deletes an object."""
+        """Delete an object as another client."""
         del self.objects[what[0], what[1]]
         self.on_change((what[0], what[1]))
 
     def run_engines(self) -> None:
-        """Every Deployment has the pods that it asks for, and they answer."""
+        """Give every Deployment the requested pods, all ready."""
         for (kind, name), obj in list(self.objects.items()):
             for n in range(obj["spec"]["replicas"] if kind == "Deployment" else 0):
                 self.put(_pod(name, obj["spec"]["selector"]["matchLabels"], n))
@@ -142,10 +142,10 @@ class MemoryApi:
         known = self.objects.get(what)
         self._same(known, manifest["metadata"].get("uid"))
         if known is not None and subresource:
-            # The operator alone writes what it applies to here, so what it leaves out is gone.
+            # Only the operator writes its applied objects, so fields that it leaves out disappear.
             known = {key: value for key, value in known.items() if key != subresource}
         if known is not None and "selector" in known.get("spec", {}):
-            # A selector is one value to an apply, whoever wrote its labels.
+            # Server-side apply treats a selector as one value, whoever wrote its labels.
             known = {**known, "spec": {key: value for key, value in known["spec"].items() if key != "selector"}}
         return self.put(_merged(known or {}, manifest))
 
@@ -185,7 +185,7 @@ class MemoryApi:
 
 
 def tell(cache: InformerCache, change: Object | What) -> None:
-    """What the watches hear of a change: of what carries a service's label; other deletions are nothing to them."""
+    """Send a change to the watches if the object has a service's label. They ignore other deletions."""
     if isinstance(change, tuple):
         cache.wrote(change[0], KEY.namespace, change[1], None)
     elif change["kind"] == KIND or SERVICE_LABEL in change["metadata"].get("labels", {}):
@@ -193,7 +193,7 @@ def tell(cache: InformerCache, change: Object | What) -> None:
 
 
 class Operator:
-    """The operator's cache, decide and Actor before a MemoryApi; `reconcile` is one reconcile of the one service."""
+    """The operator's cache, decide and Actor over a MemoryApi; `reconcile` runs one reconcile of the only service."""
 
     def __init__(self, api: MemoryApi, obj: Object) -> None:
         self.api = api
@@ -214,7 +214,7 @@ class Operator:
         self.restart()
 
     def restart(self) -> None:
-        """Its process ends, and another one begins."""
+        """End the operator's process and start another one."""
         self._known = Observations(KEY, self.api.objects[KIND, KEY.name]["metadata"]["uid"])
         self.actor = Actor(self.api, lambda: (self.now - NOW).total_seconds())  # type: ignore[arg-type]
 
@@ -222,7 +222,7 @@ class Operator:
         await self._scraper.close()
 
     async def reconcile(self, seconds: float = 5) -> Decision:
-        """One reconcile, some seconds after the last."""
+        """Run one reconcile, some seconds after the last."""
         self.now += timedelta(seconds=seconds)
         observed = await self._observer.snapshot(self._known, None)
         assert observed is not None
@@ -232,7 +232,7 @@ class Operator:
         return decision
 
     def edit(self, obj: Object) -> None:
-        """The user changes the spec."""
+        """Edit the spec as the user."""
         known = self.api.objects[KIND, KEY.name]
         self.api.put({**known, "spec": obj["spec"]})
 

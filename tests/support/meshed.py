@@ -1,4 +1,4 @@
-"""Engines behind what a mesh's sidecar does: mutual TLS by certificates that name workloads, in front of plain HTTP."""
+"""Engines behind a mesh's sidecar: mutual TLS with certificates that name workloads, in front of plain HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvpilot_operator.mesh import CHAIN, KEY, ROOT
 
 
 class Mesh:
-    """An authority, and certificates that it signs."""
+    """Certificate authority that issues certificates."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -25,12 +25,12 @@ class Mesh:
         authority(folder)
 
     def issue(self, namespace: str, account: str, into: Path) -> Path:
-        """Write a workload's certificate, its key and the authority's as Istio's agent does; returns the folder."""
+        """Write a workload's certificate, its key and the authority's as Istio's agent does; return the folder."""
         name = f"{namespace}-{account}"
         certificate(self._folder, name, "/O=workload", f"URI:spiffe://cluster.local/ns/{namespace}/sa/{account}")
         into.mkdir(exist_ok=True)
         for source, target in ((f"{name}.crt", CHAIN), (f"{name}.key", KEY), ("ca.crt", ROOT)):
-            # Renamed into place: nobody reads half a file.
+            # Rename into place, so that no client reads half a file.
             shutil.copy(self._folder / source, into / f".{target}")
             (into / f".{target}").rename(into / target)
         return into
@@ -38,7 +38,7 @@ class Mesh:
 
 @dataclass
 class Sidecar:
-    """Where it listens, whom it let through, and what was spoken in each connection."""
+    """Address of the sidecar, the clients that it admitted, and the traffic of each connection."""
 
     url: str = ""
     let_through: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Sidecar:
 async def sidecar(
     engine: str, certificates: Path, speaks: tuple[str, ...] = ("http/1.1",), host: str = "127.0.0.1", port: int = 0
 ) -> AsyncIterator[Sidecar]:
-    """Mutual TLS on loopback in front of an engine: plain connections, and certificates of others, are refused."""
+    """Run mutual TLS on loopback in front of an engine. Refuse plain connections and foreign certificates."""
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificates / CHAIN, certificates / KEY)
     tls.load_verify_locations(certificates / ROOT)

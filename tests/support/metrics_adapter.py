@@ -1,6 +1,6 @@
-"""A metrics adapter small enough for a test: external.metrics.k8s.io and custom.metrics.k8s.io, behind the aggregator.
+"""Minimal metrics adapter: external.metrics.k8s.io and custom.metrics.k8s.io behind the API aggregator.
 
-It reads what Prometheus would read, the operator's page and the engines' pages, and keeps what it was asked.
+It reads the operator's and the engines' pages, as Prometheus would, and records the queries.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ Json = dict[str, Any]
 
 
 def page(url: str) -> list[tuple[str, Mapping[str, str], float]]:
-    """The samples of a /metrics page: name, labels, value."""
+    """Return the samples of a /metrics page: name, labels, value."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:  # noqa: S310 (loopback)
         text = answer.read().decode()
     return [(s.name, s.labels, s.value) for f in text_string_to_metric_families(text) for s in f.samples]
 
 
 class Adapter:
-    """Answers an autoscaler's questions; `asked` holds the label selector of every one, by metric."""
+    """Adapter that answers an autoscaler's queries; `asked` has the label selector of each query, by metric."""
 
     def __init__(self, rest: Rest, operator: Callable[[], str]) -> None:
         self._rest, self._operator = rest, operator
         self.asked: dict[str, list[str]] = {}
 
     def answer(self, path: str, selector: str) -> Json | None:
-        """The answer to one GET; None is a 404."""
+        """Return the answer to one GET; None means 404."""
         match [unquote(part) for part in path.strip("/").split("/")]:
             case ["apis", group, version]:
                 return _resources(f"{group}/{version}")
@@ -60,7 +60,7 @@ class Adapter:
         return None
 
     def _external(self, namespace: str, metric: str, selector: str) -> list[Json]:
-        """A gauge of the operator, by the labels that are asked for."""
+        """Return a gauge of the operator for the requested labels."""
         wanted = dict(pair.split("=") for pair in selector.split(",")) | {"namespace": namespace}
         found = [
             value
@@ -70,7 +70,7 @@ class Adapter:
         return [_value(value) | {"metricName": metric, "metricLabels": wanted} for value in found]
 
     def _pods(self, namespace: str, metric: str, selector: str) -> list[Json]:
-        """The requests that each engine has in hand."""
+        """Return the in-flight requests of each engine."""
         pods = self._rest.get(f"/api/v1/namespaces/{namespace}/pods?labelSelector={selector}")["items"]
         found = []
         for pod in pods:
@@ -134,7 +134,10 @@ def _register(rest: Rest, port: int) -> None:
 
 
 def _let_the_autoscaler_read(rest: Rest) -> None:
-    """As every adapter's own manifests do: the controller manager's role knows custom metrics only."""
+    """Grant the controller manager this right, which its role lacks for external metrics.
+
+    Every adapter's manifests do so.
+    """
     name = "metrics-adapter-reader"
     api = "/apis/rbac.authorization.k8s.io/v1"
     rule = {"apiGroups": [EXTERNAL], "resources": ["*"], "verbs": ["get", "list"]}

@@ -1,4 +1,4 @@
-"""A whole page of metrics, read at once."""
+"""Parser of a whole metrics page at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvpilot_operator.observe.pod_metrics import PodMetrics
 
 
 def parse_page(text: str) -> PodMetrics:
-    """Read it; raises ScrapeError, as `PageReader` does."""
+    """Return the parsed page; raise ScrapeError like `PageReader`."""
     reader = PageReader()
     for _ in reader.steps(text.encode("utf-8", errors="replace")):
         pass

@@ -1,4 +1,4 @@
-"""A model of the cluster for properties of decide: an API server in memory, and engines that come up by themselves.
+"""Model of the cluster for properties of decide: an API server in memory, and engines that start by themselves.
 
 It runs the real decide and the real Actor. It can kill the operator at any write, as kill -9 would: the operator then
 forgets everything.
@@ -38,58 +38,58 @@ CAPACITY = {"auto": 3000, "k8v4": 7680, "k4v4": 11290, "fp8": 6000, "int4_per_to
 
 
 def measurement(kl_micronats: int = 5_000, agreement: int = 990, positions: int = 256) -> Measurement:
-    """A probe's outcome."""
+    """Return a probe's outcome."""
     return Measurement(8, positions, 20, 1000, kl_micronats, kl_micronats * 10, 100, agreement, (), None)
 
 
 @dataclass
 class ModelCluster:
-    """One service and its objects. `bad` dtypes measure as garbage; `demand` is in tokens."""
+    """Cluster with one service. Probes of `bad` dtypes find garbage; `demand` is in tokens."""
 
     obj: dict[str, Any]
     bad: frozenset[str] = frozenset()
     demand: int = 0
     measured: Measurement = field(default_factory=lambda: measurement())
-    """What a probe of a dtype that is not bad finds."""
+    """Result of a probe of a good dtype."""
     starts: bool = True
-    """False: engines never become ready."""
+    """False if engines never become ready."""
     probe_fault: str | None = None
     places: int | None = None
-    """GPUs of the cluster; None is any number."""
+    """GPUs of the cluster; None means any number."""
     start_ticks: int = 0
     drain_ticks: int = 0
     requests: float = 0.0
-    """Requests a tick, shared out by the Service's selector and the route."""
+    """Requests per tick, distributed by the Service's selector and the route."""
     slow: dict[str, float] = field(default_factory=dict)
-    """By dtype: how many times as long requests take."""
+    """Factor on request durations, by dtype."""
     slow_revisions: frozenset[str] = frozenset()
-    """Revisions whose requests take half as long again, whatever their dtype."""
+    """Revisions whose requests take 1.5 times as long, whatever their dtype."""
     failing: dict[str, float] = field(default_factory=dict)
-    """By dtype: the share of requests that fail."""
+    """Share of failing requests, by dtype."""
     odd_factors: frozenset[str] = frozenset()
-    """Dtypes of whose engines all but the first calibrate themselves otherwise."""
+    """Dtypes for which all engines except the first compute other calibration factors."""
     reports: dict[str, str] = field(default_factory=dict)
-    """By dtype: the one that such engines report instead; "" is none."""
+    """Factors that these engines report instead, by dtype; "" means none."""
     rules: list[dict[str, Any]] | None = None
-    """Of the HTTPRoute; None is no route."""
+    """Rules of the HTTPRoute; None means no route."""
     parents: tuple[Parent, ...] = (Parent("Gateway web/web", True),)
-    """What Gateways say of it."""
+    """Status of the route, as Gateways report it."""
     now: datetime = NOW
     baseline: str | None = None
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     do_not_evict: set[str] = field(default_factory=set)
-    """Names of pods that cluster autoscalers are asked to leave where they are."""
+    """Names of pods that cluster autoscalers must not evict."""
     probe: ProbeResult | None = None
     writes: int = 0
     unread: tuple[Unanswered, ...] = ()
-    """What cannot be observed now."""
+    """Parts of the snapshot that currently cannot be observed."""
     unanswered: tuple[Question, ...] = ()
-    """Questions that are made to fail; any other that does is a fault of decide."""
+    """Questions that the test makes fail. A failure of any other question is a bug in decide."""
     watch: Callable[[ModelCluster], None] = lambda _: None
-    """Called after every write: for what must hold at every moment."""
+    """Callback after every write, for properties that hold at every moment."""
     engines: ModelEngines = field(default_factory=ModelEngines)
     refuses: Callable[[dict[str, Any]], str | None] = lambda _: None
-    """Why the API server will not have a manifest; None where it takes it."""
+    """Reason why the API server rejects a manifest; None if it accepts."""
     _read: tuple[dict[str, Any], tuple[Fault, ...], Spec | None] | None = None
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class ModelCluster:
         self.restart()
 
     def restart(self) -> None:
-        """The operator's process ends, if there is one, and another one begins."""
+        """End the operator's process, if any, and start another one."""
         self._actor = Actor(self.api, self._clock)  # type: ignore[arg-type]
 
     def _clock(self) -> float:
@@ -125,7 +125,7 @@ class ModelCluster:
 
     @property
     def services(self) -> dict[str, dict[str, str]]:
-        """Selectors by name; a Service that only claims its name has none."""
+        """Selectors of the Services, by name; a Service that only reserves its name has none."""
         return {one["metadata"]["name"]: one["spec"].get("selector", {}) for one in self.api.of_kind("Service")}
 
     @property
@@ -141,13 +141,13 @@ class ModelCluster:
 
     @property
     def traffic(self) -> str | None:
-        """The one revision that the Service and the pool select, or "" for every one, as observe reads it."""
+        """Revision that both the Service and the pool select, or "" for all revisions, as observe reads it."""
         views = self.api.views()
         service = views.get(("Service", KEY.name))
         return together(service.selects if service else None, views.get(("InferencePool", KEY.name)))
 
     def snapshot(self) -> Snapshot:
-        """What observe would gather now."""
+        """Return the snapshot that observe would gather now."""
         if self._read is None or self._read[0] is not self.obj:
             broken = faults(self.obj)
             self._read = (self.obj, broken, None if broken else parse(self.obj))
@@ -177,7 +177,7 @@ class ModelCluster:
         )
 
     def tick(self, cut_after: int | None = None) -> Decision | None:
-        """Time passes, engines are scraped, one reconcile runs; it is cut off after `cut_after` of its writes."""
+        """Advance time, scrape the engines and run one reconcile, cut off after `cut_after` writes."""
         self.now += STEP
         self.engines.tick()
         self._controllers()
@@ -198,7 +198,7 @@ class ModelCluster:
         return decision
 
     def parsed(self) -> Status:
-        """The status as it is now."""
+        """Return the current status."""
         return parse_status(self.status)
 
     def _refusal(self, manifest: Object) -> ClusterError | None:
@@ -206,7 +206,7 @@ class ModelCluster:
         return Rejected("PATCH", manifest["metadata"]["name"], 422, refused, "Invalid") if refused else None
 
     def _happened(self, change: Object | What) -> None:
-        """A write has gone through: controllers act on it, and the test's watch looks at it."""
+        """Handle a completed write: run the controllers, then the test's watch."""
         if not isinstance(change, tuple):
             if change["kind"] == "Pod":
                 self._mark(change)
@@ -219,7 +219,7 @@ class ModelCluster:
         self.watch(self)
 
     def _mark(self, pod: Object) -> None:
-        """Take over a condition or an annotation: pods live in the engines, and marks on one that is gone are void."""
+        """Apply a condition or an annotation to the engines' pods, and ignore it if the pod is gone."""
         name = pod["metadata"]["name"]
         del self.api.objects["Pod", name]
         if "status" in pod:
@@ -253,24 +253,24 @@ class ModelCluster:
         raise AssertionError(f"not seen in {ticks} ticks: {self.status}")
 
     def edit(self, obj: dict[str, Any]) -> None:
-        """The user changes the spec."""
+        """Edit the spec as the user."""
         generation = self.obj["metadata"]["generation"] + 1
         self.obj = {**obj, "metadata": {**obj["metadata"], "generation": generation}}
         self.api.put({**self.obj, "status": self.status})
 
     def scale(self, revision: str, replicas: int) -> None:
-        """Somebody else scales the workload of a revision."""
+        """Scale the workload of a revision as another client."""
         what = f"{KEY.name}-{revision}"
         found = next(obj for (kind, name), obj in self.api.objects.items() if kind in KINDS and name == what)
         self.api.put({**found, "spec": {**found["spec"], "replicas": replicas}})
 
     def drop_services(self) -> None:
-        """Somebody else deletes all Services."""
+        """Delete all Services as another client."""
         for name in self.services:
             self.api.drop("Service", name)
 
     def edit_route(self, rules: list[dict[str, Any]] | None) -> None:
-        """The user changes the route."""
+        """Change the route as the user."""
         name = self._route_name()
         if rules is not None:
             known = self.api.objects.get(("HTTPRoute", name), {"kind": "HTTPRoute", "metadata": {"name": name}})
@@ -283,7 +283,7 @@ class ModelCluster:
         return KEY.name if ("HTTPRoute", KEY.name) in self.api.objects else "web"
 
     def shares(self) -> dict[str, float]:
-        """What share of the requests each revision gets now, over those of its pods that answer."""
+        """Return each revision's current share of requests, over revisions with ready pods."""
         if not self.rules:
             return self._behind(self.services.get(KEY.name, {}))
         shares: dict[str, float] = {}
@@ -296,7 +296,7 @@ class ModelCluster:
         return shares
 
     def answering(self) -> int:
-        """Pods that requests can reach and that answer."""
+        """Return the ready pods that requests can reach."""
         return sum(self.engines.ready(name) for name in self.shares())
 
     def _route(self) -> RouteView | None:
@@ -323,7 +323,7 @@ class ModelCluster:
         shares = self.shares()
         for name, (dtype, _) in self.deployments.items():
             pods = self.engines.answering(name)
-            # As observe/windows.py does after the clock was set back.
+            # Like observe/windows.py after the clock was set back.
             self.samples[name] = [one for one in self.samples.get(name, ()) if one.time < self.now]
             if not pods:
                 continue
@@ -347,11 +347,11 @@ class ModelCluster:
         return tuple((pod, "bbbb") for pod in ready[1:]) if dtype in self.odd_factors else ()
 
     def keep(self, config_map: str) -> None:
-        """A baseline was written to this ConfigMap."""
+        """Record that a baseline was written to this ConfigMap."""
         self.baseline = PROBES
 
     def pod_names(self, *, workers: bool = False) -> set[str]:
-        """Of the pods that take requests, or of all."""
+        """Return the names of pods that take requests, or of all pods."""
         return {one.name for view in self._pods() for one in (view.group if workers else (view,))}
 
     def _pods(self) -> list[PodView]:
@@ -374,7 +374,7 @@ class ModelCluster:
 
 
 def _run_to_end(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that never waits for anything."""
+    """Run a coroutine that never waits."""
     try:
         work.send(None)
     except StopIteration:

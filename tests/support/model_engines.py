@@ -1,4 +1,4 @@
-"""Engines of a model cluster: pods that need a place and time to start, and what their metrics say under load."""
+"""Engines of a model cluster: pods that need a place and time to start, and their metrics under load."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.state.samples import Flows
 from support.services import pod
 
-# vLLM's own buckets (0.32), those that matter here.
+# vLLM 0.32's own buckets, as far as they matter here.
 TTFT = (0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
 TOKENS = 100.0
 ALONE: Mapping[str, int] = MappingProxyType({})
-"""Every replica is one pod."""
+"""Each replica is one pod."""
 
 
 @dataclass(frozen=True)
 class ModelPod:
-    """One pod: ready `starts_in` ticks after it found a place, gone `leaves_in` ticks after its deletion."""
+    """Pod that is ready `starts_in` ticks after it got a place, and gone `leaves_in` ticks after its deletion."""
 
     revision: str
     index: int
@@ -33,16 +33,16 @@ class ModelPod:
     starts_in: int = 0
     leaves_in: int | None = None
     ready: bool = False
-    """Whether its engine answers; requests are sent to it only once it is admitted, too."""
+    """True if its engine answers. Requests also need the pod's admission."""
 
     @property
     def name(self) -> str:
-        """Of the Pod."""
+        """Name of the Pod."""
         return f"{self.revision}-{self.index}"
 
     @cache  # noqa: B019 - it is a value, of which a model has few
     def view(self, admitted: bool) -> PodView:
-        """As its kubelet reports it."""
+        """Return the pod's view as its kubelet reports it."""
         net = ".".join(str(byte) for byte in bytes.fromhex(self.revision[:4]))
         base = replace(
             pod(self.revision),
@@ -59,7 +59,7 @@ class ModelPod:
 
 @dataclass
 class ModelEngines:
-    """All pods. `places` is the number of GPUs; None is any number."""
+    """All pods. `places` is the number of GPUs; None means any number."""
 
     places: int | None = None
     start_ticks: int = 0
@@ -67,12 +67,12 @@ class ModelEngines:
     starts: bool = True
     pods: tuple[ModelPod, ...] = ()
     evicted: frozenset[tuple[str, int]] = frozenset()
-    """Revision and index of pods that were: no other pod ever has that name."""
+    """Revision and index of earlier pods, because a name is never reused."""
     admitted: frozenset[str] = frozenset()
-    """Names of pods whose readiness gate is open."""
+    """Names of pods with an open readiness gate."""
 
     def views(self, nodes: Mapping[str, int] = ALONE, do_not_evict: Collection[str] = ()) -> list[PodView]:
-        """The pods that take requests as their kubelets report them, with their workers: `nodes` are a revision's."""
+        """Return pods that take requests, as kubelets report them, with workers; `nodes` is the revision's."""
 
         def group(leader: PodView) -> PodView:
             names = [f"{leader.name}-{worker}" for worker in range(1, nodes.get(leader.revision, 1))]
@@ -84,14 +84,14 @@ class ModelEngines:
         return [group(p.view(p.name in self.admitted)) for p in self.pods]
 
     def tick(self) -> None:
-        """Pods that go leave, pods that start get nearer."""
+        """Advance one tick: terminating pods end, and starting pods come closer to ready."""
         left = [replace(p, leaves_in=None if p.leaves_in is None else p.leaves_in - 1) for p in self.pods]
         self.pods = tuple(p for p in left if p.leaves_in is None or p.leaves_in >= 0)
         self._place()
         self.pods = tuple(replace(p, starts_in=max(0, p.starts_in - 1)) if p.placed else p for p in self.pods)
 
     def reconcile(self, wanted: dict[str, int]) -> None:
-        """What the controllers do at once: start missing pods, delete surplus ones, those that do not answer first."""
+        """Act as the controllers: start missing pods, and delete surplus ones, first those that do not answer."""
         for revision in {*wanted, *(p.revision for p in self.pods)}:
             mine = [p for p in self.pods if p.revision == revision and p.leaves_in is None]
             surplus = len(mine) - wanted.get(revision, 0)
@@ -106,7 +106,7 @@ class ModelEngines:
         self._place()
 
     def evict(self, revision: str) -> None:
-        """The first pod of the revision that is not leaving yet goes; its controller will make another."""
+        """Evict the revision's first pod that is not terminating yet; its controller will replace it."""
         mine = [p for p in self.pods if p.revision == revision and p.leaves_in is None]
         for one in mine[:1]:
             self.evicted |= {(one.revision, one.index)}
@@ -114,11 +114,11 @@ class ModelEngines:
             self.pods = (*(p for p in self.pods if p is not one), *gone)
 
     def ready(self, revision: str) -> int:
-        """Pods of the revision that answer and are admitted."""
+        """Return pods of the revision that answer and are admitted."""
         return sum(p.name in self.admitted for p in self._answering(revision))
 
     def answering(self, revision: str) -> int:
-        """Pods of the revision whose engines answer."""
+        """Return pods of the revision whose engines answer."""
         return len(self._answering(revision))
 
     def _answering(self, revision: str) -> list[ModelPod]:
@@ -135,7 +135,7 @@ class ModelEngines:
 
 
 def flows(requests: float, slow: float = 1.0, failing: float = 0.0) -> Flows:
-    """What so many requests leave behind on engines that take `slow` times the usual time."""
+    """Return the counters after so many requests on engines that take `slow` times the usual time."""
     if not requests:
         return Flows()
     first, between = 0.4 * slow, 0.03 * slow
@@ -153,7 +153,7 @@ def flows(requests: float, slow: float = 1.0, failing: float = 0.0) -> Flows:
 
 
 def _spread(count: float, mean: float, bounds: tuple[float, ...]) -> Histogram:
-    """A log-normal spread of so many observations over the buckets (deviation 0.5 of the log)."""
+    """Distribute so many observations over the buckets, log-normally (deviation 0.5 of the log)."""
     law = NormalDist(math.log(mean) - 0.125, 0.5)
     below = [0.0, *(count * law.cdf(math.log(b)) for b in bounds), count]
     return Histogram(bounds, tuple(b - a for a, b in pairwise(below)), count * mean)

@@ -16,13 +16,13 @@ LARGE = 1024
 
 
 class Hub:
-    """One model's files by name. Files of LARGE bytes or more are kept apart (LFS), named by their SHA-256.
+    """Files of one model by name. Files of LARGE bytes or more are stored separately (LFS) under their SHA-256.
 
     Attributes:
         asked: method and path of each request.
-        sent: the bytes of each file that were sent.
-        before: called with the name of a file before it is sent; may wait, or raise to break the connection off.
-        refuses: X-Error-Code with which everything is refused; empty where nothing is.
+        sent: bytes sent of each file.
+        before: callback with the name of a file before it is sent; may wait, or raise to break the connection.
+        refuses: X-Error-Code of all answers; if empty, nothing is refused.
     """
 
     def __init__(self, model: str, files: Mapping[str, bytes], host: str = "127.0.0.1") -> None:
@@ -123,7 +123,7 @@ class _Answer(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if body:
-            # Whoever asked may have been killed meanwhile.
+            # The client may have been killed meanwhile.
             with suppress(ConnectionError):
                 self.wfile.write(content)
 

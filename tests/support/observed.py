@@ -1,4 +1,4 @@
-"""An Observer over a cache and engines that tests fill by hand."""
+"""Observer over a cache and engines that tests fill by hand."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def route(*rules: Any) -> dict[str, Any]:
 
 @dataclass
 class FakeCluster:
-    """The reads that an Observer asks of Cluster, over a dict of objects by path."""
+    """Reads that an Observer requests from Cluster, over a dict of objects by path."""
 
     objects: dict[str, Any] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     broken: dict[str, Exception] = field(default_factory=dict)
-    """By kind: what reading it raises."""
+    """Errors to raise when an object is read, by its kind."""
     served: set[str] = field(default_factory=lambda: {HTTP_ROUTE_API, INFERENCE_POOL_API})
 
     async def serves(self, api_version: str) -> bool:
@@ -93,7 +93,7 @@ class FakeCluster:
 
 
 class World:
-    """An Observer over a cache that is filled by hand, and engines that answer from `pages` by URL."""
+    """Observer over a hand-filled cache, with engines that answer from `pages` by URL."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **facts: bool) -> None:
         self.cluster = FakeCluster({path_of("v1", "Node", "", "node-1"): NODE})
@@ -143,6 +143,6 @@ class World:
         if url not in self.pages:
             raise ScrapeError(f"{url}: HTTP 404")
         page = parse_page(self.pages[url])
-        # An engine at work makes tokens between two scrapes.
+        # A working engine generates tokens between two scrapes.
         made = page.totals.generation_tokens + len(self.asked)
         return replace(page, totals=replace(page.totals, generation_tokens=made))

@@ -1,8 +1,8 @@
-"""Hook before the copies of offloading in a stepped engine: records them, delays them, compares bytes.
+"""Hook before the copies of offloading in a stepped engine: it records them, delays them and compares their bytes.
 
-The bytes of a store are read from the layers' own caches when its copy is submitted, and compared when a load of it
-has ended. With `late`, a copy ends so many steps after it was submitted, or when vLLM waits for it, and moves nothing
-before, as a GPU may. Chunks that go to a disk, and come back to another place, are followed by their keys.
+The bytes of a store are read from the layers' caches when its copy is submitted. They are compared after a later load.
+With `late`, a copy ends so many steps after its submission, or when vLLM waits for it, and moves nothing before, as on
+a GPU. Chunks that go to a disk and return to another place are followed by their keys.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ class Transfers:
     """Transfers of one engine's connector.
 
     Args:
-        connector: vLLM's `OffloadingConnectorWorker`. config: its `KVCacheConfig`. layers: by name.
-        pages: the group whose blocks are recorded. late: steps.
+        connector: vLLM's `OffloadingConnectorWorker`.
+        config: its `KVCacheConfig`.
+        layers: the layers by name.
+        pages: the group whose blocks are recorded.
+        late: steps by which copies are delayed.
 
     Attributes:
-        moves: `stored` or `loaded`, with pairs of a block and the number of the stored bytes. loaded, changed, read,
-            unread, unwritten: as in `Told`.
+        moves: `stored` or `loaded`, with pairs of a block and the number of the stored bytes.
+        loaded, changed, read, unread, unwritten: as in `Told`.
     """
 
     def __init__(self, connector: Any, config: Any, layers: dict[str, Any], pages: int, late: int) -> None:
@@ -54,7 +57,7 @@ class Transfers:
             return ids.index(get_offload_group_idx(key)), int(at)
 
         def moved(job: int, held: Any, at: Any, *, load: bool) -> None:
-            # A chunk that is computed again may differ in a code: the disk keeps the first one.
+            # A chunk computed again may differ in a code, because the disk keeps the first one.
             if held is not None and not load:
                 by_key[held.key] = self._kept[place(held.key, at)]
             move(job, held, at, load=load)

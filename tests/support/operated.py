@@ -1,4 +1,4 @@
-"""Services in a real API server with the operator's process before it: how to create one, and what its status says."""
+"""Services on a real API server with the operator's process: helpers to create one and to read its status."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ Json = dict[str, Any]
 
 
 def engine(**more: Any) -> Json:
-    """spec.engine, with an image that no node has."""
+    """Return spec.engine with an image that no node has."""
     return {"engine": {"image": "kvpilot/runtime:1", **more}}
 
 
 def placed(**pod: Any) -> Json:
-    """A spec whose engines' pods have these fields of a Pod's spec."""
+    """Return a spec whose engine pods have these fields in their pod spec."""
     return engine(podTemplate={"spec": pod})
 
 
 def services(namespace: str) -> str:
-    """Path of the services of a namespace."""
+    """Return the path of the services of a namespace."""
     return f"/apis/kvpilot.io/v1alpha1/namespaces/{namespace}/quantizedllmservices"
 
 
 def create(rest: Rest, namespace: str, **spec: Any) -> None:
-    """The service `chat` with a fixed dtype and these sections of its spec."""
+    """Create the service `chat` with a fixed dtype and these sections of its spec."""
     base = {"model": {"source": "hf://Qwen/Qwen3-8B"}, "kvCache": {"mode": "Fixed", "dtype": "auto"}, **engine()}
     body = {
         "apiVersion": "kvpilot.io/v1alpha1",
@@ -37,7 +37,7 @@ def create(rest: Rest, namespace: str, **spec: Any) -> None:
 
 
 def condition(rest: Rest, namespace: str, kind: str) -> Json:
-    """A condition of `chat`; empty where it has none of that type."""
+    """Return a condition of `chat`, or an empty one if the type is missing."""
     status = rest.get(f"{services(namespace)}/chat").get("status") or {}
     return next((one for one in status.get("conditions", ()) if one["type"] == kind), {})
 
@@ -58,7 +58,7 @@ def told(rest: Rest, namespace: str, kind: str, reason: str) -> Json:
 
 
 def exists(rest: Rest, path: str) -> bool:
-    """Whether there is an object at this path."""
+    """Return True if an object exists at this path."""
     try:
         rest.get(path)
     except ApiError as error:

@@ -1,4 +1,4 @@
-"""Two operator processes beside one API server, each behind a cable of its own, and what the audit log says of them."""
+"""Two operator processes and one API server, each behind its own simulated cable, and the audit log of their writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/kvpilot-opera
 
 
 def identity(write: Write) -> str | None:
-    """Which replica wrote: the user is the place that it runs in, the user agent says which life; None for others."""
+    """Return the replica that wrote, or None for other clients.
+
+    The user names its place, and the user agent its life.
+    """
     if not write.user.startswith("operator-"):
         return None
     found = re.fullmatch(r"kvpilot-operator \((.+)\)", write.agent)
@@ -34,7 +37,7 @@ def identity(write: Write) -> str | None:
 
 
 class Cable:
-    """The way from one operator to the API server. Unplugged, nothing passes and nothing is refused."""
+    """Connection from one operator to the API server. While unplugged, it passes and refuses nothing."""
 
     def __init__(self, server: str) -> None:
         host, port = server.removeprefix("https://").split(":")
@@ -46,11 +49,11 @@ class Cable:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def unplug(self) -> None:
-        """From now on whatever is sent is lost."""
+        """Lose everything that is sent from now on."""
         self._plugged = False
 
     def plug(self) -> None:
-        """What was lost stays lost: connections that saw it are over."""
+        """Restore the connection. Lost data stays lost: connections that lost any are closed."""
         for one in self._open:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -79,7 +82,7 @@ class Cable:
 
 
 class Operator:
-    """One operator process; its place in the cluster (a, b or c) outlives it."""
+    """Operator process; its place in the cluster (a, b or c) outlives it."""
 
     def __init__(self, place: str, folder: Path, kubeconfig: Path, *flags: str) -> None:
         self.place = place
@@ -90,7 +93,7 @@ class Operator:
         self.process = procs.spawn(folder / f"operator-{place}.pid", command, log=self.log, env=env)
 
     def ask(self, path: str) -> tuple[int, str]:
-        """Status and text of one page of the operator's own HTTP server."""
+        """Return status and text of one page of the operator's own HTTP server."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
         try:
             connection.request("GET", path)
@@ -101,17 +104,17 @@ class Operator:
 
     @property
     def ready(self) -> bool:
-        """What the kubelet would find."""
+        """True if the kubelet's readiness probe would pass."""
         return self.ask("/readyz")[0] == 200
 
     @property
     def leads(self) -> bool:
-        """What Prometheus would find."""
+        """True if the metrics page says that this operator leads."""
         return "\nkvpilot_leader 1.0" in self.ask("/metrics")[1]
 
 
 class Pair:
-    """Two places for operators, and what the API server knows of them."""
+    """Two places for operators, and the API server's view of them."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self.plane, self.rest = plane, plane.rest
@@ -121,13 +124,13 @@ class Pair:
         self._users = {place: self._user(place) for place in "abc"}
 
     def start(self, place: str, *flags: str) -> Operator:
-        """Start an operator in a place where none runs."""
+        """Start an operator in an empty place."""
         self.operators[place] = Operator(place, self.plane.folder, self._users[place], *flags)
         return self.operators[place]
 
     @contextlib.contextmanager
     def flags(self, *flags: str) -> Iterator[None]:
-        """Both places run with these flags, too, until the block ends."""
+        """Run both places with these additional flags until the block ends."""
         self._flags = flags
         self._leave()
         try:
@@ -137,7 +140,7 @@ class Pair:
             self._leave()
 
     def settle(self) -> tuple[Operator, Operator]:
-        """Both places run, one of them leads: (leader, standby)."""
+        """Wait until both places run and one of them leads; return (leader, standby)."""
 
         def ready() -> bool:
             for place in "ab":
@@ -153,39 +156,39 @@ class Pair:
         return leader, standby
 
     def holder(self) -> str:
-        """Who holds the Lease; empty where nobody does."""
+        """Return the holder of the Lease, or an empty string."""
         return str(self.rest.get(_LEASE)["spec"]["holderIdentity"])
 
     def successor(self, holder: str) -> str:
-        """Wait until somebody else holds the Lease, and say who."""
+        """Wait until another replica holds the Lease, and return it."""
         until(lambda: self.holder() not in ("", holder), "another replica takes the Lease", seconds=60)
         return self.holder()
 
     def log(self) -> list[Write]:
-        """Everything that anybody wrote."""
+        """Return every write of every client."""
         return writes(self.plane.audit_log)
 
     def faults(self) -> list[str]:
-        """What operators wrote without holding the Lease."""
+        """Return operators' writes outside their terms as holder of the Lease."""
         return misplaced(self.log(), f"{SYSTEM}/kvpilot-operator", identity)
 
     def term(self, holder: str) -> Term:
-        """The time that this replica held the Lease."""
+        """Return the time in which this replica held the Lease."""
         return next(term for term in terms(self.log(), f"{SYSTEM}/kvpilot-operator") if term.holder == holder)
 
     def wrote(self, holder: str) -> list[datetime]:
-        """When this replica wrote anything but the Lease."""
+        """Return the times at which this replica wrote anything but the Lease."""
         return [write.received for write in self.log() if identity(write) == holder and write.lease is None]
 
     def _leave(self) -> None:
-        """End what runs in an orderly way: whoever holds the Lease releases it."""
+        """Stop all processes in order, so that the holder releases the Lease."""
         for one in self.operators.values():
             one.process.terminate()
         for one in self.operators.values():
             one.process.wait()
 
     def stop(self) -> None:
-        """Kill what still runs."""
+        """Kill the remaining processes."""
         for one in self.operators.values():
             if one.process.poll() is None:
                 one.process.send_signal(signal.SIGKILL)

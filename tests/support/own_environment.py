@@ -26,9 +26,9 @@ class Asked:
 
 @dataclass
 class Told:
-    """Its environment and folder; our modules that are there at its start; True if another's mess is there.
+    """Environment and folder of a process, our modules at its start, and True if it sees another process' effects.
 
-    `spawned`: the same for a process that it spawns after its own mess.
+    `spawned`: the same for a process that it spawns after its own changes.
     """
 
     environment: dict[str, str]

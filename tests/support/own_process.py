@@ -52,13 +52,13 @@ def ask(module: str, asked: DataclassInstance | list[Any] | dict[str, Any], **en
     """
     code, out, err = run(module, asked, **environment)
     if code:
-        raise RuntimeError(out[-2000:] + err[-10_000:])  # errors come before leak warnings at the end
+        raise RuntimeError(out[-2000:] + err[-10_000:])  # leak warnings follow the error
     return json.loads(out.splitlines()[-1])
 
 
 def run(module: str, asked: DataclassInstance | list[Any] | dict[str, Any], **environment: str) -> tuple[int, str, str]:
     """Do as `ask`, for any end: return the exit status, and all output on stdout and stderr."""
-    # Prompts read themselves back, unless a question says otherwise.
+    # Prompts are read from quantized pages, unless a question says otherwise.
     variables = {**_quiet(), "KVPILOT_PREFILL_FROM_PAGES": "1", **environment}
     with TemporaryDirectory() as folder, _turn:
         question, *said = (Path(folder) / name for name in ("question", "out", "err"))

@@ -1,4 +1,4 @@
-"""The commands of a documentation page's shell blocks, and the options that programs know."""
+"""Commands in the shell blocks of a documentation page, and the options that programs support."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 _BLOCK = re.compile(r"^( *)```sh\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 _GIVEN = re.compile(r"<<EOF\n(.*?)\nEOF\n", re.DOTALL)
-# Commands of programs that have commands of their own.
+# Programs with subcommands.
 _DEEPER = {("repo", "add"), ("create", "namespace"), ("create", "secret"), ("auth", "can-i"), ("rollout", "status")}
 
 
 class Command(NamedTuple):
-    """One command of a page, and what is given to it on its standard input."""
+    """Command of a page, with its standard input."""
 
     words: tuple[str, ...]
     given: str
@@ -30,15 +30,15 @@ class Command(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The words before the first option."""
+        """Words before the first option."""
         first = next((i for i, word in enumerate(self.words) if word.startswith("-")), len(self.words))
         return " ".join(self.words[:first])
 
 
 def commands_of(text: str, environment: Mapping[str, str] | None = None) -> list[Command]:
-    """The commands of a page's shell blocks, in their order.
+    """Return the commands of a page's shell blocks in order.
 
-    A page's variables stand in for what they are set to, there or in `environment`; another one is a KeyError.
+    Variables get their values from the page or from `environment`; an unknown one raises KeyError.
     """
     found: list[Command] = []
     variables = dict(environment or {})
@@ -72,7 +72,7 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 
 @cache
 def options_of(program: Path, *command: str) -> frozenset[str]:
-    """The options that the own help of kubectl or Helm has for a command."""
+    """Return the options in the own help of kubectl or Helm for a command."""
     said = [
         subprocess.run([program, *argv], capture_output=True, text=True, check=True).stdout
         for argv in ([*command, "--help"], *([["options"]] if program.name == "kubectl" else []))
@@ -81,7 +81,7 @@ def options_of(program: Path, *command: str) -> frozenset[str]:
 
 
 def subcommand(words: tuple[str, ...]) -> tuple[str, ...]:
-    """The command of kubectl or Helm, without the options before it: `kubectl -n models get` is get."""
+    """Return the subcommand of kubectl or Helm without the options before it: `kubectl -n models get` is get."""
     rest = list(words[1:])
     while rest and rest[0].startswith("-"):
         rest = rest[1 if "=" in rest[0] else 2 :]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 Json = Any
 
-# Templates of all kinds, the right and the wrong ones: names of ours, fields of ours, access to the node.
+# Valid and invalid templates: reserved names, reserved fields, and access to the node.
 NAMES = st.sampled_from(["engine", "proxy", "shm", "model", "compile", "offload", "adapters-0", "data", "gpu", "http"])
 BOOLEANS = st.booleans()
 USERS = st.sampled_from([0, 1000, 65532])
@@ -19,17 +19,17 @@ SECCOMP = st.fixed_dictionaries({"type": st.sampled_from(["RuntimeDefault", "Loc
 
 
 def some(**fields: st.SearchStrategy[Json]) -> st.SearchStrategy[dict[str, Json]]:
-    """An object with any of these fields."""
+    """Draw an object with any of these fields."""
     return st.fixed_dictionaries({}, optional=fields)
 
 
 def one_of_these(**fields: st.SearchStrategy[Json]) -> st.SearchStrategy[dict[str, Json]]:
-    """An object with one of these fields."""
+    """Draw an object with one of these fields."""
     return st.one_of([st.fixed_dictionaries({name: field}) for name, field in fields.items()])
 
 
 def named(*fields: st.SearchStrategy[dict[str, Json]]) -> st.SearchStrategy[list[Json]]:
-    """A list of objects with different names and these fields."""
+    """Draw a list of objects with different names and these fields."""
     item = st.builds(lambda name, *parts: {"name": name} | {k: v for p in parts for k, v in p.items()}, NAMES, *fields)
     return st.lists(item, max_size=3, unique_by=lambda one: one["name"])
 

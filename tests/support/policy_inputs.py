@@ -1,4 +1,4 @@
-"""Inputs of the policy for tests: one replica whose memory is full, and what a test changes of it."""
+"""Inputs of the policy for tests: one replica with full memory, and the changes that tests make to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DWELL = 21_600
 
 
 def spec(**changes: Any) -> Spec:
-    """The service, whose dtype and replicas the operator may both change."""
+    """Return the spec. The operator may change both dtype and replicas."""
     return spec_of(
         manifest(
             **{"kvCache": {"mode": "Auto", "ladder": ["fp8", "k8v4", "k4v4"]}, "scaling": {"maxReplicas": 4}} | changes
@@ -38,7 +38,7 @@ def workload(
     pods: int = 1,
     **changes: Any,
 ) -> Workload:
-    """Tokens: `demand` of all replicas together, `capacity` of each."""
+    """Return a workload with `demand` tokens of all replicas together and `capacity` tokens each."""
     base = Workload(
         kind, "evidence", usage_percent=97, waiting=4.0, running=8.0, pods=pods, capacity_tokens=capacity * pods,
         demand_tokens=demand,
@@ -47,14 +47,14 @@ def workload(
 
 
 def policy_input(w: Workload | None = None, **changes: Any) -> PolicyInput:
-    """All replicas of the workload serve with dtype auto, on H200."""
+    """Return an input in which all replicas serve with dtype auto, on H200."""
     w = w or workload()
     base = PolicyInput(NOW, spec(), w, "auto", w.pods, w.pods, H200)
     return replace(base, **changes)
 
 
 def denied(dtype: str, reason: str = "AccuracyRegressed", **changes: Any) -> Denied:
-    """For the service, on H200, for another hour."""
+    """Return a denial for the service on H200 that lasts another hour."""
     fields: dict[str, Any] = {
         "dtype": dtype,
         "model": "hf://Qwen/Qwen3-8B",
@@ -65,5 +65,5 @@ def denied(dtype: str, reason: str = "AccuracyRegressed", **changes: Any) -> Den
 
 
 def step(decision: PolicyDecision) -> tuple[Action, str, int]:
-    """Action, dtype and replicas of what was chosen."""
+    """Return action, dtype and replicas of the chosen step."""
     return decision.chosen.action, decision.chosen.dtype, decision.chosen.replicas

@@ -1,4 +1,4 @@
-"""An HTTP server that speaks just enough of vLLM's API for a probe, as well or as badly as a test wants it to."""
+"""HTTP server with just enough of vLLM's API for a probe, as good or bad as a test wants."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SETTINGS = Settings(tokens=8, deadline_seconds=20)
 
 @asynccontextmanager
 async def engine(handler: Handler, heads: list[str] | None = None) -> AsyncIterator[str]:
-    """Serve `handler`, one request a connection; it gets the path, the JSON body and the socket to answer on.
+    """Serve `handler`, one request a connection, with the path, the JSON body and the answering socket.
 
-    What requests say before their bodies is added to `heads`.
+    The head of each request is added to `heads`.
     """
 
     async def connection(reader: asyncio.StreamReader, writer: Writer) -> None:
@@ -69,7 +69,7 @@ def stream(writer: Writer, *events: bytes) -> None:
 
 
 async def counting(path: str, body: Body, writer: Writer) -> None:
-    """A sound engine: its greedy token is the length of its context."""
+    """Answer like a sound engine: the greedy token is the length of its context."""
     if path == "/tokenize":
         respond(writer, tokens_of(body))
         return
@@ -79,7 +79,7 @@ async def counting(path: str, body: Body, writer: Writer) -> None:
 
 
 async def noisy(path: str, body: Body, writer: Writer) -> None:
-    """Whatever follows a given answer differs from it at every seventh position; answers of its own are sound."""
+    """Differ from a given answer at every seventh position; give sound answers of its own."""
     if path == "/tokenize":
         respond(writer, tokens_of(body))
         return
@@ -89,7 +89,7 @@ async def noisy(path: str, body: Body, writer: Writer) -> None:
 
 
 def serving(handler: Handler, *names: str) -> Handler:
-    """The same engine, which lists these models."""
+    """Return the same engine with this list of models."""
 
     async def listing(path: str, body: Body, writer: Writer) -> None:
         if path == "/v1/models":
@@ -101,7 +101,7 @@ def serving(handler: Handler, *names: str) -> Handler:
 
 
 def completing(*events: bytes) -> Handler:
-    """An engine that tokenizes soundly and answers every completion with these events, the last one again and again."""
+    """Return an engine that tokenizes soundly and answers completions with these events, the last one repeated."""
 
     async def handler(path: str, body: Body, writer: Writer) -> None:
         if path == "/tokenize":
@@ -113,7 +113,7 @@ def completing(*events: bytes) -> Handler:
 
 
 def ending(after: int, finish: str | None) -> Handler:
-    """A sound engine whose answers have `after` tokens at most, and end with this finish_reason."""
+    """Return a sound engine whose answers have at most `after` tokens, and end with this finish_reason."""
 
     async def handler(path: str, body: Body, writer: Writer) -> None:
         if path == "/tokenize":
@@ -121,7 +121,7 @@ def ending(after: int, finish: str | None) -> Handler:
             return
         start, count = len(body["prompt"]), min(after, body["max_tokens"])
         steps = [event(f"token_id:{i}", {f"token_id:{i}": -0.1}) for i in range(start, start + count)]
-        # vLLM may send the last token first and the end with a chunk of its own.
+        # vLLM may send the last token first, and the end in a separate chunk.
         done = {"choices": [{"text": "", "logprobs": None, "finish_reason": finish}]}
         stream(writer, *steps, b"data: " + json.dumps(done).encode() + b"\n\n")
 
@@ -129,7 +129,7 @@ def ending(after: int, finish: str | None) -> Handler:
 
 
 def baseline(positions: int = 8, prompts: int = 2) -> Baseline:
-    """What `counting` answers to prompts of three tokens."""
+    """Return the answers of `counting` to prompts of three tokens."""
     answer = tuple(Logprobs(3 + i, {3 + i: -0.1, 9999: -3.0}) for i in range(positions))
     return Baseline(
         "i", "m", "auto", tuple(BaselinePrompt(f"p{i}", "tail", "text", (1, 2, 3), answer) for i in range(prompts))

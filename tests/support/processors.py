@@ -1,4 +1,4 @@
-"""Marks of tests that need what not every processor has."""
+"""Marks for tests that need special processor features."""
 
 import pytest
 

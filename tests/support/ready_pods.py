@@ -1,4 +1,4 @@
-"""The pods that an InferencePool or a Service leads to: those that match its selector and are Ready."""
+"""Pods behind an InferencePool or a Service: Ready pods that match its selector."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ API_OF: dict[Backend, str] = {"InferencePool": INFERENCE_POOL_API, "Service": "v
 
 
 def selected_by(backend: Object) -> dict[str, str]:
-    """The labels by which an InferencePool or a Service selects pods."""
+    """Return the labels by which an InferencePool or a Service selects pods."""
     selector: Object = backend["spec"].get("selector") or {}
     labels: dict[str, str] = selector.get("matchLabels", {}) if backend["kind"] == "InferencePool" else selector
     return labels
 
 
 class ReadyPods:
-    """The endpoints of one InferencePool or Service, by watches of that kind and of the pods of its namespace."""
+    """Endpoints of one InferencePool or Service, from watches of that kind and of its namespace's pods."""
 
     def __init__(self, cluster: Cluster, namespace: str, name: str, kind: Backend = "InferencePool") -> None:
         self._cluster, self._namespace, self._name, self._kind = cluster, namespace, name, kind
@@ -47,11 +47,11 @@ class ReadyPods:
                 task.cancel()
 
     def backend(self) -> Object | None:
-        """The InferencePool or Service itself, None as long as nothing is known of it."""
+        """Return the InferencePool or Service itself, or None while it is unknown."""
         return self._backends.get(self._name)
 
     def endpoints(self) -> list[str] | None:
-        """Addresses with ports; None as long as nothing is known of the backend."""
+        """Return addresses with ports, or None while the backend is unknown."""
         backend = self.backend()
         if backend is None:
             return None
@@ -62,7 +62,7 @@ class ReadyPods:
 
 
 async def follow(cluster: Cluster, api_version: str, kind: str, namespace: str, store: dict[str, Object]) -> None:
-    """Keep `store` like the objects of a kind, by name, until cancelled."""
+    """Keep `store` equal to the objects of a kind, by name, until cancelled."""
     while True:
         with contextlib.suppress(ClusterError):
             version, found = "", {}

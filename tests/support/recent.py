@@ -16,15 +16,17 @@ from support.gpu_batch import generator, ordinals, poisoned, some_factors
 
 @dataclass
 class Sequences:
-    """Keys and values of sequences, and the tokens that their rings have.
+    """Keys and values of sequences, and the tokens in their rings.
 
     Attributes:
-        cache: pages and rings, blocks of one pool; every unwritten byte is 0xFF.
-        table: int32 [sequences, blocks]. ring_table: int32 [sequences, ring_blocks].
+        cache: pages and rings, as blocks of one pool; every unwritten byte is 0xFF.
+        table: int32 [sequences, blocks].
+        ring_table: int32 [sequences, ring_blocks].
         drafts: tokens of a step that may be rejected, for which the rings have room.
-        keys, values: of each sequence, [length, kv_heads, dim]. fine: of each, bool [length], tokens written to the
+        keys, values: [length, kv_heads, dim] for each sequence.
+        fine: bool [length] for each sequence, True for tokens written to the ring.
+        plain, refined: float64 [2, length, kv_heads, dim] for each sequence, keys and values as read from pages or the
             ring.
-        plain, refined: of each, float64 [2, length, kv_heads, dim], its keys and values as they are read back.
     """
 
     name: str

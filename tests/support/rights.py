@@ -1,4 +1,4 @@
-"""Rights in a real API server, which heeds a new binding a moment after it has stored it."""
+"""Rights on a real API server, which applies a new binding a moment after it has stored it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from kvpilot_runtime.backends.packed import our_layers
 
 
 class RingWorker:
-    """Mixin of vLLM's worker."""
+    """Methods that vLLM adds to each of its workers."""
 
     vllm_config: Any
     model_runner: Any

@@ -1,4 +1,4 @@
-"""Trials by the weights of an HTTPRoute, over InferencePools of ours or plain Services, with the operator killed."""
+"""Trials by the weights of an HTTPRoute, to our InferencePools or plain Services, with kills of the operator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Fields = Callable[[FaultyWorld, str, Backend], Awaitable[dict[str, Any]]]
 
 
 async def a_users_route(world: FaultyWorld, name: str, kind: Backend) -> dict[str, Any]:
-    """A route that a user has written to a backend of ours, and the fields of the spec that name it."""
+    """Create a user's route to one of our backends, and return the spec fields that name it."""
     group = INFERENCE_POOL_API.partition("/")[0]
     of_kind = {"group": group} if kind == "InferencePool" else {"port": SERVICE_PORT}
     backend = {"kind": kind, "name": name, "weight": 1, **of_kind}
@@ -29,12 +29,12 @@ async def a_users_route(world: FaultyWorld, name: str, kind: Backend) -> dict[st
 
 
 async def our_route(world: FaultyWorld, name: str, kind: Backend) -> dict[str, Any]:
-    """The fields of the spec that have a route made."""
+    """Return the spec fields that make the operator create a route."""
     return {"route": {"parentRefs": [{"name": "web"}], "hostnames": ["chat.example.com"]}}
 
 
 def pickers_of(name: str) -> dict[str, Any]:
-    """One for each of the pools of a service."""
+    """Return one picker for each of a service's pools."""
     port = {"number": 9002}
     return {
         "endpointPickerRef": {"name": picker_name(name), "port": port},
@@ -45,10 +45,10 @@ def pickers_of(name: str) -> dict[str, Any]:
 async def by_route(
     world: FaultyWorld, name: str, worth: Callable[[str], bool], fields: Fields, kind: Backend, **more: Any
 ) -> tuple[Killer, Requests, float]:
-    """A canary that takes half of a route and is rolled back, and one that is promoted, both by backends of this kind.
+    """Roll back a canary that has half of a route, and promote another one, with backends of this kind.
 
     Returns:
-        Who was killed after writes that are `worth` it, what was asked, and the seconds that both trials took.
+        The killer (after writes that satisfy `worth`), the requests, and the seconds that both trials took.
     """
     spec = {**await fields(world, name, kind), **more}
     steps = [{"weightPercent": 50, "holdSeconds": 3600}]
@@ -58,7 +58,10 @@ async def by_route(
     await world.serving(name, 2, canary=canary, accuracy=ACCURACY, drain=DRAIN, **spec)
 
     async def revisions() -> list[str | None]:
-        """What the backends select: the service's, and the canary's, a Service of which is there in a trial alone."""
+        """Return the revisions that the backends select.
+
+        The canary's backend is a Service that exists only during a trial.
+        """
         found = [await world.cluster.find(Ref(API_OF[kind], kind, NAMESPACE, one)) for one in (name, f"{name}-canary")]
         return [None if one is None else selected_by({**one, "kind": kind}).get(REVISION_LABEL) for one in found]
 

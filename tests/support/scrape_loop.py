@@ -1,4 +1,4 @@
-"""Pages of a revision's pods, and the scrape loop that hands them to `plausible_sample`."""
+"""Pages of a revision's pods, and the scrape loop that passes them to `plausible_sample`."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ BUSY = replace(IDLE, usage=0.6, running=8)
 
 
 def at(seconds: float) -> datetime:
-    """So long after the first scrape."""
+    """Return the time this many seconds after the first scrape."""
     return T0 + timedelta(seconds=seconds)
 
 
 class ScrapeLoop:
-    """Calls plausible_sample as a scrape loop does."""
+    """Loop that calls plausible_sample as the scraper does."""
 
     def __init__(self) -> None:
         self.known: Mapping[str, Known] = {}
 
     def scrape(self, seconds: float, pages: Mapping[str, PodMetrics], **more: object) -> Judged:
-        """One scrape at this second."""
+        """Run one scrape at this second."""
         judged = plausible_sample(at(seconds), self.known, pages, **more)  # type: ignore[arg-type]
         self.known = judged.known
         return judged
 
     def watch(self, pages: Callable[[int], Mapping[str, PodMetrics]], count: int) -> list[Judged]:
-        """`count` scrapes every five seconds; `pages` gets the scrape's number."""
+        """Run `count` scrapes every five seconds; `pages` gets the scrape's number."""
         return [self.scrape(5 * i, pages(i)) for i in range(count)]
 
 
 def busy(i: int) -> PodMetrics:
-    """The `i`-th page of an engine that works steadily."""
+    """Return the `i`-th page of a steadily working engine."""
     return counted(BUSY, generation_tokens=1000 * i)
 
 
 def counted(page: PodMetrics, **totals: float | Histogram) -> PodMetrics:
-    """The page with these totals."""
+    """Return the page with these totals."""
     return replace(page, totals=replace(page.totals, **totals))  # type: ignore[arg-type]
 
 
 @asynccontextmanager
 async def scraping(identity: Identity | None = None) -> AsyncIterator[Scraper]:
-    """A Scraper that is closed in the end."""
+    """Yield a Scraper, and close it at the end."""
     scraper = Scraper(identity)
     try:
         yield scraper
@@ -62,4 +62,4 @@ async def scraping(identity: Identity | None = None) -> AsyncIterator[Scraper]:
 
 
 def ignore(work: int) -> None:
-    """For a scrape whose work nobody counts."""
+    """Ignore the work of a scrape."""

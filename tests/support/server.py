@@ -1,6 +1,6 @@
-"""An API server's judgement of a QuantizedLLMService, for tests that have no server: schema, list types and CEL rules.
+"""An API server's validation of a QuantizedLLMService without a server: schema, list types and CEL rules.
 
-The real one judges the corpus in tests/cluster/test_crd_modern.py.
+The real server judges the corpus in tests/cluster/test_crd_modern.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Json = Any
 
 
 def refused(obj: Mapping[str, Json]) -> list[tuple[str, str]]:
-    """(field, message) of everything that the server refuses; rules are judged where the schema refuses nothing."""
+    """Return (field, message) of every objection. Rules run only where the schema has none."""
     root = root_schema()
     schema = {**root, "properties": {name: root["properties"][name] for name in ("metadata", "spec")}}
     value = {name: apply_defaults(obj).get(name) for name in ("metadata", "spec") if obj.get(name) is not None}
@@ -32,7 +32,7 @@ def refused(obj: Mapping[str, Json]) -> list[tuple[str, str]]:
 
 
 def broken_rules(value: Json, schema: Mapping[str, Json], path: str) -> Iterator[tuple[str, str]]:
-    """(field, message) of each rule that a value, or anything in it, breaks."""
+    """Return (field, message) of each rule that a value, or a part of it, breaks."""
     for rule in schema.get("x-kubernetes-validations", ()):
         try:
             holds = bool(_program(rule["rule"]).evaluate({"self": _typed(value, schema)}))
@@ -103,7 +103,7 @@ def _find(text: celtypes.StringType, pattern: celtypes.StringType) -> celtypes.S
 
 
 def _typed(value: Json, schema: Mapping[str, Json]) -> celtypes.Value:
-    """A value as CEL sees it."""
+    """Return a value as CEL sees it."""
     if isinstance(value, Mapping):
         fields, rest = schema.get("properties", {}), schema.get("additionalProperties", {})
         return celtypes.MapType(

@@ -1,4 +1,4 @@
-"""Every state of the table in docs/conditions.md, as a service that has come into it."""
+"""Every state in the table of docs/conditions.md, reached by a service."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.trials import NEW, OLD, ended, on_trial, service, stage
 
 QUOTA = "exceeded quota: team, requested: pods=1, used: pods=1, limited: pods=1"
 STATES: dict[str, Callable[[], dict[str, Any]]] = {}
-"""Makes the object as the API server has it then, by the name of its row."""
+"""Functions that make a service's stored object, by the name of the table's row."""
 
 
 def state(name: str) -> Callable[[Callable[[], dict[str, Any]]], Callable[[], dict[str, Any]]]:
@@ -35,7 +35,7 @@ def state(name: str) -> Callable[[Callable[[], dict[str, Any]]], Callable[[], di
 
 
 class Kubelet(ModelCluster):
-    """A cluster whose kubelet says something else of some pods."""
+    """Model cluster whose kubelet reports something else for some pods."""
 
     says: Callable[[int], Mapping[str, Any]] = staticmethod(lambda number: {})
 
@@ -56,7 +56,7 @@ def after(cluster: ModelCluster, ticks: int = 3) -> dict[str, Any]:
 
 
 def of_an_engine(**changes: Any) -> dict[str, Any]:
-    """A new service whose one pod does not come up: its kubelet says why."""
+    """Return a new service whose only pod does not start; its kubelet says why."""
     cluster = Kubelet(service(OLD, 1), starts=False)
     cluster.says = lambda number: changes
     return after(cluster)

@@ -1,4 +1,4 @@
-"""Builds Snapshots for tests of decide: a defaulted service, its pods, samples and status."""
+"""Builders of Snapshots for tests of decide: a defaulted service, its pods, samples and status."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROBES = "abcdef0123"
 
 
 def manifest(**spec: Any) -> dict[str, Any]:
-    """A QuantizedLLMService with defaults; keyword arguments are merged into spec by section."""
+    """Return a QuantizedLLMService with defaults; keyword arguments are merged into spec by section."""
     base: dict[str, Any] = {
         "apiVersion": "kvpilot.io/v1alpha1",
         "kind": "QuantizedLLMService",
@@ -49,17 +49,17 @@ def manifest(**spec: Any) -> dict[str, Any]:
 
 
 def spec_of(obj: Mapping[str, Any]) -> Spec:
-    """The parsed spec of a manifest."""
+    """Return the parsed spec of a manifest."""
     return parse(obj)
 
 
 def revision_of(obj: Mapping[str, Any], dtype: str) -> str:
-    """The revision that the manifest has with this dtype."""
+    """Return the manifest's revision for this dtype."""
     return revision(pod_template(KEY.name, parse(obj), dtype))
 
 
 def snapshot(obj: Mapping[str, Any], *, status: Status | None = None, **changes: Any) -> Snapshot:
-    """A snapshot of the manifest with nothing running."""
+    """Return a snapshot of the manifest with nothing running."""
     broken = faults(obj)
     base = Snapshot(
         now=NOW,
@@ -76,13 +76,13 @@ def snapshot(obj: Mapping[str, Any], *, status: Status | None = None, **changes:
 
 
 def pod(revision: str, **changes: Any) -> PodView:
-    """A ready pod."""
+    """Return a ready pod."""
     base = PodView(f"pod-{revision}", revision, "10.0.0.1", "node-1", True, False, 0, None, None, None)
     return replace(base, **changes)
 
 
 def running(obj: Mapping[str, Any], dtype: str, *, status: Status | None = None, **changes: Any) -> Snapshot:
-    """A snapshot in which `dtype` serves and nothing else happens."""
+    """Return a snapshot in which `dtype` serves and nothing else happens."""
     name = revision_of(obj, dtype)
     stable = Stable(revision=name, dtype=dtype, since=NOW - timedelta(hours=1), ever_ready=True)
     base = status or Status()
@@ -109,7 +109,7 @@ def running(obj: Mapping[str, Any], dtype: str, *, status: Status | None = None,
 def samples(
     *, usage: float, waiting: float, capacity: int = 3000, seconds: int = 400, running: float = 4.0, dtype: str = "auto"
 ) -> tuple[Sample, ...]:
-    """Steady scrapes every five seconds that end now."""
+    """Return steady scrapes every five seconds that end now."""
     return tuple(
         Sample(NOW - timedelta(seconds=back), 1, usage, running, waiting, capacity, dtype)
         for back in range(seconds, -1, -5)
@@ -117,12 +117,12 @@ def samples(
 
 
 def reporting(*engines: tuple[str, str]) -> dict[str, tuple[Sample, ...]]:
-    """A scrape of each of these idle revisions, with the dtype that its engines report."""
+    """Return a scrape of each of these idle revisions, with the dtype that its engines report."""
     return {revision: (Sample(NOW, 1, 0.0, 0, 0, 3000, dtype),) for revision, dtype in engines}
 
 
 def baseline(**changes: Any) -> Baseline:
-    """A kept baseline whose control is quiet."""
+    """Return a stored baseline whose control has little noise."""
     fields: dict[str, Any] = {
         "config_map": "chat-baseline-abcdef01",
         "identity": PROBES,

@@ -1,4 +1,4 @@
-"""A service that was promoted to a dtype, over a model cluster: the runs on its serving replicas, and their answers."""
+"""A service promoted to a dtype in a model cluster, with the probe runs on its serving replicas."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SOUND = measurement()
 
 @dataclass
 class ServingFleet(ModelCluster):
-    """Notes each run of the serving replicas and answers it from `outcomes`, else by `bad_pods`."""
+    """Cluster that records each run on a serving replica, and answers it from `outcomes` or by `bad_pods`."""
 
     runs: list[str] = field(default_factory=list)
     outcomes: dict[int, Any] = field(default_factory=dict)
-    """By the number of the run, from 0."""
+    """Outcomes by the number of the run, from 0."""
     bad_pods: frozenset[str] = frozenset()
-    """By the last character of their names."""
+    """Bad pods, by the last character of their names."""
     answered: int = 0
     waiting: str = ""
 
@@ -35,7 +35,7 @@ class ServingFleet(ModelCluster):
             super()._answer(decision)
             return
         if request.identity != self.waiting:
-            # As an engine would take its time: the answer is there for the reconcile after the next.
+            # An engine takes time, so the answer arrives for the reconcile after the next.
             self.waiting, self.probe = request.identity, ProbeResult(request, None)
             return
         if self.probe is None or self.probe.outcome is None:
@@ -53,7 +53,7 @@ class ServingFleet(ModelCluster):
         raise AssertionError(f"not seen in {ticks} ticks; runs: {self.runs}, status: {self.status.get('accuracy')}")
 
     def run_on(self, count: int) -> Decision:
-        """Tick until `count` more runs are counted."""
+        """Tick until `count` more runs are recorded."""
         for _ in range(count):
             before = self.accuracy.checked_time
             decision = self.until(lambda d, before=before: d.status.accuracy.checked_time != before)
@@ -65,13 +65,13 @@ class ServingFleet(ModelCluster):
 
 
 def fixed(dtype: str, **spec: Any) -> dict[str, Any]:
-    """A service with this dtype and a run every minute."""
+    """Return a service with this dtype and a run every minute."""
     accuracy = {"periodSeconds": PERIOD, **spec.pop("accuracy", {})}
     return manifest(kvCache={"mode": "Fixed", "dtype": dtype}, accuracy=accuracy, **spec)
 
 
 def serving(dtype: str = "k8v4", replicas: int = 1, **spec: Any) -> ServingFleet:
-    """A service that was promoted to this dtype."""
+    """Return a service that was promoted to this dtype."""
     size = {"replicas": replicas, "scaling": {"mode": "External", "minReplicas": 1, "maxReplicas": 8}}
     cluster = ServingFleet(fixed("auto", **size, **spec))
     cluster.settle()

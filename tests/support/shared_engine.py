@@ -8,7 +8,7 @@ from support import apart_engine
 
 
 class SharedEngine(apart_engine.Engine):
-    """Engine whose steps are followed by each rank's `moved`."""
+    """Engine that records each rank's `moved` blocks after every step."""
 
     extension = "support.shared_worker.SharedWorker"
 
@@ -26,9 +26,9 @@ class SharedEngine(apart_engine.Engine):
         return super().start(model, options)
 
     def take_down(self, scheduled: Any) -> None:
-        """Also fill the rings that requests get with rows of others or random bytes.
+        """Fill the rings that requests get with others' rows or random bytes as well.
 
-        A restarted request could find its own there.
+        A restarted request could find its own rows there.
         """
         super().take_down(scheduled)
         cached = scheduled.scheduled_cached_reqs

@@ -9,7 +9,7 @@ from support.apart_worker import ApartWorker
 
 
 class SharedWorker(ApartWorker):
-    """Mixin of vLLM's worker."""
+    """Methods that vLLM adds to each of its workers."""
 
     def watch_reads(self) -> None:
         """Record the blocks that go to LMCache and come from it, and their content then."""
@@ -32,7 +32,7 @@ class SharedWorker(ApartWorker):
         store, retrieve, block = context.submit_store, context.submit_retrieve, self.vllm_config.cache_config.block_size
 
         def move(what: str, key: Any, blocks: list[int], skipped: int = 0) -> None:
-            """Each block with the hash of all tokens up to its end, which is its place at LMCache."""
+            """Record each block with the hash of all tokens up to its end, which is its key at LMCache."""
             found = []
             for i, one in enumerate(blocks):
                 end = key.start + (i + 1) * block

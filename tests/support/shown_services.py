@@ -1,4 +1,4 @@
-"""Objects as the operator's own rules left them, and what `kubectl kvpilot` shows of them."""
+"""Objects written by the operator's own rules, and the output of `kubectl kvpilot` for them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ COLOURED = Console(file=io.StringIO(), force_terminal=True, color_system="trueco
 
 
 def fixed(dtype: str) -> dict[str, Any]:
-    """A service with this dtype."""
+    """Return a service with this dtype."""
     return manifest(kvCache={"mode": "Fixed", "dtype": dtype}, canary={"steps": []})
 
 
 @functools.cache
 def story() -> dict[str, dict[str, Any]]:
-    """The object as the operator left it: serving, on trial, promoted after pressure, and with a dtype denied."""
+    """Return the operator's object at each stage: serving, on trial, promoted after pressure, with a denied dtype."""
     seen = {}
     cluster = ModelCluster(manifest(**AUTO), bad=frozenset({BAD}))
     cluster.settle()
@@ -49,34 +49,34 @@ def story() -> dict[str, dict[str, Any]]:
 
 
 def here(cluster: ModelCluster) -> dict[str, Any]:
-    """The object as the API server would give it, by way of JSON."""
+    """Return the object after a round trip through JSON, as from the API server."""
     obj = {**cluster.obj, "status": json.loads(json.dumps(cluster.status, default=str))}
     return copy.deepcopy(obj)
 
 
 def now() -> datetime:
-    """When it is looked at."""
+    """Return the time at which the commands look at it."""
     return datetime(2026, 11, 22, tzinfo=UTC)
 
 
 def detailed(obj: Any) -> str:
-    """What `status NAME` shows."""
+    """Return the output of `status NAME`."""
     return show.rendered(show.detailed(service.read(obj), now()), PLAIN)
 
 
 def why(obj: Any, *events: Any) -> str:
-    """What `why NAME` shows."""
+    """Return the output of `why NAME`."""
     return show.rendered(show.timeline(service.read(obj), journal.entries(obj, events), now(), []), PLAIN)
 
 
 def engine_pod(ready: str = "False", **more: Any) -> dict[str, Any]:
-    """A pod whose engine waits for its container; `more` is of its metadata."""
+    """Return a pod whose engine container waits; `more` extends its metadata."""
     waiting = {"name": "engine", "state": {"waiting": {"reason": "ContainerCreating"}}}
     status = {"conditions": [{"type": "Ready", "status": ready}], "containerStatuses": [waiting]}
     return {"metadata": {"name": "chat-1", "uid": "p-1", **more}, "spec": {"nodeName": "a"}, "status": status}
 
 
 def warning(message: str, at: str = "2026-11-21T23:59:00Z", **more: Any) -> dict[str, Any]:
-    """A kubelet's event about that pod."""
+    """Return a kubelet's event about that pod."""
     about = {"involvedObject": {"uid": "p-1"}, "type": "Warning", "reason": "FailedMount", "lastTimestamp": at}
     return {**about, "message": message, **more}

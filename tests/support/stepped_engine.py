@@ -25,19 +25,20 @@ class Asked:
     """Requests to serve.
 
     Attributes:
-        rounds: prompts, each round's together. tokens: of each answer. options: of vLLM's LLM.
+        rounds: prompts by round; the prompts of a round are sent together.
+        tokens: tokens of each answer.
+        options: options of vLLM's LLM.
         recent: tokens of the window, None for the default.
         drafts: tokens that speculation by `method` may draft for a sequence in a step, 0 for none.
-        right: expected answers, from which drafts of random length are taken, some made wrong, since text of random
-            weights hardly repeats itself.
-        trusting: rows of a ring are used whatever their tags are, unlike in our engines.
-        given_up: requests, numbered through all rounds, and the number of steps of their round after which their
-            clients leave.
+        right: expected answers, the source of drafts of random length. Some drafts are made wrong. Random weights
+            generate too little repetition to draft from.
+        trusting: unlike our engines, use rows of a ring without a check of their tags.
+        given_up: requests whose client leaves, by number over all rounds, each with the step of its round.
         late: see `support.offloading`.
         calibration: a file of factors, `off`, or nothing for an engine that calibrates itself.
         drafter: the draft model, if the method needs a separate one.
-        disk: `path` and `size` in bytes of a file below host memory, and `faults` by the round that they precede
-            (`support.disk_faults`).
+        disk: `path` and `size` in bytes of a file below host memory, and `faults` (`support.disk_faults`) by the round
+            that follows each.
         layout: vLLM's name of a layout for the KV cache, or nothing for its choice.
     """
 
@@ -64,20 +65,22 @@ class Told:
     """Results.
 
     Attributes:
-        answers: by round and prompt. cached: tokens of each from the prefix cache or host memory, likewise.
-        steps: of all requests (numbered through all rounds) in order: request, first position, number of tokens, True
-            if the request restarts (also after a preemption), and its blocks. Between them the offloaded blocks: pairs
-            of
-                a
-            block and the number of the stored bytes, `stored` or `loaded`.
-        loaded, changed: blocks of all groups that came back from host memory, and those with a byte in any layer that
-            differs from the stored one.
-        read, unread: chunks that came from a disk, and that did not although requested. unwritten: transfers to it of
-            which a part was dropped or failed.
-        block_size: tokens of a block. moved: how often a request was in another row of the batch than in the step
-            before. poisoned: ring pages. drafted, accepted: tokens, the latter without requests' last steps.
-        factors: of each rank, see `RingWorker.factors_of_rank`. metrics: lines of ours on /metrics.
-        groups: the kind of each group of layers that share a block table, and their names. layout: of the KV cache.
+        answers: answers by round and prompt.
+        cached: tokens of each prompt from the prefix cache or host memory, by round and prompt.
+        steps: steps of all requests (numbered over all rounds) in order: request, first position, number of tokens,
+            True if the request restarts (also after a preemption), and its blocks. Between them are offloaded blocks,
+            `stored` or `loaded`: pairs of a block and the number of the stored bytes.
+        loaded, changed: blocks of all groups that came back from host memory, and those with any changed byte.
+        read, unread: chunks that a disk returned, and requested ones that it did not return.
+        unwritten: transfers to the disk of which a part was dropped or failed.
+        block_size: tokens of a block.
+        moved: number of times that a request changed its row of the batch between steps.
+        poisoned: ring pages that were filled with others' rows.
+        drafted, accepted: tokens; the accepted ones without requests' last steps.
+        factors: factors of each rank, see `RingWorker.factors_of_rank`.
+        metrics: our lines on /metrics.
+        groups: kind and layer names of each group of layers that share a block table.
+        layout: layout of the KV cache.
     """
 
     answers: list[list[list[int]]] = field(default_factory=list)
@@ -133,7 +136,7 @@ class Steps:
         self.tables: dict[str, list[int]] = {}
         self.owned: dict[str, list[int]] = {}
         self.rows: dict[str, int] = {}
-        self.drafts: dict[str, int] = {}  # position of a request when tokens were drafted for it
+        self.drafts: dict[str, int] = {}  # position of a request when its tokens were drafted
         told.layout = getattr(self.executor.vllm_config.cache_config, "kv_cache_layout", None)
         execute = self.executor.execute_model
         self.transfers = None
@@ -153,7 +156,7 @@ class Steps:
             first = len(told.steps)
             requests = self.before(scheduled)
             result = execute(scheduled, *args, **kwargs)
-            if self.transfers is not None:  # what is offloaded in a step is copied before its tokens are computed
+            if self.transfers is not None:  # offloaded blocks are copied before the step computes its tokens
                 told.steps[first:first] = self.transfers.taken()
                 for name in ("loaded", "changed", "read", "unread", "unwritten"):
                     setattr(told, name, getattr(self.transfers, name))
@@ -270,7 +273,7 @@ def main() -> None:
         number += len(prompts)
         told.answers.append(answers)
         told.cached.append(cached)
-    engine.engine_core.shutdown()  # several workers log their end to stdout
+    engine.engine_core.shutdown()  # several workers log their exit to stdout
     print(json.dumps(asdict(told)), flush=True)
 
 

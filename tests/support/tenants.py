@@ -1,4 +1,4 @@
-"""One test's namespace of the local cluster: its pods, what they say, and how long to wait for it."""
+"""A test's namespace of the local cluster: its pods, their logs, and time limits for waits."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Json = dict[str, Any]
 
 
 def field(path: str) -> Json:
-    """A variable's value from a field of its pod."""
+    """Return a variable whose value comes from a field of its pod."""
     return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def container(**more: Any) -> Json:
-    """The container that a tenant waits for and reads the log of."""
+    """Return the container whose state and log a tenant reads."""
     return {"name": "main", "image": "python:3.11", **more}
 
 
 class Tenant:
-    """One namespace of the cluster."""
+    """Namespace of the cluster."""
 
     def __init__(self, cluster: LocalCluster, namespace: str) -> None:
         self.cluster = cluster
@@ -47,7 +47,7 @@ class Tenant:
         return found
 
     def wait(self, name: str, question: Callable[[Json], Any], what: str) -> Json:
-        """Wait for something to be true of the first container's status."""
+        """Wait until the first container's status satisfies a condition."""
         return dict(until(lambda: question(s := self.status(name)) and s, f"{name}: {what}"))
 
     def wait_ready(self, *names: str) -> None:

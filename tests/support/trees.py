@@ -1,4 +1,4 @@
-"""Files of a folder, by their path in it."""
+"""Files of a folder, by their relative paths."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def write(folder: Path, files: dict[str, bytes]) -> None:
-    """Write them, with the folders that they are in."""
+    """Write the files and their folders."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """What each file below the folder has in it."""
+    """Return the content of each file below the folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,4 +1,4 @@
-"""A service whose canary is under way in a model cluster, and what must hold at every moment of its trial."""
+"""A service with a running canary in a model cluster, and the invariants of its trial."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = [{"weightPercent": 25, "holdSeconds": 90}, {"weightPercent": 50, "holdSe
 ROUTE = [{"backendRefs": [{"name": KEY.name, "port": 80}]}]
 BUSY = 200.0
 _settled: dict[str, ModelCluster] = {}
-"""What has settled already, by what was asked for; a test gets a copy."""
+"""Cache of converged clusters by their arguments; a test gets a copy."""
 
 
 def service(
@@ -35,7 +35,7 @@ def service(
 
 
 def on_trial(replicas: int = 3, *, cluster: dict[str, Any] | None = None, **spec: Any) -> ModelCluster:
-    """A service that has settled on the old dtype and is asked for the new one."""
+    """Return a service that has converged on the old dtype and gets a request for the new one."""
     asked = repr((replicas, cluster, spec))
     if asked not in _settled:
         made = ModelCluster(service(OLD, replicas, **spec), **{"start_ticks": 2, "requests": BUSY, **(cluster or {})})
@@ -47,13 +47,13 @@ def on_trial(replicas: int = 3, *, cluster: dict[str, Any] | None = None, **spec
 
 
 def copied(cluster: ModelCluster) -> ModelCluster:
-    """One that goes on from here by itself."""
+    """Return a copy that continues independently."""
     samples = [one for many in cluster.samples.values() for one in many]
-    return deepcopy(cluster, {id(one): one for one in samples})  # they are values
+    return deepcopy(cluster, {id(one): one for one in samples})  # samples are immutable
 
 
 def edit(cluster: ModelCluster, **spec: Any) -> None:
-    """The user sets these fields of the spec, and takes away those that are None."""
+    """Set these fields of the spec as the user, and remove those that are None."""
     asked = {key: value for key, value in {**cluster.obj["spec"], **spec}.items() if value is not None}
     cluster.edit(apply_defaults({**cluster.obj, "spec": asked}))
 
@@ -61,9 +61,9 @@ def edit(cluster: ModelCluster, **spec: Any) -> None:
 def killed_after_each_write(
     make: Callable[[], ModelCluster], watch: Callable[[], Callable[[ModelCluster], None]], end: str
 ) -> None:
-    """A trial once for each of its writes, before which the operator is killed; each has to come to this end.
+    """Run a trial once for each of its writes, with a kill before that write; each run must reach this end.
 
-    What comes before that write is the same for all: each goes on from a copy of the trial that nobody disturbs.
+    The trial before the kill is always the same, so each run continues from a copy of the undisturbed trial.
     """
     cluster = make()
     cluster.watch = watch()
@@ -98,7 +98,7 @@ def ended(s: Status) -> bool:
 
 
 def at_every_moment(cluster: ModelCluster) -> None:
-    """What must hold after every single write."""
+    """Check the invariants that hold after every single write."""
     tools_are_told_the_truth(cluster)
     spec = cluster.snapshot().spec
     status = parse_status(cluster.status)

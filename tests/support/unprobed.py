@@ -1,4 +1,4 @@
-"""Requests all the time, as a gateway would send them, and the proof that none goes to a pod that may not have it."""
+"""A constant stream of requests, as from a gateway, with the proof that none reaches a pod too early."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from support.ready_pods import ReadyPods
 
 PASSED = ("Shifting", "Promoting")
 ACCURACY = {"probeSets": ["builtin/structured"]}
-# A busy machine may need a while to tell the picker that a pod goes.
+# A busy machine may take a while to tell the picker that a pod is terminating.
 DRAIN = {"preStopSeconds": 5, "timeoutSeconds": 20}
 
 
 class Witness:
-    """Knows by what the API server holds whose an address is, and which revisions of a service may be sent requests."""
+    """Lookup, in the API server, of the pod behind an address and of revisions that may get requests."""
 
     def __init__(self, world: FaultyWorld, name: str) -> None:
         self._world, self._name = world, name
         self._passed: set[str] = set()
 
     async def pod_at(self, endpoint: str) -> Object:
-        """The pod that has this address now, the newest one where others had it before."""
+        """Return the pod with this address now. If several had it, return the newest one."""
         address = endpoint.rpartition(":")[0]
         pages = self._world.cluster.pages("v1", "Pod", NAMESPACE, "", fields=f"status.podIP={address}")
         return max(
@@ -42,7 +42,7 @@ class Witness:
         )
 
     async def may_serve(self, revision: str) -> bool:
-        """Whether it serves, or has passed its probes, by now."""
+        """Return True if the revision serves, or has passed its probes."""
         if revision not in self._passed:
             status = await self._world.status(self._name)
             canary = status.get("canary") or {}
@@ -53,7 +53,7 @@ class Witness:
 
 
 class InTurns:
-    """One way after the other."""
+    """Several ways, used in turn."""
 
     def __init__(self, *ways: Way) -> None:
         self._ways = itertools.cycle(ways)
@@ -63,22 +63,22 @@ class InTurns:
 
 
 class Requests:
-    """What became of them."""
+    """Results of the requests."""
 
     def __init__(self) -> None:
         self.answered: Counter[str] = Counter()
-        """By revision."""
+        """Number of requests by revision."""
         self.unprobed: list[str] = []
         """Pods that were picked before their revision had passed its probes."""
         self.failed: list[str] = []
-        """Why requests were not answered."""
+        """Reasons why requests were not answered."""
         self.nobody = 0
-        """Requests that were answered 503, because no pod was there."""
+        """Requests answered 503, because no pod existed."""
 
 
 @contextlib.asynccontextmanager
 async def requests(world: FaultyWorld, name: str, way: Way, users: int = 2) -> AsyncIterator[Requests]:
-    """Users of a service, each asking by this way as soon as it is answered, until the block ends."""
+    """Run users of a service until the block ends; each uses this way again as soon as it is answered."""
     seen, witness = Requests(), Witness(world, name)
     async with httpx.AsyncClient(
         timeout=300, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
@@ -104,7 +104,7 @@ async def _ask(http: httpx.AsyncClient, name: str, way: Way, seen: Requests, wit
 
     async def sent(endpoint: str) -> None:
         pod.update(await witness.pod_at(endpoint))
-        # Its gate was opened after the status had said that it may be: what the status says by now is not too early.
+        # The status is written before the gate opens. So a status read now cannot be too late for this request.
         if not await witness.may_serve(pod["metadata"]["labels"][REVISION_LABEL]):
             seen.unprobed.append(pod["metadata"]["name"])
 
@@ -120,7 +120,7 @@ async def _ask(http: httpx.AsyncClient, name: str, way: Way, seen: Requests, wit
 
 
 async def ends(world: FaultyWorld, name: str, stage: str, dtype: str) -> float:
-    """Wait until the trial of `dtype` has ended in this stage; returns the seconds it took."""
+    """Wait until the trial of `dtype` has ended in this stage; return the seconds."""
 
     async def ended() -> bool:
         status = await world.status(name)
@@ -134,12 +134,13 @@ async def ends(world: FaultyWorld, name: str, stage: str, dtype: str) -> float:
 async def promoted_and_rolled_back(
     world: FaultyWorld, name: str, worth: Callable[[str], bool], **engine: Any
 ) -> tuple[Killer, Requests, float]:
-    """A service of two replicas is made, promotes k4v4 and rolls k8v4 back, which hangs; the operator is killed after
-    writes that are `worth` it. Asked in turns, a pool on the label that all pods of a service have and the Service
-    itself never lead to one too early.
+    """Promote k4v4 in a service of two replicas, and roll back k8v4, which hangs. Kill the operator meanwhile.
+
+    Kills follow writes that satisfy `worth`. Requests go in turn to the Service, and to a pool that selects the
+    label of all pods. Neither may reach a pod too early.
 
     Returns:
-        Who was killed, what was asked, and the seconds that both trials took.
+        The killer, the requests, and the seconds that both trials took.
     """
     ill = {"name": "FAULTY_ENGINE", "value": '{"completions": "hang", "only_dtype": "k8v4"}'}
     engine = {"image": IMAGE, "env": [ill], **engine}

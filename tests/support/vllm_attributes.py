@@ -21,7 +21,7 @@ Attributes = dict[tuple[str, str], int]
 
 @dataclass
 class Asked:
-    """Dtypes that a cache is configured with after registration; with `child` another process registers then too."""
+    """Dtypes that configure a cache after registration; `child` repeats this in a second process."""
 
     dtypes: tuple[str, ...] = ()
     spawns: bool = False
@@ -55,7 +55,7 @@ def attributes() -> dict[str, Any]:
 
 
 def others(before: dict[str, Any]) -> list[str]:
-    """Return attributes that are other objects now, or gone; additions by imports do not count."""
+    """Return attributes that were replaced or removed; additions by imports do not count."""
     now = attributes()
     return sorted(name for name, value in before.items() if now.get(name) is not value)
 

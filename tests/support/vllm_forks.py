@@ -29,8 +29,8 @@ from shutil import rmtree
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
-# What `vllm serve` and `vllm.LLM` load before they know what to serve, and what our plugin looks at before it changes
-# anything; each takes what it has imported itself.
+# Modules that `vllm serve` and `vllm.LLM` import before they read their arguments, and that our plugin inspects. Each
+# wrapper takes what it has imported itself.
 IMPORTED = (
     "vllm.entrypoints.llm", "vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.serve", "vllm.v1.engine.core",
     "vllm.v1.worker.gpu_model_runner",
@@ -44,8 +44,8 @@ def main() -> None:
         importlib.import_module(module)
     own = {name: value for name, value in os.environ.items() if before.get(name) != value}
     gc.collect()
-    gc.freeze()  # so that a collection in a child copies no page of what is here
-    vars(gc)["unfreeze"] = lambda: None  # nor where an engine has ended, for vLLM then collects what it never made
+    gc.freeze()  # then a collection in a child copies none of the current pages
+    vars(gc)["unfreeze"] = lambda: None  # vLLM calls it after an engine's end, and would then collect these objects
     parent = os.getpid()
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         folder = Path(listener.getsockname()).parent
@@ -74,21 +74,22 @@ def leave(do: Callable[[], None]) -> NoReturn:
 
 def answer_all(listener: socket.socket) -> dict[str, Any]:
     """Fork for each caller. Return only in the child, with its question."""
-    running: dict[socket.socket, tuple[int, int]] = {}  # who asks: its process, and what can be read once that ended
+    # By connection: the process, and a file that becomes readable at its end.
+    running: dict[socket.socket, tuple[int, int]] = {}
     while True:
         ends = {ended: asker for asker, (_, ended) in running.items()}
         sources: list[Any] = [0, listener, *ends, *running]
         ready = select.select(sources, [], [])[0]
         if 0 in ready:
             rmtree(Path(listener.getsockname()).parent, ignore_errors=True)
-            os._exit(0)  # what it has forked is killed by the kernel with it
+            os._exit(0)  # the kernel kills its forked processes with it
         for one in ready:
             if one is listener:
                 asker = listener.accept()[0]
                 if not (files := socket.recv_fds(asker, 1, 4)[1]):
                     asker.close()
                 elif pid := os.fork():
-                    with suppress(OSError):  # it does so itself, too, and may have ended
+                    with suppress(OSError):  # it may have ended by itself
                         os.setpgid(pid, pid)
                     running[asker] = (pid, os.pidfd_open(pid))
                     _close(files)
@@ -101,7 +102,7 @@ def answer_all(listener: socket.socket) -> dict[str, Any]:
             elif one in ends and ends[one] in running:
                 asker = ends[one]
                 pid = running.pop(asker)[0]
-                _kill(pid)  # what it has left behind
+                _kill(pid)  # its remaining children
                 with suppress(OSError):
                     asker.sendall(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
                 asker.close()
@@ -114,7 +115,7 @@ def answer_all(listener: socket.socket) -> dict[str, Any]:
                 pid, ended = running[one]
                 if said:
                     os.kill(pid, said[0])
-                else:  # nobody waits for it any more
+                else:  # the caller has left
                     _kill(pid)
                     os.waitpid(pid, 0)
                     del running[one]
@@ -186,7 +187,7 @@ def fork_what_is_spawned(address: Path) -> None:
 
     spawn.get_preparation_data, spawn.prepare = describe, prepare
     contexts["spawn"] = contexts["forkserver"]
-    server.ensure_running = resource_tracker.ensure_running  # this one does, for what is forked from it, too
+    server.ensure_running = resource_tracker.ensure_running  # this process does that, also for its forks
     server._forkserver_address = str(address)
     watched, server._forkserver_alive_fd = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:

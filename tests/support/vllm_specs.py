@@ -56,7 +56,7 @@ def text_alone(config: dict[str, Any]) -> dict[str, Any]:
         config = {"dtype": "bfloat16", **text, "model_type": kind, "architectures": [architecture]}
     if config.get("model_type") in CLASSES:
         config = {**config, "model_type": CLASSES[config["model_type"]]}
-    if (config.get("quantization_config") or {}).get("config_groups") == {}:  # of the cache alone
+    if (config.get("quantization_config") or {}).get("config_groups") == {}:  # it concerns only the cache
         return config
     return {field: value for field, value in config.items() if field != "quantization_config"}
 
@@ -67,7 +67,7 @@ def attempt(config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(text_alone(config)))
             return specs(folder, options)
-    except Exception as error:  # whatever keeps vLLM from it is the answer
+    except Exception as error:  # any error of vLLM is the answer
         return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
 
 

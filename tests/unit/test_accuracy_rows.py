@@ -1,4 +1,4 @@
-"""The rows of the accuracy table: what a name stands for, and what it takes."""
+"""Names of rows in the accuracy table: the codec that each one stands for, and the forms that are accepted."""
 
 import sys
 from pathlib import Path

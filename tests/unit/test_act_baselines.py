@@ -1,4 +1,4 @@
-"""A captured baseline is kept, and few of them are, whatever the API server says about the old ones."""
+"""The operator keeps a new baseline and only a few old ones, even if listing or deleting the old ones fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same event again is counted, not repeated; events never stand in the way of what they tell of."""
+"""A repeated event raises a count instead of adding an object. Failed events never block the work that they report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RELAXED = Event("Normal", "MemoryRelaxed", "KV use 20%")
 
 
 class Board:
-    """Keeps events as an API server does."""
+    """API server that keeps events."""
 
     def __init__(self) -> None:
         self.events: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""The operator never writes or deletes objects that are not the service's own, whichever existed first."""
+"""The operator never writes or deletes objects that the service does not own, even if they existed first."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def served(operator: Operator) -> None:
 
 
 def users(kind: str, name: str, **labels: str) -> dict[str, Any]:
-    """A user's own object, which may have our label."""
+    """Return a user's own object, which may carry our label."""
     spec = {"selector": {"app": "shop"}, "ports": [{"port": 8080}]}
     return {"kind": kind, "metadata": {"name": name, "labels": labels}, "spec": spec}
 
@@ -115,7 +115,7 @@ async def test_a_users_canary_service_is_neither_taken_over_nor_deleted(operator
 
 @pytest.mark.parametrize("kind", ["Service", "Deployment"])
 async def test_one_who_is_quicker_between_the_look_and_the_write_keeps_the_name(operator: Operator, kind: str) -> None:
-    """The server itself refuses the merge of a Deployment, because its selector is immutable."""
+    """Check that the server itself refuses to merge into a Deployment whose immutable selector differs."""
     name = {"Service": "chat", "Deployment": DEPLOYMENT}[kind]
     theirs: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""A decision is written in an order that survives a crash anywhere, and never over a user's head."""
+"""The order of a decision's writes survives a crash at any point, and never overrides a user's edit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUTE = RouteView("web", "41", ({"backendRefs": [{"name": "chat"}]},))
 
 
 class Recorder:
-    """Notes every write; what was written or is put in `there` is found again."""
+    """API server that records every write. Objects that were written, or placed in `there`, can be read back."""
 
     def __init__(self) -> None:
         self.writes: list[tuple[str, ...]] = []
@@ -97,7 +97,7 @@ async def test_only_the_rules_of_a_users_route_are_written_and_only_as_they_were
 
 
 def figures(number: int, *, status: str = "True") -> Status:
-    """A status as an engine makes it that reports something else at every scrape."""
+    """Return the status that results when an engine reports something different at every scrape."""
     said = f"KV capacity {number} tokens"
     kinds = (ConditionType.METRICS_AVAILABLE, ConditionType.MEMORY_PRESSURED, ConditionType.OBJECTIVES_HELD)
     return Status(

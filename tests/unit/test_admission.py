@@ -123,7 +123,7 @@ def test_a_pods_view_tells_an_open_gate_from_a_closed_one_and_from_none():
 
 
 class Recorder:
-    """The order of writes; a write to the pod `bad` raises."""
+    """API server that records the order of writes. A write to the pod `bad` raises."""
 
     def __init__(self, error=None):
         self.written, self._error = [], error
@@ -183,7 +183,7 @@ def test_an_operator_that_may_not_write_a_pods_status_says_so():
 
 
 class Everybody:
-    """Whoever selects all pods of the service, by whatever label: what it may see at every moment."""
+    """Client that selects all pods of the service by any label, and checks at every moment which pods it may see."""
 
     def __init__(self):
         self.passed: set[str] = set()

@@ -1,4 +1,4 @@
-"""The CRD keeps the promises that an API makes: bounded, described, without floats, one list of dtypes."""
+"""The CRD follows API conventions: every field is bounded and described, none is a float, and dtypes have one list."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def is_bounded_and_described(path: str, node: Mapping[str, Any]) -> None:
         assert "maxItems" in node
         assert node["x-kubernetes-list-type"] in ("atomic", "set", "map")
     if path.startswith("spec.engine.podTemplate."):
-        return  # Kubernetes' own fields
+        return  # Kubernetes defines these fields
     if kind == "integer" and path.startswith("spec") and "enum" not in node:
         assert node["minimum"] <= node.get("default", node["minimum"]) <= node["maximum"]
     if "additionalProperties" in node:
@@ -89,7 +89,7 @@ def is_bounded_and_described(path: str, node: Mapping[str, Any]) -> None:
         assert node["description"].endswith(".")
     for name in node.get("properties", {}):
         assert re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", name)
-        # An HTTPRoute's parents have it, and no rule reads it.
+        # The parents of an HTTPRoute use this type, and no CEL rule reads them.
         assert name not in CEL_RESERVED or path == "spec.route.parentRefs[]"
 
 
@@ -111,7 +111,7 @@ def test_every_optional_field_of_the_spec_has_a_default_or_means_something_when_
         if path.startswith("spec")
         and "[]" not in path
         and "Ref" not in path
-        # A Pod's own fields, which mean what they mean in a Pod.
+        # These fields are Kubernetes' own and mean the same as in a Pod.
         and not path.startswith("spec.engine.podTemplate")
         for name, child in node.get("properties", {}).items()
         if "default" not in child and name not in node.get("required", ())
@@ -187,14 +187,14 @@ def test_a_limit_of_gpus_is_judged_by_what_kubernetes_reads_in_it(size: int, lim
     gpus = parse_quantity(limit)
     enough = gpus == int(gpus) and gpus >= size
     accepted = refused(with_gpus(size, limit)) == []
-    # Fractions of a thousand or more, such as 1.5k, may be whole: nobody counts GPUs so, and they are refused.
+    # A quantity such as 1.5k is a whole number. The rule refuses it anyway, because nobody counts GPUs that way.
     assert accepted == enough or (not accepted and "." in limit)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 @pytest.mark.parametrize("field", ["baseline", "dtype"])
 def test_a_16_bit_dtype_by_name_goes_with_the_same_dtype_of_the_model(name: str, field: str) -> None:
-    """Stored in another dtype than the model's, keys and values are fluent nonsense, without an error."""
+    """With a dtype other than the model's, the cache gives fluent nonsense without an error."""
     kv_cache = {"mode": "Fixed", "dtype": "k4v4", field: name}
     same, other = f"--dtype={name}", f"--dtype={({'bfloat16', 'float16'} - {name}).pop()}"
     for arguments, accepted in (
@@ -218,7 +218,7 @@ def test_the_status_has_at_most_110_fields() -> None:
 
 
 def leaves(paths: list[str]) -> set[str]:
-    """The fields without fields of their own."""
+    """Return the fields that have no subfields."""
     return {
         path for path in paths if not any(other.startswith((f"{path}.", f"{path}[", f"{path}{{")) for other in paths)
     }

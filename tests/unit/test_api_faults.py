@@ -1,4 +1,4 @@
-"""The operator says what is wrong with an object that the API server let through, and shows no secret."""
+"""The operator names the fault in an object that the API server accepted, and shows no secret."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ print(resident() - before)
 @pytest.mark.slow
 def test_edits_of_a_large_spec_do_not_grow_the_process() -> None:
     ended = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True)
-    assert int(ended.stdout) < 30  # MiB; the specs that were put have 33 MB
+    assert int(ended.stdout) < 30  # in MiB; the specs together have 33 MB
 
 
 def test_a_status_that_the_server_would_refuse_is_faulted() -> None:

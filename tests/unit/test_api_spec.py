@@ -1,4 +1,4 @@
-"""The structs of the spec read what the API server stores, and fill in the same defaults."""
+"""The spec's structs parse stored objects and apply the same defaults as the API server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/api-stability.md promises what there is: its fields, labels, words and pages are those of today's API."""
+"""docs/api-stability.md lists exactly the fields, labels, words and pages of the current API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def leads_to(schema: Mapping[str, Any], path: str) -> bool:
 
 
 def promised() -> list[str]:
-    """Paths below status, of the first cells of the table: a name without a dot has the section of the one before."""
+    """Return the paths below status in the table's first cells.
+
+    A name without a dot belongs to the previous row's section.
+    """
     found = []
     for line in PROMISED.splitlines():
         if not line.startswith("| `status."):

@@ -35,12 +35,12 @@ def compare(struct: type[msgspec.Struct], schema: Mapping[str, Any], path: str) 
 
 
 def full(struct: type[msgspec.Struct]) -> msgspec.Struct:
-    """An instance with every field set."""
+    """Return an instance with every field set."""
     return struct(**{field.name: value_of(field.type) for field in msgspec.structs.fields(struct)})
 
 
 def value_of(hint: Any) -> Any:
-    """A value of this type, never None and never an empty tuple."""
+    """Return a value of this type that is neither None nor an empty tuple."""
     parts = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Literal:
         return parts[0]

@@ -1,4 +1,4 @@
-"""The words that the operator writes into the status are those of the CRD's schema and of the docs."""
+"""The CRD's schema and the docs list every word that the operator writes into the status."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TAKEN = set(Action) - {Action.STAY, Action.DTYPE_DOWN, Action.DTYPE_UP, Action.O
 
 
 def fields(name: str) -> Iterator[Mapping[str, Any]]:
-    """The schema of every field of the status that has this name."""
+    """Return the schemas of all status fields with this name."""
 
     def below(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         for key, child in schema.get("properties", {}).items():

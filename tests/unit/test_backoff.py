@@ -1,4 +1,4 @@
-"""Pauses between tries: they double, they end at a longest one, and there is always another."""
+"""Pauses between retries double up to a maximum, and retries never stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The request-level engine: nothing is lost, blocks are never overdrawn, preemption comes exactly when they run out."""
+"""The request-level engine loses no request, never overdraws its blocks, and preempts only when blocks run out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def drained(engine: Engine, made: list[Request]) -> Engine:
 
 
 class Watched(Engine):
-    """Checks after every step that the pool agrees with what every request holds."""
+    """Engine that checks after every step that the pool agrees with the blocks of all requests."""
 
     def _step(self) -> None:
         super()._step()
@@ -90,7 +90,8 @@ def test_steps_taken_at_once_end_where_single_steps_do(seed: int, blocks: int, r
 
 
 def test_preemption_comes_in_the_step_that_finds_no_block() -> None:
-    # Two prompts of one block each in a pool of three: the second to need another block evicts the one admitted last.
+    # Each prompt fills one of three blocks. The first request to grow takes the last one. When the other request grows
+    # too, the engine preempts the request that it admitted last.
     engine = Engine(costs(3), Limits(prefix_caching=False, timeout=1e9))
     for i in range(2):
         engine.submit(Request(i, 0.0, BLOCK, 20))

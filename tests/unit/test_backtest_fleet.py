@@ -1,4 +1,4 @@
-"""The interval model against the request-level one, and the pilots that are asked only when it can matter."""
+"""The interval model agrees with the request-level one, and skips a pilot's decision only if it cannot matter."""
 
 from __future__ import annotations
 

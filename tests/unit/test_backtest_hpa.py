@@ -32,9 +32,9 @@ def test_desired_is_the_ceiling_of_current_times_use_over_target(
 
 
 def test_pods_that_start_count_as_idle_when_that_would_scale_up() -> None:
-    # Two of four are ready and at 160% of the target: over all four that is 80%, so nothing is added.
+    # Two of four replicas are ready, at 160% of the target. Averaged over all four that is 80%, so the HPA adds none.
     assert one(0.8, 4, 0.5, ready=2) == 4
-    # Three of four at 180%: over all four 135%.
+    # Three of four replicas are ready, at 180%: 135% averaged over all four.
     assert one(0.9, 4, 0.5, ready=3) == 6
 
 

@@ -1,5 +1,4 @@
-"""A recorded load is what its file says, whichever known names its columns have; what is broken is refused by line,
-column and remedy."""
+"""A recorded load is read under any known column names. Errors about a broken file name line, column and remedy."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ some_rows = st.lists(st.tuples(st.integers(0, 366 * DAY), tokens, tokens), min_s
 
 
 def written(form: Form, rows: Rows, as_json: bool) -> str:
-    """The rows as a file of this form, with a column that nobody reads."""
+    """Return the rows as a file in this form, with an extra column that the reader ignores."""
 
     def arrival(milliseconds: int) -> float | str:
         if form.unit is None:

@@ -1,4 +1,4 @@
-"""One load under every policy, its verdicts, and the command."""
+"""The backtest runs one load under every policy, compares the results and prints a report."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def row(policy: str, gpu_hours: float, good: int, lost: int = 0, finished: int =
         ((10, 1000), (20, 1000), "ahead"),
         ((20, 1000), (10, 1000), "behind"),
         ((10, 1000), (10.1, 1000), "equal"),
-        ((20, 1000), (10, 900), "ahead"),  # the other does not serve the load
+        ((20, 1000), (10, 900), "ahead"),  # the other policy does not serve the load
         ((10, 900), (20, 1000), "behind"),
-        ((10, 900), (20, 950), "behind"),  # neither does: more good requests first
-        ((10, 900), (20, 905), "ahead"),  # as good as each other: then the price
+        ((10, 900), (20, 950), "behind"),  # neither policy serves the load: more good requests wins
+        ((10, 900), (20, 905), "ahead"),  # equally many good requests: the lower price wins
         ((10, 0), (20, 0), "equal"),
     ],
 )
@@ -44,7 +44,7 @@ def test_no_request_of_the_load_is_lost_by_the_router() -> None:
     service = Service(load_profile(), load, "auto", 2, objective=Objective(), start_seconds=60, timeout=120)
     for step in range(40):
         service.advance(service.now + 60)
-        # Replicas come and go; sessions move to those that are left.
+        # When replicas come and go, sessions move to the remaining ones.
         service.scale("auto", 1 + step % 3)
     turns = sum(len(s.turns) for s in load.sessions())
     assert asked > 100

@@ -12,15 +12,15 @@ from kvpilot_cli.backtest.wva import Wva, recommend
 @pytest.mark.parametrize(
     ("peaks", "replicas", "wanted"),
     [
-        ([(0.65, 0), (0.72, 0)], 2, 2),  # 11.5 points are spare on average
-        ([(0.65, 0), (0.76, 0)], 2, 3),  # 9.5 points
-        ([(0.3, 2.5), (0.3, 2.5)], 2, 3),  # 2.5 requests are spare
-        ([(0.9, 0), (0.2, 0)], 2, 2),  # the saturated one does not count, and the other alone gives nothing back
-        ([(0.9, 0), (0.85, 9)], 2, 3),  # none has room
-        ([(0.9, 0)], 2, 2),  # one starts already
-        ([(0.3, 0), (0.3, 0)], 2, 1),  # 60% would be left to one: 20 points are spare
-        ([(0.36, 0), (0.36, 0)], 2, 2),  # 72%
-        ([(0.1, 1.5), (0.1, 1.5)], 2, 2),  # three would wait for one
+        ([(0.65, 0), (0.72, 0)], 2, 2),  # the average has 11.5 points to spare
+        ([(0.65, 0), (0.76, 0)], 2, 3),  # the average has 9.5 points to spare
+        ([(0.3, 2.5), (0.3, 2.5)], 2, 3),  # 2.5 requests to spare
+        ([(0.9, 0), (0.2, 0)], 2, 2),  # the saturated replica does not count, and the other one cannot be removed
+        ([(0.9, 0), (0.85, 9)], 2, 3),  # no replica has room
+        ([(0.9, 0)], 2, 2),  # one replica is already starting
+        ([(0.3, 0), (0.3, 0)], 2, 1),  # after scale-in one replica would be at 60%: 20 points to spare
+        ([(0.36, 0), (0.36, 0)], 2, 2),  # after scale-in one replica would be at 72%
+        ([(0.1, 1.5), (0.1, 1.5)], 2, 2),  # after scale-in three requests would wait for one replica
         ([(0.1, 0)], 1, 1),
     ],
 )

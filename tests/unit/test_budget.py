@@ -1,4 +1,4 @@
-"""The permits of an input: nobody waits behind those that hang, and nothing is lost or counted twice."""
+"""Permits of an input: hanging calls block no other service, and no permit is lost or counted twice."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ async def test_however_many_hang_everybody_gets_a_permit() -> None:
     permits = Permits(LIMITS)
     hanging = [asyncio.create_task(hang(permits, f"hangs-{i}")) for i in range(20)]
     await settle()
-    async with asyncio.timeout(10):  # 20 services that wait: 11 times the patience
+    async with asyncio.timeout(10):  # 20 services wait: 11 times the patience
         async with permits.of("good", "good"):
             assert permits.taken <= LIMITS.permits
     await close(*hanging)
@@ -229,7 +229,7 @@ def test_whatever_holders_do_permits_are_never_exceeded_and_all_come_back(steps:
             if does == "cancel":
                 await asyncio.sleep(0)
                 tasks[len(tasks) // 2].cancel()
-        # A service that has no two of its own that hang is served, whatever the others do.
+        # A service with fewer than two hanging calls of its own is served, whatever other services do.
         hanging = Counter(service for service, does in steps if does == "hang")
         served = [
             task

@@ -1,4 +1,4 @@
-"""The cache is never older than what it was told, whoever told it first, and forgets what a list does not hold."""
+"""The cache never goes back to an older version, whichever source reported it, and drops objects that a list lacks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def thing(version: int, value: int = 0, name: str = "x", service: str = "chat", 
 
 
 class Seen:
-    """A store of the things' values, and who was said to have changed."""
+    """Store of the objects' values and of the changes that it announced."""
 
     def __init__(self) -> None:
         self.changed: list[ServiceKey] = []
@@ -126,7 +126,10 @@ def test_a_service_that_is_being_deleted_is_gone() -> None:
 
 
 class Server:
-    """Lists `now` at `version`; each watch plays the next script of events, or fails with the script's error."""
+    """API that lists `now` at `version`.
+
+    Each watch plays the next script of events, or fails with the script's error.
+    """
 
     def __init__(self, now: list[Any], version: int, *scripts: Any) -> None:
         self.now, self.version, self.scripts = now, version, list(scripts)

@@ -1,4 +1,4 @@
-"""The client against a server on loopback that answers as API servers do, well and badly."""
+"""The cache's HTTP client against a loopback server that gives the good and bad answers of API servers."""
 
 from __future__ import annotations
 

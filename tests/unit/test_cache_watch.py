@@ -1,4 +1,4 @@
-"""Watches, and what follows them, against a server on loopback that answers as API servers do, well and badly."""
+"""Watches and their reflectors against a loopback server that gives the good and bad answers of API servers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHAT = ServiceKey("a", "chat")
 
 
 def lines(*events: Any, end: bool = True) -> Answer:
-    """A watch that says these, in pieces that do not care for lines."""
+    """Return a watch's answer with these events, cut into pieces at arbitrary places."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         if "watch" not in request.query:
@@ -110,7 +110,7 @@ async def test_a_reflector_follows_a_server_that_lists_and_watches(server: Serve
 
 
 def served_or_not(server: Server, monkeypatch: pytest.MonkeyPatch) -> tuple[Reflector, Store[ServiceKey, str]]:
-    """A reflector of what the server may lack, which does not wait for long."""
+    """Return a reflector, with a short retry pause, of a kind that the server may lack."""
     monkeypatch.setattr(watch, "MISSING_SECONDS", 0.01)
     monkeypatch.setattr(watch, "_BACKOFF", Backoff(0.01, 0.01))
     store: Store[ServiceKey, str] = Store(lambda obj: obj["metadata"]["name"], lambda _: CHAT, lambda _: None)

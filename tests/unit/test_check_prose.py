@@ -22,7 +22,7 @@ def git(root: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A repository with one commit of history, which breaks every rule."""
+    """Return a repository with one commit of history, which breaks every rule."""
     root = tmp_path / "repository"
     subprocess.run(["git", "init", "-q", "-b", "main", root], check=True)
     git(root, "commit", "--allow-empty", "-m", "what was done before: " + "x" * 80)

@@ -1,4 +1,4 @@
-"""docs/clouds: what can be checked of each page without the cloud that it is about."""
+"""Checks of the pages in docs/clouds that need no account with the cloud."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_program_is_one_whose_options_are_checked(name: str) -> None:
 
 
 def known(one: Command) -> dict[str, Any] | None:
-    """Return what was read about a command: the longest listed one that it begins with."""
+    """Return the recorded options of a command: those of the longest listed command that is a prefix of it."""
     names = [name for name in KNOWN if f"{one.name} ".startswith(f"{name} ")]
     return KNOWN[max(names, key=len)] if names else None
 

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md leads to what exists: each recipe names one file or two, and what to look for in them."""
+"""Each recipe in CONTRIBUTING.md names one or two files that exist, and names that these files define."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECIPES = [
 
 
 def defined(file: Path) -> set[str]:
-    """Names that a module defines at its top, and Class.method of its classes."""
+    """Return the top-level names of a module, and Class.method for its classes."""
     found = set()
     for node in ast.parse(file.read_text()).body:
         match node:

@@ -1,4 +1,4 @@
-"""The disruption budget keeps enough replicas answering, and never keeps a node from being drained for ever."""
+"""The disruption budget keeps enough replicas available and never blocks a node drain for ever."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.trials import NEW, at_every_moment, ended, on_trial, service, stage
 
 
 def covered(cluster: ModelCluster) -> int:
-    """Replicas that are asked for of what the budget selects."""
+    """Return the number of desired replicas among the pods that the budget selects."""
     assert cluster.budget is not None
     one = cluster.budget["selector"]["matchLabels"].get(REVISION_LABEL)
     return sum(count for name, (_, count) in cluster.deployments.items() if one in (None, name))

@@ -1,4 +1,4 @@
-"""Canary against stable side: the test's own error rates, by simulation with fixed seeds."""
+"""Error rates of the test that compares canary and stable side, by simulation with fixed seeds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCRAPE = timedelta(seconds=5)
 
 
 def load(rng: np.random.Generator, scrapes: int, *, swing: float = 0.25, memory: float = 0.8) -> Sequence[float]:
-    """A load around 1 that drifts: log-normal, with this correlation from one scrape to the next."""
+    """Return a load that drifts around 1: log-normal, with this correlation between successive scrapes."""
     drift = [rng.standard_normal()]
     for _ in range(scrapes - 1):
         drift.append(memory * drift[-1] + (1 - memory**2) ** 0.5 * rng.standard_normal())
@@ -48,7 +48,10 @@ def scrapes(
     between: float = 0.03,
     bounds: Sequence[float] = TTFT,
 ) -> tuple[Sample, ...]:
-    """About so many requests over the loads. More load is slower; all tokens of a scrape share their batch's pace."""
+    """Return samples with about so many requests over the loads.
+
+    More load is slower, and all tokens of a scrape share one batch's pace.
+    """
     made = [Sample(NOW, 1, 0.5, 4.0, 0.0, 1000, "auto")]
     for i, now in enumerate(loads):
         count = int(rng.poisson(requests / len(loads) * now))
@@ -76,13 +79,13 @@ def scrapes(
 
 
 def histogram(values: np.ndarray, bounds: Sequence[float]) -> Histogram:
-    """The values by bucket."""
+    """Return the count of values in each bucket."""
     counts = np.bincount(np.searchsorted(bounds, values), minlength=len(bounds) + 1)
     return Histogram(tuple(bounds), tuple(float(c) for c in counts), float(values.sum()))
 
 
 def span(count: int) -> tuple[datetime, datetime]:
-    """The window of so many scrapes."""
+    """Return the window of so many scrapes."""
     return NOW, NOW + SCRAPE * count
 
 
@@ -109,7 +112,7 @@ def test_equal_sides_are_not_called_slower():
 
 @pytest.mark.slow
 def test_at_the_very_limit_failures_and_passes_are_as_rare_as_promised():
-    """At 2.5%, 12 or more of 200 come about once in 500 times."""
+    """At a rate of 2.5%, a count of 12 or more in 200 has a probability of 1 in 500."""
     for apart in (False, True):
         seen = outcomes(200, slow=1.1, requests=400, apart=apart)
         assert seen["Failed"] <= 11
@@ -215,7 +218,7 @@ def test_both_sides_load_is_told():
 @example(0.9995, 4)
 @given(st.floats(0.9, 0.9995), st.integers(4, 1000))
 def test_students_quantiles_are_scipys(level, freedom):
-    # The expansion is worst at the corner (0.9995, 4), 1.3% too small.
+    # The expansion is least accurate at the corner (0.9995, 4), where it is 1.3% too small.
     assert student(level, freedom) == pytest.approx(scipy.stats.t.ppf(level, freedom), rel=0.014)
 
 
@@ -245,7 +248,7 @@ def test_a_p95_read_from_vllms_buckets_is_near_the_true_one(spread):
 
 
 def test_an_interval_for_the_p95_covers_the_true_change_as_often_as_it_should():
-    """Limits at 2.5% each: the true change lies outside in at most 5% of runs, buckets and drifting load included."""
+    """At most 5% of runs (2.5% a side) miss the true change, despite buckets and a drifting load."""
     outside = 0
     runs = 150
     for seed in range(runs):

@@ -1,4 +1,4 @@
-"""Ready says the truth: engines answer, behind a Service of ours, and what was refused is told until it is not."""
+"""Ready is True only if engines answer behind our own Service. A rejection stays visible until it is resolved."""
 
 from __future__ import annotations
 

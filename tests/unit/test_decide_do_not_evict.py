@@ -1,4 +1,4 @@
-"""Cluster autoscalers are asked to leave a pod alone while it is judged, and not a moment longer."""
+"""The operator asks cluster autoscalers to leave a pod alone only while the pod is being judged."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_pods_on_their_way_out_and_searches_mark_nobody():
 
 
 class Server:
-    """Notes what is applied to which pod; one of them has just gone."""
+    """API that records the annotations of each pod. One of the pods has just gone."""
 
     def __init__(self, gone: str) -> None:
         self.gone = gone

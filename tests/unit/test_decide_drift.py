@@ -1,4 +1,4 @@
-"""A drift after promotion is acted on once; what was no drift, or did not repeat, is never held against the dtype."""
+"""The operator acts once on drift after a promotion. A false or unrepeated alarm never counts against the dtype."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_restarts_neither_lose_a_count_nor_count_a_run_twice(cuts, bad):
         assert after.failures - before.failures == (1 if bad and counted else 0)
         assert after.errors == 0
         before = after
-    # A lost run is made up for within its period: of ten periods at most the last one is open.
+    # The prober makes up for a lost run within its period, so at most the last of ten periods is open.
     assert before.checked_time is not None
     assert cluster.now - before.checked_time < timedelta(seconds=3 * PERIOD)
 

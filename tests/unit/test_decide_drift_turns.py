@@ -1,4 +1,4 @@
-"""After promotion the serving replicas are probed one by one: when a run is due, and whose turn it is."""
+"""After a promotion the operator probes serving replicas one by one: when a run is due, and which replica is next."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_replica_gets_its_turn_and_the_bad_one_is_named():
 
 
 def test_nothing_is_probed_while_the_spec_asks_for_another_revision_than_serves():
-    """The kept answers may be another model's."""
+    """The kept answers may come from another model."""
     cluster = serving()
     changed = fixed("k8v4", rollout={"paused": True}, model={"source": "hf://Qwen/Qwen3-4B"})
     cluster.edit(changed)

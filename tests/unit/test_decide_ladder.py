@@ -137,11 +137,12 @@ def test_sliding_window_layers_that_stay_in_16_bits_can_leave_too_little_to_gain
 
 
 def test_the_pages_of_recent_windows_lessen_the_gain_of_short_sequences():
-    # At head_dim 128 a page of k4v4 holds a window of 64 tokens; of k2v2 23 tokens, so that 512 take 23 pages.
+    # At head_dim 128 one page of k4v4 holds the window of 64 tokens. A page of k2v2 holds 23 tokens, so a window of 512
+    # takes 23 pages.
     assert ring_share("k4v4", LLAMA, 64, 2048) == 64 / 2048
     assert ring_share("k2v2", None, 512, 2048) == 23 * 64 / 2048
     assert ring_share("k4v4", LLAMA, 64, 1) == 1
-    assert ring_share("k4v4", LLAMA, 512, 100) == 2 * 64 / 100  # as many pages as its tokens take
+    assert ring_share("k4v4", LLAMA, 512, 100) == 2 * 64 / 100  # a short sequence needs pages for its own tokens only
     for dtype, recent, held in (("fp8", 64, 2048), ("int8", 64, 2048), ("k4v4", 0, 2048), ("k4v4", 64, None)):
         assert ring_share(dtype, LLAMA, recent, held) == 0
     assert gain("auto", "k4v4", LLAMA, (), (0.0, 1 / 32)) == pytest.approx(16 / (4.25 * (1 + 1 / 32)))
@@ -161,7 +162,7 @@ def test_a_longer_window_or_a_shorter_sequence_never_takes_less(dtype, recent, h
         model = replace(LLAMA, head_dim=dim)
         share = ring_share(dtype, model, recent, held)
         assert 0 <= share <= ring_share(dtype, model, max(formats.RECENT_CHOICES), held)
-        # Of a page that is not full yet the shorter sequence has the advantage.
+        # Allow for one page that is not full, which favours the shorter sequence.
         page = formats.parse(dtype).ring_layout(dim, OWN_BLOCK).tokens if share else 0
         assert ring_share(dtype, model, recent, held + longer) <= share * (held + page) / held
 
@@ -175,7 +176,7 @@ def test_what_was_denied_with_another_recent_window_may_be_tried_again():
     assert outcome({}, "k4v4") == "Denied"
     assert outcome({"recentTokens": 256}, "k4v4") is None
     assert outcome({"recentTokens": 256}, "k4v4", recent_tokens=256) == "Denied"
-    # It has no recent window: nothing has changed for it.
+    # This one has no recent window, so nothing changes.
     assert outcome({"recentTokens": 256}, "fp8") == "Denied"
 
 

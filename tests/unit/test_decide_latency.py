@@ -55,7 +55,7 @@ def replace_time(seen, days):
 
 
 def test_a_canary_that_came_to_no_verdict_says_nothing_of_latency():
-    """Its engine crashed, or its deadline came, while its figures were still within chance."""
+    """Return a trial whose engine crashed or ran into its deadline before its latency differed significantly."""
     for verdict in ("Error", "Inconclusive"):
         assert expected(history=(trial(verdict, 0, 300),)).percent == expected().percent, verdict
         assert expected(history=(trial(verdict, 0, 300), trial("Passed", -3, -12))).percent == -12

@@ -1,4 +1,4 @@
-"""Latency objectives: how percentiles are read, what a missed one calls for, and what a held one saves."""
+"""Latency objectives: percentiles from buckets, the reaction to a missed objective, and savings while one is met."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ ITL = Objective("ITL", 95, 50)
 
 
 def at(seconds: float, count: float = 10) -> Histogram:
-    """So many observations in the bucket of one value."""
+    """Return so many observations in the bucket of one value."""
     counts = [0.0] * (len(BOUNDS) + 1)
     counts[sum(bound < seconds for bound in BOUNDS)] = count
     return Histogram(BOUNDS, tuple(counts), seconds * count)
 
 
 def window(*ttft: Histogram) -> list[Sample]:
-    """A scrape each, ten seconds apart, the last one now."""
+    """Return one scrape for each item, ten seconds apart and the last one now."""
     times = [NOW - timedelta(seconds=10 * i) for i in range(len(ttft))][::-1]
     return [Sample(t, 1, 0.3, 4, 0, 3000, "auto", Flows(10.0, ttft=h)) for t, h in zip(times, ttft, strict=True)]
 
@@ -183,7 +183,7 @@ def test_what_was_observed_stands_in_the_metrics_the_condition_and_the_journal()
     condition = decision.status.condition("ObjectivesHeld")
     assert condition is not None
     assert (condition.status, condition.reason) == ("False", "Missed")
-    # Two digits: a figure that hardly moved is not written anew.
+    # Round to two digits, so that a figure that hardly moved causes no status write.
     assert condition.message == "TTFT p95 2400 ms (objective 500 ms)"
     assert decision.status.scaling.desired_replicas == 2
     entry = decision.status.decisions[0]

@@ -1,4 +1,4 @@
-"""Host memory for prefixes: weighed between dtype and replica where prefixes are thrown out, hits told by tier."""
+"""Host memory for evicted prefixes: the choice between it, a dtype and a replica, and hits by tier."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.crd import status_faults
 from support.policy_inputs import LLAMA, policy_input, spec, workload
 from support.services import manifest, running, samples
 
-# What one H200 holds of Llama-3-8B in 16 bits (docs/benchmarks/h200-engine.json): 131,072 bytes a token.
+# KV capacity of Llama-3-8B in 16 bits on one H200 (docs/benchmarks/h200-engine.json): 131,072 bytes a token.
 TOKENS = 889_584
 OFFLOADED = {"kvCache": {"mode": "Auto", "offload": {"cpuMemoryGiB": 64}}}
 QUERIED = 8000.0
@@ -39,7 +39,7 @@ def weighed(s: PolicyInput) -> Option:
 def test_where_prefixes_are_thrown_out_host_memory_is_weighed_between_dtype_and_replica() -> None:
     decision = choose_step(thrown_out())
     assert [option.action for option in decision.options][:1] == ["DtypeDown"]
-    # What is weighed beside the chosen step stands in the order in which steps are preferred.
+    # The alternatives of the chosen step appear in order of preference.
     others = [option.action for option in decision.options[1:]]
     assert others == ["DtypeDown", "DtypeDown", "Offload", "ScaleOut", "Stay"]
     one = weighed(thrown_out())
@@ -122,7 +122,7 @@ def test_what_a_hosts_memory_costs_is_not_known_and_not_told() -> None:
 
 
 def service(gpu: float, host: float = 0.0, before: float = 0.9, disk: float = 0.0, **sections: Any) -> Snapshot:
-    """Full, with requests that wait; so much of the prompts' tokens was found lately, and `before` that on GPUs."""
+    """Return a full replica with a queue. Prompts hit by the shares `gpu`, `host` and `disk`, earlier `before`."""
     known = [replace(KNOWN, prefix_queries=QUERIED, prefix_hits=before * QUERIED)] * 90
     late = replace(KNOWN, prefix_queries=QUERIED, prefix_hits=gpu * QUERIED, host_hits=host * QUERIED)
     late = replace(late, disk_hits=disk * QUERIED)
@@ -141,7 +141,7 @@ def test_the_journal_has_it_with_its_reason() -> None:
 
 
 def shown(s: Snapshot) -> dict[str, float]:
-    """The metric by tier."""
+    """Return the metric's value for each tier."""
     return {tier: value for family, (tier, *_), value in (row for row in rows(s, decide(s)) if row[0] is HITS)}
 
 

@@ -1,4 +1,4 @@
-"""The policy gives back what it can once the pressure has left."""
+"""The policy gives replicas and precision back after the pressure is gone."""
 
 from __future__ import annotations
 

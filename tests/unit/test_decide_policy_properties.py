@@ -1,4 +1,4 @@
-"""Steps that the policy never takes, whatever the situation."""
+"""Steps that the policy never takes in any situation."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ SEEN = st.none() | st.floats(0.001, 10)
 
 
 def measured(limits: tuple[int, int], seen: tuple[float | None, float | None]) -> tuple[ObjectiveResult, ...]:
-    """TTFT and ITL, held or missed, or not known."""
+    """Return TTFT and ITL objectives that are held, missed or unknown."""
     found = []
     for metric, limit, seconds in zip(("TTFT", "ITL"), limits, seen, strict=True):
         state = "NoSamples" if seconds is None else "Held" if seconds <= limit / 1000 else "Missed"
@@ -199,7 +199,7 @@ def measured(limits: tuple[int, int], seen: tuple[float | None, float | None]) -
 def test_objectives_without_samples_decide_nothing(s):
     unknown = replace(s.workload, objectives=measured((500, 50), (None, None)))
     with_them, without = choose_step(replace(s, workload=unknown)), choose_step(s)
-    # What a replica can do is noted with more beside objectives, for later.
+    # Objectives only add saturations, which later decisions read.
     assert replace(with_them, saturations=()) == replace(without, saturations=())
 
 

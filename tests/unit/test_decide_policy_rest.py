@@ -1,4 +1,4 @@
-"""Does the arbiter come to rest under a load that does not change?"""
+"""The policy settles under a constant load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.services import NOW
 
 @dataclass
 class Fluid:
-    """A service under a constant load as a fluid: what its metrics settle at. Seconds and tokens."""
+    """Fluid model of a service under a constant load: its metrics in equilibrium, in seconds and tokens."""
 
     rate: float
     prompt: float
@@ -30,9 +30,9 @@ class Fluid:
     base: float
     per_token: float
     prefill: float
-    """Seconds for a prompt token."""
+    """Seconds to prefill one token."""
     capacity: int
-    """Tokens of a replica with dtype auto."""
+    """Capacity of a replica with dtype auto, in tokens."""
 
     def sample(self, time, dtype, pods) -> Sample:
         capacity = int(self.capacity * gain("auto", dtype))
@@ -62,7 +62,7 @@ class Fluid:
 
 
 QUARTER, QUARTERS, CALM = timedelta(minutes=15), 480, 361
-"""The period of decisions, their number, and the time after which the load's beginning is forgotten."""
+"""Return the decision period, the number of decisions, and the time after which the start of the load is forgotten."""
 
 BOUNDS = (*(0.001 * 1.5**i for i in range(32)),)
 
@@ -124,8 +124,8 @@ def test_a_constant_load_comes_to_rest_but_for_a_replica_that_is_tried_without_o
             replicas_changed=now if chosen.replicas != s.replicas else s.replicas_changed,
         )  # fmt: skip
     late = [t for t in taken if t[0] >= CALM]
-    # A batch that has filled the cache may be so slow that fewer replicas, once behind, never catch up. What was seen
-    # then looks refuted by what more of them do, and is tried again: when HOLD has passed, and taken back at once.
+    # A full cache may slow the batch so much that fewer replicas can never catch up. More replicas later seem to refute
+    # that observation, so the policy tries again after HOLD and takes the step back at once.
     tries = (QUARTERS - CALM) * QUARTER // HOLD + 1
     assert {t[1] for t in late} <= {"ScaleIn", "ScaleOut"}, taken
     assert len(late) <= 2 * tries, taken

@@ -1,4 +1,4 @@
-"""A probe says something of the pod that was asked, and of no other, however pods come and go meanwhile."""
+"""A probe's result applies only to the pod that was asked, even if pods come and go meanwhile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.trials import on_trial
 
 
 def asked_by(cluster: ModelCluster, decision: Decision) -> set[str]:
-    """Name of the pod whose address is asked."""
+    """Return the name of the pod that has the probed address."""
     url = decision.probe.url if isinstance(decision.probe, Measure | Capture) else None
     return {p.name for p in cluster.snapshot().pods if p.ip and engine_url(p.ip, p.mesh) == url}
 
@@ -32,7 +32,7 @@ def test_a_canary_whose_pod_was_replaced_in_mid_probe_passes_only_for_a_pod_that
         if isinstance(decision.probe, Measure):
             asked |= asked_by(cluster, decision)
         if len(asked) == 1 and not cluster.engines.evicted:
-            cluster.engines.evict(cluster.parsed().canary.revision)  # its answer has not been taken in yet
+            cluster.engines.evict(cluster.parsed().canary.revision)  # the operator has not read the answer yet
         if cluster.parsed().accuracy.last is not None:
             break
     last = cluster.parsed().accuracy.last

@@ -36,12 +36,12 @@ CONTROL = Control(NOW, 8, 256, 100, 1000, 1000)
 
 @dataclass
 class Archive(ModelCluster):
-    """Baselines are named after the model and the probe sets; those that were written are found again."""
+    """Baselines are named after the model and the probe sets, so the operator finds stored ones again."""
 
     kept: set[str] = field(default_factory=set)
     written: list[str] = field(default_factory=list)
     captures: list[tuple[str, str]] = field(default_factory=list)
-    """(identity, dtype of the revision that was captured from)."""
+    """Return each capture as (identity, dtype of the captured revision)."""
     borrowed: set[str] = field(default_factory=set)
 
     def snapshot(self) -> Snapshot:
@@ -121,7 +121,7 @@ def test_going_back_to_former_probe_sets_finds_their_baseline():
 
 
 def test_another_model_is_never_judged_by_the_old_models_answers():
-    """The old replicas are 16-bit too and ready: what they answer is another model's."""
+    """The old replicas are ready and 16-bit too, but they serve another model."""
     cluster = Archive(fixed("auto"))
     served(cluster, "auto")
     old = revision_of(cluster.obj, "auto")
@@ -156,7 +156,7 @@ def test_a_replica_of_the_new_model_is_borrowed_although_16_bits_serve_the_old_o
 
 
 def test_a_new_image_is_judged_by_what_the_model_answered_before_it():
-    """No second capture, and no GPU for one."""
+    """Start neither a second capture nor another GPU for one."""
     cluster = Archive(fixed("auto"))
     served(cluster, "auto")
     cluster.edit(fixed("k8v4"))
@@ -204,7 +204,7 @@ def test_a_small_dtype_that_serves_without_a_baseline_looks_for_a_kept_one_only(
 
 
 def on_trial(**changes: Any) -> Snapshot:
-    """k8v4 serves, k4v4 is on trial, and no baseline is known."""
+    """Return a cluster in which k8v4 serves, k4v4 is on trial and no baseline exists."""
     obj = fixed("k4v4")
     base = running(obj, "k8v4")
     name = revision_of(obj, "k4v4")

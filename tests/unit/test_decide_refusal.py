@@ -1,4 +1,4 @@
-"""The reason why an engine does not start is read from its container's last words, well-formed or not."""
+"""The operator reads why an engine did not start from its container's last output, even if malformed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_any_last_words_get_an_answer(words: str) -> None:
 
 
 def observed(**containers: dict[str, object]) -> PodView:
-    """The view of a pod whose containers are in these states; `fetch` is an init container."""
+    """Return the view of a pod whose containers are in these states; `fetch` is an init container."""
     statuses = [{"name": name, "state": state} for name, state in containers.items()]
     init = [one for one in statuses if one["name"] == "fetch"]
     status = {"initContainerStatuses": init, "containerStatuses": [one for one in statuses if one not in init]}
@@ -121,7 +121,7 @@ def test_what_is_on_its_way_holds_nobody_up_and_the_engine_tells_for_itself() ->
 
 
 def starting(volumes: list[dict[str, Any]], **state: Any) -> PodView:
-    """The view of a pod on a node with these volumes, whose engine is in this state."""
+    """Return the view of a pod on a node with these volumes, whose engine is in this state."""
     status = {"containerStatuses": [{"name": "engine", **state}]}
     spec = {"nodeName": "a", "volumes": volumes}
     return pod_view({"metadata": {"name": "chat-1"}, "spec": spec, "status": status})

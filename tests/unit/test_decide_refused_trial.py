@@ -1,4 +1,4 @@
-"""A trial whose engines the API server will not have takes nothing from what serves, and goes on once it has them."""
+"""A trial whose engines the API server rejects costs the stable side nothing, and continues once they are accepted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUOTA = "exceeded quota: team, requested: count/deployments.apps=1, used: x=1, l
 
 
 def refusing(cluster: ModelCluster, dtype: str = NEW) -> None:
-    """The API server will not have the Deployment of this dtype."""
+    """Make the API server reject the Deployment of this dtype."""
     revision = revision_of(cluster.obj, dtype)
 
     def refuses(manifest: dict[str, Any]) -> str | None:

@@ -1,4 +1,4 @@
-"""Refusals of the API server are shown in its own words, with a remedy for what kvpilot itself renders."""
+"""The status quotes the API server's rejections, and adds a remedy for objects that kvpilot renders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that report another KV-cache dtype than they were asked for: they are neither probed nor promoted."""
+"""Engines that report a KV-cache dtype other than the requested one are neither probed nor promoted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def told(decision: Decision, kind: str) -> Condition:
 
 
 def at_stage(stage: str, reported: str | None, accuracy: Accuracy = KEPT, stable: str = "auto") -> Snapshot:
-    """k4v4 is on trial beside 16 bits; its engine reports this dtype, the stable one that."""
+    """Return a trial of k4v4 beside 16 bits. Engines report the dtypes `reported` and `stable`."""
     canary = Canary(
         revision=OURS, dtype="k4v4", from_dtype="auto", stage=stage, started_time=NOW, stage_time=NOW, generation=1,
         verdict="Pending" if stage in ("Starting", "Probing") else "Passed",

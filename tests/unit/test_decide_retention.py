@@ -1,4 +1,4 @@
-"""A cache with a bound is judged by what the model answers with the whole one, and rolls out like any other change."""
+"""A bounded cache is compared with the model's answers from an unbounded one, and rolls out like any other change."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def service(window: int | None, dtype: str = "auto", **spec: Any) -> dict[str, A
 
 @dataclass
 class Forgetful(ModelCluster):
-    """Engines with a window of less than `asked` tokens answer garbage, so a baseline from them would be useless."""
+    """Engines with a window below `asked` tokens answer garbage and could not give a useful baseline."""
 
     asked: int = 1024
     captured: list[str] = field(default_factory=list)
-    """Revisions that a baseline was captured from."""
+    """Return the revisions that a baseline was captured from."""
 
     def _answer(self, decision: Decision) -> None:
         super()._answer(decision)
@@ -57,7 +57,7 @@ def test_a_bound_that_forgets_what_probes_ask_for_is_rolled_back_and_a_longer_on
     assert (stage, reason) == ("RolledBack", "AccuracyRegressed")
     assert cluster.traffic == whole
     assert cluster.captured == [whole]
-    # The dtype is not to blame.
+    # The bound, not the dtype, caused the damage, so the dtype is not denied.
     assert status.kv_cache.denied == ()
 
     cluster.edit(service(4096))
@@ -69,7 +69,7 @@ def test_a_bound_that_forgets_what_probes_ask_for_is_rolled_back_and_a_longer_on
 
 @pytest.mark.parametrize(("window", "stage"), [(64, "RolledBack"), (4096, "Promoted")])
 def test_a_service_that_had_the_bound_from_the_start_is_judged_by_a_whole_cache_too(window: int, stage: str) -> None:
-    """A 16-bit replica with the same bound would have forgotten as much, and every canary would pass."""
+    """A 16-bit replica with the same bound would also have forgotten, and every canary would pass."""
     cluster = Forgetful(service(window))
     cluster.settle()
     cluster.edit(service(window, "k4v4"))

@@ -1,4 +1,4 @@
-"""Two revisions change places, replica by replica."""
+"""Two revisions swap places replica by replica."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIZES = st.integers(1, 6)
 
 
 def rolled(replicas: int, surge: int, floor: int, late: list[int]) -> tuple[list[tuple[int, int, int]], int]:
-    """Every state of a whole promotion as (growing, shrinking, pods that answer); `late` is when new pods answer."""
+    """Yield every state of a promotion as (growing, shrinking, ready pods); `late` is when new pods become ready."""
     total = replicas + surge
     growing, shrinking, ready = 0, replicas, 0
     states = []
@@ -19,7 +19,7 @@ def rolled(replicas: int, surge: int, floor: int, late: list[int]) -> tuple[list
         grown, left = rolling_step(
             Counts(growing, ready), replicas, Counts(shrinking, shrinking), total=total, floor=floor, both_serve=True
         )
-        # The first of these two writes may be the last one that gets through.
+        # The operator may be killed after the first of these two writes.
         states.append((max(growing, grown), shrinking, ready + shrinking))
         growing, shrinking = grown, left
         states.append((growing, shrinking, min(ready, growing) + shrinking))

@@ -1,4 +1,4 @@
-"""The story of a dtype change as decide tells it, over a model cluster that may be cut off anywhere."""
+"""Dtype changes from start to end over a model cluster, which may kill the operator at any write."""
 
 from __future__ import annotations
 

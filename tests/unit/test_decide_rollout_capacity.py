@@ -32,7 +32,7 @@ def test_where_none_can_leave_the_canary_waits_and_says_why_until_the_deadline()
 
 
 class WithoutVolume(ModelCluster):
-    """One whose pods without a place lack a volume, too, as the scheduler says first."""
+    """Model cluster whose unplaced pods also lack a volume, which the scheduler reports first."""
 
     def _pods(self):
         words = "pod has unbound immediate PersistentVolumeClaims"

@@ -1,4 +1,4 @@
-"""Pauses, changes of mind and kills during a trial, over a model cluster."""
+"""Trials that the user pauses or changes, or in which the operator is killed, over a model cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of a decision: pure functions over one frozen context, which renders and plans once."""
+"""The rules of a decision are pure functions of one frozen context, which renders and plans only once."""
 
 from __future__ import annotations
 

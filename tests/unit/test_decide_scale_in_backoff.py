@@ -1,4 +1,4 @@
-"""A number of replicas that was too few is not tried again for a day."""
+"""If a scale-in left too few replicas, the policy does not repeat it for a day."""
 
 from __future__ import annotations
 

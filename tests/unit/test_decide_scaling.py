@@ -1,4 +1,4 @@
-"""Whose number of replicas counts, and when it starts anew."""
+"""Sources of the replica count, and the moments at which it is reset."""
 
 from __future__ import annotations
 

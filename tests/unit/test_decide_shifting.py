@@ -1,4 +1,4 @@
-"""A canary under live traffic, over a model cluster: its steps, their verdicts, and the user's route."""
+"""A canary under live traffic in a model cluster: its steps, their verdicts, and a user's route."""
 
 from __future__ import annotations
 

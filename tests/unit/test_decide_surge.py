@@ -1,4 +1,4 @@
-"""A load that runs away is answered by replicas within a minute, sized by what comes and what a replica can do."""
+"""A surge adds replicas within a minute. Their number follows from the arrival rate and a replica's throughput."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SURGE = Surge("it runs away", arrivals=20.0, waiting=0.0)
 
 
 def took(*parts):
-    """(seconds, how many) of each."""
+    """Return a histogram of pairs (seconds, requests)."""
     counts = [0.0] * (len(BOUNDS) + 1)
     for seconds, count in parts:
         counts[bisect_left(BOUNDS, seconds)] += count
@@ -35,7 +35,7 @@ def took(*parts):
 
 
 def scrapes(in_hand, finished=5.0, *, pods=1, every=15, ttft=None, itl=None):
-    """One replica's scrapes up to NOW, by the requests in hand at each; `finished` a second and replica."""
+    """Return one replica's scrapes up to NOW from its in-flight requests; `finished` requests end each second."""
     return [
         Sample(
             NOW - timedelta(seconds=every * back), pods, 0.2, number, 0.0, 1_000_000 * pods, "auto",
@@ -76,7 +76,8 @@ def test_what_is_late_while_a_queue_drains_is_no_surge():
 
 def test_what_comes_is_extrapolated_by_its_growth():
     surge = find(scrapes(RISING), PRESSURE, (TTFT,))
-    # 320 more in hand in 45 s and 5 a second finished: 12.1 a second, 7.1 above what came before; in 300 s it is more.
+    # In 45 s 320 more requests are in flight, and 5 a second finish: 12.1 arrive a second, 7.1 more than before. The
+    # growth continues for 300 s.
     assert surge.arrivals == pytest.approx(12.1 + 7.1 * 300 / 180, rel=0.02)
 
 

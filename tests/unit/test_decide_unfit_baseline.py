@@ -1,4 +1,4 @@
-"""A 16-bit engine that is no reference: nothing passes against it, no dtype is denied for it, and people are told."""
+"""A 16-bit engine with unstable answers cannot be a reference: no canary passes, no dtype is denied, users are told."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOLD = reporting((revision_of(manifest(), "auto"), "auto"))
 
 @dataclass
 class Ill(ModelCluster):
-    """Its 16-bit engines answer at random until they are `mended`: nothing that they answer is kept."""
+    """Model cluster whose 16-bit engines answer at random until they are `mended`. None of their answers is kept."""
 
     mended: bool = False
     captures: int = 0
@@ -79,7 +79,7 @@ def test_the_condition_says_what_is_wrong_for_as_long_as_a_baseline_is_sought_an
         assert decision is not None
         warned += [event for event in decision.events if event.reason == "BaselineUnfit"]
     for kept in (cluster.probe, None):
-        # A capture that runs anew has found nothing yet, and neither has an operator that has just started.
+        # A repeated capture has no result yet, and neither has an operator that has just started.
         cluster.probe = kept
         told = decide(cluster.snapshot()).status.condition("AccuracyVerified")
         assert told is not None

@@ -1,4 +1,4 @@
-"""When does a canary pass?"""
+"""Verdicts on canaries from the statistics of their probes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_nothing_passes_or_fails_against_a_control_that_is_beyond_the_limits(con
 
 @given(control=controls, kl=st.integers(0, 30_000_000), agreement=st.integers(0, 1000), positions=st.integers(0, 500))
 def test_what_passes_is_no_further_from_16_bits_than_twice_the_limit(control, kl, agreement, positions):
-    """Once for the engine's own noise, and once for the damage that is allowed."""
+    """The limit covers both the engine's own noise and the allowed damage."""
     judged = judge(measurement(kl, agreement, positions), control, LIMITS)
     assert judged.verdict != "Passed" or (kl <= 40_000 and min(positions, control.positions) >= 100)
 

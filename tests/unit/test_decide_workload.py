@@ -1,4 +1,4 @@
-"""The resource that binds a service is found in its metrics, and not mistaken for another."""
+"""Metrics name the resource that limits a service, and no other resource is blamed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRESSURE = Pressure(
     high_percent=85, low_percent=50, waiting_per_replica=1, preemptions_per_minute=1, sustained_seconds=300
 )
 CHAT = Flows(seconds=5, prompt_tokens=2000, generation_tokens=1500, finished=5, prefill_seconds=0.5, decode_seconds=60)
-# 8,000 tokens in, 50 out: every step carries a chunk of a prompt, so decode looks slow and takes most of the time.
+# 8,000 tokens in, 50 out: every step includes part of a prompt, so decode looks slow although prefill limits.
 RAG = Flows(
     seconds=5, prompt_tokens=160_000, generation_tokens=1000, finished=20, prefill_seconds=5, decode_seconds=250
 )
@@ -93,11 +93,11 @@ def test_prompts_that_were_never_reused_more_are_no_lack_of_memory(share):
     assert kind(series(reused(share), usage=0.97, waiting=20, seconds=900)) == "PrefillBound"
 
 
-# Sessions of 15,000 tokens whose cached prefixes the full cache has thrown out: every turn computes its prompt again.
+# Sessions of 15,000 tokens. The full cache has evicted their prefixes, so every turn computes its prompt again.
 AGENTS = Flows(
     seconds=5, prompt_tokens=90_000, generation_tokens=1700, finished=7, prefill_seconds=5, decode_seconds=250
 )
-# As the simulation of an H200 shows them at their limit (kvpilot backtest, Llama-3-8B).
+# The values of a simulated H200 at its limit (kvpilot backtest, Llama-3-8B).
 CROWDED = Flows(
     seconds=5, prompt_tokens=84_000, generation_tokens=12_000, finished=37, prefill_seconds=8, decode_seconds=1050
 )
@@ -147,7 +147,7 @@ def test_preemptions_alone_show_that_memory_binds():
 
 
 def test_preemptions_count_for_each_replica():
-    rare = Flows(seconds=40.0, preemptions=0.5)  # of 8 replicas
+    rare = Flows(seconds=40.0, preemptions=0.5)  # the total of 8 replicas
     window = [replace(s, pods=8) for s in series(rare, usage=0.97, waiting=0)]
     verdict = classify(window, PRESSURE, NOW)
     assert "0.8 preemptions a minute" in verdict.message
@@ -155,12 +155,12 @@ def test_preemptions_count_for_each_replica():
 
 
 def test_without_the_time_of_a_request_every_waiting_one_counts_as_demand():
-    # 4 running requests hold 3,000 tokens; 4 waiting ones would hold as many again.
+    # 4 running requests hold 3,000 tokens, so the 4 waiting ones would need as many again.
     assert classify(samples(usage=1.0, waiting=4, running=4), PRESSURE, NOW).demand_tokens == 6000
 
 
 def test_demand_counts_those_that_must_run_for_the_queue_to_drain_in_two_minutes():
-    # A request takes 12 s: of 100 that wait, 10 more at once drain the queue in two minutes.
+    # A request takes 12 s. With 100 waiting, 10 more concurrent ones drain the queue in two minutes.
     flows = Flows(seconds=5, finished=5, generation_tokens=100, prefill_seconds=6, decode_seconds=54)
     verdict = classify(series(flows, usage=1.0, waiting=100, running=20), PRESSURE, NOW)
     assert verdict.demand_tokens == 4500

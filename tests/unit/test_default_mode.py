@@ -1,4 +1,4 @@
-"""A service without kvCache.mode, or one that loses it, changes nothing by itself."""
+"""A service without kvCache.mode, or one whose mode is removed, does not change its dtype by itself."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MANY = {"minReplicas": 1, "maxReplicas": 4, "scaleDownStabilizationSeconds": 60}
 
 
 def service(**kv_cache: str) -> dict[str, Any]:
-    """A service whose operator may choose dtypes and replicas, with or without a mode."""
+    """Return a service whose operator may choose dtypes and replicas, with or without a mode."""
     obj = copy.deepcopy(manifest(scaling=MANY, canary={"steps": []}))
     obj["spec"]["kvCache"] = {**QUICK, "ladder": ["k8v4", "k4v4"], **kv_cache}
     return dict(apply_defaults(obj))
 
 
 def served(cluster: ModelCluster) -> tuple[str, int]:
-    """The dtype that serves, and the replicas that are kept up of it."""
+    """Return the serving dtype and its replica count."""
     stable = cluster.parsed().stable
     assert stable is not None
     return cluster.deployments[stable.revision]

@@ -1,4 +1,4 @@
-"""The demo's load: every failure counts, nothing is tried twice, each request has its own connection."""
+"""The demo's load counts every failure, retries nothing, and opens a connection for each request."""
 
 import asyncio
 import json
@@ -69,7 +69,7 @@ async def until(seen: Callable[[], bool]) -> None:
 
 
 async def drive(handler: Handler, answers: int = 2) -> tuple[Load, list[int]]:
-    """Two users, until so many of their requests have ended, one way or the other."""
+    """Run two users until so many of their requests have succeeded or failed."""
     async with engine(handler) as (url, per_connection):
         load = Load(url, "m", users=2, prompt_tokens=10, output_tokens=TOKENS)
         await load.start()

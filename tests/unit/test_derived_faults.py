@@ -1,4 +1,4 @@
-"""The operator refuses an object whose field is beyond a limit of the schema: one that is older than the limit."""
+"""The operator refuses an object with a field beyond a schema limit, because the object may predate the limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def told(case: Wrong, message: str) -> bool:
 
 def test_what_breaks_a_limit_is_faulted_at_its_field_with_the_value_and_a_remedy() -> None:
     silent = []
-    # Lists with an item twice are told apart by the server alone.
+    # Only the server checks lists for duplicate items.
     for case in (one for one in derived() if one.keyword != "x-kubernetes-list-type"):
         found = faults(service_with([case]))
         if not any(case.field.startswith(fault.field) and told(case, fault.message) for fault in found):

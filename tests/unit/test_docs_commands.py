@@ -1,4 +1,4 @@
-"""Rules that every page's commands keep: a reader pastes them and gets what the page says."""
+"""Every command in the docs can be pasted, and does what the page says."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvpilot_cli.command import EXTRAS
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "charts").rglob("*.md")])
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
-# On the machine that runs the cluster the platform is the machine's own.
+# On the machine that runs the cluster, the target platform is the default one.
 LOCAL = {"docs/clouds/kind.md"}
 
 
 def lines(page: Path) -> list[str]:
-    """The commands of its blocks, a line each."""
+    """Return the commands of the page's code blocks, one a line."""
     blocks = re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     return [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 
@@ -27,7 +27,7 @@ def test_an_upgrade_names_its_namespace_and_keeps_the_values_of_the_installation
     for line in lines(page):
         if line.startswith("helm upgrade"):
             assert "--namespace " in line, line
-            # `--reuse-values` keeps the defaults of the old chart, and no option at all drops the values.
+            # `--reuse-values` keeps the old chart's defaults; a plain upgrade drops the user's values.
             assert "--reuse-values" not in line, line
             assert "--set" not in line or "--reset-then-reuse-values" in line, line
 

@@ -1,4 +1,4 @@
-"""Pages lead to files that exist, and a decision is found by its number."""
+"""Links in the docs lead to existing files, and links to decisions have the right number."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_links_of_a_page_lead_to_files_of_the_repository(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The fragments that GitHub gives to the headings of a page."""
+    """Return the anchors that GitHub makes from a page's headings."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     found: set[str] = set()
     for heading in re.findall(r"^#{1,6} +(.+?) *#*$", text, re.MULTILINE):
@@ -48,7 +48,7 @@ def test_anchors_in_a_page_lead_to_headings(page: Path) -> None:
 
 
 def reachable(start: Path) -> set[Path]:
-    """The pages of docs/ that a reader comes to from `start` by links."""
+    """Return the pages of docs/ that a reader can reach from `start` by links."""
     found, waiting = set(), [start]
     while waiting:
         page = waiting.pop()

@@ -1,6 +1,6 @@
-"""The table of dtypes (`formats.FORMATS`) drives what is said of them elsewhere: a row without a figure is named.
+"""Every dtype in `formats.FORMATS` has its entries elsewhere; a test names the missing one.
 
-The CRD's enum and the order of the ladder are held to the table in test_api_crd.py.
+test_api_crd.py compares the CRD's enum and the order of the ladder with the table.
 """
 
 from pathlib import Path

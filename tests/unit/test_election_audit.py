@@ -1,4 +1,4 @@
-"""The check on the audit log: which writes lie outside their writer's time as the leader."""
+"""The audit-log check finds each write that a replica made outside its term as leader."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lease(holder, at, version, **more):
     return event(holder or "a", at, holder=holder, version=version, **more)
 
 
-# a leads from 1, renews, lets go at 10; b leads from 12 and is followed by c at 30 without letting go.
+# a leads from 1, renews, and releases the Lease at 10. b leads from 12, and c takes over at 30 without a release.
 TERMS = [lease("a", 1, 8), lease("a", 3, 9), lease("", 10, 10), lease("b", 12, 11), lease("c", 30, 12)]
 
 

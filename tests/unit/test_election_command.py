@@ -1,4 +1,4 @@
-"""The operator's flags about leader election."""
+"""Command-line flags of the operator that configure leader election."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fence that writes pass: when it lets one start, how long it gives it, and what it knows of those under way."""
+"""The write fence: when a write may start, its time limit, and its record of writes in flight."""
 
 from __future__ import annotations
 

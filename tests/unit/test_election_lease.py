@@ -1,4 +1,4 @@
-"""The rules of the Lease: who may claim it, when, and what is written."""
+"""Lease rules: who may claim the Lease, when, and with which content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every socket of the operator to the API server gives up what is not acknowledged soon."""
+"""Every socket between operator and API server drops data that stays unacknowledged for too long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpilot_operator.cluster.transport import UNACKNOWLEDGED_MILLISECONDS, give
 
 
 def own_socket(address: tuple[str, int]) -> socket.socket:
-    """A second handle of this process's socket that has this address."""
+    """Return a duplicate handle of this process's socket with this address."""
     for one in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(one.stat().st_mode):

@@ -1,9 +1,9 @@
-"""Three replicas and one API server in virtual time: whatever is cut, slow, killed or told to stop, no write of a
-replica lands while another one holds the Lease, and once the trouble is over there is a leader again.
+"""Three replicas and one API server in virtual time: no write lands while another replica holds the Lease.
 
-Replicas run the operator's own loop (`Election`, `Replica`, `WriteFence`); the server is a model of what a real
-one does with resource versions and time limits. A write that is under way may land at any moment until its time is
-over, answered or not; a request that is not lost arrives within a second.
+Faults cut, slow, kill or stop replicas, and a leader returns after each fault. Replicas run the operator's own loop
+(`Election`, `Replica`, `WriteFence`). The server models a real one's resource versions and time limits. A write in
+flight may land at any moment before its deadline, answered or not. Other requests arrive within a second unless they
+are lost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEADER = None
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Sleeps take no time: the clock jumps to the next timer."""
+    """Event loop whose sleeps take no time: the clock jumps to the next timer."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ class Server:
         self.version += 1
         metadata = {**manifest["metadata"], "resourceVersion": str(self.version)}
         self.lease = {**manifest, "metadata": metadata}
-        # Whoever creates a Lease that was deleted does not lead yet: the one who led before may not know.
+        # A replica that recreates a deleted Lease must not lead at once: the old leader may not know of the deletion.
         if known is not None:
             self.holder = manifest["spec"]["holderIdentity"]
         return self.lease
@@ -84,13 +84,13 @@ class Link:
         self._waiting = set()
 
     def reset(self):
-        """Every connection breaks: what was sent lands or not, and nobody hears of it."""
+        """Break every connection. Requests in flight may or may not land, and nobody gets an answer."""
         for answer in self._waiting:
             if not answer.done():
                 answer.set_exception(ClusterError("ANY", "thing", 0, "connection reset"))
 
     async def request(self, act, seconds):
-        """A request that is given up lands all the same if it was on its way: only its answer is lost."""
+        """Send a request. If the client gives up, a request in flight still lands and only its answer is lost."""
         loop = asyncio.get_running_loop()
         answer = loop.create_future()
 
@@ -138,7 +138,7 @@ class Leases:
 
 
 class Writer:
-    """A leader that always has something to write."""
+    """Leader that always has something to write."""
 
     def __init__(self, identity, fence, link, dice):
         self._identity, self._fence, self._link, self._dice = identity, fence, link, dice
@@ -172,7 +172,7 @@ class Writer:
 
 
 class Replica:
-    """One place for a process: whatever ends is started again under a new name."""
+    """Place for one process at a time. A process that ends is restarted under a new name."""
 
     def __init__(self, number, server, dice, timing, delay):
         self._number, self._server, self._dice, self._timing, self._delay = number, server, dice, timing, delay
@@ -183,16 +183,16 @@ class Replica:
         self.task = asyncio.create_task(self._live())
 
     def clock(self):
-        """Steady, but neither from the same zero nor quite at the same speed as anybody else's."""
+        """Return a monotonic time with its own origin and a slightly different rate for each process."""
         return asyncio.get_running_loop().time() * self._rate + self._offset
 
     def kill(self):
-        """kill -9: nothing more leaves the process, whatever it still does."""
+        """Simulate kill -9: nothing leaves the process any more, whatever its tasks still do."""
         self.link.dead = self.lease_link.dead = True
         self.terminate()
 
     def terminate(self):
-        """SIGTERM."""
+        """Simulate SIGTERM."""
         self._stop.set()
 
     def end(self):
@@ -276,7 +276,7 @@ def run(trouble, seed=0, timing=None, delay=0.9):
 
 
 def gaps(server):
-    """Seconds between the last write of one leader and the first write of the next."""
+    """Return the seconds between one leader's last write and the next leader's first one."""
     pairs = zip(server.landed, server.landed[1:], strict=False)
     return [later - before for (before, one), (later, other) in pairs if one != other]
 
@@ -315,7 +315,7 @@ def test_a_lease_is_not_released_while_a_write_without_an_answer_may_still_land(
 
 
 class Careless(Timing):
-    """A leader that goes on writing long after its Lease is over."""
+    """Leader that goes on writing long after its Lease has expired."""
 
     @property
     def renew_deadline(self):

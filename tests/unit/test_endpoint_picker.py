@@ -1,4 +1,4 @@
-"""The tests' endpoint picker speaks the endpoint picker protocol, over gRPC: to gRPC's own client, too."""
+"""The tests' endpoint picker speaks the endpoint picker protocol, checked with gRPC's own client."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DUPLEX = ProtocolConfiguration(request_body_mode=STREAMED, response_body_mode=ST
 
 
 class Pool:
-    """A test's settings of a pool, and the picker's port."""
+    """Settings of a test's pool, and the picker's port."""
 
     def __init__(self) -> None:
         self.endpoints: Sequence[str] | None = (A, B)
@@ -56,19 +56,19 @@ async def pool() -> AsyncIterator[Pool]:
 
 
 def headers(subset: Sequence[str] | None = None, **more: Any) -> ProcessingRequest:
-    """A request's headers, with the endpoints among which the gateway lets the picker choose."""
+    """Return request headers that list the endpoints from which the picker may choose."""
     hint = None if subset is None else Metadata({HINT: Struct.from_dict({SUBSET: list(subset)})})
     own = HeaderValue(key=DESTINATION, raw_value=C.encode())
     return ProcessingRequest(request_headers=HttpHeaders(HeaderMap([own])), metadata_context=hint, **more)
 
 
 async def told(pool: Pool, *messages: ProcessingRequest) -> list[ProcessingResponse]:
-    """The picker's answers, all messages being sent at once."""
+    """Send all messages at once, and return the picker's answers."""
     return [one async for one in ExternalProcessorAsyncStub(pool.channel).process(messages)]
 
 
 def chosen(answer: ProcessingResponse) -> str:
-    """The endpoint, which header and metadata must agree on."""
+    """Return the chosen endpoint, on which header and metadata must agree."""
     assert answer.immediate_response is None
     [option] = answer.request_headers.response.header_mutation.set_headers
     assert option.append_action.name == "OVERWRITE_IF_EXISTS_OR_ADD"
@@ -108,7 +108,7 @@ async def test_a_subset_that_is_empty_or_has_no_ready_endpoint_is_503(pool: Pool
 
 
 def whole_request(config: ProtocolConfiguration | None) -> list[ProcessingRequest]:
-    """A request and its response, in chunks and with trailers, as a gateway tells of them."""
+    """Return the messages by which a gateway reports a request and its response, in chunks and with trailers."""
     served = Metadata({CHOICE: Struct.from_dict({SERVED: A})})
     return [
         headers(protocol_config=config),

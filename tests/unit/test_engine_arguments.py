@@ -1,4 +1,4 @@
-"""The operator reads spec.engine.extraArgs as vLLM does, by rules that kvpilot-serve has, too."""
+"""The operator parses spec.engine.extraArgs as vLLM does, by the same rules as kvpilot-serve."""
 
 from __future__ import annotations
 

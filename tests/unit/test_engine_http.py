@@ -1,4 +1,4 @@
-"""Everything around an engine's answer is bounded: interim answers, heads, chunk extensions and trailers."""
+"""Every part of an engine's HTTP answer is bounded: interim answers, headers, chunk extensions and trailers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ENDLESS = {
 
 @asynccontextmanager
 async def serving(answer: Iterable[bytes]) -> AsyncIterator[str]:
-    """Send these pieces to whoever asks, until they end or nobody reads them."""
+    """Send these pieces to any client until they end or the client stops reading."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):

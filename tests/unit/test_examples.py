@@ -1,4 +1,4 @@
-"""The examples of autoscaling by others are what Kubernetes takes, and fit the service that they scale."""
+"""Kubernetes accepts the autoscaling examples, and each one fits the service that it scales."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCALED = ["hpa-external", "hpa-custom", "keda-scaledobject"]
 
 
 def documents(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The service of an example and what scales it."""
+    """Return an example's service and its autoscaler."""
     service, scaler = yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text())
     assert service["kind"] == KIND
     return service, scaler

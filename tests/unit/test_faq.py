@@ -1,4 +1,4 @@
-"""docs/faq.md is true of today: its figures are those of the pages that it points to."""
+"""Figures in docs/faq.md match the pages that it links to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/features.md: each row names tests that exist, or says that nothing was run."""
+"""Each row of docs/features.md names existing tests, or says that nothing ran."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIGURES = re.compile(r"\]\((benchmarks/[\w-]+\.md)(?:#([\w-]+))?\)")
 
 
 def defined_in(file: str) -> set[str]:
-    """Names of the tests in a module of tests/runtime."""
+    """Return the names of the tests in a module of tests/runtime."""
     tree = ast.parse((ROOT / "tests" / "runtime" / file).read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
@@ -35,7 +35,7 @@ def test_a_line_names_tests_that_exist_or_says_that_nothing_was_run(row: tuple[s
     else:
         assert named
         assert "not run" not in proof
-    # An engine is what shows that something is served, and none is started where it is refused.
+    # Supported features need a test with an engine; refused ones need a test without.
     assert all(("engine" in file) == verdict.startswith("served") for file, _ in named)
 
 

@@ -1,4 +1,4 @@
-"""Ports that are handed out before somebody listens on them: an engine takes a minute to."""
+"""A free port is not handed out twice, although an engine takes a minute to listen on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvpilot probe`: the operator's verdict on two endpoints, its exit codes, and what it says of wrong arguments.
+"""`kvpilot probe` gives the operator's verdict on two endpoints, with exit codes and messages about wrong arguments.
 
 Both endpoints are real HTTP servers here.
 """
@@ -186,7 +186,7 @@ async def test_a_reader_who_leaves_before_the_verdict_gets_no_traceback() -> Non
     program = Path(sys.executable).with_name("kvpilot")
     async with engine(serving(counting, "m")) as one, engine(serving(counting, "m")) as other:
         asked = (program, "probe", "--baseline", one, "--candidate", other, *GENERAL)
-        # Unbuffered, the line breaks as it is printed; else at the end of the process.
+        # An unbuffered stdout meets the broken pipe at the print; a buffered one only when the process ends.
         for more in ({}, {"PYTHONUNBUFFERED": "1"}):
             started = await asyncio.create_subprocess_exec(
                 *asked, stdout=write, stderr=subprocess.PIPE, env={**os.environ, **more}

@@ -1,4 +1,4 @@
-"""The gate's manifests are what Kubernetes takes, and what their containers run gives the verdict."""
+"""Kubernetes accepts the gate's manifests, and the commands in their containers give the verdict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ JOBS = ("argo-rollouts.yaml", "job.yaml", "kserve.yaml")
 
 @cache
 def documents(name: str) -> dict[str, dict[str, Any]]:
-    """The manifests of a file by kind."""
+    """Return a file's manifests by kind."""
     found = list(yaml.safe_load_all((FOLDER / name).read_text()))
     kinds = {one["kind"]: one for one in found}
     assert len(kinds) == len(found)
@@ -49,7 +49,7 @@ def job_spec(name: str) -> dict[str, Any]:
 
 
 def restricted(pod: dict[str, Any]) -> None:
-    """Pod Security's profile, and no token of the cluster."""
+    """Check Pod Security's profile, and that the pod mounts no API token."""
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -90,7 +90,7 @@ async def test_what_a_job_runs_gives_the_verdict(name: str, handler: Handler, co
 
 
 def directed(arguments: list[str], baseline: str, candidate: str) -> list[str]:
-    """The same arguments with these addresses."""
+    """Return the same arguments with these addresses."""
     urls = {"--baseline": baseline, "--candidate": candidate}
     return [f"{(o := arg.partition('=')[0])}={urls[o]}" if "=" in arg else arg for arg in arguments]
 
@@ -100,7 +100,7 @@ def test_the_kserve_canary_has_no_traffic_while_the_job_compares_its_revision_wi
     assert service["apiVersion"] == "serving.kserve.io/v1beta1"
     predictor = dict(service["spec"]["predictor"])
     assert predictor.pop("canaryTrafficPercent") == 0
-    # Its pods would otherwise be gone when they are asked.
+    # With scale to zero the pods would be gone when the gate asks them.
     assert predictor.pop("minReplicas") >= 1
     assert unknown("V1PodSpec", predictor, "predictor") == []
     (container,) = predictor["containers"]
@@ -119,7 +119,7 @@ def test_the_kserve_canary_has_no_traffic_while_the_job_compares_its_revision_wi
 
 
 def hook() -> dict[str, Any]:
-    """Flagger's webhook."""
+    """Send Flagger's webhook."""
     canary = documents("flagger.yaml")["Canary"]
     assert canary["apiVersion"] == "flagger.app/v1beta1"
     (found,) = canary["spec"]["analysis"]["webhooks"]
@@ -132,7 +132,7 @@ def test_flagger_asks_the_load_tester_that_the_example_deploys_before_the_canary
     for kind in ("Deployment", "Service", "NetworkPolicy"):
         assert unknown(f"V1{kind}", kinds[kind], kind) == []
     assert asked["type"] == "pre-rollout"
-    # Flagger's `retries` would measure anew within one check.
+    # Flagger's `retries` would repeat the measurement within one check.
     assert set(asked) == {"name", "type", "url", "timeout", "metadata"}
     service, deployment, policy = (kinds[kind] for kind in ("Service", "Deployment", "NetworkPolicy"))
     assert urlsplit(asked["url"]).netloc == f"{service['metadata']['name']}.{service['metadata']['namespace']}"
@@ -144,7 +144,7 @@ def test_flagger_asks_the_load_tester_that_the_example_deploys_before_the_canary
 
     pod = deployment["spec"]["template"]["spec"]
     restricted(pod)
-    # Its image names its user, of whom a kubelet cannot tell that it is not root.
+    # The image names its user, but a kubelet cannot tell from a name that the user is not root.
     assert pod["securityContext"]["runAsUser"] > 0
     (copy,), (gate,) = pod["initContainers"], pod["containers"]
     assert copy["command"][-1] == gate["command"][0]

@@ -25,7 +25,7 @@ async def probe(*arguments: str) -> int:
 
 
 async def waning(path: str, body: Body, writer: Writer) -> None:
-    """`counting` that is the less sure of its tokens the longer the context; it chooses the same ones."""
+    """Answer like `counting`, but with less certainty as the context grows. The tokens are the same."""
     if path == "/tokenize":
         respond(writer, tokens_of(body))
         return
@@ -54,7 +54,7 @@ async def test_bars_show_where_in_the_context_the_damage_is(capsys: pytest.Captu
 
 
 class Terminal:
-    """A pseudo-terminal as a process's stderr; `shown` is what a person would have been sent."""
+    """Pseudo-terminal for a process's stderr; `shown` is the text that a person would see."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._ours, theirs = pty.openpty()
@@ -68,7 +68,7 @@ class Terminal:
 
     def _read(self) -> str:
         found = b""
-        # Linux says EIO where the other side is closed.
+        # Linux reports EIO once the other side is closed.
         with suppress(OSError):
             while part := os.read(self._ours, 4096):
                 found += part
@@ -107,7 +107,7 @@ async def test_a_plot_shows_both_sides_by_position_and_is_the_same_for_the_same_
             await probe("--baseline", one, "--candidate", other, "--plot", str(file))
     assert first.read_bytes() == second.read_bytes()
     drawn = first.read_text()
-    # matplotlib draws letters as shapes, and says in comments which.
+    # matplotlib draws letters as paths, and names each letter in an SVG comment.
     for text in ("mean KL, millinats", "tokens before", "128-256", "256-512", "baseline (sixteen)", "candidate (four)"):
         assert f"<!-- {text} -->" in drawn
 

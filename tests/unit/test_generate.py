@@ -1,4 +1,4 @@
-"""`make check` fails where something is not as `make generate` makes it, and names the file."""
+"""`make check` names each file that differs from the output of `make generate`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAKES_ANSWER = "from pathlib import Path; Path('answer').write_text(Path('questi
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository in which `answer` is made of `question`."""
+    """Return a repository in which `answer` is generated from `question`."""
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     (tmp_path / "question").write_text("21")
     (tmp_path / ".gitignore").write_text("ignored\n")

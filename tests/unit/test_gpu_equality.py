@@ -1,4 +1,4 @@
-"""Verdicts of the equality benchmark."""
+"""Verdicts of the benchmark that compares answers for equality."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""Why a group lacks pods: what is made of StatefulSets' Events, and how often they are read."""
+"""Reasons for missing pods of a group come from StatefulSets' Events, which the operator reads at a limited rate."""
 
 from __future__ import annotations
 

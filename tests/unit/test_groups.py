@@ -1,4 +1,4 @@
-"""Replicas over several nodes: a LeaderWorkerSet a revision, whose leaders alone are engines, and the same trials."""
+"""Replicas over several nodes: revisions are LeaderWorkerSets, only leaders are engines, and trials are unchanged."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def engine_of(made):
 
 
 def grouped(replicas=2, *, cluster=None):
-    """A trial of a service whose replicas are groups of two."""
+    """Return a trial of a service whose replicas are groups of two pods."""
     made = ModelCluster(over(2, service(OLD, replicas, steps=[])), **{"start_ticks": 2, **(cluster or {})})
     made.settle()
     edit(made, kvCache={"mode": "Fixed", "dtype": NEW})
@@ -107,7 +107,7 @@ def test_a_revision_over_nodes_is_a_leader_worker_set_whose_groups_are_made_anew
     assert parts["restartPolicy"] == "RecreateGroupOnPodRestart"
     assert parts["leaderTemplate"]["spec"]["readinessGates"] == [{"conditionType": "kvpilot.io/admitted"}]
     assert "readinessGates" not in parts["workerTemplate"]["spec"]
-    # Nothing else carries what a Service, a pool or a scrape selects.
+    # No other pod may match the selector of a Service, a pool or a scrape.
     assert json.dumps(parts["workerTemplate"]).count(SERVICE_LABEL) == 0
     assert claim(made)["spec"] == made["spec"]
 

@@ -1,6 +1,6 @@
-"""Packages around the product: nothing needs tests/, and no unnamed cluster is used.
+"""No package outside tests/ imports from it, and no code connects to an unnamed cluster.
 
-Between packages, the import contracts in pyproject.toml hold the order.
+The import contracts in pyproject.toml hold the order between packages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOLDERS = [
 
 
 def imported(file: Path) -> Iterator[str]:
-    """The first part of each name that a module imports, wherever in it."""
+    """Return the first part of each name that a module imports at any depth."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
@@ -45,18 +45,21 @@ def test_demo_benchmarks_and_scripts_import_nothing_from_tests() -> None:
     ours = {"tests", *(path.name for path in TESTS.iterdir()), *(path.stem for path in TESTS.rglob("*.py"))}
     files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
     assert {"manifests.py", "fleet.py", "cpu_backend.py", "world.py"} <= {file.name for file in files}
-    # A benchmark's or a package's own module may bear the name of a helper of the tests.
+    # A module of a benchmark or package may share its name with a helper of the tests.
     found = {(str(file.relative_to(ROOT)), name) for file in files for name in imported(file) if name in ours}
     assert {(file, name) for file, name in found if not (ROOT / file).with_name(f"{name}.py").is_file()} == set()
 
 
 def test_only_the_operator_takes_a_cluster_from_its_environment() -> None:
-    """Whatever else connects names the client configuration; `kubectl kvpilot` the one that its user named, if any."""
+    """Every other connection names its client configuration.
+
+    `kubectl kvpilot` uses the one that the user named, if any.
+    """
     found = set()
     for file in (file for folder in [*FOLDERS, "tests"] for file in (ROOT / folder).rglob("*.py")):
         text = file.read_text()
         if "connect" not in text and "load_" not in text:
-            continue  # most have neither, and parsing takes long
+            continue  # parsing is slow, and most files have neither
         for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
             name, given = ast.unparse(call.func), {one.arg for one in call.keywords}
             if name == "Cluster.connect" or (name.startswith("config.load_") and "config_file" not in given):

@@ -1,4 +1,4 @@
-"""InferencePools: one for what serves and one for the canary, switched as the Services are, shared by the route."""
+"""InferencePools: one for the stable side and one for the canary. They switch with the Services and serve the route."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PICKERS = {
 
 
 def pooled(replicas=3, *, rules=ROUTE, cluster=None, **spec):
-    """A trial of a service with pools and, where there are rules, a route of them."""
+    """Return a trial of a service with pools, and a route to them if there are rules."""
     by_route = {"routeRef": {"name": "web"}} if rules else {}
     made = on_trial(replicas, cluster={"rules": rules, **(cluster or {})}, **by_route, **spec)
     edit(made, inferencePool=PICKERS, kvCache={"mode": "Fixed", "dtype": OLD})
@@ -154,7 +154,7 @@ def test_wherever_the_operator_is_killed_no_pool_leads_to_an_unprobed_canary(rul
 def test_pools_that_are_not_asked_for_any_more_go_and_a_canarys_after_the_route_has_lost_it():
     cluster = pooled()
     cluster.until(lambda s: s.canary is not None and s.canary.step_time is not None)
-    # The user sends to the Service from now on, by a rule that was read before the share was seen to be in it.
+    # The user now routes to the Service. Their rule still contains the canary's share.
     shared = [ref for ref in cluster.rules[0]["backendRefs"] if ref["name"] == "chat-canary"]
     cluster.edit_route([{"backendRefs": [{"name": KEY.name, "port": 80}, *shared]}])
     edit(cluster, inferencePool=None)
@@ -190,7 +190,7 @@ def told(cluster, kind):
 
 
 def waits_without_a_trial(cluster):
-    """Reconciles, between which operators end and begin, none of which starts a canary."""
+    """Reconcile while operators end and restart. None of them may start a canary."""
     cluster.watch = at_every_moment
     for passed in range(20):
         if passed % 5 == 1:

@@ -1,6 +1,6 @@
-"""Every parser of what tenants send: whatever it is, it is read or refused by the parser's own error.
+"""Every parser of tenants' input reads it or raises its own error.
 
-The texts are those whose cost benchmarks/operator/parsers.py measures, cut, put together and changed at random.
+benchmarks/operator/parsers.py measures the cost of the same texts. Here they are cut, joined and changed at random.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read_page(text: bytes) -> None:
 
 
 def read_pack(text: bytes) -> None:
-    # As the API server sends it: a ConfigMap's text is UTF-8.
+    # In the form that the API server sends: a ConfigMap's text is UTF-8.
     load(["configmap/mine"], {"mine": {"prompts.yaml": text.decode(errors="replace")}})
 
 
@@ -53,7 +53,7 @@ def read_spec(text: bytes) -> None:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        return  # the API server stores objects only
+        return  # the API server stores only objects
     faults(found)
 
 
@@ -71,7 +71,7 @@ EVERY = [(parser, kind) for parser, one in PARSERS.items() for kind in one.texts
 
 @st.composite
 def mangled(draw: st.DrawFn, texts: dict[str, Make]) -> bytes:
-    """Pieces of one to three hostile texts, some of them changed in places."""
+    """Return one to three hostile texts joined together, some of them changed in places."""
     pieces = []
     for kind in draw(st.lists(st.sampled_from(sorted(texts)), min_size=1, max_size=3)):
         text = bytearray(texts[kind](draw(st.integers(60, 2000))))
@@ -106,5 +106,5 @@ def test_the_largest_text_of_every_hostile_kind_takes_little_memory(parser: str,
     finally:
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    # One is read at a time; a page leaves its parser with nothing of it held, the others are copied, or made, once.
+    # Pages are read one at a time, and nothing keeps a parsed page. The other parsers' results are copied or made once.
     assert peak < 24 * 1024 * 1024

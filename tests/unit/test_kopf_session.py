@@ -1,5 +1,7 @@
-"""kopf's watch of the services, through our session, against a server on loopback: nothing that a server says ends it,
-and what was deleted while it was away is dropped."""
+"""kopf's watch of services through our session, against a server on loopback.
+
+No answer of the server ends the watch. Services that were deleted while the watch was away disappear.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from kvpilot_operator.state.snapshot import ServiceKey
 
 SERVICES = path_of(API_VERSION, KIND)
 HANG_SECONDS = 60.0
-"""Against hanging: what is waited for takes well under six seconds, pauses included."""
+"""Limit against hanging: each wait takes well under six seconds, pauses included."""
 
 
 def service(name: str, version: int) -> dict[str, Any]:
@@ -42,7 +44,7 @@ def event(kind: str, obj: object) -> bytes:
 
 
 class Server:
-    """A collection of services. `lists` and `watches` are what the next requests get instead of the truth."""
+    """Server with one collection of services. `lists` and `watches` replace its next answers."""
 
     def __init__(self) -> None:
         self.services: dict[str, int] = {}
@@ -54,12 +56,12 @@ class Server:
         self.streams: set[web.StreamResponse] = set()
 
     def put(self, name: str) -> None:
-        """Silently: as if the watch were away."""
+        """Delete it without an event, as if the watch were disconnected."""
         self.version += 1
         self.services[name] = self.version
 
     async def tell(self, kind: str, name: str) -> None:
-        """A change that open watches hear of."""
+        """Make a change, and send it to the open watches."""
         self.version += 1
         if kind == "DELETED":
             del self.services[name]
@@ -69,7 +71,7 @@ class Server:
             await stream.write(event(kind, service(name, self.version)))
 
     async def watched(self) -> None:
-        """Wait until a watch hangs on."""
+        """Wait until a watch is connected."""
         while not self.streams:
             await asyncio.sleep(0.01)
 
@@ -110,7 +112,7 @@ class Server:
 
     @staticmethod
     def _discovery(path: str) -> dict[str, Any]:
-        """Requests that kopf makes before it watches anything."""
+        """Answer the requests that kopf makes before its first watch."""
         groups = {GROUP: (VERSION, PLURAL, KIND), "apiextensions.k8s.io": ("v1", "customresourcedefinitions", "C")}
         if path == "/api":
             return {"versions": ["v1"]}
@@ -129,7 +131,7 @@ def _resource(plural: str, kind: str) -> dict[str, Any]:
 
 
 class Watched:
-    """The operator's knowledge: a Store that kopf fills."""
+    """Store of the operator that kopf fills."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -145,14 +147,14 @@ class Watched:
         return {service.name for service in self.told if self.store.of(service)}
 
     async def like_the_server(self) -> None:
-        """Wait until the store holds what the server holds."""
+        """Wait until the store equals the server's content."""
         while self.names() != set(self.server.services):
             await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
 async def watching(server: Server) -> AsyncIterator[Watched]:
-    """kopf at work, with the operator's own settings, until the block is left; kopf's end by itself is a failure."""
+    """Run kopf with the operator's own settings until the block ends. Fail if kopf ends by itself."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", server.answer)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
@@ -186,7 +188,7 @@ async def watching(server: Server) -> AsyncIterator[Watched]:
             yield known
             assert not at_work.done(), "kopf has ended"
     finally:
-        # kopf waits five seconds for all tasks that began after it: the server's, of connections that are open, too.
+        # kopf waits five seconds for every task that started after it, so also for the server's open connections.
         server.streams.clear()
         await cluster.close()
         stop.set()
@@ -314,7 +316,7 @@ async def test_a_server_that_ends_every_watch_at_once_is_asked_for_the_next_one_
     began = time.monotonic()
     async with watching(server):
         await server.watched()
-    # Each of the five watches begins at least a pause after the one before.
+    # Each of the five watches begins at least one pause after the previous one.
     assert time.monotonic() - began >= 4 * pause
 
 

@@ -1,5 +1,7 @@
-"""Conclusions of tools that wait for a service: kstatus' rules, Argo CD's script and Flux's expressions, for each state
-of docs/conditions.md. The rows of its table are the expectations here.
+"""Results of tools that wait for a service, for each state of docs/conditions.md.
+
+The tools are kstatus' rules, Argo CD's script and Flux's expressions. The rows of the page's table are the expected
+results.
 """
 
 from __future__ import annotations
@@ -56,9 +58,9 @@ def example(name: str) -> dict[str, Any]:
 
 
 def argo(obj: dict[str, Any]) -> tuple[str, str]:
-    """Argo CD's verdict and words, by the script in the Lua that Argo CD speaks."""
+    """Return Argo CD's status and message from its Lua script, run by the same Lua."""
     if obj["metadata"].get("deletionTimestamp"):
-        return "Progressing", ""  # Argo CD asks no script then
+        return "Progressing", ""  # Argo CD does not run its script then
     lua = lua51.LuaRuntime(unpack_returned_tuples=True)
     (script,) = example("argocd-cm.yaml")["data"].values()
     lua.globals()["obj"] = lua.table_from(obj, recursive=True)
@@ -67,7 +69,7 @@ def argo(obj: dict[str, Any]) -> tuple[str, str]:
 
 
 def flux(obj: dict[str, Any]) -> str:
-    """Flux's verdict by the expressions, in the order in which Flux asks them."""
+    """Return Flux's status from the expressions, in the order in which Flux evaluates them."""
     if obj["metadata"].get("deletionTimestamp"):
         return "Terminating"
     (check,) = example("flux-kustomization.yaml")["spec"]["healthCheckExprs"]
@@ -79,7 +81,7 @@ def flux(obj: dict[str, Any]) -> str:
             if program.evaluate({key: celpy.json_to_cel(value) for key, value in obj.items()}):
                 return word[0].upper() + word[1:]
         except CELEvalError:
-            return "InProgress"  # a field that is not there: Flux waits
+            return "InProgress"  # Flux waits if a field is missing
     return "InProgress"
 
 

@@ -1,4 +1,4 @@
-"""`kubectl kvpilot` as a command: what it asks of the API server, what it says when it cannot, and its exit codes."""
+"""`kubectl kvpilot` as a command: its requests to the API server, its error messages and its exit codes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def api(tmp_path: Path) -> Iterator[LoopbackApi]:
 
 @pytest.fixture
 def run(api: LoopbackApi, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command against `api`; exit code, stdout, stderr."""
+    """Run the command against `api`; return exit code, stdout and stderr."""
 
     def run(*argv: str) -> tuple[int, str, str]:
         code = main([*argv, "--kubeconfig", str(api.kubeconfig)])
@@ -53,7 +53,7 @@ def denied(*dtypes: str) -> dict[str, Any]:
 
 
 def refused(run: Run, *argv: str, code: int = 1) -> str:
-    """The one line that the command ends with."""
+    """Return the one line that the command ends with."""
     ended, out, err = run(*argv)
     assert (ended, out) == (code, "")
     (line,) = err.splitlines()
@@ -323,7 +323,7 @@ def test_completion_knows_commands_options_and_what_the_cluster_has(
     names = [{"metadata": {"name": one}} for one in ("models", "other")]
     api.answers["/api/v1/namespaces"] = (200, json.dumps({"items": names}).encode())
     before = dict(os.environ)
-    # Every word but the last may name the cluster, too.
+    # Every argument but the last may name the cluster, too.
     assert complete.candidates(["--kubeconfig", str(api.kubeconfig), *words]) == found
     assert dict(os.environ) == before
 
@@ -380,7 +380,7 @@ def test_a_terminal_of_few_characters_shows_what_it_can(api: LoopbackApi) -> Non
 
 
 def test_without_its_dependencies_it_says_what_to_install(tmp_path: Path) -> None:
-    """The operator's image has the script but not the extra."""
+    """The operator's image has the script but not the optional dependency."""
     (tmp_path / "rich.py").write_text("raise ModuleNotFoundError(\"No module named 'rich'\", name='rich')")
     program = Path(sys.executable).with_name("kubectl-kvpilot")
     done = subprocess.run(

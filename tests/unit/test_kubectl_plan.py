@@ -1,4 +1,4 @@
-"""`kubectl kvpilot plan SERVICE` is `kvpilot plan` with what the service's spec and nodes say."""
+"""`kubectl kvpilot plan SERVICE` runs `kvpilot plan` with values from the service's spec and the nodes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_json_is_kvpilot_plans_own(api: LoopbackApi, capsys: pytest.CaptureFixtu
 
 
 def near(labels: dict[str, str]) -> dict[str, Any]:
-    """A podTemplate that requires nodes with these labels."""
+    """Return a podTemplate that requires nodes with these labels."""
     expressions = [{"key": key, "operator": "In", "values": [value]} for key, value in labels.items()]
     terms = {"nodeSelectorTerms": [{"matchExpressions": expressions}]}
     return {"spec": {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}}}

@@ -1,4 +1,4 @@
-"""Terminal output of `kubectl kvpilot`: no text can steer it, and no shape of JSON ends in an error."""
+"""Terminal output of `kubectl kvpilot`: no text can send control codes, and no JSON shape causes an exception."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ANY = st.recursive(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value."""
+    """Yield every path in a JSON value."""
     yield path
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in keys:
@@ -58,7 +58,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 @st.composite
 def odd_objects(draw: st.DrawFn) -> Any:
-    """A real object of which parts are something else, or are missing."""
+    """Return a real object in which some parts are replaced or missing."""
     obj = copy.deepcopy(draw(st.sampled_from(sorted(story().items())))[1])
     for _ in range(draw(st.integers(1, 4))):
         path = draw(st.sampled_from([one for one in places(obj) if one]))

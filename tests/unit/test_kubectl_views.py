@@ -29,12 +29,12 @@ from support.shown_services import (
 
 
 def listed(*objects: Any, everywhere: bool = False) -> list[dict[str, str]]:
-    """The table's rows by its head, cut where the columns begin."""
+    """Return the table's rows by header; columns end where the next one begins."""
     text = show.rendered([show.listed([service.read(one) for one in objects], everywhere=everywhere)], PLAIN)
     head, *rows = text.splitlines()
     starts = [found.start() for found in re.finditer(r"\S+", head)]
     names = head.split()
-    # Numbers are flush right, below the end of their name.
+    # Numbers are right-aligned below the end of their header.
     bounds = [*(start if names[i] not in ("REPLICAS", "KV%") else start - 2 for i, start in enumerate(starts)), None]
     return [{name: row[bounds[i] : bounds[i + 1]].strip() for i, name in enumerate(names)} for row in rows]
 
@@ -62,7 +62,7 @@ def test_every_condition_that_the_operator_writes_is_in_the_api_and_can_ask_for_
     for told in status["conditions"]:
         bad = [{**told, "status": word, "reason": "ReconcileIncomplete"} for word in ("True", "False")]
         shown = [listed({**obj, "status": {"conditions": [one]}})[0]["ATTENTION"] for one in bad]
-        asks = told["type"] != "Ready"  # It has a column of its own.
+        asks = told["type"] != "Ready"  # Ready has a column of its own
         assert any(told["type"] in one for one in shown) == asks, told["type"]
 
 

@@ -1,4 +1,4 @@
-"""Two local clusters of one machine share no address, and what one has ended with is free again."""
+"""Two local clusters on one machine share no address, and a stopped cluster frees its addresses."""
 
 from __future__ import annotations
 

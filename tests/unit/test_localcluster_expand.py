@@ -1,4 +1,4 @@
-"""Variables, quantities and paths of containers come out as a kubelet would have them."""
+"""Variables, quantities and paths of containers expand as in a kubelet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds, processes and endpoints of the local cluster, as far as they need no cluster."""
+"""Builds, processes and endpoints of the local cluster that can be tested without a cluster."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_assets_are_used_and_what_they_lack_is_told(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No archive: the recipe under test fetches nothing."""
+    """Return no archive: the recipe under test fetches nothing."""
     monkeypatch.setattr(debian.Archive, "_apt", lambda *_: "")
 
 

@@ -1,4 +1,4 @@
-"""The status that the node agent reports follows from what the containers do."""
+"""The node agent derives a pod's status from the states of its containers."""
 
 from __future__ import annotations
 

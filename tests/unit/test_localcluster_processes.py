@@ -1,4 +1,4 @@
-"""Processes of the local cluster's pods: how they start, what is told of them, and that nothing of them is left."""
+"""Processes of the local cluster's pods: their start, their reported state, and their complete removal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_process_whose_first_thread_has_ended_runs_until_the_last_one_has() ->
         assert procs.start_time(child.pid) is not None
     finally:
         child.kill()
-    # It is not waited for here: what is over and not waited for does not run.
+    # The test does not reap it: an ended process that nobody reaped does not count as running.
     deadline = time.monotonic() + 60
     while procs.start_time(child.pid) is not None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -88,7 +88,7 @@ async def test_a_second_agent_sees_the_process_and_its_end(tmp_path: Path) -> No
 
 
 def running(mark: Path) -> list[int]:
-    """Processes, shims among them, that name `mark` in their arguments."""
+    """Return the processes, including shims, that have `mark` in their arguments."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ def running(mark: Path) -> list[int]:
 
 
 async def until_running(mark: Path, number: int) -> None:
-    """A process that has just begun may have no arguments for a moment."""
+    """Wait for so many processes, because a new one may have no arguments for a moment."""
     async with asyncio.timeout(30):
         while len(running(mark)) != number:
             await asyncio.sleep(0.01)
@@ -123,7 +123,7 @@ async def test_a_process_that_is_ended_while_it_starts_leaves_nothing(tmp_path: 
 
 
 async def test_a_process_that_its_shim_cannot_tell_of_is_ended(tmp_path: Path) -> None:
-    # As when the pod's folder is removed while the process starts: the record of it cannot be written.
+    # The record cannot be written, as when the pod's folder disappears while the process starts.
     (tmp_path / "uid/c/0/state.part").mkdir(parents=True)
     process = Process(tmp_path / "uid/c/0", tmp_path / "log")
     process.start(shell(f"exec tail -f /dev/null {tmp_path}/none"))
@@ -150,7 +150,7 @@ async def test_a_process_whose_shim_was_killed_is_ended_and_told(tmp_path: Path,
     process = Process(tmp_path / "uid/c/0", tmp_path / "log")
     wait = f"tail -f /dev/null {tmp_path}/none"
     process.start(shell(f"{apart}{wait} & exec {wait}"))
-    await process.started()  # its shim writes that down while the process already runs
+    await process.started()  # its shim records the start while the process already runs
     await until_running(tmp_path, 3)
     shim = process.shim
     assert shim is not None

@@ -1,4 +1,4 @@
-"""Log lines are JSON with the service that they are about, whatever they hold."""
+"""Log lines are JSON and name their service, whatever the message contains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines in a mesh: reached by its mutual TLS, with the certificates of the day, and those beside it in the clear."""
+"""The operator reaches meshed engines by mutual TLS with current certificates, and others over plain HTTP."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def mesh(tmp_path: Path) -> Mesh:
 
 @pytest.fixture
 def ours(mesh: Mesh, tmp_path: Path) -> Path:
-    """The folder that the operator's agent writes to."""
+    """Return the folder that the operator's agent writes to."""
     return mesh.issue("kvpilot-system", "kvpilot-operator", tmp_path / "ours")
 
 
 @asynccontextmanager
 async def engine() -> AsyncIterator[str]:
-    """The page of metrics that a vLLM wrote, and its list of models, over plain HTTP."""
+    """Serve a vLLM's metrics page and its list of models over plain HTTP."""
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(text=PAGE_LATER.read_text())
@@ -139,7 +139,7 @@ def test_while_a_file_is_missing_or_broken_the_last_ones_are_used(
     for damage in (lambda file: file.unlink(), lambda file: file.write_text("half a file")):
         damage(ours / name)
         assert [identity.tls(), identity.tls()] == [before, before]
-    # Once for each damage, however many connections are made meanwhile.
+    # One warning for each fault, even if many connections meet it.
     assert caplog.text.count("the ones read before") == 2
     (ours / name).write_bytes(whole)
     assert identity.tls() is not before
@@ -205,7 +205,7 @@ def test_a_folder_that_is_not_there_is_refused_with_the_remedy(
 
 
 class NothingKept:
-    """A cluster in which no baseline is kept."""
+    """Cluster in which no baseline is kept."""
 
     async def find(self, *_: str) -> None:
         return None

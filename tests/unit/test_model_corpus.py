@@ -1,4 +1,4 @@
-"""Models as they are published (docs/models.json): read alike by us and by transformers, and broken ones refused."""
+"""We and transformers read published models (docs/models.json) alike, and broken ones are refused."""
 
 import copy
 import json
@@ -29,16 +29,16 @@ FAMILIES = {
     "OLMo", "Hunyuan", "Falcon", "SmolLM", "Whisper", "Jamba", "Mamba",
 }  # fmt: skip
 
-# Where a class of transformers says something else than vLLM does, and why we do as vLLM.
+# Models that a class of transformers reads differently from vLLM, with the reason to follow vLLM.
 COMPRESSED = {name for name in CONFIGS if "DeepSeek-V4" in name}
 SPARSE = {name for name in CONFIGS if "MiniMax-M3" in name}
-"""Models whose caches are compressed, or have an index beside them: they are not counted."""
+"""Models that are not counted, because their caches are compressed or have an index beside them."""
 OTHER_KINDS = {
     *COMPRESSED,
     "stepfun-ai/Step-3.7-Flash-FP8",
-    "stepfun-ai/Step-3.7-Flash",  # the class of transformers passes over the layer_types of the published file
+    "stepfun-ai/Step-3.7-Flash",  # the class in transformers ignores layer_types of the published file
 }
-# A config of which transformers wants more than the figures that are kept of it.
+# Configs for which transformers needs fields that docs/models.json leaves out.
 INCOMPLETE = {"mistralai/Ministral-3-3B-Instruct-2512"}
 
 
@@ -80,10 +80,10 @@ def test_what_we_read_is_what_the_classes_of_transformers_say(classes):
             differs += [("state", states, found.state_layers)] if states != found.state_layers else []
         if found.layers and name not in INCOMPLETE and "heads" in said:
             differs += [("heads", said["heads"], found.heads)] if said["heads"] != found.heads else []
-            # Falcon's class leaves the KV heads to the model.
+            # Falcon's class leaves the number of KV heads to the model.
             kv_heads = said["kv_heads"] or (1 if name == "tiiuae/falcon-7b" else found.heads)
             differs += [("kv_heads", kv_heads, found.kv_heads)] if kv_heads != found.kv_heads else []
-            # head_dim of a model that compresses its keys is the part with positions in some classes.
+            # Some classes define head_dim as the part with positions if a model compresses its keys.
             if said["head_dim"] and not CONFIGS[name].get("kv_lora_rank") and not found.latent:
                 differs += (
                     [("head_dim", said["head_dim"], found.head_dim)] if said["head_dim"] != found.head_dim else []
@@ -151,7 +151,7 @@ anything = st.recursive(
 
 @st.composite
 def mutated(draw):
-    """Draw a published config with a few fields, anywhere in it, that are missing, of another model, or arbitrary."""
+    """Draw a published config in which a few fields, at any depth, are missing, arbitrary or from another model."""
     names = sorted(CONFIGS)
     config = copy.deepcopy(CONFIGS[draw(st.sampled_from(names))])
     other = CONFIGS[draw(st.sampled_from(names))]

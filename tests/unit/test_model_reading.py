@@ -12,7 +12,7 @@ import pytest
 from kvpilot_formats import formats
 from kvpilot_formats.models import ConfigError, Kind, auto_dtype, known, load, read, unsupported
 
-# As published: fields that the class has a default for are not there.
+# As published: fields with a default in the class are missing.
 GEMMA_3_4B = {
     "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "torch_dtype": "bfloat16",
     "text_config": {
@@ -88,7 +88,7 @@ def test_a_soft_cap_that_cannot_be_is_none(cap):
 
 def test_a_field_that_is_null_is_not_the_classs_default():
     base = {"model_type": "mistral", "num_hidden_layers": 4, "max_position_embeddings": 32768}
-    assert layers(base) == {"window": 4}  # the class has one of 4,096
+    assert layers(base) == {"window": 4}  # the class defaults to a window of 4,096
     assert layers({**base, "sliding_window": None}) == {"full": 4}
 
 
@@ -207,7 +207,7 @@ def test_reading_a_model_needs_neither_torch_nor_transformers():
 
 
 def test_the_defaults_are_those_of_the_transformers_that_is_installed():
-    # `make check` makes the whole table again; here it is only that it belongs to this version.
+    # `make check` compares the whole table. This test only checks that it was made with this version.
     file = Path(importlib.util.find_spec("kvpilot_formats.models").origin).with_name("defaults.json")
     assert json.loads(file.read_text())["transformers"] == importlib.metadata.version("transformers")
     assert known("gemma3")
@@ -241,7 +241,8 @@ def test_a_layer_that_attends_twice_keeps_two_caches():
     assert (found.model_type, found.full_layers, found.latent) == ("longcat_flash", 56, 576)
     assert found.token_bytes("auto") == 56 * 576 * 2
     assert found.doubt == ""
-    saved = {**LONGCAT, "model_type": "longcat_flash", "num_hidden_layers": 56}  # by newer releases of transformers
+    # As saved by newer releases of transformers.
+    saved = {**LONGCAT, "model_type": "longcat_flash", "num_hidden_layers": 56}
     assert read(saved).full_layers == 56
     del saved["num_layers"]
     assert read(saved).full_layers == 56
@@ -270,7 +271,7 @@ def test_a_model_that_wraps_a_text_part_keeps_its_own_type_where_the_part_names_
     assert "model_type 'brand_new' is not known" in read(plain).doubt
 
 
-# As nvidia, Neural Magic and Red Hat publish them, and what vLLM makes of `auto` there.
+# Configs as nvidia, Neural Magic and Red Hat publish them, with the dtype that vLLM resolves `auto` to.
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 STATIC = {"dynamic": False, "num_bits": 8, "type": "float"}
 COMPRESSED = {
@@ -309,7 +310,7 @@ def test_auto_is_what_the_checkpoint_says_of_its_cache(case):
     found = read(config)
     assert found.token_bytes("auto") == found.token_bytes(expected)
     assert found.token_bytes("bfloat16") == 32 * 2 * 32 * 128 * 2
-    if expected != "auto":  # layers that skip the dtype are in 16 bits
+    if expected != "auto":  # layers that skip the dtype stay in 16 bits
         assert found.token_bytes("auto", kept=32) == found.token_bytes("bfloat16")
 
 

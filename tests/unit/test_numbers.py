@@ -1,4 +1,4 @@
-"""Numbers in text that others wrote are read as they are meant, or not at all, and never raise."""
+"""Numbers in others' text are parsed correctly or rejected, and never raise."""
 
 from __future__ import annotations
 

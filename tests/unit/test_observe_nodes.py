@@ -1,4 +1,4 @@
-"""The accelerator of a node by its labels and resources, on nodes as clouds and vendors make them."""
+"""The accelerator of a node, read from labels and resources as clouds and vendors set them."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_without_cuda_our_dtypes_are_ruled_out_by_name_and_vllms_are_vllms_matte
     facts = node_facts(node(labels, allocatable))
     for dtype in ("int8", "k8v4", "k4v4", "k4v2", "k2v2"):
         assert hardware_fault(dtype, facts) == f"{dtype} needs an NVIDIA GPU; the node has {facts.gpu}"
-    # int4_per_token_head is what vLLM's CPU backend gets wrong: no CPU is here.
+    # No CPU is listed: vLLM's CPU backend computes int4_per_token_head wrongly.
     for dtype in ("auto", "bfloat16", "fp8", "int4_per_token_head"):
         assert hardware_fault(dtype, facts) is None
 
@@ -223,7 +223,7 @@ def test_labels_and_resources_of_any_text_are_read_without_an_error(
     labels: dict[str, str], allocatable: dict[str, str]
 ) -> None:
     facts = node_facts(node(labels, allocatable))
-    assert 0 < len(facts.gpu) <= 128  # of the API: status.history[].gpu
+    assert 0 < len(facts.gpu) <= 128  # limit of the API's field status.history[].gpu
     assert facts.memory_mib is None or 0 < facts.memory_mib <= 2**30
     assert facts.cuda or facts.compute_capability is None
     assert by_product(facts.gpu) is None or facts.compute_capability is not None

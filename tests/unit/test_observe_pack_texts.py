@@ -1,4 +1,4 @@
-"""The packs that a service brings itself: only their texts are read, and only so much of them."""
+"""Only the texts of a service's own probe packs are read, up to a limit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.services import KEY, manifest
 
 @dataclass
 class FakeCluster:
-    """ConfigMaps by name, and how many were read at once."""
+    """API that serves ConfigMaps by name and counts parallel reads."""
 
     maps: dict[str, bytes] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)

@@ -1,4 +1,7 @@
-"""vLLM's page of metrics, sound and otherwise. The pages in data/ are a real engine's, cut down to what matters."""
+"""Valid and invalid pages of vLLM's metrics.
+
+The pages in data/ come from a real engine, reduced to the relevant lines.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def test_a_real_page_is_read_whole() -> None:
     totals = page.totals
     assert (totals.prompt_tokens, totals.generation_tokens, totals.finished, totals.errors) == (2404, 5902, 17, 0)
     assert totals.ttft.count == 25
-    # Every token but a request's first has one before it.
+    # Every token after a request's first one has a predecessor.
     assert totals.itl.count == totals.generation_tokens - totals.ttft.count
     assert totals.generation_lengths.total == 16 * 300 + 20
     assert 0 < totals.prefill_seconds < totals.decode_seconds
@@ -243,7 +246,7 @@ def test_a_page_says_the_same_in_whatever_chunks_and_steps_it_is_read(lines: lis
 
 
 def test_ranks_that_report_different_dtypes_are_told_as_such() -> None:
-    """The last one alone would hide the other."""
+    """The last page alone would hide the other one."""
     config = 'vllm:cache_config_info{{cache_dtype="{}",engine="{}",num_gpu_blocks="10",block_size="16"}} 1.0\n'
     for reported, told in (
         (("k4v4", "k4v4"), "k4v4"),

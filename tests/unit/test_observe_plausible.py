@@ -1,4 +1,4 @@
-"""Impossible counts from an engine are ignored, and a pod that keeps reporting them is named."""
+"""Impossible counts from an engine are ignored, and the operator names a pod that keeps reporting them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_honest_engines_are_never_doubted_and_all_of_their_work_is_counted(
         judged = fleet.scrape(5 * scrape, pages)
         assert judged.sample.implausible == judged.sample.stalled == ()
         seen = Flows.together((seen, judged.sample.flows))
-    # A page on which nothing has moved while a prompt is computed may be left out: it has no work to count.
+    # A page may be left out if no counter moved while a prompt was computed: it has no work to count.
     if not restarts:
         did = Flows.together([model.totals for model in models])
         for name in ("prompt_tokens", "generation_tokens", "finished", "prefill_seconds", "decode_seconds"):

@@ -1,4 +1,4 @@
-"""An engine's work between two pages counts once in a Sample, whatever happened between them."""
+"""A Sample counts an engine's work between two pages exactly once, even after a restart."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["run", "run", "run", "miss", "restar
 def test_what_is_seen_of_a_counter_is_what_happened_less_what_restarts_hid(
     steps: list[tuple[str, int]], tells_start: bool
 ) -> None:
-    """Exactly all of it without restarts; with them never more, and a restart hides nothing that came after it."""
+    """Count all work without restarts, never more with them, and all work after a restart."""
     fleet, now, total, happened, seen = ScrapeLoop(), 0.0, 0.0, 0.0, 0.0
     start = START if tells_start else None
     after_restart, hidden = 0.0, False

@@ -1,4 +1,4 @@
-"""Requests to the API server for a Snapshot: their number, and their cost if an answer is odd or missing."""
+"""Reads from the API server for a Snapshot: their number, and the result of an odd or missing answer."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_a_service_that_does_not_change_has_its_packs_read_once_in_a_while
         world.now += timedelta(seconds=1)
     assert set(plans) == {plans[0]}
     assert world.cluster.asked.count(path) == 3
-    # Whoever edits the spec need not wait, and a clock that was set back delays nobody.
+    # An edit of the spec takes effect at once, and a clock that was set back delays no read.
     again = edited(accuracy={"probeSets": ["configmap/mine"], "periodSeconds": 901})
     again["metadata"] |= {"generation": 3, "resourceVersion": "3"}
     world.put(again)
@@ -129,7 +129,7 @@ async def test_nothing_of_a_pack_is_kept_but_what_its_plan_needs(world: World) -
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert "configmap/m0" in str(plan.fault)
-    # The ConfigMaps have 1.6 MB; what is read for the first time in a process (schemas, patterns) is kept, too.
+    # The ConfigMaps have 1.6 MB, so they are not kept. The limit allows for schemas and patterns, which stay cached.
     assert kept < 600_000
 
 
@@ -204,4 +204,4 @@ async def test_a_spec_that_cannot_be_read_for_an_unforeseen_error_is_refused_alo
     assert fault.field == "spec"
     assert "RecursionError in informers.py:" in fault.message
     assert "hunter2" not in fault.message
-    assert found.deployments  # what runs is left as it is
+    assert found.deployments  # running objects stay known

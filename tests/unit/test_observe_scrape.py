@@ -1,4 +1,4 @@
-"""Many engines are scraped at once, some of which hang, drip or send what is large: the others never wait for them."""
+"""Scrapes of many engines run at once. Engines that hang, drip or send large pages delay none of the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GOOD = ServiceKey("good", "good")
 
 
 class Engines:
-    """A server whose paths say what it does; `asked` counts them, `open` is how many hang now."""
+    """Server whose paths select its behaviour; `asked` counts requests by path, `open` the hanging ones."""
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
@@ -85,7 +85,7 @@ async def test_a_good_service_is_scraped_while_all_of_forty_others_hang(namespac
         while served.open < METRICS.permits:
             await asyncio.sleep(0.01)
         page = await scraper.scrape(GOOD, f"{served.url}/good", ignore)
-        # It ran long before the others ended.
+        # This scrape finished long before the others.
         assert page.running == 8
         assert served.asked["hang"] < 400
         assert served.most_open <= METRICS.permits + 1
@@ -109,7 +109,7 @@ async def test_a_service_asks_few_of_its_engines_at_a_time() -> None:
 async def test_a_busy_loop_lets_no_scrape_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = asyncio.get_running_loop()
     now = loop.time()
-    monkeypatch.setattr(loop, "time", lambda: now)  # it goes on by turns, whatever else this machine does
+    monkeypatch.setattr(loop, "time", lambda: now)  # a fake clock, so that the machine's load does not matter
 
     async def busy() -> None:
         nonlocal now
@@ -139,12 +139,12 @@ async def test_large_pages_of_many_pods_at_once_take_little_memory() -> None:
         tracemalloc.stop()
     assert all("more than" in words or "no whole page" in words for words in refused)
     print("peak", peak)
-    # Both ends are in this process; 24 pages of 4 MiB are 96 MiB and their copies.
+    # Client and server share this process: 24 pages of 4 MiB are 96 MiB on each side.
     assert peak < 24 * 512 * 1024
 
 
 async def answer(head: bytes, body: bytes) -> tuple[list[int], str, int]:
-    """Return the cost of one scrape of a server that sends this: work, the error if it fails, and turns of the loop."""
+    """Return the cost of one scrape of a server that sends this: work, any error, and turns of the event loop."""
     turns, spent = 0, []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

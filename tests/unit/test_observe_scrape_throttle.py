@@ -1,4 +1,4 @@
-"""Scrape an engine often while it answers well and seldom while it does not; charge it for large pages."""
+"""Engines that answer well are scraped often, failing ones seldom, and large pages cost extra."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ MOST_WORK = METRICS_LINES + METRICS.read_bytes // METRICS_WORK_BYTES
 def asked(
     throttle: ScrapeThrottle, cycles: int, answers: str, work: int = 0, pods: tuple[str, ...] = ("a",)
 ) -> list[int]:
-    """The cycles, one a second, in which pods were asked; `answers` is gone through and around, . good and x not."""
+    """Return the cycles, one a second, in which pods were scraped.
+
+    `answers` repeats: `.` is a good one and `x` a failure.
+    """
     found = []
     for now in range(cycles):
         due = throttle.due(pods, float(now))
@@ -82,7 +85,7 @@ def test_a_pod_that_is_gone_is_forgotten() -> None:
 def test_a_page_as_large_as_it_may_be_is_read_as_often_as_its_work_is_paid_for() -> None:
     found = asked(ScrapeThrottle(), 130, ".", MOST_WORK)
     assert len(found) == 10
-    # All pods of a service are asked together, and each has a share of its own.
+    # A service's pods are scraped together, and each pays from its own share.
     assert asked(ScrapeThrottle(), 130, ".", MOST_WORK, PODS) == found
 
 
@@ -104,7 +107,7 @@ def test_whatever_engines_answer_the_work_is_bounded_and_none_is_left_out_for_ev
                 throttle.answered(pod)
             else:
                 throttle.failed(pod, now, "no")
-        # One round may be on credit: before it is asked again it is paid for.
+        # One round may overdraw the budget. The next one waits until it is paid back.
         assert work <= number * (METRICS_WORK_PER_SECOND * now + MOST_WORK) * (1 + 1e-9)
         now += pause
     now += max(BACKOFF.last, MOST_WORK / METRICS_WORK_PER_SECOND * number)

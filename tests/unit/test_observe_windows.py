@@ -1,4 +1,4 @@
-"""Scrapes are kept as far back as the spec looks, evenly and within bounds, and no event is lost."""
+"""Scrapes are kept evenly, as far back as the spec needs and within bounds, and no event is lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def at(seconds: float) -> datetime:
 
 
 def page(i: int, **changes: float) -> PodMetrics:
-    """The `i`-th page: every scrape brings ten requests, each with a first token after half a second."""
+    """Return the `i`-th page: each scrape adds ten requests, all with a first token after half a second."""
     first = Histogram((0.1, 1.0), (0, 10 * i, 0), 5.0 * i)
     counted = replace(
         PAGE, totals=Totals(prompt_tokens=1000 * i, finished=10 * i, ttft=first, generation_lengths=first)
@@ -95,7 +95,7 @@ def test_flows_are_merged_and_never_lost(near: float, times: float, buckets: int
 
 @pytest.mark.parametrize("running", [8, 1e6])
 def test_the_newest_scrape_of_a_bucket_tells_the_dtype(running: float) -> None:
-    """Also where its pages are not plausible: more requests run than there are blocks."""
+    """The same holds for implausible pages, on which more requests run than there are blocks."""
     windows = Windows(KEY)
     windows.keep(SampleRetention(bucket=1000.0))
     windows.add("r", at(0), {"p": page(1)})
@@ -174,7 +174,7 @@ def test_a_clock_that_is_set_back_leaves_nothing_that_is_dated_later_than_now(ca
     series = windows.samples()["r1"]
     assert series[-1].time == at(110)
     assert [s.time for s in series] == sorted(s.time for s in series)
-    assert series[-3].flows.finished == 0  # its page before is of a time to come: it counts as a first one
+    assert series[-3].flows.finished == 0  # the previous page lies in the future, so this one counts as the first
     assert series[-1].flows.finished == 10
     assert len([r for r in caplog.records if "set back" in r.getMessage()]) == 1
 
@@ -190,7 +190,7 @@ def test_the_model_is_what_most_pods_say() -> None:
 
 @pytest.mark.parametrize(("trial", "limit"), [(False, 95), (True, 180)])
 def test_a_busy_service_with_the_default_spec_takes_less_than_so_many_kib(trial: bool, limit: int) -> None:
-    """2,000 of them, few of which have a canary on trial, are to fit in 512 MiB, with the operator itself."""
+    """2,000 services, few of them with a canary, must fit in 512 MiB together with the operator itself."""
     rng = random.Random(0)
     bounds = tuple(float(i) for i in range(22))
     tokens, requests = [0] * 23, [0] * 23
@@ -198,7 +198,7 @@ def test_a_busy_service_with_the_default_spec_takes_less_than_so_many_kib(trial:
     windows.keep(retention_of(spec_of(manifest()), trial=trial))
 
     def scrape(i: int) -> None:
-        for _ in range(50):  # ten requests a second, and 200 tokens each
+        for _ in range(50):  # ten requests a second with 200 tokens each
             tokens[min(22, int(rng.expovariate(0.3)))] += 200
             requests[min(22, int(rng.expovariate(0.1)))] += 1
         itl, ttft = (Histogram(bounds, tuple(counts), rng.random() + i) for counts in (tokens, requests))

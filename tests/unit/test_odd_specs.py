@@ -1,4 +1,4 @@
-"""Whatever the API server lets through as a spec is decided on whole: no text of a tenant's makes a question fail."""
+"""Every spec that the API server accepts gets a complete decision: no text of a tenant makes a rule fail."""
 
 from __future__ import annotations
 

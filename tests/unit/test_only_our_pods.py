@@ -1,4 +1,4 @@
-"""Scrapes and probes go to the pods that a service's own Deployments made, and nowhere from there."""
+"""Scrapes and probes reach only pods of a service's own Deployments, and follow no redirect from there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operator's port is reached by IPv4 and IPv6, as its pod has them."""
+"""The operator listens on the address families of its pod: IPv4, IPv6 or both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An HTTPRoute of ours: made and kept, weighed as a user's is, and never one that is somebody else's."""
+"""The operator creates, keeps and weights its own HTTPRoute like a user's, and never adopts a foreign one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OURS = {("Service", KEY.name): ObjectView("s", True, "1", None)}
 
 
 def own(*, cluster=None, **spec):
-    """A trial of a service with a route of ours."""
+    """Return a trial of a service with our own route."""
     made = on_trial(3, cluster=cluster)
     edit(made, route=ROUTE, kvCache={"mode": "Fixed", "dtype": OLD}, **spec)
     made.settle()

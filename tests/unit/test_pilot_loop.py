@@ -1,4 +1,4 @@
-"""The loop over the fleet: every service's turn comes, whatever the others do; a cache that proved old is read anew."""
+"""The loop over all services gives each one its turn, and reloads a cache that turned out stale."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.services import manifest, snapshot
 
 
 class World:
-    """A pilot over a cache that is filled by hand; scrapes hang, break or are counted, and so are writes."""
+    """Pilot over a cache that the test fills. Scrapes can hang, fail or be counted, and writes are counted too."""
 
     def __init__(self, services: int, scrape_seconds: float = 0.1) -> None:
         self.engines = 3 * services
@@ -109,14 +109,14 @@ async def test_scrapes_are_spread_over_a_cycle_that_is_as_long_as_the_fleet_need
     scrape_seconds: float, pages_per_second: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PAGES_PER_SECOND", pages_per_second)
-    world = World(20, scrape_seconds)  # 60 pods: a second, by the one limit or by the other
+    world = World(20, scrape_seconds)  # 60 pods: either limit allows one scrape a second
     await world.run(lambda: len(world.times) >= 20)
     assert all(time >= i / 20 - 0.01 for i, time in enumerate(world.times))
 
 
 async def test_every_service_is_looked_at_after_its_scrape() -> None:
     world = World(5)
-    await world.run(lambda: world.performed >= 5 + 15)  # as something new, and in each of three cycles
+    await world.run(lambda: world.performed >= 5 + 15)  # once because each is new, and once in each of three cycles
     assert min(world.scraped.values()) >= 2
 
 
@@ -134,7 +134,7 @@ async def test_a_question_that_fails_is_counted_and_logged_with_its_service_once
     world = World(1, scrape_seconds=0.05)
     with failing([Question.ACCURACY]):
         await world.run(lambda: world.performed >= 3)
-    assert world.probes_asked == 0  # a probe that runs goes on
+    assert world.probes_asked == 0  # a running probe continues
     labels = {"namespace": "models", "name": "s0", "question": "Accuracy"}
     count = world.telemetry.registry.get_sample_value("kvpilot_unanswered_questions_total", labels)
     assert count is not None
@@ -155,4 +155,4 @@ async def test_what_is_refused_is_decided_upon_at_once_and_then_no_more() -> Non
     await world.run(lambda: world.performed >= 2 and bool(world.scraped))
     told = [decision.status.condition("Stalled").status for decision in world.decided]
     assert told[:2] == ["False", "True"]
-    assert world.performed <= 3  # the third is the look after the one scrape
+    assert world.performed <= 3  # the third one follows the only scrape

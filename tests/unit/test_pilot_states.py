@@ -1,4 +1,4 @@
-"""Bad days: random load, faults, spec edits and operator restarts, with what must hold after every single write."""
+"""Invariants after every write under random load, faults, spec edits and operator restarts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SPECS = st.fixed_dictionaries(
 
 
 def service(spec: dict[str, Any]) -> dict[str, Any]:
-    """A valid service: dtype goes with mode Fixed, and with it alone."""
+    """Return a valid service: mode Fixed requires a dtype, and other modes forbid it."""
     spec = {**spec, "kvCache": dict(spec["kvCache"])}
     if spec["kvCache"]["mode"] == "Fixed":
         spec["kvCache"]["dtype"] = "k8v4"
@@ -68,7 +68,7 @@ def service(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 class BadDays(RuleBasedStateMachine):
-    """One service in a model cluster; what the rules do to it, users, kubelets and networks do to real ones."""
+    """Service in a model cluster. Rules act on it as users, kubelets and networks do."""
 
     @initialize(spec=SPECS)
     def begin(self, spec: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class BadDays(RuleBasedStateMachine):
         self.edited = self.cluster.now
         self.before = self._seen()
 
-    # What happens.
+    # Events.
 
     @rule(ticks=st.integers(1, 60))
     def time_passes(self, ticks: int) -> None:
@@ -138,7 +138,7 @@ class BadDays(RuleBasedStateMachine):
     def a_probe_times_out(self) -> None:
         self.cluster.probe = ProbeResult(self.cluster.probe.request, ProbeFailed("ProbeTimeout", "hangs"))
 
-    # What holds, whatever happened.
+    # Invariants.
 
     @invariant()
     def every_decision_has_its_reason(self) -> None:
@@ -152,7 +152,7 @@ class BadDays(RuleBasedStateMachine):
         assert not status_faults(json.loads(json.dumps(self.cluster.status)))
 
     def teardown(self) -> None:
-        """Once input is constant the service converges, and then nothing is ever written again."""
+        """Check that the service converges with constant input, and that the operator then writes nothing more."""
         if not hasattr(self, "cluster"):
             return
         self.cluster.places = None
@@ -173,7 +173,7 @@ class BadDays(RuleBasedStateMachine):
                 return
         raise AssertionError(f"not settled, last: {last}")
 
-    # How it is seen.
+    # Helpers.
 
     def _tick(self, cut_after: int | None = None) -> None:
         self.before = self._seen()
@@ -183,12 +183,12 @@ class BadDays(RuleBasedStateMachine):
             self._check_do_not_evict(decision)
 
     def _essence(self) -> dict[str, Any]:
-        """The status without what the periodic probes of an unchanged service go on to say."""
+        """Return the status without the results of periodic probes, which change even in an unchanged service."""
         passing = ("conditions", "accuracy")
         return {k: v for k, v in self.cluster.status.items() if k not in passing}
 
     def _forget(self) -> None:
-        """Forget what a new process does not know."""
+        """Forget everything that a new process does not know."""
         self.cluster.samples = {}
         self.cluster.probe = None
 
@@ -239,7 +239,7 @@ class BadDays(RuleBasedStateMachine):
         assert self.cluster.now - changed >= timedelta(seconds=DWELL) - STEP
 
     def _check_owners(self) -> None:
-        """One writer of replicas: after a whole reconcile in scaling mode External there is only the user's number."""
+        """Check after a whole reconcile that only the user sets replicas in scaling mode External."""
         spec, status = self.cluster.obj["spec"], self._status()
         if spec["scaling"]["mode"] != "External":
             return
@@ -250,7 +250,7 @@ class BadDays(RuleBasedStateMachine):
             assert self.cluster.deployments[status.stable.revision][1] == theirs
 
     def _check_do_not_evict(self, decision: Decision) -> None:
-        """After a whole reconcile nobody who stays is kept from being moved but who is on trial, or asked."""
+        """Check after a whole reconcile that only pods under trial or probe are protected from eviction."""
         canary = self._status().canary
         judged = canary is not None and canary.stage in ("Starting", "Probing", "Shifting")
         if decision.probe is None and (not judged or self.cluster.obj["spec"]["rollout"]["paused"]):
@@ -258,14 +258,14 @@ class BadDays(RuleBasedStateMachine):
             assert not self.cluster.do_not_evict & staying
 
     def _check_budget(self) -> None:
-        """Once all is quiet a budget lets at least one pod leave."""
+        """Check that the disruption budget of a converged service lets at least one pod leave."""
         if self.cluster.budget is not None:
             one = self.cluster.budget["selector"]["matchLabels"].get(REVISION_LABEL)
             asked = sum(count for name, (_, count) in self.cluster.deployments.items() if one in (None, name))
             assert asked > self.cluster.budget["minAvailable"]
 
     def _check_last_word(self) -> None:
-        """Once all is quiet no tool waits for ever."""
+        """Check that no tool waits for ever on a converged service."""
         status, obj = self._status(), self.cluster.obj
         told = {one.type: one for one in status.conditions}
         word = compute(seen(self.cluster))

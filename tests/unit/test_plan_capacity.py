@@ -31,7 +31,7 @@ def test_capacities_are_within_half_a_percent_of_those_measured_on_an_h200():
     runs = [run for run in json.loads(MEASURED.read_text()) if run["shape"] == "llama3-8b"]
     dtypes = tuple(run["dtype"] for run in runs)
     assert {"auto", "fp8", "int8", "k8v4", "k4v4", "k4v2"} == set(dtypes)
-    # Measured before there was a recent window.
+    # Measured before the recent window existed.
     request = Request(models.find("Llama-3-8B"), find_gpu("H200"), dtypes=dtypes, recent_tokens=0)
     planned = {row.dtype: row.fits[-1].tokens for row in make(request).rows}
     for run in runs:
@@ -81,7 +81,8 @@ def test_a_page_of_k4v4_at_head_dim_256_wastes_six_percent_of_a_window_layer():
 
 
 def test_a_window_that_begins_inside_a_block_holds_one_block_more():
-    layout = cache(models.find("gemma-3-4b-it"), "auto", 1)  # blocks of 16 tokens, a window of 1,024, 1 + 6 groups
+    # Blocks of 16 tokens, a window of 1,024, and groups of 1 + 6 layers.
+    layout = cache(models.find("gemma-3-4b-it"), "auto", 1)
     assert layout.held(1024) == 64 + 6 * 64
     assert layout.held(1025) == 65 + 6 * 65
 
@@ -133,7 +134,7 @@ def test_fewer_bits_never_hold_less(model, blocks, gigabytes, data):
         ("k4v2", 64, 2048, 32 + 2),
         ("k2v2", None, 2048, 32 + 23),
         ("k2v2", 512, 2048, 32 + 23),
-        ("k2v2", 512, 30, 1 + 2),  # a ring's page holds 23 tokens, and the sequence has 30
+        ("k2v2", 512, 30, 1 + 2),  # a page of the ring holds 23 tokens, and the sequence has 30
         ("int8", 512, 2048, 32),
         ("fp8", 512, 2048, 128),
     ],
@@ -144,13 +145,13 @@ def test_every_sequence_holds_the_pages_of_its_recent_window(dtype, recent, cont
 
 def test_the_default_window_of_a_model_of_short_contexts_is_cut_as_its_engine_cuts_it():
     short = replace(models.find("Llama-3.1-8B"), max_positions=300)
-    assert cache(short, "k2v2", 1).held(300) == 5 + 12  # 256 tokens, 23 in a page
+    assert cache(short, "k2v2", 1).held(300) == 5 + 12  # 256 tokens in blocks, 23 tokens in a ring page
     (row,) = make(Request(short, find_gpu("H200"), dtypes=("k2v2",))).rows
     assert (row.recent_tokens, row.fits[-1].context) == (256, 300)
 
 
 def test_a_recent_window_beside_layers_with_a_sliding_one_is_of_the_full_layers_alone():
-    # Blocks of 256 tokens, whose pages hold the windows of 256 tokens as well; 10 of 62 layers are full.
+    # Blocks have 256 tokens, and so do the windows: one page holds both. 10 of 62 layers are full.
     layout, without = (cache(models.find("gemma-3-27b-it"), "k4v4", 1, recent) for recent in (256, 0))
     assert layout.held(8192) == without.held(8192) + layout.full_groups
 
@@ -183,7 +184,7 @@ def test_a_bound_holds_never_more_than_the_whole_cache_and_no_more_however_long_
 
 
 def test_a_bounded_sequence_holds_what_the_engines_scheduler_lets_it_hold():
-    # tests/runtime/test_bounded_engine.py: blocks of 16 tokens, 4 sinks and a window of 64, a token a step.
+    # From tests/runtime/test_bounded_engine.py: blocks of 16 tokens, 4 sinks, a window of 64, one token a step.
     layout = cache(models.find("Llama-3.1-8B"), "auto", 1)
     assert Bound(4, 64).of(layout).held(407) == 1 + 64 // 16 + 1
     assert Bound(4, 64).of(layout).held(40) == 3
@@ -215,7 +216,7 @@ def test_a_latent_cache_is_kept_whole_by_every_gpu():
 
 def test_latents_take_as_much_less_as_was_measured_on_an_h200():
     runs = {run["dtype"]: run["kv_tokens"] for run in json.loads(MEASURED_LATENTS.read_text())}
-    model = models.find("DeepSeek-V3")  # of each layer as DeepSeek-V2-Lite
+    model = models.find("DeepSeek-V3")  # each layer has the size of DeepSeek-V2-Lite's
     tokens = {dtype: cache(model, dtype, 1).tokens(100 * GB, 66_560) for dtype in ("auto", "mla8", "mla4")}
     for dtype in ("mla8", "mla4"):
         assert tokens[dtype] / tokens["auto"] == pytest.approx(runs[dtype] / runs["auto"], rel=0.005)

@@ -91,10 +91,10 @@ def test_a_bound_is_planned_beside_the_whole_cache(capsys):
     for row, plain in zip(document["dtypes"], whole["dtypes"], strict=True):
         assert (row["capacities"], plain["bounded"]) == (plain["capacities"], None)
         bounded, block = row["bounded"], 16 if row["dtype"] in ("auto", "fp8") else 64
-        kept = block + 4096 + block  # the sinks' page, and the window, which may begin inside one
+        kept = block + 4096 + block  # the sinks' page, and a window that may begin inside a page
         assert bounded["bytes_per_sequence"] == kept * row["bytes_per_token"]
         at = {fit["context_tokens"]: fit for fit in bounded["capacities"]}
-        # Of one length whatever the context, once it is past what is kept; the tokens are those of the streams.
+        # Beyond the kept tokens, size does not depend on the context. The tokens are those of all streams.
         assert (
             at[8192]["sequences"]
             == at[131072]["sequences"]
@@ -381,7 +381,7 @@ def test_a_dtype_that_cannot_serve_says_why(capsys):
         for row in planned(capsys, "DeepSeek-V3", "--gpu", "H200", "--gpus", "8", "--dtype", "auto,fp8,k4v4")["dtypes"]
     }
     assert infeasible["auto"] is None
-    assert infeasible["fp8"] is None  # vLLM's own, and it has it
+    assert infeasible["fp8"] is None  # vLLM's own dtype, which supports this model
     assert "multi-head latent attention" in infeasible["k4v4"]
     assert main(["Llama-3.1-8B", "--dtype", "mla4"]) == 0
     assert "mla4 does not support a model without multi-head latent attention" in capsys.readouterr().out

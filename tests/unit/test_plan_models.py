@@ -10,7 +10,7 @@ TABLE = models.table()
 
 
 def as_config(model):
-    """A config.json with the facts of a model of the table."""
+    """Return a config.json with the facts of a model in the table."""
     config = {
         "num_hidden_layers": model.layers,
         "hidden_size": model.hidden,
@@ -34,10 +34,10 @@ def as_config(model):
     return config
 
 
-# Latent attention has shapes that the table leaves out.
+# The table has no shapes for latent attention.
 @pytest.mark.parametrize("model", [m for m in TABLE if not m.latent_dim], ids=lambda model: model.name)
 def test_the_parameters_of_the_table_follow_from_its_shapes(model):
-    # Without norms and biases, and without the image tower of the larger Gemma 3 (0.42e9 parameters).
+    # Not counted: norms, biases and the image tower of the larger Gemma 3 models (0.42e9 parameters).
     images = 420e6 if model.name.startswith("google/gemma-3-") and "1b" not in model.name else 0
     counted = from_config(as_config(model), model.name)
     assert counted.parameters + images == pytest.approx(model.parameters, rel=0.002)

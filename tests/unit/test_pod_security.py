@@ -1,4 +1,4 @@
-"""Pods that the operator makes pass Pod Security "restricted": its rules, as the standard lists them, asked of each."""
+"""Every pod of the operator passes Pod Security "restricted", with each rule of the standard checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""engine.podTemplate: what is added to the engine's pods, and what nobody can take from them or give them by it."""
+"""engine.podTemplate: the fields that users may add to engine pods, and the fields that they may not change."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_shared_memory_has_a_default_size_and_grows_by_offloaded_blocks(volumes:
 
 
 def lost(ours: Json, found: Json, path: str) -> Iterator[str]:
-    """Paths of our own template that are not as they were; what the engine may do is the user's to say."""
+    """Return paths at which our own template changed; users may set the engine's permissions."""
     if path.endswith(".securityContext"):
         return
     if isinstance(ours, dict):
@@ -205,7 +205,7 @@ def test_whatever_is_accepted_takes_nothing_of_ours_from_a_pod(given_template: J
     ours = pod_template(KEY.name, spec_of(plain), "k4v4")
     found = pod_template(KEY.name, spec_of(obj), "k4v4")
     for one in (ours, found):
-        # The hash of all the rest.
+        # The hash of everything else.
         del one["metadata"]["labels"]["kvpilot.io/revision"]
     assert list(lost(ours, found, "template")) == []
 

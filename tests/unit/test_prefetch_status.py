@@ -1,4 +1,4 @@
-"""Reports on the Job that fills a claim, in status and conditions, and its progress on its metrics page."""
+"""The Job that fills a claim: its state in status and conditions, and its progress on its metrics page."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_why_it_does_not_come_on_is_told_with_the_remedy(
     assert said(decision, "Stalled").status == ("True" if stuck else "False")
     assert said(decision, "Reconciling").status == ("False" if stuck else "True")
     assert applied(decision, "Deployment") == []
-    # It is tried again by itself all the time, so it goes on as soon as it can.
+    # The Job retries by itself, so it continues as soon as it can.
     assert applied(decision, "Job")
     assert deleted(decision) == []
 
@@ -129,7 +129,7 @@ def test_an_unread_job_is_neither_made_nor_deleted() -> None:
     assert (applied(decision, "Job"), deleted(decision), applied(decision, "Deployment")) == ([], [], [])
 
 
-# Its page.
+# The Job's metrics page.
 
 
 def read(page: bytes) -> tuple[int, int]:

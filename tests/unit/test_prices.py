@@ -1,4 +1,4 @@
-"""Prices by kind of GPU: what is refused, what a service is said to cost, and that no price decides anything."""
+"""Prices by kind of GPU: validation and the reported cost of a service. No decision depends on a price."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def priced(status: Status | None = None, **changes: object) -> Snapshot:
 def test_a_service_says_what_it_costs_an_hour_and_a_million_generated_tokens() -> None:
     figures = decide(priced()).figures
     assert figures.cost_per_hour == 7
-    # 7 an hour for 100 tokens a second
+    # 7 an hour, for 100 tokens a second.
     assert figures.cost_per_million_tokens == pytest.approx(7 / 0.36)
     free = decide(priced(gpu_hour_micros=None)).figures
     assert (free.cost_per_hour, free.cost_per_million_tokens) == (None, None)

@@ -1,4 +1,4 @@
-"""Whatever an engine answers is read or a typed error: a real HTTP server here speaks each bad answer."""
+"""Every answer of an engine is parsed or raises a typed error: a real HTTP server sends each bad answer."""
 
 import asyncio
 import json
@@ -93,7 +93,7 @@ async def test_a_chosen_token_without_a_finite_logprob_makes_no_baseline(logprob
 
 @pytest.mark.parametrize(("after", "finish"), [(1, None), (1, "length"), (7, "length"), (7, "abort"), (0, "length")])
 async def test_an_answer_that_is_cut_short_makes_no_baseline(after: int, finish: str | None) -> None:
-    """One token a prompt, which a prefill gives, is an agreement of 0 of 0 positions."""
+    """One token a prompt comes from prefill alone, so agreement covers 0 positions."""
     async with engine(ending(after, finish)) as url:
         with pytest.raises(MalformedAnswer, match=f"{after} of 8 tokens, finish_reason '{finish or ''}'"):
             await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
@@ -107,7 +107,7 @@ async def test_an_answer_that_the_model_ends_is_a_baseline() -> None:
 
 @pytest.mark.parametrize("finish", [None, "length", "stop"])
 async def test_a_candidate_that_ends_before_the_baseline_does_is_not_measured(finish: str | None) -> None:
-    """A first token that agrees proves nothing: of such answers alone no position would be judged."""
+    """A matching first token proves nothing. Such answers alone leave no position to judge."""
     async with engine(ending(1, finish)) as url:
         with pytest.raises(MalformedAnswer, match="1 of 8 tokens"):
             await measure(url, "m", baseline(), settings=SETTINGS)
@@ -234,7 +234,7 @@ async def test_a_stream_that_breaks_after_its_first_token_is_unreachable_and_not
 
 
 async def test_more_tokens_than_a_prompt_can_have_are_not_read() -> None:
-    """16 MiB of {} for tokens took 474 MiB."""
+    """A 16 MiB answer of {} as tokens once took 474 MiB to parse."""
 
     async def handler(_path: str, _body: Body, writer: Writer) -> None:
         respond(writer, b'{"tokens": [')

@@ -1,4 +1,4 @@
-"""A baseline survives being kept, and nothing else is taken for one."""
+"""A stored baseline decodes unchanged, and no other data passes as a baseline."""
 
 import math
 import random
@@ -31,7 +31,7 @@ ids = st.integers(0, MAX_TOKEN_ID)
 
 
 def _possible(top: dict[int, float]) -> dict[int, float]:
-    """The same, as probabilities that add up to 1 at most."""
+    """Return them as probabilities that add up to 1 at most."""
     over = math.log(max(1.0, math.fsum(map(math.exp, top.values()))))
     return {token: max(-30.0, lp - over) for token, lp in top.items()}
 

@@ -1,4 +1,4 @@
-"""Probe packs: what is built in, what a user may bring, and what is refused with a remedy."""
+"""Probe packs: the built-in ones, valid ones of users, and refusals with a remedy."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The prober: one probe a service, kept baselines found again, nothing held by what hangs."""
+"""The prober runs one probe for each service, finds kept baselines again, and lets no hanging probe block others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPEC = spec_of(manifest(accuracy={"probeSets": ["builtin/general"]}))
 
 
 class FakeCluster:
-    """ConfigMaps by name."""
+    """API that serves ConfigMaps by name."""
 
     def __init__(self) -> None:
         self.maps: dict[str, dict[str, Any]] = {}
@@ -50,7 +50,7 @@ class FakeCluster:
 
 
 class Bench:
-    """A prober, and the probe of each service that is asked for."""
+    """A prober, and the requested probe of each service."""
 
     def __init__(self) -> None:
         self.cluster = FakeCluster()
@@ -92,7 +92,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 @asynccontextmanager
 async def sound() -> AsyncIterator[tuple[str, list[str]]]:
-    """A sound engine, and the paths that it was asked for."""
+    """Serve a sound engine, and record the requested paths."""
     asked: list[str] = []
 
     async def handler(path: str, body: Body, writer: Writer) -> None:
@@ -147,7 +147,7 @@ async def test_a_baseline_of_an_engine_that_differs_from_itself_is_not_kept(benc
 
 
 async def test_a_kept_baseline_whose_control_is_beyond_the_limits_is_captured_anew(bench: Bench) -> None:
-    """An older kvpilot kept any."""
+    """Ignore a noisy baseline that an older kvpilot kept."""
     good = await captured(bench)
     assert good.control is not None
     loud = replace(good.control, mean_kl_micronats=4_800_000, top1_agreement_permille=0)
@@ -290,7 +290,7 @@ async def test_however_many_engines_hang_a_good_one_is_probed(
 async def test_an_engine_that_is_slow_to_begin_is_probed_in_the_end_although_others_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It loses its permit, which is no failure, and comes again with more patience."""
+    """The probe loses its permit, which is no failure, and retries with a longer timeout."""
     monkeypatch.setattr(module, "CANARY_PROBE", replace(CANARY_PROBE, permits=2, patience_seconds=0.1))
     asked = 0
 

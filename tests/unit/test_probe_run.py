@@ -40,8 +40,8 @@ async def test_the_engine_that_was_captured_shows_no_damage_against_itself() -> 
     assert (kept.identity, kept.dtype, kept.positions, kept.left_out) == ("abc", "auto", 32, ())
     assert [p.name for p in kept.prompts] == [f"builtin/general/p{i}" for i in range(4)]
     assert (again.mean_kl_micronats, again.p99_kl_micronats, again.top1_agreement_permille) == (0, 0, 1000)
-    # Of every prompt the first token comes from a prefill and proves nothing.
-    # A half and a whole of each prompt, and one answer to show.
+    # The first token of each prompt comes from prefill and proves nothing. The probe asks for half and all of each
+    # prompt, and for one answer to show.
     assert (again.prompts, again.positions, again.requests) == (4, 28, 9)
 
 
@@ -131,7 +131,7 @@ async def test_no_more_requests_are_in_flight_than_allowed() -> None:
 
 
 async def test_what_the_engine_no_longer_needs_to_decode_is_cut_off() -> None:
-    """After the first difference the connection is closed, so that the engine aborts the rest."""
+    """The prober disconnects after the first difference, so that the engine aborts the rest."""
     written: list[int] = []
 
     async def handler(_path: str, body: Body, writer: Writer) -> None:

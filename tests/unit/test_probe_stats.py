@@ -1,4 +1,4 @@
-"""Damage: what the statistics of a probe promise."""
+"""Properties of the statistics by which a probe measures damage."""
 
 import math
 from itertools import pairwise
@@ -67,7 +67,7 @@ def test_the_same_answer_is_no_damage(a: list[float]) -> None:
 
 @given(weights, weights, st.floats(0, 1), st.floats(0, 1))
 def test_damage_grows_with_the_share_of_another_answer(a: list[float], b: list[float], s: float, t: float) -> None:
-    """KL(p || (1 - s) p + s q) rises with s; told from whole distributions, so that no token falls out of the top."""
+    """KL(p || (1 - s) p + s q) rises with s. Distributions are whole, so no token drops out of the top k."""
     p, q = normalised(a), normalised(b)
     less, more = sorted((s, t))
 
@@ -78,7 +78,7 @@ def test_damage_grows_with_the_share_of_another_answer(a: list[float], b: list[f
 
 
 def test_an_answer_without_one_shared_token_is_large_damage() -> None:
-    """A sum over shared tokens alone would be empty here and call garbage perfect."""
+    """A sum over shared tokens only would be empty here, and garbage would look perfect."""
     sure = {1: math.log(0.9), 2: math.log(0.05), 3: math.log(0.01)}
     garbage = {7: math.log(0.5), 8: math.log(0.3), 9: math.log(1e-4)}
     assert kl_nats(sure, garbage) > 5
@@ -108,7 +108,7 @@ def test_a_position_agrees_when_the_greedy_tokens_are_equal() -> None:
 
 @given(weights, st.sampled_from([0.0, 1 / 4096, 1 / 512]))
 def test_what_an_engine_reports_of_a_distribution_is_possible(a: list[float], rounding: float) -> None:
-    """float32 is off by 1e-7 of a logprob, what is kept by half of 1/2048 nat, bfloat16 by 1/512 of a logprob."""
+    """Errors of a logprob: float32 1e-7, storage half of 1/2048 nat, bfloat16 1/512 of its value."""
     told = {token: lp + rounding for token, lp in top(normalised(a)).items()}
     assert impossible(told, next(iter(told))) is None
 
@@ -164,7 +164,7 @@ def test_a_thousand_permille_means_that_every_position_agreed() -> None:
 
 
 def test_the_standard_error_takes_a_prompts_positions_as_one_cluster() -> None:
-    """Hundred equal positions of one prompt are one piece of evidence, not a hundred."""
+    """A hundred equal positions of one prompt count as one observation."""
     clustered = [Compared(p, i, float(p), True) for p in (0, 1) for i in range(100)]
     spread = [Compared(i, i, float(i % 2), True) for i in range(200)]
     assert summarise(clustered).stderr_kl_micronats == pytest.approx(500_000, abs=1)

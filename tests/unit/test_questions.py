@@ -1,4 +1,4 @@
-"""Whatever goes wrong in one question of a reconcile is said on that service, and the others are answered."""
+"""A failed rule of a reconcile is reported on its service, and all other rules still run."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_serves_is_repaired_and_scaled_whatever_question_fails(question):
 
 @cache
 def reached(where: str, *, routed: bool = False) -> ModelCluster:
-    """A trial that has come to this stage; for tests to copy."""
+    """Return a trial at this stage; tests copy it."""
     bad = frozenset([NEW]) if where == "RollingBack" else frozenset()
     spec = {"routeRef": {"name": "web"}} if routed else {}
     cluster = on_trial(3, cluster={"bad": bad, "rules": ROUTE if routed else None}, min_available=2, **spec)
@@ -124,7 +124,7 @@ def test_nothing_that_runs_is_deleted_although_a_lost_status_cannot_be_made_anew
     assert cluster.deployments == before
 
 
-# What each part of a decision is made of.
+# The inputs of each part of a decision.
 _FIRST = {Question.WORKLOAD, Question.REPLICAS, Question.STEP, Question.TARGET, Question.TRIAL}
 _BEFORE_OBJECTS = _FIRST | {Question.ACCURACY}
 SUMMING_UP = ("Ready", "Reconciling", "Stalled")
@@ -149,7 +149,7 @@ PARTS = {
 
 
 def by_name(manifests: list[object]) -> list[object]:
-    """Return manifests whatever their order: that is another question."""
+    """Return manifests sorted by name, because their order belongs to another question."""
     return sorted(manifests, key=lambda one: one["metadata"]["name"])
 
 
@@ -164,7 +164,7 @@ def replicas_of(decision: Decision) -> dict[str, int]:
 
 @cache
 def moments() -> tuple[Snapshot, ...]:
-    """Snapshots of services in all stages of trials that end well and badly."""
+    """Return snapshots of services in all stages of successful and failed trials."""
     seen: list[Snapshot] = []
     for bad, spec in itertools.product((frozenset(), frozenset([NEW])), ({}, {"routeRef": {"name": "web"}})):
         cluster = on_trial(3, cluster={"bad": bad, "rules": ROUTE if spec else None}, min_available=2, **spec)

@@ -1,4 +1,4 @@
-"""The operator remembers everything about a service in one record, which lasts as long as the service."""
+"""The operator keeps everything about a service in one record, which lives as long as the service."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from support.services import KEY, manifest
 
 NAMES = ("a", "b", "c")
 PAGE = replace(parse_page(REAL.decode()), dtype="auto")
-"""The page of an engine that stores what it was asked for."""
+"""Page of a real engine whose dtype is set to that of the service."""
 
 
 def setup_module() -> None:
-    """The first CEL rule to be compiled raises Python's recursion limit; hypothesis wants none to change in a test."""
+    """Compile one CEL rule first: that raises Python's recursion limit, which hypothesis forbids during a test."""
     faults(manifest())
 
 
 class Engines:
-    """All answer with the same page; probes of them hang, fail or find nothing, by the service's name."""
+    """Engines with one common page. Their probes hang, fail or find nothing, by the service's name."""
 
     async def scrape(self, *_: object) -> PodMetrics:
         await asyncio.sleep(0)
@@ -64,7 +64,7 @@ class Engines:
 
 
 class World:
-    """A Pilot with its real parts before an API server in memory; `decided` has what decisions were made from."""
+    """Pilot with its real parts over an API server in memory; `decided` records the inputs of decisions."""
 
     def __init__(self) -> None:
         self.api = MemoryApi()
@@ -94,7 +94,7 @@ class World:
             self.api.drop(KIND, name)
 
     def replace(self, name: str) -> None:
-        """Deleted and created again, and a watch that was away tells of the second one alone."""
+        """Recreate the service. A watch that was away reports only the second one."""
         hears, self.api.on_change = self.api.on_change, lambda _: None
         self.delete(name)
         self.api.on_change = hears
@@ -110,14 +110,14 @@ class World:
         self.api.run_engines()
 
     def collect(self, name: str = "") -> None:
-        """The garbage collector has caught up with what nobody owns any more."""
+        """Run the garbage collector: it deletes objects without an owner."""
         uids = {obj["metadata"]["uid"] for obj in self.api.objects.values()}
         for what, obj in list(self.api.objects.items()):
             if any(owner.get("uid", "") not in {*uids, ""} for owner in obj["metadata"].get("ownerReferences") or ()):
                 self.api.drop(*what)
 
     def refuse(self, name: str) -> None:
-        """Deployments of the service are refused from now on, and of no other."""
+        """Refuse Deployments of this service from now on, and of no other."""
         error = Rejected("PATCH", "/x", 403, "quota", "Forbidden")
 
         def refuses(obj: Any) -> Rejected | None:
@@ -138,7 +138,7 @@ class World:
         return record
 
     async def run(self, story: Callable[[], Awaitable[None]]) -> None:
-        """Until the story ends; failures are repeated soon."""
+        """Run until the story ends, with short retry pauses."""
         with patch.object(pilot, "decide", self._decide), patch.object(workqueue, "_BACKOFF", Backoff(0.001, 0.01)):
             task = asyncio.create_task(self.pilot.run(asyncio.Event()))
             try:
@@ -159,9 +159,7 @@ class World:
 
 
 def reachable(roots: Iterable[object], but: tuple[type, ...]) -> Iterator[object]:
-    """Return the objects that these ones reach through kvpilot's objects, containers and callbacks, but not through
-    `but`.
-    """
+    """Return objects reachable through kvpilot's objects, containers and callbacks, but not through `but`."""
     seen: dict[int, object] = {}
     left: deque[object] = deque(roots)
     while left:
@@ -215,7 +213,7 @@ def test_living_services_are_remembered_and_nobody_else_whatever_comes_and_goes(
         before = len(world.decided)
 
         def twice() -> bool:
-            """A service's second decision comes after all that followed from its first."""
+            """Return True after each service's second decision, which follows every effect of the first."""
             seen = Counter((s.key.name, s.uid) for s in world.decided[before:])
             return all(seen[one] > 1 for one in world.living())
 
@@ -226,8 +224,8 @@ def test_living_services_are_remembered_and_nobody_else_whatever_comes_and_goes(
         await world.run(partial(play, world))
         assert world.remembered() == world.living()
         assert shown(world.telemetry) == {name for name, _ in world.living()}
-        # With nothing under way, only the records and the cache know a service at all. A reconcile that was cut off
-        # may have put its service, which lives, into the queue again.
+        # An idle service is referenced only by its record and the cache. An interrupted reconcile of a live service may
+        # also have requeued it.
         roots, but = [world.pilot, world.observer, world.telemetry], (Registry, InformerCache, MemoryApi)
         assert [one for one in reachable(roots, (*but, FairQueue)) if isinstance(one, ServiceKey)] == []
         waiting = {one.name for one in reachable(roots, but) if isinstance(one, ServiceKey)}
@@ -237,7 +235,7 @@ def test_living_services_are_remembered_and_nobody_else_whatever_comes_and_goes(
 
 
 async def test_a_service_that_takes_the_name_of_another_starts_afresh() -> None:
-    """It has the same spec, and nobody told that the first one went."""
+    """The new service has the same spec, and no event reported the deletion of the first one."""
     world = World()
 
     async def play() -> None:

@@ -1,4 +1,4 @@
-"""The objects that a service becomes."""
+"""The objects that the operator renders for a service."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_disk_for_offloaded_blocks_is_a_claim_or_a_volume_of_the_pods_own_and_
     assert f"--kv-offloading-disk-path={mount['mountPath']}" in container["args"]
     assert f"--kv-offloading-disk-size={asked['sizeGiB']}" in container["args"]
     assert "readOnly" not in mount
-    assert pod["securityContext"]["fsGroup"]  # whose group may write a new volume
+    assert pod["securityContext"]["fsGroup"]  # this group may write a new volume
     assert revision(without) != revision(template)
     assert not [one for one in without["spec"]["volumes"] if one["name"] == "offload"]
 
@@ -224,7 +224,7 @@ def test_every_volume_of_a_pod_can_be_moved_so_that_none_keeps_an_autoscaler_fro
         pod, _ = engine(model={"source": source}, cache={"weightsClaimName": "w", "compileClaimName": "c"})
         for volume in pod["volumes"]:
             assert "hostPath" not in volume
-            # Cluster Autoscaler leaves a node whose pods would lose what an emptyDir on its disk holds.
+            # Cluster Autoscaler keeps a node if its pods would lose data in an emptyDir on disk.
             assert volume.get("emptyDir", {}).get("medium", "Memory") == "Memory"
 
 

@@ -1,4 +1,4 @@
-"""A replica leads as soon as the API server lets it, and hands over in order."""
+"""A replica leads as soon as the API server grants the Lease, and releases it in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvpilot_operator.errors import ClusterError, NotLeader
 
 
 class FakeLeader:
-    """Leads until it is made quiet."""
+    """Leader until it is silenced."""
 
     def __init__(self, fence: WriteFence) -> None:
         self._fence = fence
@@ -55,7 +55,7 @@ async def led(fence: WriteFence, failures: list[Exception]) -> FakeLeader:
 
 
 async def life(fence: WriteFence, start: Callable[[], Awaitable[Any]], stop: asyncio.Event) -> None:
-    """Lead until told to stop, then hand over: what the operator's process does."""
+    """Lead until told to stop, and then release the Lease, like the operator's process."""
     one = Replica(fence, start)
 
     async def lead() -> None:

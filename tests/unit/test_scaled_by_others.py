@@ -1,4 +1,4 @@
-"""An HPA or KEDA reads /scale, and the operator follows its writes there, down to zero and back."""
+"""An HPA or KEDA scales a service through /scale, and the operator follows, down to zero and back."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from support.trials import BUSY, NEW, OLD, end_of, ended, on_trial, service, sta
 
 
 def scale(cluster: ModelCluster) -> tuple[int, str]:
-    """status.replicas and status.selector, as /scale shows them."""
+    """Return status.replicas and status.selector, as /scale shows them."""
     status = parse_status(cluster.status)
     return status.replicas, status.selector
 
 
 def selected(cluster: ModelCluster) -> Counter[str]:
-    """Ready pods by revision that an autoscaler would average over."""
+    """Return the ready pods by revision that an autoscaler would average over."""
     wanted = dict(pair.split("=") for pair in scale(cluster)[1].split(","))
     assert wanted[SERVICE_LABEL] == KEY.name
     one = wanted.get(REVISION_LABEL)

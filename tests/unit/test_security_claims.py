@@ -1,4 +1,4 @@
-"""docs/security-claims.md says who is trusted with what, and each line names the tests that hold it."""
+"""docs/security-claims.md lists the trust in each party, and each line names the tests that hold it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On which processors vLLM serves quantized KV-cache dtypes of its own."""
+"""Detection of processors on which vLLM serves its own quantized KV-cache dtypes."""
 
 import pytest
 

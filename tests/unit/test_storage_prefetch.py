@@ -1,4 +1,4 @@
-"""The Job that fills a claim before engines are started: what it is, and when it runs."""
+"""The Job that fills a claim before engines start: its content, and the times when it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.memory_api import MemoryApi, Operator
 from support.prefetched import FILLED, JOB, made, obj, pod_of
 from support.services import KEY, spec_of
 
-# What the Job is.
+# Content of the Job.
 
 
 def test_the_job_is_what_kubernetes_takes_and_asks_for_no_gpu() -> None:
@@ -126,7 +126,7 @@ def test_what_has_to_be_on_the_claim_is_known_by_model_revision_and_claim(change
     assert (identity("chat", spec_of(obj(**change))) == identity("chat", spec_of(obj()))) == same
 
 
-# When it runs.
+# Times when it runs.
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ async def test_a_filled_claim_is_asked_about_no_more(operator: Operator) -> None
     for _ in range(10):
         await operator.reconcile()
     assert operator.api.asked == []
-    del operator.api.objects[JOB]  # its time to live is over, or somebody tidies up
+    del operator.api.objects[JOB]  # its time to live is over, or a user deleted it
     await operator.reconcile()
     assert JOB not in operator.api.objects
 
@@ -208,7 +208,7 @@ async def test_a_job_of_an_older_spec_goes_and_a_corrected_one_comes(operator: O
 async def test_a_job_that_somebody_deletes_is_made_anew_soon(operator: Operator) -> None:
     await operator.reconcile()
     operator.api.drop(*JOB)
-    # The name may be anybody's by then: the first attempt is a conflict, as the server tells it.
+    # Another object may have taken the name: the server answers the first attempt with a conflict.
     with pytest.raises(Conflict):
         await operator.reconcile()
     await operator.reconcile()
@@ -258,7 +258,7 @@ WRITES = [
 async def test_whatever_write_the_operator_ends_at_the_same_comes_of_it(
     operator: Operator, method: str, kind: str, after: int
 ) -> None:
-    """kill -9 at the n-th write of a kind; the spec changes on the way, so that a Job is deleted, too."""
+    """Kill the operator at the n-th write of a kind. The spec changes meanwhile, so a Job is deleted too."""
     left = [after]
 
     def dies(done: str, what: tuple[str, str]) -> None:
@@ -275,7 +275,7 @@ async def test_whatever_write_the_operator_ends_at_the_same_comes_of_it(
                 await operator.reconcile()
             except Conflict:
                 operator.restart()
-            # No engine is ever there for weights that are not.
+            # Engines never start before their weights are there.
             wanted = operator.api.objects.get(JOB, {}).get("status")
             assert wanted or "Deployment" not in kinds(operator)
 

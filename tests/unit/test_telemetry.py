@@ -1,4 +1,4 @@
-"""The operator's own metrics: what it thinks of a service is shown, ends with the service and stays bounded."""
+"""The operator's own metrics describe each service, end with the service and stay bounded."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ FIGURES = Figures(
 
 
 class Shown(Telemetry):
-    """The operator's metrics, of which some services are a part."""
+    """The operator's metrics, which include some services."""
 
     def __init__(self) -> None:
         super().__init__()

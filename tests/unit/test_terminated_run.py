@@ -1,4 +1,4 @@
-"""A run of tests that is terminated ends what it has started."""
+"""A terminated test run ends every process that it started."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""At every door by which text of others comes in, or goes out to people, it is printable and has no password.
+"""Text from others is printable and has no password wherever it enters kvpilot or reaches people.
 
-Each test of a function of text feeds it any Unicode, with an address and its password in the midst.
+Each test feeds a text function any Unicode, with an address and its password in the middle.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TEXT = st.builds(lambda before, after: f"{before} {ADDRESS} {after}", ODD, ODD)
 
 
 def texts(value: Any) -> Iterator[str]:
-    """Every text in a value of JSON, structs and tuples."""
+    """Yield every text in a value of JSON, structs and tuples."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -63,7 +63,7 @@ def texts(value: Any) -> Iterator[str]:
 
 
 def check(*values: Any) -> None:
-    """Assert that nothing in there is unprintable but line breaks, and that no password is."""
+    """Assert that the texts contain no password, and only line breaks as unprintable characters."""
     for text in texts(values):
         assert text.replace("\n", "").isprintable(), ascii(text)
         assert SECRET not in text

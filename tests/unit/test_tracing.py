@@ -1,4 +1,4 @@
-"""Spans of reconciles, scrapes and probes: what they say and never say."""
+"""Spans of reconciles, scrapes and probes: their content, and the data that they never contain."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def ended(sender: SpanSender, exporter: InMemorySpanExporter) -> dict[str, list[ReadableSpan]]:
-    """Every span that has ended, by its name; the sender is closed."""
+    """Return every finished span by its name, and close the sender."""
     await sender.close()
     found: dict[str, list[ReadableSpan]] = {}
     for one in exporter.get_finished_spans():
@@ -63,7 +63,7 @@ async def ended(sender: SpanSender, exporter: InMemorySpanExporter) -> dict[str,
 
 
 class World:
-    """A Pilot with its real parts before an API server in memory; nothing is scraped."""
+    """Pilot with its real parts over an API server in memory; nothing is scraped."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.api = MemoryApi()
@@ -79,7 +79,7 @@ class World:
         self.pilot = Pilot(self.cache, observer, make_actor, prober, Telemetry(tracer), 3600.0)
 
     async def reconciled(self) -> None:
-        """A new service has been reconciled until nothing more is to be written."""
+        """Reconcile a new service until no write is left."""
         self.api.put({**manifest(), "metadata": {"name": KEY.name}})
         work = asyncio.create_task(self.pilot.run(asyncio.Event()))
         try:
@@ -158,7 +158,7 @@ async def test_a_service_without_an_engine_to_ask_makes_no_span(monkeypatch: pyt
 
 
 class Maps:
-    """ConfigMaps by name."""
+    """API that serves ConfigMaps by name."""
 
     def __init__(self) -> None:
         self.maps: dict[str, Any] = {}
@@ -168,7 +168,7 @@ class Maps:
 
 
 async def probed(handler: Handler, tracer: Tracer, ask: Callable[[str], Any], maps: Maps, heads: list[str]) -> Any:
-    """Findings of a probe that a reconcile asked for."""
+    """Return the findings of a probe that a reconcile started."""
     scraper = Scraper()
     done = asyncio.Event()
     probe = Probe(KEY, partial(Prober(maps, scraper, tracer).probe, uid="u"), lambda _: done.set())  # type: ignore[arg-type]

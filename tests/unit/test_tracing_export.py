@@ -1,4 +1,4 @@
-"""Spans reach a collector, or the environment says why not."""
+"""Spans reach a collector; otherwise the log names the wrong environment variable."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_collector_that_says_nothing_does_not_hold_up_the_end(monkeypatch: pyt
         sender = SpanSender()
         with span(sender.tracer, "outer", {}, root=True):
             pass
-        # Far less than the exporter itself would wait.
+        # Far less than the exporter's own timeout.
         await asyncio.wait_for(sender.close(), 300)
 
     with collecting(answers) as collector:

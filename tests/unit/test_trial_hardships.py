@@ -58,7 +58,7 @@ def end(cluster: ModelCluster, ticks: int = 600) -> tuple[Any, ...]:
 
 @cache
 def undisturbed(name: str) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """Return the end of the story by itself, and its stages."""
+    """Return the end of the undisturbed trial, and its stages."""
     cluster = story(name)
     seen: dict[str, None] = {}
     while not ended(cluster.parsed()):
@@ -87,7 +87,7 @@ def test_a_new_leader_in_any_stage_and_between_any_two_writes_ends_the_trial_the
         assert nth < 400, stage
         cluster.tick(cut_after=cut)
         if cut is not None:
-            cluster.probe, cluster.samples = None, {}  # all that a leader has in memory
+            cluster.probe, cluster.samples = None, {}  # the complete in-memory state of a leader
     assert end(cluster) == undisturbed(name)[0]
 
 
@@ -96,7 +96,7 @@ def test_a_new_leader_in_any_stage_and_between_any_two_writes_ends_the_trial_the
 @settings(max_examples=8, deadline=None)
 def test_pods_that_are_evicted_in_any_stage_are_replaced_and_the_trial_ends_the_same(name, evictions):
     cluster = story(name)
-    cluster.watch = lambda _: None  # an eviction is not ours, and may take what we would keep
+    cluster.watch = lambda _: None  # the operator does not control evictions, and one may take pods that it would keep
     in_stage: dict[str, int] = {}
     while not ended(cluster.parsed()):
         status = cluster.parsed()
@@ -134,7 +134,7 @@ def test_a_clock_that_jumps_by_an_hour_in_any_stage_keeps_every_limit_and_the_tr
         cluster.tick()
     outcome = end(cluster)
     promoted, expected = outcome[0] == "Promoted", undisturbed(name)[0]
-    # Forward, an hour has passed: a deadline may end the trial. What the figures refuse is never promoted for it.
+    # The clock jumped forward by an hour, so a deadline may end the trial. Rejected figures never lead to a promotion.
     assert promoted is False or expected[0] == "Promoted"
     assert outcome[2] == (NEW if promoted else "auto")
     assert outcome[-1] == "True"

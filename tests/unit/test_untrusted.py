@@ -1,4 +1,4 @@
-"""Text of others can neither steer a terminal nor carry a password, wherever kvpilot shows it."""
+"""Text from others can neither control a terminal nor leak a password, wherever kvpilot shows it."""
 
 from __future__ import annotations
 

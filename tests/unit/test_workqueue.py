@@ -1,4 +1,4 @@
-"""The work queue: one reconcile a service at a time, changes first but never alone, and back-off after a failure."""
+"""The work queue: one reconcile a service at a time, changed services first without starving others, and back-off."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def key(name: str | int) -> ServiceKey:
 
 
 class Log:
-    """Notes every reconcile, and fails it while `error` is set."""
+    """Handler that records every reconcile, and fails it while `error` is set."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.done: list[str] = []
@@ -50,13 +50,13 @@ class Log:
 
 
 def queue_of(log: Callable[[ServiceKey], Awaitable[float | None]]) -> WorkQueue:
-    """The queue of services that are all there, and remembered."""
+    """Work queue of services that all exist and have records."""
     known: dict[ServiceKey, Attempts] = {}
     return WorkQueue(log, lambda one: known.setdefault(one, Attempts()))
 
 
 async def worked(queue: WorkQueue, enough: Callable[[], bool]) -> None:
-    """Work until it is enough, and a moment longer, in which too much would show."""
+    """Work until the condition holds, and a moment longer to catch surplus reconciles."""
     task = asyncio.create_task(queue.work())
     async with asyncio.timeout(30):
         while not enough():
@@ -68,7 +68,7 @@ async def worked(queue: WorkQueue, enough: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Back-off is longer than any test."""
+    """Use a back-off longer than any test."""
     monkeypatch.setattr(module, "_BACKOFF", Backoff(60.0, 60.0))
 
 
@@ -100,7 +100,7 @@ async def test_changes_come_first_and_looks_are_not_starved() -> None:
         queue.add_low_priority(key(f"look-{i}"))
     for i in range(40):
         queue.add(key(f"change-{i}"))
-    queue.add(key("look-39"))  # it has changed meanwhile
+    queue.add(key("look-39"))  # it changed meanwhile
     await worked(queue, lambda: len(log.done) >= 80)
     assert len(log.done) == 80
     first = log.done[: 40 + WORKERS]
@@ -119,7 +119,7 @@ async def test_a_failed_pass_backs_off_and_a_look_does_not_shorten_that() -> Non
     queue.add_low_priority(key("x"))
     assert queue.depth == 0
     log.error = None
-    queue.add(key("x"))  # a user's edit may well be the cure
+    queue.add(key("x"))  # the user's edit may fix the failure
     await worked(queue, lambda: len(log.done) >= 2)
     assert len(log.done) == 2
 
@@ -241,7 +241,7 @@ def test_the_next_service_is_the_first_of_the_namespace_with_the_fewest_reconcil
         fewest = min(under_way.get(one.namespace, 0) for one in waiting)
         equals = {one.namespace for one in waiting if under_way.get(one.namespace, 0) == fewest}
         assert taken.namespace in equals
-        # Among equals nobody has a second turn before all have had one.
+        # Among equal services none has a second turn before all had one.
         assert last.get(taken.namespace, -1) == min(last.get(namespace, -1) for namespace in equals)
         assert taken == next(one for one in waiting if one.namespace == taken.namespace)
         assert taken not in queue
@@ -250,7 +250,7 @@ def test_the_next_service_is_the_first_of_the_namespace_with_the_fewest_reconcil
 
 
 class Counted(Backoff):
-    """Pauses of nothing, that notes how many failures in a row each came after."""
+    """Pauses of zero length that record the failure count before each one."""
 
     seen: ClassVar[list[int]] = []
 
