@@ -38,7 +38,7 @@ class Estimate:
 def p95_change(ours: Sequence[Histogram], theirs: Sequence[Histogram]) -> Callable[[float], Estimate | None]:
     """Return the log ratio of two p95s, by level; None if one lies above every bucket.
 
-    The correlation of both sides' slices counts: load that both share at the same time is not blamed on either.
+    The correlation between the sides' slices is included, so that load that hits both at once is not blamed on one.
     """
     bounds = common(sum(ours, Histogram()), sum(theirs, Histogram()))
     c, s = (_woodruff([_coarsen(h, bounds) for h in batches]) for batches in (ours, theirs))
@@ -110,7 +110,7 @@ def log_quantile(h: Histogram, q: float) -> float:
 
 
 def common(a: Histogram, b: Histogram) -> tuple[float, ...]:
-    """Return the bounds that both have: two versions of an engine may cut their buckets differently."""
+    """Return the bucket bounds that both histograms have, because two engine versions may use different buckets."""
     if not a.bounds or not b.bounds:
         return a.bounds or b.bounds
     return tuple(sorted(set(a.bounds) & set(b.bounds)))
@@ -130,7 +130,7 @@ def student(level: float, freedom: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Woodruff:
-    """The log of one side's p95, and the deviations of its batches' shares above it."""
+    """The log of one side's p95, and the deviations of the batches' shares above that p95."""
 
     total: Histogram
     value: float

@@ -17,8 +17,7 @@ _WAYS = {TrafficMode.HTTP_ROUTE: " by HTTPRoute", TrafficMode.REPLICA_RATIO: " b
 def serving(c: Context) -> Line:
     """Say whether engines answer behind a Service of ours that selects them.
 
-    Endpoints follow from that and are not watched: an EndpointSlice changes with the readiness of its pods, which the
-    pods already show.
+    The operator does not watch EndpointSlices, because they only repeat the readiness of the pods, which it watches.
     """
     s, replicas, canary = c.snapshot, c.replicas, c.canary
     if c.stable is None:

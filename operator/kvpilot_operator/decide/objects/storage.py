@@ -84,7 +84,7 @@ def wait(c: Context) -> Wait | None:
 
 
 def held_up(c: Context, pods: Sequence[PodView]) -> Cause | None:
-    """Return the cause that keeps pods from coming up, with the remedy for a claim without a volume."""
+    """Return the cause that keeps pods from starting, with the remedy for a claim without a volume."""
     found = pending_reason(pods) or _unheard(c, pods)
     if found is None or found.reason != Reason.CLAIM_NOT_BOUND:
         return found
@@ -124,7 +124,7 @@ def _fill(c: Context) -> Context:
 
 
 def _leave(c: Context) -> Context:
-    """Delete the Job if there is nothing to fill, and then its status."""
+    """Delete the Job if no claim has to be filled. Then clear its status."""
     s = c.snapshot
     if c.status.cache is None or s.unread(Question.PREFETCH) is not None:
         return c
@@ -134,7 +134,7 @@ def _leave(c: Context) -> Context:
 
 
 def _stopped(view: PrefetchView) -> Cause | None:
-    """Return the cause for which the container gave up; it waits for another attempt."""
+    """Return the cause of the container's last failure. The container waits for its next attempt."""
     return next((cause for pod in view.pods if (cause := refusal(pod.exit_message)) is not None), None)
 
 
@@ -143,7 +143,7 @@ def _claim(c: Context) -> str:
 
 
 def _amount(view: PrefetchView) -> str:
-    """Return the progress in whole percent: a status is written for each one, not for each byte."""
+    """Return the progress in whole percent, so that the status is not written for each byte."""
     there, total = view.downloaded_bytes, view.total_bytes
     return f": {100 * there // total}% of {total / 1e9:.1f} GB" if there is not None and total else ""
 

@@ -37,7 +37,8 @@ def advance(c: Context) -> Context:
     lost = c.stable is None
     c = _mark_ready(_take_back(c))
     if lost and c.stable is not None:
-        return c  # The target was chosen for a new service: choose again.
+        # The target was chosen for a new service, so the next reconcile chooses again.
+        return c
     stable, target = c.stable, c.target
     if c.canary is not None:
         return _advance_canary(c)
@@ -124,7 +125,7 @@ def _advance_canary(c: Context) -> Context:
     failure = engine_failure([*pods_on_trial(c), *made_anew(s, canary.revision)])
     if failure is not None:
         return roll_back(c, Verdict.ERROR, *failure)
-    # The probes of one pod would not hold for the others.
+    # Probes of one pod would say nothing about pods with other factors.
     differ = mixed_factors(s, canary.revision)
     if differ is not None:
         return roll_back(c, Verdict.ERROR, Reason.MIXED_FACTORS, differ)
@@ -170,7 +171,7 @@ def _share_traffic(c: Context) -> Context:
     if c.plan.mode == TrafficMode.PROBE_ONLY:
         return _promote(c.set_canary(traffic_mode=TrafficMode.PROBE_ONLY))
     if _stable_is_down(c):
-        # A side that is down measures nothing, and the canary may be its cure.
+        # There is no stable side to compare with, and the canary may be the repair.
         down = "no stable replica answers: the canary's probes decide"
         c = c.set_canary(traffic_mode=TrafficMode.PROBE_ONLY).event("NothingToCompare", down, warning=True)
         return _promote(c)

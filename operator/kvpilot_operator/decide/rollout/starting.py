@@ -24,7 +24,8 @@ URGENT = Reason.ACCURACY_DRIFTED
 
 
 def start_fault(c: Context, target: Target | None = None) -> Cause | None:
-    """Return the cause that keeps a canary for this target (None: any) from starting, with the remedy; or None."""
+    """Return the cause that keeps a canary for this target (None: any target) from starting, or None if it may
+    start."""
     spec, replicas = c.spec, c.replicas
     canary = f"a canary for {target.dtype}" if target is not None else "a canary"
     needed = (Question.POOLS, Question.PROBE_SETS, Question.NODE)
@@ -82,9 +83,9 @@ def start(c: Context, stable: Stable) -> Context:
     return c if target.warning is None else c.event("PreflightWarning", target.warning, warning=True)
 
 
-# With SurgeOrReplaceOne a canary without a node gives up on spare capacity after this long.
+# With SurgeOrReplaceOne, a canary without a node stops waiting for spare capacity after this time.
 SURGE_SECONDS = 60
-# An engine that answers is scraped within seconds.
+# An answering engine is scraped within seconds. After this time without its dtype, report the wait.
 TOLD_SECONDS = 60
 
 
@@ -135,7 +136,7 @@ def _dtype_not_told(c: Context) -> str:
 
 
 def _held_back(pod: PodView) -> str:
-    """Name the cause that holds a pod back. An image takes its time, but a missing volume never comes."""
+    """Name the cause that holds a pod back. A slow image pull is not a cause, but a missing volume is."""
     cause = pending_reason([pod])
     if cause is not None and cause.reason == Reason.CONFIG_MISSING:
         return cause.message

@@ -28,12 +28,12 @@ class PolicyDecision:
     """Step to take (`chosen`, which may be Stay) and the alternatives."""
 
     options: tuple[Option, ...]
-    """The chosen one first; the others only where a step was called for."""
+    """The chosen option first. Others are listed only if a step was needed."""
     reason: str
     """One CamelCase word."""
     message: str
     hold: str | None = None
-    """The reason why nothing is done although a step is called for, without moving figures."""
+    """The reason to do nothing although a step is needed. The text has no figures that change over time."""
     wanted: Option | None = None
     """Step that the policy would take without obstacles."""
     saturations: tuple[Saturation, ...] = ()
@@ -63,7 +63,7 @@ def choose_step(s: PolicyInput) -> PolicyDecision:
 
 
 def nothing_weighed(dtype: str, replicas: int, saturations: tuple[Saturation, ...]) -> PolicyDecision:
-    """Stay, where no step could be weighed."""
+    """Stay, because weighing the steps failed."""
     message = "no step could be weighed"
     option = Option(action=Action.STAY, dtype=dtype, replicas=replicas, outcome=Outcome.CHOSEN, message=message)
     return PolicyDecision((option,), Reason.RECONCILE_INCOMPLETE, message, saturations=saturations)
@@ -92,7 +92,7 @@ def _relieve(s: PolicyInput) -> PolicyDecision:
 
 
 def _for_memory(downs: list[Weighed], more: Weighed) -> Weighed | None:
-    """Take the safest rung that is enough; else replicas; else the smallest rung, unless objectives are held anyway."""
+    """Take the safest dtype that is enough, else replicas, else the smallest dtype unless all objectives are met."""
     enough = next((step for step in downs if step.open and step.fits), None)
     if enough is not None or more.option.outcome == Outcome.OBJECTIVES_HELD:
         return enough
@@ -104,7 +104,7 @@ def _if_open(step: Weighed) -> Weighed | None:
 
 
 def _held(s: PolicyInput, downs: list[Weighed], more: Weighed, steps: list[Weighed]) -> PolicyDecision:
-    """Name the preferred step and its obstacle if no step is open."""
+    """Stay, and name the preferred step and its obstacle, because no step is open."""
     waiting = [step for step in downs if step.option.outcome in (Outcome.COOLING_DOWN, Outcome.NO_CANARY)]
     closed = s.canary_closed()
     if s.workload.kind == WorkloadKind.MEMORY_BOUND and waiting and closed is not None:
@@ -137,7 +137,7 @@ def _answering(s: PolicyInput) -> str:
 
 
 def _release(s: PolicyInput) -> PolicyDecision:
-    """Choose the resource to free while hardly any request waits."""
+    """Choose a resource to free, because hardly any request waits."""
     low = s.spec.kv_cache.pressure.low_percent
     text = f"{s.workload.message}; below lowPercent {low}% for {s.spec.scaling.scale_down_stabilization_seconds} s"
     fewer = options.scale_in(s)
