@@ -1,7 +1,7 @@
-"""Pods start only once every object that they name is the service's own.
+"""Start pods only if the service owns every object that they refer to.
 
-A pod refers to a claim or a Service by name alone: the reference does not include an owner. So the
-operator reads each of them from the API server right before it adds replicas or creates a Job.
+A pod refers to a claim or a Service only by name, so another owner's object could take its place. The operator
+therefore reads each object from the API server right before it adds replicas or creates a Job.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ def claim(manifest: Manifest) -> dict[str, Any] | None:
         return None
     claimed = {part: manifest[part] for part in ("apiVersion", "kind", "metadata")}
     if manifest["kind"] == "InferencePool":
-        # A pool needs a selector, and before v1.6 of the extension a picker. A pod that is not admitted is not picked.
+        # A pool needs a selector, and before v1.6 of the extension also a picker. Pods that are not admitted get no
+        # requests.
         labels = {SERVICE_LABEL: manifest["spec"]["selector"]["matchLabels"][SERVICE_LABEL]}
         claimed["spec"] = {**manifest["spec"], "selector": {"matchLabels": labels}}
     elif manifest["kind"] == "HTTPRoute":

@@ -71,7 +71,7 @@ class Store(Generic[K, V]):
             service = self._service(obj)
             view = self._view(obj) if service is not None else None
         except Exception as error:
-            # One odd object must not hide the others of its kind.
+            # A malformed object must not stop the watch of its kind.
             where = " > ".join(places(error))
             log.error("%s %s/%s is left as it was: %s in %s", obj.get("kind", ""), *name, type(error).__name__, where)
             return

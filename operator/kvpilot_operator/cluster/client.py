@@ -17,7 +17,7 @@ from kvpilot_operator.cluster.transport import OnRequest, Request, Transport, gi
 from kvpilot_operator.errors import ClusterError, NotFound
 
 _PAGE = 500
-# The metadata of one object may have more than a mebibyte.
+# Small pages, because the metadata of one object may have more than 1 MiB.
 _METADATA_PAGE = 4
 _METADATA_ALONE = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _FIELD_MANAGER = {"fieldManager": "kvpilot"}
@@ -37,7 +37,7 @@ class Cluster:
     async def connect(
         cls, fence: WriteFence | None = None, agent: str = "kvpilot-operator", on_request: OnRequest | None = None
     ) -> Cluster:
-        """Connect by KUBECONFIG, the default kubeconfig or the pod's service account; audit logs show `agent`."""
+        """Connect with KUBECONFIG, the default kubeconfig or the pod's service account. Audit logs show `agent`."""
         try:
             config.load_incluster_config()
         except config.ConfigException:

@@ -1,7 +1,7 @@
 """The fence that every write passes: open for ever, open until a time, or closed.
 
-A replica may write while no other can hold its Lease. So the clock alone closes the fence. A process that was stopped
-or starved finds it closed on waking, before its other tasks run.
+A replica may only write while no other replica can hold the Lease. So the fence closes by the clock alone. A process
+that was stopped or starved finds it closed when it wakes, before other tasks run.
 """
 
 from __future__ import annotations

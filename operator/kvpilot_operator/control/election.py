@@ -36,7 +36,7 @@ class Election:
             if self.observed.is_set() and self.candidate.holder != told:
                 told = self.candidate.holder
                 log.info("standing by: %s", f"{told} leads" if told else "nobody leads yet")
-            # Look at the moment when the Lease runs out, so that no takeover waits for the next round.
+            # Look at the moment when the Lease expires, so that a takeover does not wait for the next round.
             wait = self.candidate.wait(self.clock())
             await asyncio.sleep(min(self.candidate.timing.look, wait) if wait > 0 else self.candidate.timing.look)
         log.info("leading as %s", self.candidate.identity)

@@ -19,13 +19,13 @@ _COUNTS = (
 DONE_COUNTS = ("prompt_tokens", "generation_tokens", "finished", "preemptions")
 """At least one of these counts moves while an engine works."""
 _HISTOGRAMS = ("ttft", "itl", "generation_lengths")
-# Two pages further apart say nothing of the time that decisions look at: the later one counts as a first page.
+# If two pages are further apart, treat the later one as a first page: the increments would cover too long a time.
 LONGEST_GAP_SECONDS = 600.0
-# A process' start is derived from the host's boot time, which a clock that is set moves by a little.
+# Linux derives a process's start from the boot time, which moves slightly when the clock is set.
 _START_JITTER_SECONDS = 5.0
 
 
-# An API server in front of every rank of a large deployment has a few hundred.
+# An API server in front of a large deployment has a few hundred ranks.
 MOST_RANKS = 512
 # The figures of an engine.
 USAGE, RUNNING, WAITING, FOR_ROOM, DONE = "usage", "running", "waiting", "for_room", "done"
@@ -35,7 +35,7 @@ _Key = tuple[int | None, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Totals(Flows):
-    """The counts of an engine since its process started, but for `seconds` and `failed`; never negative.
+    """The counts of an engine since its process started, without `seconds` and `failed`. They are never negative.
 
     `finished` counts requests that ended in the engine, mostly without requests of disconnected clients. A request that
     failed before its first token may lower `prefill_seconds`, in vLLM, even below zero.
@@ -57,7 +57,7 @@ class Rank:
     running: float
     waiting: float
     done: float
-    """Its work (`done`); the whole page's if it has no own counters."""
+    """The engine's counted work (`done`), or the work of the whole page if the engine has no counters of its own."""
 
 
 class Ranks:
@@ -105,7 +105,7 @@ class PodMetrics:
     """Share of the KV blocks in use, 0 to 1: of the fullest engine, where a page has several."""
     running: float
     waiting: float
-    """Requests that wait for room in a batch or in the cache."""
+    """Requests that wait for a place in the batch or for cache blocks."""
     capacity_tokens: int
     """0 if the page does not say it."""
     blocks: int

@@ -61,7 +61,8 @@ def memory_pressured(c: Context) -> Line:
     word: Word = "True" if workload.kind == WorkloadKind.MEMORY_BOUND or held else "False"
     same = before is not None and (before.status, before.reason) == (word, workload.kind)
     if before is not None and same and usage is not None and abs(usage - workload.usage_percent) < USAGE_STEP_PERCENT:
-        return Line(word, workload.kind, before.message)  # keep the message: figures that hardly changed are not worth a write
+        # Keep the message while its figures hardly change, to avoid a write of the status.
+        return Line(word, workload.kind, before.message)
     return Line(word, workload.kind, workload.message)
 
 
