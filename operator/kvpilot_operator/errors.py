@@ -31,7 +31,7 @@ _PACKAGE = "kvpilot_operator"
 
 
 class KvpilotError(Exception):
-    """Base of all errors that the operator raises on purpose. Their words may quote others."""
+    """Base of all errors that the operator raises on purpose. Their messages may quote other programs."""
 
     def __str__(self) -> str:
         return untrusted.lines(super().__str__())
@@ -48,7 +48,7 @@ class ClusterError(KvpilotError):
 
     @property
     def away(self) -> bool:
-        """True if the API server cannot be reached (0), or says itself that it is away."""
+        """True if the API server cannot be reached (status 0), or reports itself as unavailable."""
         return self.status in (0, 502, 503, 504)
 
 
@@ -61,7 +61,7 @@ class NotFound(ClusterError):
 
 
 class Throttled(ClusterError):
-    """The API server asks to be left alone for `retry_after` seconds (HTTP 429 or 503 with Retry-After)."""
+    """The API server requests a pause of `retry_after` seconds (HTTP 429 or 503 with Retry-After)."""
 
     def __init__(self, method: str, path: str, status: int, message: str, retry_after: float) -> None:
         super().__init__(method, path, status, message)
@@ -69,7 +69,7 @@ class Throttled(ClusterError):
 
 
 class Rejected(ClusterError):
-    """The API server, or a webhook of it, refuses an object (HTTP 400, 403, 422, some 500).
+    """The API server or one of its webhooks refuses an object (HTTP 400, 403, 422, some 500).
 
     Attributes:
         reason: of the server's Status (Invalid, Forbidden, ...); may be empty.
@@ -125,14 +125,14 @@ class BadName(ClusterError):
 
 
 class NotLeader(ClusterError):
-    """A write was held back: this replica does not lead, or its time is too short."""
+    """A write was not sent: this replica does not lead, or the time left on its Lease is too short."""
 
     def __init__(self, method: str, path: str) -> None:
         super().__init__(method, path, 0, "not sent: this replica does not hold the Lease")
 
 
 class LeadershipLost(KvpilotError):
-    """The replica may not act any more: another one leads, or the Lease was not renewed in time."""
+    """The replica must stop: another replica leads, or the Lease was not renewed in time."""
 
 
 class ScrapeError(KvpilotError):

@@ -44,7 +44,7 @@ MAX_MESSAGES = 16
 MAX_CHARACTERS = 512 * 1024
 MAX_TOOLS = 16
 MAX_NAME = 40
-# Contexts longer than this are probed as if they were this long: a probe must not hog the engine with prefills.
+# Fill at most this many tokens, even in longer contexts: a probe must not occupy the engine with prefills.
 MAX_FILL_TOKENS = 8192
 DEFAULT_CONTEXT_TOKENS = 4096
 _ROLES = ("system", "user", "assistant")
@@ -300,5 +300,5 @@ def _filler(words: int, fact: str, depth_percent: int) -> str:
 
 
 def _show(value: object) -> str:
-    # Not repr: a value may have 32 KiB, and a message shows its beginning.
+    # Use a shortened repr: a value may have 32 KiB, and a message only shows its start.
     return _SHORT.repr(value)[:120]

@@ -1,6 +1,6 @@
-"""One run's time with an engine: how deep and how gently it asks, and the deadline that follows from it.
+"""One probe run on an engine: its depth, its precautions for users, and the deadline that follows.
 
-It lets users of its engine go first, and has a bounded cost.
+A run lets the engine's users go first, and its cost is bounded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOOK_AGAIN_SECONDS = 1.0
 class GiveWay:
     """Precedence of users: `waiting` returns the number of their queued requests; they go first for `seconds` in all.
 
-    With `insist` a run that has waited for long enough goes on; without it, it ends as `EngineBusy`.
+    After that time, a run continues with `insist`, and ends with `EngineBusy` without it.
     """
 
     waiting: Callable[[], Awaitable[float]]
@@ -90,15 +90,15 @@ TOKEN_BUDGET = 4 * MAX_PROMPT_TOKENS
 class Settings:
     """Depth and courtesy of a probe: `concurrency` requests in flight, `deadline_seconds` for the whole run.
 
-    Without `deadline_seconds` a run has the time for its prompts and answers at the slowest useful pace, plus its time
-    of yielding.
+    Without `deadline_seconds`, the deadline is the time for all prompts and answers at the slowest useful pace, plus
+    the time of yielding.
 
-    `give_way` lets users' requests go first (None: it does not look). `token_budget` bounds the tokens of all requests
-    together, prompts included; the rest stays unmeasured. `priority` goes with each request, for an
-    engine that schedules by priority: a larger one is served later. `api_key` is for an engine behind a gateway, `tls`
-    for one in a mesh. `headers` go with each request: by a trace's an engine's own spans join it. `progress` is called
-    at each of an engine's answers. `from_host` is for an engine that offloads: it answers from pages that came back
-    from host memory.
+    `give_way` lets users' requests go first (None: do not check for them). `token_budget` bounds the tokens of all
+    requests together, prompts included; the rest stays unmeasured. `priority` goes with each request, for an engine
+    that schedules by priority: a larger one is served later. `api_key` is for an engine behind a gateway, `tls` for one
+    in a mesh. `headers` go with each request, for example to join the engine's spans to a trace. `progress` is called
+    at each answer of the engine. `from_host` is for an engine that offloads: it then answers from pages loaded from
+    host memory.
     """
 
     tokens: int = DEFAULT_TOKENS
@@ -149,7 +149,7 @@ async def probing(
 
 
 def allow(deadline: asyncio.Timeout, settings: Settings, prompt_tokens: int, answer_tokens: int) -> None:
-    """Give a run the time from now on that this many tokens take, unless its settings say how long it has."""
+    """Set a run's deadline to the time that this many tokens take from now on, unless its settings fix the deadline."""
     if settings.deadline_seconds is None:
         needed = prompt_tokens / PREFILL_TOKENS_PER_SECOND + answer_tokens / DECODE_TOKENS_PER_SECOND
         waits = settings.give_way.seconds if settings.give_way is not None else 0.0

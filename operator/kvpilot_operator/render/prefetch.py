@@ -22,11 +22,11 @@ from kvpilot_operator.render.engine import COMPILED, claim_label, model_location
 from kvpilot_operator.render.objects import owned
 from kvpilot_operator.state.snapshot import ServiceKey
 
-# The kubelet restarts the container with pauses of up to five minutes. The user may remove the obstacle (terms to
-# accept, a token, a network) at any time, and the download then goes on.
+# Retry practically for ever, with the kubelet's pauses of up to five minutes. The user may remove the obstacle (terms
+# to accept, a token, a network) at any time, and the download then continues.
 _ATTEMPTS = 1_000_000
 _RESOURCES = {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"cpu": "4", "memory": "8Gi"}}
-# Some runtime classes give every container all GPUs of a node by default.
+# Hide the GPUs, because some runtime classes give every container all GPUs of a node by default.
 _NO_GPU = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
 _ENGINES_ALONE = (
     "containers", "initContainers", "resourceClaims", "topologySpreadConstraints", "hostIPC", "hostNetwork", "hostPID",
@@ -107,5 +107,5 @@ def _names_gpus(env: list[dict[str, Any]]) -> bool:
 
 
 def _engines_alone(volume: Mapping[str, Any]) -> bool:
-    """Return True for a volume, or a mount of one, that kvpilot has for engines alone."""
+    """Return True for a volume or mount that kvpilot adds only for engines."""
     return volume["name"] in ("shm", "compile", "offload") or str(volume["name"]).startswith("adapters-")

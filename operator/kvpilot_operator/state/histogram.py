@@ -44,7 +44,8 @@ class Histogram:
         return self.bounds[-1] if self.bounds else float("nan")
 
     def __add__(self, other: Histogram) -> Histogram:
-        """Add both; an empty one adopts the other's buckets. Raise ValueError if filled ones differ in buckets."""
+        """Add both. An empty histogram adopts the other's buckets. Raise ValueError if the buckets of two filled ones
+        differ."""
         if self.bounds == other.bounds:
             counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
             return Histogram(self.bounds, counts, self.total + other.total)

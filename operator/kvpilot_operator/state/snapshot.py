@@ -54,7 +54,7 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class ProbePlan:
-    """Hash of the service's probe packs, or the cause for which they cannot be used."""
+    """Hash of the service's probe packs, or the cause that makes them unusable."""
 
     identity: str = ""
     fault: str | None = None
@@ -92,12 +92,12 @@ class Snapshot:
     route: RouteView | None = None
     """None if no route is asked for, it does not exist, or it is not ours."""
     prefetch: PrefetchView | None = None
-    """Our Job that fills the claim; None if there is none, or nothing waits for it."""
+    """Our Job that fills the claim. None if it does not exist or is not needed."""
     server: ServerFacts = field(default_factory=ServerFacts)
     probes: ProbePlan = ProbePlan()
     probe_result: ProbeResult | None = None
     unanswered: tuple[Unanswered, ...] = ()
-    """Questions that could not be observed this time. Their fields are empty, which means nothing."""
+    """Questions whose observation failed this time. Their fields are empty because of that, not as a finding."""
     backed_off: Mapping[str, str] = field(default_factory=dict)
     """Pods that are scraped less often, by name, with the cause: their scrapes failed repeatedly."""
     adapters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class Snapshot:
     """Price of one of its GPUs an hour, in millionths of the currency; None if unknown."""
 
     def unread(self, question: Question) -> Unanswered | None:
-        """Return the error that kept this from being observed; None if it was observed."""
+        """Return the error that prevented this observation, or None if it succeeded."""
         return next((one for one in self.unanswered if one.question == question), None)
 
     def pods_of(self, revision: str) -> tuple[PodView, ...]:
@@ -114,7 +114,8 @@ class Snapshot:
         return tuple(p for p in self.pods if p.revision == revision and not p.terminating)
 
     def pod_to_ask(self, pods: tuple[PodView, ...]) -> PodView:
-        """Return the pod that is already being probed, so that no new pod ends a probe; else the first of `pods`."""
+        """Return the pod that is already being probed, so that a new pod does not end that probe. Otherwise return the
+        first pod."""
         request = self.probe_result.request if self.probe_result is not None else None
         asked = None if request is None or isinstance(request, Find) else request.pod
         return next((pod for pod in pods if pod.name == asked), pods[0])
