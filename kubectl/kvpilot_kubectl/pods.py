@@ -10,14 +10,14 @@ from typing import Any
 from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole
 
 SHOWN = 5
-"""Read the Events of at most so many pods: the other pods of a service mostly have the same ones."""
+"""Largest number of pods whose Events are read. Other pods of a service mostly have the same Events."""
 _WARNINGS = 3
 _BEGINNING = datetime.min.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """The newest Warning of its text about a pod, or the reason why its first waiting container waits."""
+    """A warning about a pod: the newest Event of each text, or the reason why the first waiting container waits."""
 
     pod: str
     node: str

@@ -26,7 +26,7 @@ _CALM: dict[str, tuple[str, ...]] = {
 }
 
 
-# Reasons that need attention, whatever the status of the condition.
+# These reasons need attention, whatever the status of the condition is.
 _TOLD_BY_REASON = (
     (ConditionType.RECONCILING, Reason.RECONCILE_INCOMPLETE),
     (ConditionType.METRICS_AVAILABLE, WorkloadKind.ENGINES_STALLED),

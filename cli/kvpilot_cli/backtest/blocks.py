@@ -16,7 +16,7 @@ class Blocks:
 
     @property
     def available(self) -> int:
-        """Return the number of blocks without a running request: empty and kept ones."""
+        """Return the number of blocks that no running request holds: empty blocks and kept prefixes."""
         return self._empty + self._kept_sum
 
     @property

@@ -138,7 +138,7 @@ class Engine:
         self.on_gap(seconds, times)
 
     def alike(self, until: float) -> int:
-        """Return how many of the next steps only decode the same requests, without an arrival, end or eviction."""
+        """Return the number of next steps that only decode the same requests, without an arrival, end or eviction."""
         n = len(self.decoding)
         if self.waiting or self.prefilling or not n:
             return 1

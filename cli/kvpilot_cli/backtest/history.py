@@ -1,9 +1,9 @@
 """Load from the Prometheus history of one service, minute by minute.
 
-Read are the answers of `/api/v1/query_range` (result type matrix), from a file or from a server. The rate of requests
-comes from vllm:request_success_total, mean lengths from vllm:prompt_tokens_total and vllm:generation_tokens_total, and
-the cache's use, to be compared with the simulation's, from vllm:kv_cache_usage_perc. Counters may have been reset; a
-gap between scrapes is filled with the value before.
+The input is answers of `/api/v1/query_range` (result type matrix), from a file or a server. The request rate comes from
+vllm:request_success_total, and mean lengths from vllm:prompt_tokens_total and vllm:generation_tokens_total. The cache
+use of vllm:kv_cache_usage_perc is compared with the simulation. Counters may have been reset. A gap between scrapes is
+filled with the previous value.
 """
 
 from __future__ import annotations

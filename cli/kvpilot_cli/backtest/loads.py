@@ -1,8 +1,8 @@
 """Loads of a service over time: seeded synthetic traces of sessions with several turns, lengths in tokens.
 
-The time of every session's start, its turns, lengths and pauses are fixed by the seed, so that every policy is asked
-the same. A turn starts after the previous answer and a pause. So a slow service stretches a session, and a request that
-times out ends its session.
+The seed fixes every session's start, turns, lengths and pauses, so that every policy gets the same requests. A turn
+starts after the previous answer and a pause. So a slow service stretches a session, and a request that times out ends
+its session.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ REQUESTS_TARGET = 16.0
 
 
 class Policy(Protocol):
-    """A judge of one service."""
+    """A policy that judges one service after each scrape."""
 
     name: str
 

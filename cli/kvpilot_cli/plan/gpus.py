@@ -1,4 +1,4 @@
-"""GPUs for `kvpilot plan`: the operator's table by name, and their arithmetic for prompts."""
+"""GPUs for `kvpilot plan`: the operator's table by name, and their arithmetic throughput for prompts."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ law N = r * G * that time are decoding at once. A step grows with N, so N is whe
 found by iteration from 0. Sequences hold P + G/2 tokens on average while they decode, and P while their prompt runs.
 
 The plan takes the fewest replicas that meet three limits: a token takes at most the requested time, the KV cache is at
-most FILL full, and no more sequences run than vLLM allows. Averages only: bursts need room, which FILL leaves.
+most FILL full, and no more sequences run than vLLM allows. The plan only uses averages. FILL leaves room for bursts.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     attention = cache read / (bandwidth * the dtype's efficiency)
     prompt token = flops / (peak * FLOPS)
 
-A token takes 2 flops for every parameter that it uses, and 4 * heads * head_dim for every token that it attends to,
-in every layer. Not in it: the exchange between GPUs under tensor parallelism, sampling, the scheduler.
+A token takes 2 flops for every parameter that it uses, and 4 * heads * head_dim for every token that it attends to, in
+every layer. The model leaves out the exchange between GPUs under tensor parallelism, sampling, and the scheduler.
 """
 
 from __future__ import annotations

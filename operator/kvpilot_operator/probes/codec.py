@@ -68,7 +68,7 @@ class BaselinePrompt:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The 16-bit replica's damage against its own answers, and the time (UTC) of the capture."""
+    """The 16-bit replica's damage against its own answers, and the time (UTC) of both runs."""
 
     captured: Annotated[datetime, Meta(tz=True)]
     prompts: Annotated[int, Meta(ge=0, le=MAX_PROMPTS)]

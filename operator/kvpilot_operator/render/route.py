@@ -51,7 +51,7 @@ class Backend(NamedTuple):
 
 
 def backend(s: Snapshot) -> Backend:
-    """Return the service's own backend: its InferencePool as long as one exists, else its Service."""
+    """Return the service's own backend. It includes InferencePools if the spec asks for one or one still exists."""
     asked = s.spec is not None and s.spec.inference_pool is not None
     kinds = SERVICES | POOLS if asked or s.status.inference_pool is not None else SERVICES
     return Backend(s.key.namespace, s.key.name, kinds)
