@@ -1,4 +1,4 @@
-"""A whole cluster in one object: control plane, one node agent, forwarded Services."""
+"""A whole cluster in one object: a control plane, one node agent, and forwarded Services."""
 
 from __future__ import annotations
 

@@ -78,9 +78,9 @@ class Aggregation:
         self._stopped.set()
 
     def route(self, group: str, version: str, port: int, *, priority: int = 1000) -> None:
-        """Pass this version of a group on to the server at `port`; the core's own one, if any, is replaced.
+        """Forward this version of a group to the server at `port`, in place of the core's own version, if any.
 
-        Other versions of the group that the core serves itself stay preferred.
+        If the core serves other versions of the group itself, they stay preferred.
         """
         name = f"{version}.{group}"
         body: dict[str, Any] = {
@@ -101,7 +101,8 @@ class Aggregation:
                 raise
             self._core.create(_ROUTES, body)
         else:
-            # Without the label that marks it as the core's own, a restart of the core leaves it alone.
+            # Remove the label that marks the registration as the core's own, so that a restart of the core does not
+            # reset it.
             body["metadata"]["resourceVersion"] = known["metadata"]["resourceVersion"]
             self._core.call("PUT", f"{_ROUTES}/{name}", body)
 

@@ -1,4 +1,4 @@
-"""Process of a container: its arguments, environment and folders on a node that all pods share."""
+"""Compute a container's process: its arguments, environment and folders on a node that all pods share."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def command(
 
     Raises:
         UnknownImage: the node has no such image.
-        InvalidPod: the container cannot be run as it is written.
+        InvalidPod: the node agent cannot run the container as specified.
     """
     image = images.find(node.images, spec["image"])
     if image is None:

@@ -44,7 +44,6 @@ async def act(handler: Handler, target: Target) -> str:
     """Run one httpGet, tcpSocket, exec or sleep action to its end.
 
     Returns:
-        What went wrong, empty if it succeeded.
     """
     try:
         if "httpGet" in handler:

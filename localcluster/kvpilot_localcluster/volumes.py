@@ -13,7 +13,8 @@ from kvpilot_localcluster.expand import field_value
 
 Json = dict[str, Any]
 Fetch = Callable[[str, str, str], Awaitable[Json | None]]
-"""Reads the object of (kind, namespace, name), e.g. ("configmaps", "default", "x"); None if there is none."""
+"""Function that reads the object of (kind, namespace, name), e.g. ("configmaps", "default", "x"). Returns None if there
+is none."""
 
 
 def decoded(kind: str, thing: Mapping[str, Any]) -> dict[str, bytes]:
@@ -112,5 +113,5 @@ def mounts(container: Mapping[str, Any], volumes: Mapping[str, Path]) -> dict[st
 
 
 def remove(folder: Path) -> None:
-    """Remove a pod's volumes; what hostPath and claims refer to stays."""
+    """Remove a pod's volumes. The targets of hostPath volumes and claims stay."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -77,7 +77,7 @@ class ContainerWorker:
             self.view = replace(self.view, ready=True)
 
     def _show(self) -> None:
-        """Bring the view up to the newest run, if there is one."""
+        """Update the view to the newest run, if there is one."""
         runs = [run for process in self._processes() if (run := process.run()) is not None]
         if runs and (self.view.run is None or self.view.run.identity != runs[-1].identity or self.view.waiting):
             previous = runs[-2] if len(runs) > 1 else None
@@ -89,7 +89,7 @@ class ContainerWorker:
         self._changed()
 
     async def work(self) -> None:
-        """Run the container until its policy lets it rest."""
+        """Run the container, and restart it, until its restart policy says to stop."""
         while True:
             processes = self._processes()
             last = processes[-1] if processes else None

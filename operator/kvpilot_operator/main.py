@@ -168,7 +168,8 @@ class Operator:
 async def run(options: argparse.Namespace) -> None:
     """Run until SIGTERM or SIGINT.
 
-    Raises: LeadershipLost: this replica lost the Lease; the kubelet restarts it.
+    Raises:
+        LeadershipLost: this replica lost the Lease; the kubelet restarts it.
     """
     operator = Operator(options)
     # Without an identity kopf asks for the name of its user, and user 65532 has none.

@@ -1,4 +1,4 @@
-"""A real vLLM on this machine's CPU, started as the image starts it: by kvpilot-serve."""
+"""A real vLLM on this machine's CPU, started by kvpilot-serve as in the image."""
 
 from __future__ import annotations
 

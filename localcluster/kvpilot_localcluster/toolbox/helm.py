@@ -1,4 +1,4 @@
-"""helm: the chart is linted, rendered and installed with the real one."""
+"""The real helm, to lint, render and install the chart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpilot_localcluster.toolbox.kubelayer import unpack
 
 
 class HelmRefused(Exception):
-    """Helm ended with an error; the message is its own."""
+    """Helm ended with an error; the message is Helm's own."""
 
 
 def helm() -> Path:

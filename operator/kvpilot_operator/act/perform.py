@@ -241,7 +241,8 @@ class Actor:
 
         Create the object, without the parts that make it act, if there is none.
 
-        Raises: NameTaken: the object of this name has another owner.
+        Raises:
+            NameTaken: the object of this name has another owner.
         """
         kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)

@@ -151,7 +151,8 @@ def _top(
 ) -> dict[int, float]:
     """Return the position's logprobs, or an empty mapping if one of them is not a number.
 
-    Raises: MalformedAnswer: the logprobs cannot belong to a probability distribution.
+    Raises:
+        MalformedAnswer: the logprobs cannot belong to a probability distribution.
     """
     if top is None or logprob is None:
         return {}
