@@ -65,9 +65,12 @@ class Addresses:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """Return a TCP port that has no listener and was not handed out on this machine just before. It lies below the
-    kernel's range for outgoing connections. In that range any client could take the port before its new owner listens,
-    which takes an engine a minute. Raises:
+    """Return a TCP port without a listener that was not handed out on this machine recently.
+
+    It lies below the kernel's range for outgoing connections. Within that range, any client could take the port before
+    its new owner listens, and an engine needs a minute until it does.
+
+    Raises:
         StartFailed: none of the tried ports is free.
     """
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

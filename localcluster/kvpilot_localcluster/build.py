@@ -86,9 +86,11 @@ def find() -> Binaries | None:
 
 
 def progress() -> Iterator[Progress]:
-    """Build the programs that `find` misses, and yield the progress. Return at once if none is missing. Raises:
-    MissingTool: a system tool is missing; the message names it and its package. BuildFailed: a step failed; finished
-    steps are kept for the next try.
+    """Build the programs that `find` misses, and yield the progress. Return at once if none is missing.
+
+    Raises:
+        MissingTool: a system tool is missing; the message names it and its package.
+        BuildFailed: a step failed; finished steps are kept for the next try.
     """
     if find() is not None:
         return

@@ -29,8 +29,10 @@ def decoded(kind: str, thing: Mapping[str, Any]) -> dict[str, bytes]:
 async def prepare(pod: Mapping[str, Any], folder: Path, fetch: Fetch) -> dict[str, Path]:
     """Make every volume of a pod below `folder` and return where each one is.
 
-    ConfigMaps and Secrets are written once; later changes have no effect. Raises:
-        InvalidPod: a volume is of a kind that this node does not know, or what it refers to does not exist.
+    ConfigMaps and Secrets are written once; later changes have no effect.
+
+    Raises:
+        InvalidPod: this node does not support a kind of volume, or an object that a volume refers to does not exist.
     """
     found = {}
     for volume in pod["spec"].get("volumes") or []:

@@ -183,9 +183,11 @@ class ContainerWorker:
         await self.end_process(process, lambda: self.grace)
 
     async def end(self, grace: Callable[[], float]) -> None:
-        """End the container for good: preStop, SIGTERM, and SIGKILL when the grace period is over. Args: grace:
-        function that returns the rest of the grace period in seconds. It is called repeatedly, because the period may
-        be shortened.
+        """End the container for good: preStop, SIGTERM, and SIGKILL when the grace period is over.
+
+        Args:
+            grace: function that returns the rest of the grace period in seconds. It is called repeatedly, because the
+                period may be shortened.
         """
         processes = self._processes()
         if not processes or processes[-1].shim is None:

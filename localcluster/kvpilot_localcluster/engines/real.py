@@ -18,7 +18,7 @@ from kvpilot_localcluster.addresses import free_port
 
 HANGS = 900
 """Seconds after which an engine's start, answer or end counts as hanging: each takes at most 90 s on quiet cores."""
-# Its worker runs in the engine's process, as with one GPU. By default vLLM on a CPU starts another process, which takes
+# Run the worker in the engine's process, as with one GPU. By default vLLM on a CPU starts another process, which takes
 # many seconds.
 _VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 SERVE = str(Path(sys.executable).parent / "kvpilot-serve")

@@ -25,8 +25,10 @@ def helm() -> Path:
 
 
 def run_helm(*arguments: str | Path, values: Mapping[str, Any] | None = None, timeout: float = 900) -> str:
-    """Run helm with these values and return its output. Raises:
-    HelmRefused: it failed.
+    """Run helm with these values and return its output.
+
+    Raises:
+        HelmRefused: helm failed.
     """
     command = [helm(), *arguments, *(("--values", "-") if values is not None else ())]
     text = yaml.safe_dump(dict(values)) if values is not None else None

@@ -35,8 +35,8 @@ async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: 
     """Return once the pods of this workload or Job may start.
 
     Raises:
-        NotStarted: a named object is missing, or has another owner. Conflict: it belongs to an earlier service of this
-            name, and is about to be collected.
+        NotStarted: a named object is missing, or has another owner.
+        Conflict: it belongs to an earlier service of this name, and is about to be deleted.
     """
     for api_version, needed, about in named:
         found = await cluster.find(Ref(api_version, needed, s.key.namespace, about))

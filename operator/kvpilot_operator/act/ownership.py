@@ -25,8 +25,8 @@ def own(s: Snapshot, kind: str, found: Object) -> str:
     """Return the uid of an object that the service owns.
 
     Raises:
-        NameTaken: the object has another owner. Conflict: it belongs to an earlier service of this name, and is about
-            to be collected.
+        NameTaken: the object has another owner.
+        Conflict: it belongs to an earlier service of this name, and is about to be deleted.
     """
     metadata = found["metadata"]
     if is_owned(found, s.uid):

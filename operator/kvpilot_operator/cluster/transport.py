@@ -27,7 +27,8 @@ from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, Conflict, NotFound, OverBudget, Rejected, Throttled
 from kvpilot_operator.numbers import whole
 
-# Shortest time between the last permitted start of a write and its required end.
+# The kernel gives up unacknowledged data after this time. A write that starts at the last permitted moment must end
+# within it.
 UNACKNOWLEDGED_MILLISECONDS = 4000
 
 

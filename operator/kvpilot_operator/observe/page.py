@@ -77,7 +77,7 @@ MOST_REQUESTS = 1_000_000
 # No real counter gets this large, and a float still counts exactly enough below it.
 MOST_COUNTED = 1e18
 MOST_TOKENS = 1e12
-# vLLM's histograms have some thirty. The bounds of a page are kept, so a page must not invent more at every scrape.
+# vLLM's histograms have about thirty buckets. Bounds stay in a cache, so a page must not add new ones at every scrape.
 MOST_BUCKETS = 200
 _LONGEST_BOUND = 32
 # status.kvCache.observedDtype has this maximum length.

@@ -67,7 +67,8 @@ class Ranks:
         self._found: dict[_Key, dict[str, float]] = {}
 
     def add(self, figure: str, labels: Mapping[str, str], value: float) -> None:
-        """Add a series: an engine's largest use counts, all else adds up; raises ScrapeError at too many engines."""
+        """Add a series. Keep an engine's largest use, and add up everything else. Raise ScrapeError at too many
+        engines."""
         key = whole(labels.get("engine", ""), _LARGEST_LABEL), whole(labels.get("pid", ""), _LARGEST_LABEL)
         rank = self._found.setdefault(key, {})
         if len(self._found) > MOST_RANKS:

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 # Samples in the pressure window: enough to tell whether nine in ten of them are above the threshold.
 _PRESSURE_BUCKETS = 24
-# Samples in a canary's step. The comparison cuts each side into slices of time and needs samples in each.
+# Samples in a canary's step. The comparison cuts a step into up to 10 slices of time, and each needs samples.
 _STEP_BUCKETS = 20
 # Longest bucket of the near window. With a wider one, samples would be 60 s apart (`STALE_SECONDS`) and read as gaps.
 _LONGEST_BUCKET_SECONDS = 45.0

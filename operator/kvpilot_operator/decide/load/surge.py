@@ -1,9 +1,10 @@
-"""Surges: a load that runs away from the replicas, found in a fifth of the window as burn-rate alerts do.
+"""Surges: a load that grows faster than the replicas can follow. As in burn-rate alerts, a fifth of the window is
+enough to find one.
 
 Queues or late tokens must persist for the whole window before they cause a step. If the last fifth of the window alone
 has spent the budget of the whole window, waiting is useless: a replica takes minutes to start, and users leave
-meanwhile. Only replicas are taken on so short a notice. A canary would come too late and lasts far longer. Without
-objectives there is no definition of late. Then a smaller dtype, which needs no extra GPU, may end a growing queue.
+meanwhile. A surge only adds replicas, because a canary takes far longer. Without objectives no latency counts as late,
+so there are no surges. Then a smaller dtype, which needs no additional GPU, may end a growing queue.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class Surge:
 
 
 def find(samples: Sequence[Sample], pressure: Pressure, objectives: Sequence[Objective]) -> Surge | None:
-    """Find a load that runs away in `samples` (oldest first, the newest plausible) since the newest replica.
+    """Find a surge in `samples` (oldest first, the newest plausible) since the newest replica answered.
 
-    None without objectives.
+    Return None without objectives.
     """
     seconds = pressure.sustained_seconds / _PART
     if seconds < _LEAST_SECONDS or not samples or not objectives:

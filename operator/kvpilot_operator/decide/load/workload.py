@@ -90,7 +90,7 @@ class Workload:
     peak_load: float = 0.0
     """Largest use of KV cache in the calm time, in replicas: 1.5 is the whole cache of one and a half replicas."""
     surge: Surge | None = None
-    """A load that runs away from the replicas."""
+    """The surge, if there is one."""
     computed_prompt: float | None = None
     """Mean uncached tokens of a prompt."""
     memory: bool = False
@@ -137,13 +137,13 @@ def classify(
 
     `calm` looks back over `calm_seconds`; `step_tokens` is the engine's max_num_batched_tokens.
 
-    Memory-bound means all of: nearly every sample at or above `highPercent`; requests that wait (on average at least
-    `waitingPerReplica` a replica) or are preempted (at least `preemptionsPerMinute` a replica); and prompts that do
-    not fill the engine's steps, or fill them only since a full cache throws out prefixes that it used to hold. A full
-    cache without waiting requests is not a problem. If the cache has room, requests wait for prompts or for the batch,
-    and no dtype changes that. A service that `was_bound` stays bound until its average use falls below `lowPercent` or
-    no request waits: one quiet moment does not end a pressure. A new replica starts the window anew: earlier samples do
-    not describe the present service.
+    A service is memory-bound if three things are true. Nearly every sample is at or above `highPercent`. Requests wait
+    (on average at least `waitingPerReplica` a replica) or are preempted (at least `preemptionsPerMinute` a replica).
+    And prompts do not fill the engine's steps, or only fill them since a full cache evicts prefixes. A full cache
+    without waiting requests is no problem. If the cache has room, requests wait for prompts or for the batch, which no
+    dtype changes. A service that `was_bound` stays bound until its average use falls below `lowPercent` or no request
+    waits, so that a quiet moment does not end the pressure. A new replica restarts the window, because earlier samples
+    do not describe the present service.
     """
     end = bisect_right(samples, now, key=_TIME)
     while end and not plausible(samples[end - 1]):

@@ -5,7 +5,7 @@
                                 +-------------------+-------------------+-------------------------------+
                                                     +--> RollingBack --traffic back, pods gone--> none
 
-Each step is written to the status before its objects change, and each is derived from observations, so an interrupted
+Each step is written to the status before its objects change, and is derived only from observations. So an interrupted
 reconcile is simply repeated. `starting` decides when a canary may start and why its pods wait, `shifting` judges a
 step, and `placement` derives the objects.
 """
@@ -179,7 +179,7 @@ def _share_traffic(c: Context) -> Context:
 
 
 def _stable_is_down(c: Context) -> bool:
-    """Return True if no pod has answered for too long to be a hiccup."""
+    """Return True if no pod of the stable revision has answered for DOWN_SECONDS."""
     serving = c.before.condition(ConditionType.SERVING)
     if serving is None or serving.status != "False":
         return False

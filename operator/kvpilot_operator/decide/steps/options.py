@@ -270,7 +270,7 @@ def _offload_closed(s: PolicyInput) -> Closed:
 
 
 def _host_memory(s: PolicyInput) -> str:
-    """Name the host memory that holds the tokens of one replica once more."""
+    """Name the host memory that would hold as many tokens as the GPUs of one replica."""
     model = s.model
     if model is None or model.mla or model.head_dim <= 0:
         return "as much host memory as the caches of its GPUs take"

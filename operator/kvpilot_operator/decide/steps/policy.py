@@ -1,12 +1,15 @@
 """The choice of a step: a smaller dtype is cheaper than a GPU, and a GPU is safer than a dtype.
 
-Under pressure: the safest dtype under which the demand fits; else as many replicas as it needs; else the smallest
-dtype, which is better than nothing. Where prefixes are thrown out host memory is weighed, too, and left to the user.
-Where something other than memory binds: a replica, never a dtype. The same where a latency objective is missed; where
-all are held, and one is of the first token, a queue alone calls for no replica. In a surge: add replicas immediately,
-whatever the limiting resource is. When pressure leaves: replicas fewer first; if only memory needs the replica, a
-smaller dtype in its place; back up the ladder once no replica can be given back. One step at a time, and none on
-metrics that say too little.
+* Under memory pressure: the safest dtype in which the demand fits; else as many replicas as the demand needs; else the
+  smallest dtype, which is better than nothing. If prefixes are evicted, host memory is weighed, too, but only the user
+  can choose it.
+* If another resource is the limit, or a latency objective is missed: a replica, never a dtype. A queue alone needs no
+  replica if all objectives are met and one of them is about the first token.
+* In a surge: replicas immediately, whatever the limiting resource is.
+* When pressure has ended: fewer replicas first. If only memory needs the replica, a smaller dtype replaces it. A step
+  back up the ladder follows once no replica can be removed.
+
+The policy takes one step at a time, and none if the metrics are insufficient.
 """
 
 from __future__ import annotations
