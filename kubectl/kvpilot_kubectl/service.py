@@ -135,7 +135,7 @@ class Service:
         return self.generation is not None and bool(seen) and max(seen) < self.generation
 
     def standing(self, now: datetime) -> tuple[Denied, ...]:
-        """Return the denials that still hold. One without a readable end holds."""
+        """Return the denials that have not expired. A denial without a readable end counts as not expired."""
         return tuple(one for one in self.denied if one.until is None or one.until > now)
 
 

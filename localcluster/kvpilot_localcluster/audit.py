@@ -27,7 +27,7 @@ _POLICY = {
 
 
 def flags(policy: Path, log: Path) -> list[str]:
-    """Write the policy, which asks for writes alone, and return the API server's flags."""
+    """Write an audit policy that only logs writes, and return the API server's flags."""
     policy.write_text(json.dumps(_POLICY))
     return [f"--audit-policy-file={policy}", f"--audit-log-path={log}"]
 

@@ -85,7 +85,7 @@ class Archive:
         """Fetch the package lists.
 
         Raises:
-            MissingTool: this machine's apt knows no Debian archive.
+            MissingTool: this machine's apt has no Debian archive in its sources.
             BuildFailed: the archive cannot be reached.
         """
         sources = with_suite(machine_sources(), self.suite)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-# A path begins where a word begins: at the start, or after a separator of shells, lists, options and URLs of files.
+# A path begins at the start of a word: at the start of the text, or after a separator of shells, lists, options or file
+# URLs.
 _BEFORE = r"(?:(?<=^)|(?<=[\s=:,;\"'()\[\]{}<>@|&])|(?<=file://))"
 _AFTER = r"(?=$|[/\s:,;\"'()\[\]{}<>|&])"
 

@@ -42,8 +42,8 @@ METRICS_SOCKET_BYTES = 32 * _KIB
 METRICS_LINE_BYTES = 16 * _KIB
 METRICS_LINES = 16_384
 METRICS_CHUNK_BYTES = 32 * _KIB
-# Read a chunk in steps of so many lines: at most 0.7 ms of the event loop, 0.3 ms for a real page. Other ready tasks
-# run after so many steps: a fleet of 2,000 services has about 1,400 steps a second.
+# Read a chunk in steps of this many lines: a step takes at most 0.7 ms of the event loop, or 0.3 ms for a real page.
+# Other ready tasks run between steps. A fleet of 2,000 services has about 1,400 steps a second.
 METRICS_STEP_LINES = 256
 METRICS_STEPS = 4
 # Work is counted in lines (2.5 us each), plus a line for each 128 bytes. This is the rate for each pod of a service: a

@@ -72,8 +72,8 @@ class Rejected(ClusterError):
     """The API server or one of its webhooks refuses an object (HTTP 400, 403, 422, some 500).
 
     Attributes:
-        reason: of the server's Status (Invalid, Forbidden, ...); may be empty.
-        causes: each faulty field of the object with its fault, as far as the server names them.
+        reason: reason in the server's Status (Invalid, Forbidden, ...); may be empty.
+        causes: faulty fields of the object, each with its fault, if the server names them.
     """
 
     def __init__(

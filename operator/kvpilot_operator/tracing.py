@@ -1,4 +1,4 @@
-"""OpenTelemetry's spans. The API package makes spans that do nothing; the SDK sends them if an endpoint is named.
+"""OpenTelemetry spans. Without an endpoint, the API package makes spans that do nothing. With one, the SDK sends them.
 
 Attributes have the names of docs/tracing.md. They never hold text of users or engines: no prompt, no answer, no
 message of an error.
@@ -106,7 +106,7 @@ def span_sender(environment: Mapping[str, str]) -> SpanSender | None:
     if name is None:
         return None
     if not _is_url(environment[name]):
-        # The value is not shown: it may hold credentials.
+        # Do not show the value, because it may contain credentials.
         raise TracingError(f"{name}: is not a URL; give a collector's OTLP over HTTP, such as http://collector:4318")
     try:
         sender = SpanSender()

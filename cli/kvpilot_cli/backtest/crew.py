@@ -106,7 +106,7 @@ class Crew:
         spec, pressure = self._spec, self._spec.kv_cache.pressure
         window = self._within(pressure.sustained_seconds, self._since)
         calm = self._within(spec.scaling.scale_down_stabilization_seconds, self._since)
-        # A window may begin anew when a replica starts, so check both.
+        # A window restarts when a replica starts, so use the later of both times.
         grown = self._within(pressure.sustained_seconds, np.maximum(self._since, self._grown))
         starved = self._starved(window) | self._starved(grown)
         usage = np.minimum(self._mean("usage", window), self._mean("usage", grown))

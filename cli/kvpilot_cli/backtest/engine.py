@@ -274,7 +274,7 @@ class Engine:
 
 
 _ALIKE = 64
-"""Largest number of steps taken together: their time grows by less than a percent."""
+"""Largest number of steps simulated at once. Within it, the duration of a step grows by less than a percent."""
 _COUNTS = (
     "preemptions", "prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "finished",
     "prefill_seconds", "decode_seconds",

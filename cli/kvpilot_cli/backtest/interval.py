@@ -187,10 +187,9 @@ class Fleet:
     def _remember(self, rate: Array, held: Array, costs: dict[str, Array], pods: Array, young: Array) -> None:
         """Return the share of requests that find their prefix.
 
-        Freed blocks queue up to be overwritten, and leave the queue early where their session returns: with F free
-        tokens, and H freed by each of x requests a second, a prefix survives T seconds with
-        F / (x H) = integral over 0..T of the share that has not returned yet. Solved by Newton's method from the last T
-        (the left side is concave in T).
+        Freed blocks wait in a queue to be overwritten, and leave it early if their session returns. With F free tokens,
+        and H freed by each of x requests a second, a prefix survives T seconds with F / (x H) = integral over 0..T of
+        the share that has not returned yet. Solved by Newton's method from the last T (the left side is concave in T).
         """
         m = self._m
         free = np.maximum(costs["kv_tokens"] * pods - self.inside * held, 0.0)

@@ -37,12 +37,12 @@ class Operating:
     """State of one replica under its share of a load.
 
     Attributes:
-        sequences: running at once, on average.
-        token_seconds: between two tokens of a sequence.
+        sequences: mean number of running sequences.
+        token_seconds: mean seconds between two tokens of a sequence.
         fill: share of the KV cache in use.
         prompt_share: share of the time that prompts take.
-        binds: the exceeded limit, or None: "prompts" (they alone take all the time), "time per token", "sequences",
-            "KV memory".
+        binds: the exceeded limit, or None: "prompts" (they alone take all the time), "time per token", "sequences", "KV
+            memory".
     """
 
     sequences: float

@@ -38,7 +38,7 @@ def tool(program: str, version: str, fetch: Callable[[Path], None]) -> Path:
 
 
 def cached(program: str, version: str, fetch: Callable[[Path], None]) -> Path:
-    """Return the program of our cache, whatever is on PATH."""
+    """Return the program from our cache, even if another one is on PATH."""
     home = tools_folder() / f"{program}-{version}"
     binary, done = home / "bin" / program, home / "done"
     home.parent.mkdir(parents=True, exist_ok=True)

@@ -275,8 +275,8 @@ class Actor:
 async def mark_do_not_evict(cluster: Cluster, s: Snapshot, wanted: frozenset[str]) -> None:
     """Ask cluster autoscalers not to move these pods and their workers, and no others.
 
-    Annotate single pods, under our field manager: a change of the pod template would roll them, and a user's own
-    annotations stay. Log a pod that cannot be annotated, and go on.
+    Annotate the pods themselves, because a change of the pod template would restart them. Our field manager leaves a
+    user's own annotations unchanged. Log a pod that cannot be annotated, and continue.
     """
     for asked, pod in ((leader.name in wanted, pod) for leader in s.pods for pod in leader.group):
         if pod.terminating or pod.do_not_evict == asked:

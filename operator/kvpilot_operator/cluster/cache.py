@@ -98,7 +98,7 @@ class Store(Generic[K, V]):
         self._remove((namespace, name))
 
     def keep_only(self, namespace: str, names: Collection[Name], version: str) -> None:
-        """Drop all objects that a list of a namespace ("" for all) at this version does not hold."""
+        """Drop all objects of a namespace ("" for all) that are missing from its list at this version."""
         limit = whole(version, _MAX_VERSION)
         gone = [
             name

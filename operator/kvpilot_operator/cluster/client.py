@@ -138,7 +138,7 @@ class Cluster:
     ) -> AsyncIterator[tuple[str, Object]]:
         """Yield the events after `version` (ADDED, MODIFIED, DELETED, BOOKMARK) with their objects.
 
-        The usual end is the server's.
+        Normally the server ends the watch.
 
         Raises:
             ClusterError: status 410 if the server does not know the version any more; 0 if the connection broke, or

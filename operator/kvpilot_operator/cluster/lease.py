@@ -76,7 +76,7 @@ class Candidate:
 
     @property
     def holder(self) -> str:
-        """The holder of the Lease as far as is known; empty if there is none."""
+        """The last known holder of the Lease; empty if there is none."""
         return str(self._spec.get("holderIdentity") or "")
 
     def observe(self, found: Object | None, now: float) -> None:
@@ -87,7 +87,7 @@ class Candidate:
             self._changed = now
 
     def wait(self, now: float) -> float:
-        """Return the seconds until the Lease may be claimed, as far as is known; 0 for now."""
+        """Return the seconds until the Lease may be claimed, by the last known state. 0 means now."""
         if self._changed is None:
             return self.timing.lease
         if self._found is None or self.holder == "" or (self.holder == self.identity and not self.blind):

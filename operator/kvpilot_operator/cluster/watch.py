@@ -102,7 +102,7 @@ class Reflector:
         self.filled.set()
 
     def _is_missing(self, error: ClusterError) -> bool:
-        """Count a denial; return True if the kind is now taken for missing."""
+        """Count a denial. Return True if the kind now counts as missing."""
         self._denials += 1
         if self.served and self._denials < _DENIALS:
             return False

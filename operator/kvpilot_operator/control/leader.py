@@ -48,7 +48,7 @@ class FleetOptions:
     prices: Mapping[str, int]
     """The price of a GPU of each kind, as gpus.prices gives it."""
     identity: Identity | None
-    """Certificates for engines in a mesh; None where all engines are reached in the clear."""
+    """Certificates for engines in a mesh, or None if all engines are reached without TLS."""
 
 
 @dataclass(eq=False)
@@ -87,7 +87,7 @@ class Leader:
         await asyncio.shield(self._work)
 
     async def quiet(self, seconds: float = DRAIN_SECONDS) -> bool:
-        """Let no write start, and wait for those under way; return True if none can reach the server any more."""
+        """Prevent new writes, and wait for those in progress. Return True if no write can still reach the server."""
         self.fence.close()
         self.telemetry.leads(False)
         drained = await self.fence.drained(seconds)

@@ -133,10 +133,10 @@ class Probe:
         self._on_result(self._key)
 
 
-# A probe loses its permit if its engine is silent for too long while others wait. It begins anew with twice the
-# patience, so that a slow engine gets through in the end.
+# A probe loses its permit if its engine is silent for too long while others wait. It then restarts with twice the
+# patience, so that a probe of a slow engine can finish.
 MAX_PATIENCE_SECONDS = 80.0
-# A probe waits at most this long in all while users' requests are queued.
+# Longest total time that a probe waits for queued user requests.
 GIVE_WAY_SECONDS = 120.0
 # An engine that schedules by priority serves these after all other requests (their default is 0).
 LOW_PRIORITY = 1_000_000

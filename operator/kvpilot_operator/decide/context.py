@@ -38,7 +38,7 @@ from kvpilot_operator.state.status import (
 )
 from kvpilot_operator.times import utc
 
-# Decisions that do not begin or end a hold.
+# Decisions that neither start nor end a hold on the next dtype or revision.
 _BESIDE = (Action.SCALE_OUT, Action.SCALE_IN, Action.KEEP_BASELINE, Action.RECOMMEND)
 
 
@@ -114,7 +114,7 @@ class Draft:
         event: str | None = None,
         options: tuple[Option, ...] = (),
     ) -> Self:
-        """Write a decision into the journal and post it as an event (of reason `event` where that reads better)."""
+        """Write a decision into the journal and post it as an event. `event` replaces the event's default reason."""
         entry = JournalEntry(
             time=self.now,
             action=action,
@@ -135,7 +135,7 @@ class Draft:
         return self.record(action, reason, message, from_dtype=before, to_dtype=dtype, event=event, options=options)
 
     def holds(self, reason: str) -> bool:
-        """Return True if the journal says already that the next dtype or revision is held back for this reason."""
+        """Return True if the journal already has a hold on the next dtype or revision for this reason."""
         steps = (one for one in self.status.decisions if one.action not in _BESIDE)
         return any(one.reason == reason for one in takewhile(lambda one: one.action == Action.HOLD, steps))
 
@@ -160,7 +160,7 @@ class Revision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The revision to converge to. With `startable` False nothing new is started (`held` says why)."""
+    """The revision to converge to. If `startable` is False, no canary is started, and `held` has the reason."""
 
     dtype: str
     revision: str

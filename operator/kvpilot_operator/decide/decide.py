@@ -33,7 +33,7 @@ class Rule(Generic[D]):
 
 
 def fold(draft: D, rules: Sequence[Rule[D]]) -> D:
-    """Apply every rule in turn. Unexpected errors are caught here alone."""
+    """Apply every rule in turn. This is the only place that catches unexpected errors."""
     for rule in rules:
         try:
             draft = rule.answer(draft)

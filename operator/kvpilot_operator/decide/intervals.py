@@ -91,8 +91,8 @@ def share_change(ours: tuple[float, float], theirs: tuple[float, float], alpha: 
 def log_quantile(h: Histogram, q: float) -> float:
     """Return the log of the value below which a share `q` lies; inf above the last bound.
 
-    Within a bucket values are taken to be log-normal: spreading its counts evenly, as histogram_quantile does, puts a
-    p95 that lies in a wide bucket much too high.
+    Values within a bucket are assumed to be log-normal. An even spread, as in histogram_quantile, would put a p95 in a
+    wide bucket much too high.
     """
     rank = q * h.count
     for i, reached in enumerate(accumulate(h.counts)):

@@ -13,7 +13,7 @@ from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
-# The refused value may be a whole structure: it is long, and may hold values of variables.
+# Cut refused values that are whole structures: they are long, and may contain values of variables.
 _STRUCTURE = re.compile(r"Invalid value: [\w.*&\[\]]*\{.*\}(?=: )", re.DOTALL)
 _FORBIDDEN = re.compile(r'User "[^"]*" cannot \S+ resource')
 

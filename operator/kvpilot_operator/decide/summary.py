@@ -1,6 +1,6 @@
 """Write the figures of the status (for people, /scale and metrics) and the journal's entries about steps.
 
-Each step is written with the options that were weighed, and each hold as it begins.
+Each step is recorded with all weighed options. Each hold is recorded when it begins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _QUIET = (
 
 
 def summarise(c: Context) -> Context:
-    """Write the figures of the status, and an event where memory pressure begins or ends."""
+    """Write the figures of the status, and post an event if memory pressure begins or ends."""
     c = _announce_pressure(c)
     s, stable, kv = c.snapshot, c.stable, c.status.kv_cache
     if stable is None:

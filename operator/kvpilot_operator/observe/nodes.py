@@ -105,7 +105,7 @@ def _nodes_of(pods: Sequence[PodView]) -> list[str]:
 def node_facts(node: Mapping[str, Any]) -> NodeFacts:
     """Return the accelerator of a Node, as the API server gives it; NodeFacts() if it shows none.
 
-    Never raises: whatever is not text where Kubernetes has text counts as not there.
+    Never raise: a value that should be text but is not counts as missing.
     """
     labels, allocatable = _texts(node, "metadata", "labels"), _texts(node, "status", "allocatable")
     if (nvidia := _nvidia(labels, allocatable)) is not None:

@@ -192,7 +192,7 @@ def _watch(known: Mapping[str, Streak], before: PodMetrics, page: PodMetrics, si
 
 
 def _stalled(known: Mapping[str, Streak], page: PodMetrics, time: datetime) -> str | None:
-    """Name an engine that has done nothing for too long to be a coincidence; None where none has."""
+    """Name an engine that has made no progress for STALLED_SECONDS, or return None."""
     for rank in page.engines:
         streak = known.get(rank.name)
         if streak is not None and streak.lasts(time, STALLED_SECONDS):

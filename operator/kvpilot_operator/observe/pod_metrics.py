@@ -77,7 +77,7 @@ class Ranks:
         rank[figure] = max(before, value) if figure == USAGE else before + value
 
     def close(self, done: float) -> tuple[Rank, ...]:
-        """Return the engines that say their use; none where there is only one of them."""
+        """Return the engines that report their use, or an empty tuple if there is only one."""
         keys = sorted((key for key, rank in self._found.items() if USAGE in rank), key=str)
         if len(keys) < 2:
             return ()
@@ -103,14 +103,14 @@ class PodMetrics:
     """One pod's page."""
 
     usage: float
-    """Share of the KV blocks in use, 0 to 1: of the fullest engine, where a page has several."""
+    """Share of the KV blocks in use, 0 to 1. If a page has several engines, the share of the fullest one."""
     running: float
     waiting: float
     """Requests that wait for a place in the batch or for cache blocks."""
     capacity_tokens: int
     """0 if the page does not say it."""
     blocks: int
-    """KV blocks, 0 if the page does not say it."""
+    """Number of KV blocks; 0 if the page does not report it."""
     dtype: str
     process_start: float | None = None
     """Unix time at which the API server's process started; vLLM with several API servers does not say it."""

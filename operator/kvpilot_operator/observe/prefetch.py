@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 Object = Mapping[str, Any]
 
-# The Job has at most two pods, but a tenant may put its label on any number: read at most so many.
+# Read at most this many pods. The Job has at most two, but a tenant may put its label on any number of pods.
 _PODS = 2
 
 _THERE = "kvpilot_prefetch_bytes"

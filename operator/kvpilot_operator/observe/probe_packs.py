@@ -55,7 +55,8 @@ class PackTexts:
     async def of(self, key: ServiceKey, spec: Spec) -> dict[str, Mapping[str, str]]:
         """Return the text under `prompts.yaml`, by ConfigMap that `spec.accuracy.probeSets` names.
 
-        A ConfigMap that does not exist is left out; of one without that key, some of its keys are there, without texts.
+        A missing ConfigMap is left out. A ConfigMap without that key is represented by some of its other keys, without
+        texts.
 
         Raises:
             PackTooLarge: a ConfigMap, or all texts together, exceed the budget.

@@ -94,7 +94,7 @@ def _held_up(status: Object, container_name: str) -> tuple[str, str] | None:
 
 
 def _begun(status: Object) -> bool:
-    """Return True if a container was started, so its volumes are there; or none is waited for yet."""
+    """Return True if a container was started (so its volumes exist), or if no container waits yet."""
     containers = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
     return not containers or any(
         one.get("lastState") or (one.get("state") or {}).keys() & {"running", "terminated"} for one in containers

@@ -40,7 +40,7 @@ MAX_PROMPTS = 64
 MAX_PACK_BYTES = 32 * 1024
 MAX_LEVELS = 24
 MAX_MESSAGES = 16
-# In all prompts together, once they are filled: more tokens than a baseline keeps (65,536) have more characters.
+# Limit for all filled prompts together. It leaves room for the 65,536 tokens that a baseline can hold.
 MAX_CHARACTERS = 512 * 1024
 MAX_TOOLS = 16
 MAX_NAME = 40
@@ -283,8 +283,8 @@ _WHEN = ("In the morning", "Before noon", "At the end of the day", "On the follo
 def _filler(words: int, fact: str, depth_percent: int) -> str:
     """Return about `words` words of plain prose with `fact` at `depth_percent` of it; the same for the same arguments.
 
-    The lists (5, 10, 7 and 9 entries) make 3,150 different sentences; a stride prime to that number visits each once
-    before any comes again, which is more than MAX_FILL_TOKENS hold.
+    The lists (5, 10, 7 and 9 entries) make 3,150 different sentences. The stride is coprime to that number, so no
+    sentence repeats before all were used. MAX_FILL_TOKENS hold fewer sentences than that.
     """
     sentences: list[str] = []
     count = 0

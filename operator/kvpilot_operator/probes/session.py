@@ -21,7 +21,8 @@ LOOK_AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """Precedence of users: `waiting` returns the number of their queued requests; they go first for `seconds` in all.
+    """Precedence of users. `waiting` returns the number of their queued requests. A run waits for them for at most
+    `seconds` in total.
 
     After that time, a run continues with `insist`, and ends with `EngineBusy` without it.
     """

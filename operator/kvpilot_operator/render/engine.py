@@ -149,7 +149,7 @@ def _fill_in(pod: dict[str, Any], service: str, spec: Spec) -> None:
     # Engines never call the API server. A user who names an account needs its cloud identity, so mount its token.
     pod["automountServiceAccountToken"] = "serviceAccountName" in pod
     if pod.get("hostNetwork"):
-        # Otherwise a pod on the node's network asks the node's DNS, which knows no Service.
+        # Without this, a pod on the node's network uses the node's DNS, which does not resolve Services.
         pod["dnsPolicy"] = "ClusterFirstWithHostNet"
     for spread in pod.get("topologySpreadConstraints", ()):
         spread.setdefault("labelSelector", {"matchLabels": {SERVICE_LABEL: service}})
@@ -265,7 +265,8 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
 
 
 def _compiled(spec: Spec) -> str:
-    """Return the folder for compiled code. Other engines run it, so a claim for weights alone never holds it."""
+    """Return the folder for compiled code. It is never on a claim that is only for weights, because other engines would
+    run that code."""
     if spec.cache.compile_claim_name:
         return _COMPILE_PATH
     return f"{_WEIGHTS_PATH}/kvpilot-compiled" if spec.cache.weights and spec.model.source.startswith("hf://") else ""

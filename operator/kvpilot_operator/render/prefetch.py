@@ -41,7 +41,7 @@ def claim_name(service: str, spec: Spec) -> str:
 
 
 def identity(service: str, spec: Spec) -> str:
-    """Return a hash (8 hex digits) of the claim and its content: a change means that it is filled anew."""
+    """Return a hash (8 hex digits) of the claim and its content. If it changes, the claim is filled again."""
     content = json.dumps([claim_name(service, spec), *_arguments(spec)]).encode()
     return hashlib.sha256(content).hexdigest()[:8]
 
@@ -49,8 +49,8 @@ def identity(service: str, spec: Spec) -> str:
 def job(key: ServiceKey, uid: str, spec: Spec, *, assigned_user: bool) -> dict[str, Any]:
     """Return the Job.
 
-    Its pod runs where engines may run, as their user, with their variables, volumes and secrets: it needs the same
-    zone of a disk and the same access to the hub. It requests no GPU.
+    Its pod has the engines' placement, user, variables, volumes and secrets, because it needs the disk's zone and
+    access to the hub. It requests no GPU.
     """
     template = pod_template(key.name, spec, spec.kv_cache.baseline, assigned_user=assigned_user)
     engine = next(one for one in template["spec"]["containers"] if one["name"] == ENGINE_CONTAINER)

@@ -12,7 +12,7 @@ from kvpilot_operator.state.histogram import Histogram
 
 NOTHING_OBSERVED = Histogram()
 ROOMY = 0.5
-"""Largest share of the fullest engine's use at which another engine has room for its waiting requests."""
+"""An engine with at most this share of the fullest engine's use has room for waiting requests."""
 
 
 @dataclass(frozen=True, slots=True)

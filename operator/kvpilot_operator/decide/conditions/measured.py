@@ -67,7 +67,7 @@ def memory_pressured(c: Context) -> Line:
 
 
 def objectives(c: Context) -> Line | None:
-    """Say whether latencies meet spec.scaling.objectives; None where there are none."""
+    """Report whether latencies meet spec.scaling.objectives. Return None if the spec has no objectives."""
     measured = c.workload.objectives
     if not measured:
         return None

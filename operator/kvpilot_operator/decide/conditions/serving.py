@@ -15,7 +15,7 @@ _WAYS = {TrafficMode.HTTP_ROUTE: " by HTTPRoute", TrafficMode.REPLICA_RATIO: " b
 
 
 def serving(c: Context) -> Line:
-    """Say whether engines answer behind a Service of ours that selects them.
+    """Report whether engines answer, and whether our Service selects them.
 
     The operator does not watch EndpointSlices, because they only repeat the readiness of the pods, which it watches.
     """
@@ -43,7 +43,7 @@ def serving(c: Context) -> Line:
 
 
 def _unserved(s: Snapshot, ready: int) -> Line:
-    """Say why engines answer, but no Service of ours sends them requests."""
+    """Return the reason why engines answer, but our Service sends them no requests."""
     refused = s.rejection("Service", s.key.name)
     if refused is not None:
         return Line("False", *finding([refused]))

@@ -66,7 +66,7 @@ def lines(c: Context, found: Problems, serving: Line) -> dict[ConditionType, Lin
     before, s = c.before.condition(ConditionType.STALLED), c.snapshot
     unwritten = s.rejections is None and before is not None and before.observed_generation == s.generation
     if unwritten and before is not None and before.status == "True" and c.canary is None:
-        # No write since startup: earlier rejections probably still hold.
+        # Nothing was written since startup, so earlier rejections probably still apply.
         return both(ConditionType.STALLED, Cause(before.reason, before.message))
     under_way = _under_way(c, found, serving)
     if under_way is None:

@@ -59,7 +59,7 @@ def refuse(draft: Draft) -> Draft:
 
 
 def leave(draft: D) -> D:
-    """Keep every condition if none could be decided, and say so in the conditions that tools wait for."""
+    """Keep every condition if none could be decided. Report that in the conditions that tools wait for."""
     lines = {one.type: line for one in draft.status.conditions if (line := _line(one)) is not None}
     none = standing.both()
     first = {ConditionType.READY: none[ConditionType.RECONCILING], **none}
@@ -105,7 +105,7 @@ def _announce(draft: D, cause: Cause, kinds: tuple[ConditionType, ...] = (Condit
 
 
 def _stamped(s: Snapshot, lines: Mapping[ConditionType, Line]) -> Iterator[Condition]:
-    """Add types and times; `lastTransitionTime` moves only with the status word."""
+    """Add types and times. `lastTransitionTime` changes only if the condition's status changes."""
     for kind, one in lines.items():
         before = s.status.condition(kind)
         kept = before is not None and before.status == one.status

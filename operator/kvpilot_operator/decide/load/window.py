@@ -138,7 +138,7 @@ def uneven(s: Sample, pressure: Pressure) -> bool:
 
 
 def since_it_grew(samples: Sequence[Sample], start: int, end: int) -> int:
-    """Return the start of the window that the newest replica has seen: earlier samples are out of date."""
+    """Return the start of the window since the newest replica answered, because earlier samples are out of date."""
     ready = [ready_pods(s) + len(s.stalled) for s in samples[start:end]]
     if min(ready) == ready[-1]:
         return start

@@ -184,7 +184,7 @@ def _has_gate(s: Snapshot, revision: str) -> bool:
 def _lets_go(c: Context, covered: int) -> bool:
     """Return True if a budget over so many pods can let one leave. Otherwise it would block node drains for ever.
 
-    A replica that a canary has replaced comes back when the trial ends. Only a paused trial may never end.
+    A replica that a canary has replaced returns when the trial ends, so it counts unless the trial is paused.
     """
     waits = min(c.replicas, covered) if c.spec.rollout.paused else c.replicas
     return waits > c.spec.disruption.min_available

@@ -78,7 +78,7 @@ def keep_judged(c: Context) -> Context:
 
 
 def keep_as_now(draft: D) -> D:
-    """Keep the marks that are there."""
+    """Keep the present marks."""
     return replace(draft, do_not_evict=_marked(draft.snapshot))
 
 

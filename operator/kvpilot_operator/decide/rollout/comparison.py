@@ -44,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One side's window: increments by slice of time, and in all."""
+    """One side's window: increments by slice of time, and their total."""
 
     batches: tuple[Flows, ...]
     total: Flows

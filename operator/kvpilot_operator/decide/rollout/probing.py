@@ -115,7 +115,7 @@ def _is_probed(canary: Canary) -> bool:
 
 
 def _waits_for_pause_to_end(c: Context, canary: Canary) -> bool:
-    """Return True if a pause alone keeps the canary, which has used up its limits, from being rolled back."""
+    """Return True if the canary has used up its limits and only a pause prevents its rollback."""
     limits = c.spec.accuracy
     used_up = canary.failures >= limits.failure_limit or canary.errors >= limits.consecutive_error_limit
     return c.spec.rollout.paused and used_up

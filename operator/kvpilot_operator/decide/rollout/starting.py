@@ -54,7 +54,7 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
 
 
 def hold(c: Context, fault: Cause) -> Context:
-    """Say once why no canary is started."""
+    """Record the reason once why no canary is started."""
     return c if c.holds(fault.reason) else c.record(Action.HOLD, fault.reason, fault.message, warning=True)
 
 
@@ -98,7 +98,7 @@ def pods_on_trial(c: Context) -> Sequence[PodView]:
 
 
 def unschedulable(c: Context) -> str | None:
-    """Return the reason why a canary pod has waited so long for a node that it may take a replica's place."""
+    """Return the scheduler's reason if a canary pod has waited for a node for so long that it may replace a replica."""
     canary = in_flight(c)
     if c.spec.canary.capacity_policy != "SurgeOrReplaceOne" or canary.replaces_one or c.replicas == 0:
         return None

@@ -318,7 +318,7 @@ def needed(s: PolicyInput) -> int:
 
 
 def _too_many_prompts(s: PolicyInput, replicas: int) -> str | None:
-    """Return the reason why the prompts would be too much for so few replicas, whatever the cache holds; or None."""
+    """Return the reason why the prompts would overload so few replicas, at any cache use, or None."""
     w = s.workload
     each = (w.prompts_in_hand or 0.0) * w.pods / max(1, replicas)
     if each <= _MOST_PROMPTS:

@@ -79,7 +79,7 @@ def _stay(s: PolicyInput, reason: str, message: str, wanted: Option | None = Non
 
 
 def _relieve(s: PolicyInput) -> PolicyDecision:
-    """Choose relief where requests wait or are late: memory, or a replica."""
+    """Choose more memory or a replica, because requests wait or are late."""
     w = s.workload
     downs, more = options.down(s), options.out(s)
     steps = [*downs, *options.offload(s), more]

@@ -58,7 +58,7 @@ class PolicyInput:
 
     @property
     def loading(self) -> bool:
-        """Return True if missing replicas may still come up; they count as capacity until the deadline."""
+        """Return True if missing replicas may still start. They count as capacity until the progress deadline."""
         if self.ready >= self.replicas or self.replicas_changed is None:
             return False
         return self.now < self.replicas_changed + timedelta(seconds=self.spec.canary.progress_deadline_seconds)
