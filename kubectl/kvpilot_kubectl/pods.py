@@ -28,7 +28,7 @@ class Warned:
 
 
 def unready(pods: Iterable[Json]) -> tuple[Json, ...]:
-    """Return the pods with silent engines by name, except pods that ended or are being deleted."""
+    """Return the pods whose engines do not answer, by name, except pods that have ended or are being deleted."""
     there = (one for one in pods if text(one, "status", "phase") not in ("Failed", "Succeeded"))
     found = [one for one in there if not _answers(one) and not text(one, "metadata", "deletionTimestamp")]
     return tuple(sorted(found, key=lambda one: text(one, "metadata", "name")))

@@ -130,7 +130,7 @@ class Service:
 
     @property
     def behind(self) -> bool:
-        """Return True if the conditions are about an older spec than the newest."""
+        """Return True if the conditions describe an older spec than the newest one."""
         seen = [one.generation for one in self.conditions if one.generation is not None]
         return self.generation is not None and bool(seen) and max(seen) < self.generation
 

@@ -1,4 +1,4 @@
-"""Audit log of the API server: every write with its author and time, and a check that only a Lease's holder wrote."""
+"""The API server's audit log of writes, and a check that only the holder of a Lease has written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Delay of a kubelet before it restarts a container. Pure."""
+"""The back-off of container restarts, as in a kubelet. Pure."""
 
 from __future__ import annotations
 

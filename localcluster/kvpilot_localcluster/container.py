@@ -1,4 +1,4 @@
-"""One run of a container's process: start, adopt, wait, end. A folder holds its whole state.
+"""Start, adopt, await and end one run of a container's process. A folder holds the run's whole state.
 
 The folder of a run holds shim.py's files. An agent that starts after a kill -9 of the previous agent finds one of three
 states there. With an exit record, the run has ended. With a running shim, the agent watches it again. With neither, the

@@ -60,9 +60,7 @@ class ControlPlane:
         *,
         audit: bool = False,
     ) -> None:
-        """Configure the control plane. With `audit` the API server logs every write (`localcluster.audit` reads the
-        log).
-        """
+        """Configure the control plane. With `audit`, the API server logs every write for `localcluster.audit`."""
         self.folder = folder.absolute()
         self.kubeconfig = self.folder / "admin.kubeconfig"
         self.audit_log = self.folder / "audit.log"

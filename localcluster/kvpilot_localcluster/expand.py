@@ -71,7 +71,7 @@ def _all_of(kind: str, reference: Mapping[str, Any], prefix: str, source: Source
         if reference.get("optional"):
             return {}
         raise InvalidPod(f'{kind.lower()} "{reference["name"]}" not found')
-    # A kubelet skips keys that cannot be variable names.
+    # Like a kubelet, skip keys that are not valid variable names.
     return {prefix + key: value for key, value in data.items() if _NAME.fullmatch(prefix + key)}
 
 

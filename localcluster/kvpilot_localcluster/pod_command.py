@@ -40,7 +40,7 @@ class Node:
     services: dict[str, Json] = field(default_factory=dict)
 
     async def fetch(self, plural: str, namespace: str, name: str) -> Json | None:
-        """Read an object of the core API; None if there is none."""
+        """Read an object of the core API, or return None if it does not exist."""
         scope = f"/namespaces/{namespace}" if namespace else ""
         try:
             return await self.kube.call("GET", f"/api/v1{scope}/{plural}/{name}")

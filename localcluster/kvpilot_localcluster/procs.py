@@ -168,7 +168,7 @@ def end(record: Path, *, grace: float = 10.0) -> bool:
 
 
 def tail(path: Path, limit: int = 2000) -> str:
-    """Return the end of a text file, at most `limit` bytes, or the empty string."""
+    """Return at most the last `limit` bytes of a text file, or the empty string if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - limit))

@@ -43,7 +43,7 @@ class Rest:
     def of_files(cls, server: str, authority: Path, certificate: Path, key: Path) -> Rest:
         """Return a client that trusts one authority and shows one client certificate."""
         context = ssl.create_default_context(cafile=str(authority))
-        # Our openssl certificates carry no key identifiers, which newer Pythons' strict mode asks for.
+        # Newer Python versions require key identifiers in strict mode, but our openssl certificates have none.
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         context.load_cert_chain(str(certificate), str(key))
         return cls(server, context)

@@ -1,9 +1,9 @@
 """Userspace forwarder: every ClusterIP Service answers at its own address on loopback.
 
-The API server hands out cluster IPs from a range inside 127.0.0.0/8, so a Service's address can be listened on. Each
-new connection goes to a random ready endpoint in the real controller's EndpointSlices. An endpoint that does not answer
-is skipped. Open connections live until they close, whatever happens to the endpoints. While a Service has no ready
-endpoint nothing listens, so a connection is refused.
+The API server assigns cluster IPs from a range inside 127.0.0.0/8, so the forwarder can listen on a Service's address.
+Each new connection goes to a random ready endpoint in the real controller's EndpointSlices. An endpoint that does not
+answer is skipped. Open connections stay open even if their endpoint is removed from the Service. While a Service has no
+ready endpoint, nothing listens, so connections are refused.
 
 It is not kube-proxy: TCP only, no session affinity, no node ports, no external addresses.
 """

@@ -21,7 +21,7 @@ HEAD_BYTES = 32 * 1024
 INTERIM_ANSWERS = 8
 # Framing bytes allowed per body byte. Even a chunk of one byte has five; streamed tokens have a hundred bytes a chunk.
 AROUND_A_BYTE = 8
-# Bytes that the parser gets in one call: the limits are checked in between.
+# Bytes per call of the parser. The limits are checked between calls.
 _STEP_BYTES = 4 * 1024
 
 

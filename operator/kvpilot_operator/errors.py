@@ -1,21 +1,21 @@
 """Every error that the operator raises on purpose.
 
     KvpilotError
-    +-- ClusterError           the Kubernetes API refused
-    |   +-- Conflict           somebody else wrote first: observe again
+    +-- ClusterError           a request to the Kubernetes API failed
+    |   +-- Conflict           another client wrote first: observe again
     |   +-- NotFound
-    |   +-- Throttled          it asks for a pause
-    |   +-- Rejected           it has read the object and will not have it
-    |   |   +-- NameTaken      an object of that name belongs to somebody else
-    |   |   +-- NotStarted     an object that pods name is not the service's own
-    |   +-- BadName            no object can have that name: nothing was sent
+    |   +-- Throttled          the API requests a pause
+    |   +-- Rejected           the API refuses the object
+    |   |   +-- NameTaken      an object of that name has another owner
+    |   |   +-- NotStarted     pods refer to an object that the service does not own
+    |   +-- BadName            the name is impossible: nothing was sent
     |   +-- NotLeader          this replica may not write
     +-- LeadershipLost         another replica leads
     +-- ScrapeError            a pod's /metrics could not be read
-    |   +-- ScrapeTimeout      it did not come in time
+    |   +-- ScrapeTimeout      the page did not arrive in time
     +-- NoIdentity             the mesh has given no certificate yet
-    +-- OverBudget             somebody sent more than one service may cost (kvpilot_operator.budget)
-    +-- PermitLost             others waited for the permit that was held for too long
+    +-- OverBudget             an input exceeds the limits of one service (kvpilot_operator.budget)
+    +-- PermitLost             the permit was held for too long while others waited
 
 Errors of the accuracy probes live with the probes (`kvpilot_operator.probes.errors`).
 """

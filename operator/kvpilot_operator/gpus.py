@@ -71,7 +71,7 @@ _MOST_AN_HOUR = 1_000_000
 
 
 class PriceError(ValueError):
-    """A price that cannot be used, with field, value and remedy."""
+    """A price that cannot be used. The message names the field, the value and the remedy."""
 
 
 def prices(given: Iterable[tuple[str, object]]) -> dict[str, int]:

@@ -62,7 +62,7 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
 
 
 def configure_kopf(settings: kopf.OperatorSettings) -> None:
-    """Let kopf keep no state on objects, post no events, and never give up."""
+    """Configure kopf: it stores no state on objects, posts no events, and never gives up."""
     settings.posting.enabled = False
     settings.scanning.disabled = True
     settings.watching.server_timeout = 300

@@ -11,7 +11,7 @@ class Blocks:
     def __init__(self, total: int) -> None:
         self.total = total
         self._empty = total
-        self._kept: OrderedDict[int, int] = OrderedDict()  # session -> blocks, oldest first
+        self._kept: OrderedDict[int, int] = OrderedDict()  # kept blocks by session, oldest first
         self._kept_sum = 0
 
     @property

@@ -63,7 +63,7 @@ class Row:
 
     @property
     def good_percent(self) -> float:
-        """Return the share of all requests, with lost ones, that were answered within the objective."""
+        """Return the percentage of requests answered within the objective. Lost requests count as not answered."""
         return 100 * self.good / max(self.finished + self.lost, 1)
 
     @property

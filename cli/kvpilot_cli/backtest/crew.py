@@ -77,7 +77,7 @@ class Crew:
         self._learn(i)
 
     def scaled(self, i: int) -> None:
-        """Note that the number of replicas has changed."""
+        """Record that the number of replicas has changed."""
         self.pilots[i].replicas_changed = self._now()
         self._changed[i] = self._minute * STEP
 

@@ -94,7 +94,7 @@ def parse(answers: Sequence[Any], name: str, seed: int = 0) -> History:
         raise BacktestError(
             f"history: {prompt:.2f} prompt and {output:.2f} generated tokens a request; export one service's series"
         )
-    # A lognormal's mean is its median times exp(sigma^2 / 2).
+    # Convert the mean to a median: a lognormal's mean is its median times exp(sigma^2 / 2).
     median = math.exp(-(SIGMA**2) / 2)
     shape = Shape(prompt * median, 0.0, output * median, SIGMA, turns=1.0, pause=0.0)
     busy = np.maximum(requests, 1e-9)

@@ -146,7 +146,7 @@ def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float 
     }[name]
     # Busiest at 14:00, quietest at 02:00.
     curve = 1 - depth * (1 + np.cos((hours - zone - 2) * 2 * np.pi / 24)) / 2
-    # A day's curve is smooth; add noise of about a tenth, with a new value every half hour.
+    # Add noise of about a tenth to the smooth curve of a day, with a new value every half hour.
     knots = np.arange(0.0, hours[-1] + 1.0, 0.5)
     rate = peak * size * curve * np.exp(0.1 * np.interp(hours, knots, chance.standard_normal(len(knots))))
     if name == "bursts":

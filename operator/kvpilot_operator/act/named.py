@@ -51,9 +51,9 @@ async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: 
 
 
 async def _claim_names_of_groups(cluster: Cluster, s: Snapshot, name: str) -> None:
-    """Create the headless Service that leads workers to their leader, or check that we or the set own it.
+    """Create the headless Service by which workers find their leader, or check that the service or the set owns it.
 
-    LeaderWorkerSet takes any Service of the set's name, and creates one only if there is none.
+    LeaderWorkerSet uses any Service with the set's name, and creates one only if none exists.
     """
     found = await cluster.find(Ref("v1", "Service", s.key.namespace, name))
     if found is None:

@@ -24,7 +24,7 @@ def steady_time() -> float:
 
 
 class WriteFence:
-    """A fence, closed at first. Counts the writes under way, and those with an unknown outcome."""
+    """A fence that starts closed. It counts the writes in progress, and the writes with an unknown outcome."""
 
     def __init__(self, clock: Callable[[], float] = steady_time) -> None:
         self._clock = clock

@@ -138,7 +138,7 @@ class Probe:
 MAX_PATIENCE_SECONDS = 80.0
 # Longest total time that a probe waits for queued user requests.
 GIVE_WAY_SECONDS = 120.0
-# An engine that schedules by priority serves these after all other requests (their default is 0).
+# The priority of probes: an engine that schedules by priority serves them after all other requests (priority 0).
 LOW_PRIORITY = 1_000_000
 
 

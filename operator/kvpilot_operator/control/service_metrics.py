@@ -33,7 +33,7 @@ class Family:
 
     @property
     def series(self) -> str:
-        """The name of its series."""
+        """The name of the metric's series."""
         return f"{self.name}_total" if self.counts else self.name
 
 

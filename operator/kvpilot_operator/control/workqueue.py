@@ -129,7 +129,7 @@ class WorkQueue:
         if known is None:
             return
         if known.held is not None and (known.held or not changed):
-            return  # its retry timer is running
+            return  # a retry timer of this service is running
         if key in self._running:
             known.again = changed or known.again or False
         elif changed:

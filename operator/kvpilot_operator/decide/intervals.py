@@ -182,7 +182,7 @@ def _share_above(h: Histogram, log_value: float) -> float:
 
 
 def _score(below: float, count: float) -> float:
-    """Return the normal score of a rank; half an observation replaces zero."""
+    """Return the normal score of a rank. Half an observation replaces a count of zero."""
     half = min(0.5, count / 4) / count
     return _NORMAL.inv_cdf(min(1 - half, max(half, below / count)))
 

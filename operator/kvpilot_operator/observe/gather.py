@@ -278,7 +278,7 @@ def _traffic(service: ObjectView | None, pool: ObjectView | None, failed: Sequen
 
 
 def _tell(known: Observations, revision: str, judged: Judged) -> None:
-    """Log contradictions in a revision's pages, each once while it persists."""
+    """Log contradictions in a revision's pages. Log each only once while it persists."""
     odd = {f"implausible: {words}": words.partition(":")[0] for words in judged.sample.implausible}
     odd |= {f"stalled: {words}": f"stalled {words.partition(':')[0]}" for words in judged.sample.stalled}
     odd |= {f"cut: {words}": words.partition(":")[0] for words in judged.cut}

@@ -72,7 +72,7 @@ _INFO = (_CONFIG, _MODEL, _FACTORS, _RECENT, _RETENTION)
 WANTED = frozenset(name.encode() for name in (_USAGE, *_COUNTERS, *_SUMS, *_BUCKETS, *_INFO))
 """The names of the series that are read."""
 
-# One pod holds a connection for each request; a process may open about a million files.
+# Each request needs a connection, and a process can open about a million files.
 MOST_REQUESTS = 1_000_000
 # No real counter gets this large, and a float still counts exactly enough below it.
 MOST_COUNTED = 1e18

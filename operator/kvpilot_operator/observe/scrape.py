@@ -178,7 +178,7 @@ class Scraper:
                 limit.reschedule(until + clock() - came)
 
     async def _read(self, steps: Iterator[None]) -> None:
-        """Iterate over these steps; each waits for its turn."""
+        """Iterate over these steps, and let other tasks run between them."""
         more = True
         while more:
             async with self._steps:

@@ -28,7 +28,7 @@ from kvpilot_operator.state.snapshot import ServiceKey
 
 Object = Mapping[str, Any]
 
-# A queue such as Kueue holds a pod by a scheduling gate while it is full: treat this like a lack of room on nodes.
+# A full queue such as Kueue holds pods with a scheduling gate. Treat this like a lack of room on nodes.
 _NO_NODE = ("Unschedulable", "SchedulingGated")
 _SOURCES = (
     ("Secret", "secret", "secretName"),

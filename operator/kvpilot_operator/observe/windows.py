@@ -48,7 +48,8 @@ class SampleRetention:
 
 
 def retention_of(spec: Spec, *, trial: bool) -> SampleRetention:
-    """Return the windows of a spec: the workload's windows, and beyond them the longest time of a step."""
+    """Return how long the decisions of a spec need samples: `near` for the workload, `far` for the longest canary
+    step."""
     canary, sustained = spec.canary, spec.kv_cache.pressure.sustained_seconds
     holds = [step.hold_seconds for step in canary.steps if step.hold_seconds]
     near = max(sustained, spec.scaling.scale_down_stabilization_seconds)
@@ -179,7 +180,7 @@ class Windows:
         return judged
 
     def news(self, revision: str, odd: Collection[str]) -> Collection[str]:
-        """Return the oddities of a revision's pages that the pages before did not have."""
+        """Return the contradictions in a revision's pages that the previous pages did not have."""
         series = self._series[revision]
         before, series.odd = series.odd, frozenset(odd)
         return series.odd - before

@@ -102,7 +102,7 @@ def read_models(url: str, data: bytes) -> tuple[Model, ...]:
 
 
 def read_streamed(url: str, data: bytes) -> Chunk:
-    """Return a streamed chunk; an engine that fails in the middle of a stream says so in `error`."""
+    """Return a streamed chunk. An engine that fails in the middle of a stream reports that in `error`."""
     try:
         chunk = _decoded(url, data, _Chunk)
     except MalformedAnswer:

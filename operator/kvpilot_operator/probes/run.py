@@ -95,7 +95,8 @@ async def capture(
 
 
 async def measure(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> Measurement:
-    """Return the damage of the engine at `base_url` against `baseline`; raises a `ProbeError` if it cannot."""
+    """Return the damage of the engine at `base_url` against `baseline`. Raise a `ProbeError` if it cannot be
+    measured."""
     return await _measure(base_url, model, baseline, range(len(baseline.prompts)), settings)
 
 

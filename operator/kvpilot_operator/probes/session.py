@@ -78,8 +78,8 @@ TOP_K = 20
 # A 4-bit cache diverges from bf16 about every tenth token: three or four resumes in 32 tokens. Twelve leave a margin
 # and bound the cost of garbage.
 MAX_RESUMES = 12
-# The pace that a probe needs: about a third of what two CPU cores with other work give a small model
-# (docs/accuracy-watch.md). A run's deadline is the time for its prompts and answers at this pace, and a start.
+# The slowest useful pace: about a third of the pace of a small model on two CPU cores with other work
+# (docs/accuracy-watch.md). A run's deadline is a start time plus the time for its prompts and answers at this pace.
 START_SECONDS = 60.0
 PREFILL_TOKENS_PER_SECOND = 100
 DECODE_TOKENS_PER_SECOND = 2

@@ -30,7 +30,8 @@ class Histogram:
     def quantile(self, q: float) -> float:
         """Return the value below which a share `q` lies, interpolated as PromQL's histogram_quantile does.
 
-        The lowest bucket starts at 0, and the open one counts as its lower bound. NaN for no observation.
+        The lowest bucket starts at 0. A quantile in the open bucket is that bucket's lower bound. Return NaN without
+        observations.
         """
         if self.count <= 0:
             return float("nan")

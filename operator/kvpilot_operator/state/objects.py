@@ -125,7 +125,7 @@ class Rejection:
 
 
 class Parent(NamedTuple):
-    """A Gateway's answer to a route that asks to be attached to it."""
+    """A Gateway's answer to a route that names it as a parent."""
 
     name: str
     """NAMESPACE/NAME, with the listener if one is named."""

@@ -44,7 +44,8 @@ class NodeFacts:
     """The accelerator of the nodes that run the service."""
 
     gpu: str = "cpu"
-    """The value of the node label nvidia.com/gpu.product; for another vendor's the resource, such as amd.com/gpu."""
+    """The value of the node label nvidia.com/gpu.product. For other vendors, the name of the resource, such as
+    amd.com/gpu."""
     compute_capability: tuple[int, int] | None = None
     memory_mib: int | None = None
     """Memory of one GPU, or of one slice where the GPUs are divided (MIG)."""

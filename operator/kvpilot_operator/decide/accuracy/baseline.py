@@ -22,7 +22,7 @@ from kvpilot_operator.times import utc
 
 
 def known(c: Context) -> Baseline | None:
-    """Return the baseline of the present model and probe sets, if the status names a fit one."""
+    """Return the baseline of the present model and probe sets if the status names a usable one."""
     baseline = c.status.accuracy.baseline
     if baseline is None or baseline.identity != c.snapshot.probes.identity:
         return None

@@ -220,7 +220,8 @@ def thrown_out(seen: Sums, samples: Sequence[Sample], seconds: int) -> str | Non
 def _best(
     samples: Sequence[Sample], seconds: int, of: Callable[[Flows], tuple[float, float, float]]
 ) -> tuple[float, float, float] | None:
-    """Return three sums over the stretch, as long as the window, with the best ratio of the first two."""
+    """Find the part of the samples, as long as the window, with the best ratio of the first two sums. Return its three
+    sums."""
     best: tuple[float, float, float] | None = None
     sums, later = (0.0, 0.0, 0.0), samples[-1].time
     for s in reversed(samples):

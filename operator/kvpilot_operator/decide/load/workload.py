@@ -64,7 +64,7 @@ class Workload:
     restart.
     """
     prompts_in_hand: float | None = None
-    """Prompts that one replica is computing, on average."""
+    """Mean number of prompts that one replica computes at a time."""
     gpu_hits: float | None = None
     """Share of prompt tokens (0 to 1) that a GPU's prefix cache held. None if no prompt was looked up."""
     host_hits: float | None = None

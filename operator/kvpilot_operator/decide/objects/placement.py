@@ -191,7 +191,8 @@ def _lets_go(c: Context, covered: int) -> bool:
 
 
 def _lingers(c: Context) -> bool:
-    """Return True if a gateway may still send to the canary's Service: for preStopSeconds after it left the route."""
+    """Return True if a gateway may still send requests to the canary's Service: until preStopSeconds after the route
+    dropped it."""
     s, canary, last = c.snapshot, c.canary, c.status.last_trial
     if s.unread(Question.ROUTE) is None and traffic.routed(s):
         return True

@@ -2,9 +2,9 @@
 
     none --spec.cache.prefetch--> Pending --its pod says how much--> Prefetching --the Job is complete--> Ready
 
-`status.cache` is its state. The content required on the claim has an identity; another identity (a new revision of the
-model, for example) starts a new Job. No engine starts for it until it is Ready, and the serving revision continues. A
-Job cannot be changed, so the Job of an older spec is deleted, and created again once it is gone.
+`status.cache` is the state. The required content of the claim has an identity, and a new identity (for example a new
+revision of the model) starts a new Job. No engine of the new revision starts until the claim is Ready; the serving
+revision continues. A Job cannot be changed, so the Job of an older spec is deleted and then created again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def ready(c: Context) -> bool:
 
 
 def wait(c: Context) -> Wait | None:
-    """Return the cause of the wait for weights; None if nothing waits."""
+    """Return the cause if engines must wait for their weights, else None."""
     if ready(c):
         return None
     view, kept, name = c.snapshot.prefetch, c.status.cache, prefetch_job(c.snapshot.key.name)

@@ -115,7 +115,7 @@ def held_up_by(c: Context) -> Cause | None:
 
 
 def why_waiting(c: Context) -> str:
-    """Return, after a colon, the cause that keeps canary pods from starting; empty if nothing is known."""
+    """Return the cause that keeps canary pods from starting, with a leading colon; empty if it is unknown."""
     refused = of_workload(c.snapshot, in_flight(c).revision, rejected(c.snapshot))
     if refused:
         return f": {finding(refused).message}"

@@ -10,7 +10,7 @@ from kvpilot_operator.numbers import whole
 from kvpilot_operator.state.snapshot import ModelFacts
 
 OWN_BLOCK = 64
-"""Tokens of a KV block of our formats on a GPU (docs/benchmarks/h200-engine.json, block_size)."""
+"""Tokens per KV block of our formats on a GPU (docs/benchmarks/h200-engine.json, block_size)."""
 
 _KEPT_BITS = 16.0
 
