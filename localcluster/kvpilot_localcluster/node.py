@@ -44,7 +44,7 @@ from kvpilot_localcluster.tasks import cancelled
 
 log = logging.getLogger("kvpilot_localcluster.node")
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
-# The agent renews often, so that a slow agent on a busy machine does not look like a lost node.
+# Renew the Lease often, so that a slow agent on a busy machine does not look like a lost node.
 _HEARTBEAT = 2.0
 _STATUS = 30.0
 

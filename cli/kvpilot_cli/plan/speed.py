@@ -73,7 +73,8 @@ class Speed:
         return tokens * self._flops(tokens / 2) / (self._peak() * FLOPS)
 
     def _weights_read(self, sequences: float) -> float:
-        """Return the bytes of weights that one GPU reads in a step. Of experts it reads those with a token."""
+        """Return the bytes of weights that one GPU reads in a step. It only reads experts to which a token was
+        routed."""
         model = self.model
         total = model.parameters or 0
         looked_up = 0 if model.tied_embeddings else model.vocabulary * model.hidden

@@ -44,7 +44,7 @@ class Faults:
     reports: str = ""
     """KV-cache dtype that the page reports instead of the requested one."""
     only_dtype: str = ""
-    """Dtype to which `completions` and `reports` are limited, if set."""
+    """If set, `completions` and `reports` only apply to this dtype."""
     usage: float = -1.0
     """Reported number of running and waiting requests in place of the true one, if not negative."""
     running: int = 0

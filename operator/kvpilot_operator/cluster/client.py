@@ -167,7 +167,7 @@ class Cluster:
         return await self._write(Request("POST", manifest["kind"], path, _FIELD_MANAGER, manifest))
 
     async def replace(self, manifest: Object) -> Object:
-        """Write a whole object; raise Conflict if its resourceVersion has moved on."""
+        """Write a whole object. Raise Conflict if its resourceVersion is no longer the newest."""
         return await self._write(Request("PUT", manifest["kind"], Ref.to(manifest).path, _FIELD_MANAGER, manifest))
 
     async def delete(self, ref: Ref, *, uid: str = "") -> None:

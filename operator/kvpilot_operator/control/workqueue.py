@@ -32,7 +32,7 @@ class Attempts:
     failures: int = 0
     """Consecutive failures of the same request. If a later request fails, the count restarts at one."""
     failed: str = ""
-    """The failed request, or the name of an error of our own."""
+    """The request that failed, or the name of the operator's own error."""
     held: bool | None = None
     """None if no retry timer runs. True if the API server itself has requested the pause."""
     again: bool | None = None

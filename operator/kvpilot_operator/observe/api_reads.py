@@ -109,7 +109,7 @@ def incomplete(key: ServiceKey, view: DeploymentView, leaders: Sequence[PodView]
 
 
 def refusal_of(events: Sequence[Object]) -> str | None:
-    """Return the newest refusal of a pod, without the pod's name; None if a pod was created since."""
+    """Return the newest refusal of a pod, without the pod's name. Return None if a pod was created after it."""
     about = [one for one in events if one.get("reason") in ("FailedCreate", "SuccessfulCreate")]
     newest = max(about, key=_time, default=None)
     if newest is None or newest["reason"] == "SuccessfulCreate":

@@ -27,7 +27,7 @@ _START_JITTER_SECONDS = 5.0
 
 # An API server in front of a large deployment has a few hundred ranks.
 MOST_RANKS = 512
-# The figures of an engine.
+# Names of an engine's figures in `Ranks`.
 USAGE, RUNNING, WAITING, FOR_ROOM, DONE = "usage", "running", "waiting", "for_room", "done"
 _LARGEST_LABEL = 10**10
 _Key = tuple[int | None, int | None]

@@ -55,7 +55,7 @@ class ProgressReader:
         return self._series.work
 
     def steps(self, chunk: bytes) -> Iterator[None]:
-        """Read the next bytes of the page while it is iterated, a small step at a time."""
+        """Read the next bytes of the page in small steps, one per iteration."""
         return self._series.steps(chunk)
 
     def close(self) -> Progress:

@@ -104,7 +104,7 @@ class _Prompt(msgspec.Struct, frozen=True):
     text: str
     tokens: bytes
     tops: list[Annotated[int, Meta(ge=1, le=MAX_TOP)]]
-    """The number of tokens with a logprob, by position."""
+    """The number of tokens with a logprob at each position."""
     top_ids: bytes
     steps: bytes
 

@@ -179,7 +179,8 @@ async def _follow(
             break
         requests += 1
         resumes += 1
-        # The baseline knows where the model ended; the candidate's own end token counts as another divergence.
+        # Decode past the end token. The baseline has the end of the answer, and another end of the candidate is a
+        # divergence.
         async with aclosing(engine.decode(context, wanted, TOP_K, past_end=True)) as steps:
             async for step in steps:
                 judged = compare(index, len(prompt.tokens) + reached, answer[reached], step.logprobs)

@@ -38,7 +38,7 @@ def begin_steps(c: Context) -> Context:
 
 
 def advance_step(c: Context) -> Context:
-    """Go on by at most one step."""
+    """Advance by at most one step."""
     plan, canary = c.plan, in_flight(c)
     if plan.held is not None or not plan.steps:
         # A canary that has not passed a step is not promoted: the deadline ends it.

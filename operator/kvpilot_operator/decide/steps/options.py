@@ -308,7 +308,7 @@ def needed(s: PolicyInput) -> int:
         each = max(w.best_requests_per_second or 0.0, able(s.saturations, w, s.dtype) or 0.0)
         enough = (w.surge.arrivals + w.surge.waiting / DRAIN_SECONDS) / each if each else 0
         wanted = math.ceil(min(enough, s.spec.scaling.max_replicas))
-        # Evicted prefixes are computed again, and less than double the cache changes little about that.
+        # If memory is the limit, evicted prefixes are computed again. Only a doubled cache changes that noticeably.
         return max(wanted, 2 * w.pods) if w.memory else wanted
     if w.kind == WorkloadKind.MEMORY_BOUND:
         usable = w.capacity_per_pod * s.spec.kv_cache.pressure.high_percent / 100
