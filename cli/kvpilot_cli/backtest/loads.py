@@ -126,10 +126,10 @@ NAMES = ("agents", "chat", "rag", "bursts")
 def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float = 0.0) -> Load:
     """Return one of NAMES. `size` scales the rate: a handful of H200 serve 1 in bf16 at its busiest.
 
-    agents: contexts that grow to tens of thousands of tokens over many turns with short pauses, busy at night, too.
-    chat: medium contexts, a day's curve with quiet nights. rag: long prompts, short answers, no reuse. bursts: chat at
-    half the rate, with six bursts a day on average: five times the sessions for ten minutes. The day begins `zone`
-    hours later than the simulation's.
+    `agents` has contexts that grow to tens of thousands of tokens over many turns with short pauses, even at night.
+    `chat` has medium contexts and quiet nights. `rag` has long prompts, short answers and no reuse. `bursts` is chat at
+    half the rate, with six bursts a day on average; a burst has five times the sessions for ten minutes. The day begins
+    `zone` hours later than that of the simulation.
     """
     if name not in NAMES:
         raise BacktestError(f"trace: {name!r} is unknown: use one of {', '.join(NAMES)}, or all")

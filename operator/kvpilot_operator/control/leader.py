@@ -41,7 +41,7 @@ class FleetOptions:
     """The services that an operator manages, and its access to them."""
 
     namespaces: Sequence[str]
-    """Empty for all."""
+    """Watched namespaces; empty for all namespaces."""
     host_access: Collection[str]
     """Access to their nodes that engines may have (api.pod_template.KINDS)."""
     scrape_seconds: float

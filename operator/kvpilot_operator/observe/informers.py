@@ -73,10 +73,10 @@ class ServiceView:
     uid: str
     generation: int
     version: str
-    """resourceVersion."""
+    """The object's resourceVersion."""
     faults: tuple[Fault, ...]
     spec: Spec | None
-    """None while there are faults."""
+    """The parsed spec; None if it has faults."""
     status: Status
 
 

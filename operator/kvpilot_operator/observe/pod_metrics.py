@@ -108,7 +108,7 @@ class PodMetrics:
     waiting: float
     """Requests that wait for a place in the batch or for cache blocks."""
     capacity_tokens: int
-    """0 if the page does not say it."""
+    """Tokens that the KV cache holds; 0 if the page does not report it."""
     blocks: int
     """Number of KV blocks; 0 if the page does not report it."""
     dtype: str

@@ -93,7 +93,7 @@ class DeploymentView:
     """True if its pods have kvpilot's readiness gate."""
     kind: str = "Deployment"
     nodes: int = 1
-    """Pods of a replica."""
+    """Number of pods of each replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Parent(NamedTuple):
     accepted: bool | None
     """None until the Gateway has judged the present route."""
     message: str = ""
-    """Cause of a refusal."""
+    """The Gateway's reason for a refusal."""
 
 
 @dataclass(frozen=True, slots=True)

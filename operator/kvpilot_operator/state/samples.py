@@ -115,7 +115,7 @@ class Sample:
     stalled: tuple[str, ...] = ()
     """Pods whose engines have work but make no progress, each as "NAME: why". The sums leave them out."""
     spread: Spread | None = None
-    """None if there is only one engine."""
+    """Distribution of the load over the engines; None if there is only one engine."""
     recent_tokens: int | None = None
     """The recent window of most pods, in tokens; None if none reports any."""
     retention: str = ""

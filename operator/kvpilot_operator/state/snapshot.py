@@ -73,7 +73,7 @@ class Snapshot:
     """Resource version of the object. Its status is written only if this is still the newest."""
     faults: tuple[Fault, ...]
     spec: Spec | None
-    """None while there are faults."""
+    """The parsed spec; None if it has faults."""
     status: Status
     deployments: Mapping[str, DeploymentView] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
@@ -89,7 +89,7 @@ class Snapshot:
     """Scrapes by revision, oldest first."""
     node: NodeFacts = NodeFacts()
     model: ModelFacts | None = None
-    """None until an engine reports it."""
+    """The model's architecture; None until an engine reports it."""
     route: RouteView | None = None
     """None if no route is asked for, it does not exist, or it is not ours."""
     prefetch: PrefetchView | None = None

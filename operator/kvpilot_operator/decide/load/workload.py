@@ -49,11 +49,11 @@ class Workload:
     message: str = ""
     """The evidence, in words and numbers."""
     usage_percent: int = 0
-    """KV blocks in use, on average."""
+    """Mean share of KV blocks in use, in percent."""
     waiting: float = 0.0
-    """Requests that wait, on average."""
+    """Mean number of waiting requests."""
     running: float = 0.0
-    """Requests that run, on average."""
+    """Mean number of running requests."""
     pods: int = 0
     """Ready replicas at the newest scrape."""
     capacity_tokens: int = 0
@@ -74,11 +74,11 @@ class Workload:
     thrown_out: bool = False
     """True if memory is the limit because prefixes are evicted."""
     mean_prompt: float | None = None
-    """Tokens."""
+    """Mean prompt length in tokens."""
     mean_generation: float | None = None
-    """Tokens."""
+    """Mean answer length in tokens."""
     requests_per_second: float | None = None
-    """Rate of one replica."""
+    """Finished requests per second of one replica."""
     best_requests_per_second: float | None = None
     """Largest request rate of one replica over any window of this length in the samples. Only set if requests wait."""
     best_computed_prompt: float | None = None

@@ -39,7 +39,7 @@ class Effect:
 
     tokens: int
     use: int
-    """Percent of the capacity."""
+    """Forecast use, in percent of the capacity."""
     limit: int
     itl: Expected
     times: float | None = None

@@ -33,7 +33,7 @@ class PolicyDecision:
     options: tuple[Option, ...]
     """The chosen option first. Others are listed only if a step was needed."""
     reason: str
-    """One CamelCase word."""
+    """The reason as one CamelCase word."""
     message: str
     hold: str | None = None
     """The reason to do nothing although a step is needed. The text has no figures that change over time."""
