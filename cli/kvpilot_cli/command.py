@@ -1,6 +1,6 @@
 """`kvpilot COMMAND ...`: each package adds its commands, as entry points of the group `kvpilot.commands`.
 
-They are looked up by name, so that one of them can run where another's dependencies are not installed.
+Commands are looked up by name, so that one runs even if the dependencies of another are not installed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = int(run(arguments[1:]))
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python must not write to it at exit, either.
+        # Replace stdout, because Python would write to the broken pipe again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:

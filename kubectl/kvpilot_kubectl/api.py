@@ -29,7 +29,8 @@ _SHOWN = 300
 def contexts(kubeconfig: str | None) -> tuple[dict[str, str], str]:
     """Return the default namespace of each context by its name, and the current context.
 
-    Raises: ToolError: the client configuration is missing or unreadable.
+    Raises:
+        ToolError: the client configuration is missing or unreadable.
     """
     found, current = _configured(lambda: config.list_kube_config_contexts(config_file=kubeconfig))
     return {text(one, "name"): text(one, "context", "namespace") or "default" for one in found}, text(current, "name")

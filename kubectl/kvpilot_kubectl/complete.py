@@ -25,7 +25,7 @@ _PROGRAM = "kubectl-kvpilot"
 
 
 def main() -> int:
-    """Print the candidates for the last argument, one a line, and kubectl's directive."""
+    """Print the candidates for the last argument, one per line, and a directive for kubectl."""
     words = sys.argv[1:] or [""]
     for one in candidates(words):
         print(one)

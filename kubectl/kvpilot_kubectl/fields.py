@@ -28,31 +28,31 @@ def at(value: Json, *path: str) -> Json:
 
 
 def text(value: Json, *path: str) -> str:
-    """Return the text there in printable form, or the empty string."""
+    """Return the text at this path in printable form, or the empty string."""
     found = at(value, *path)
     return shown(found) if isinstance(found, str) else ""
 
 
 def whole(value: Json, *path: str) -> int | None:
-    """Return the integer there, or None. It has at most 64 bits, like integers in the API."""
+    """Return the integer at this path, or None. It has at most 64 bits, like integers in the API."""
     found = at(value, *path)
     return found if isinstance(found, int) and not isinstance(found, bool) and -_INT64 <= found < _INT64 else None
 
 
 def items(value: Json, *path: str) -> Iterator[Mapping[str, Json]]:
-    """Yield the objects in the list there."""
+    """Yield the objects in the list at this path."""
     found = at(value, *path)
     yield from (one for one in (found if isinstance(found, list) else ()) if isinstance(one, Mapping))
 
 
 def words(value: Json, *path: str) -> tuple[str, ...]:
-    """Return the texts in the list there, without other values."""
+    """Return the texts in the list at this path, without other values."""
     found = at(value, *path)
     return tuple(one for one in map(text, found if isinstance(found, list) else ()) if one)
 
 
 def moment(value: Json, *path: str) -> datetime | None:
-    """Return the time there in UTC, or None."""
+    """Return the time at this path in UTC, or None."""
     try:
         found = datetime.fromisoformat(text(value, *path))
         return found.astimezone(UTC) if found.tzinfo is not None else None

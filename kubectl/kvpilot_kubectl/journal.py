@@ -94,7 +94,7 @@ def _event(one: Json) -> Entry:
 
 
 def document(obj: Json, found: Iterable[Entry]) -> dict[str, Any]:
-    """Return the timeline as a JSON document, with the last probe as the status has it."""
+    """Return the timeline as a JSON document, with the last probe from the status."""
     return {
         "namespace": text(obj, "metadata", "namespace"),
         "name": text(obj, "metadata", "name"),

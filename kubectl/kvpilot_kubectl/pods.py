@@ -10,14 +10,14 @@ from typing import Any
 from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole
 
 SHOWN = 5
-"""Read the Events of at most so many pods: the other pods of a service mostly have the same ones."""
+"""Largest number of pods whose Events are read. Other pods of a service mostly have the same Events."""
 _WARNINGS = 3
 _BEGINNING = datetime.min.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """The newest Warning of its text about a pod, or the reason why its first waiting container waits."""
+    """A warning about a pod: the newest Event of each text, or the reason why the first waiting container waits."""
 
     pod: str
     node: str
@@ -28,7 +28,7 @@ class Warned:
 
 
 def unready(pods: Iterable[Json]) -> tuple[Json, ...]:
-    """Return the pods with silent engines by name, except pods that ended or are being deleted."""
+    """Return the pods whose engines do not answer, by name, except pods that have ended or are being deleted."""
     there = (one for one in pods if text(one, "status", "phase") not in ("Failed", "Succeeded"))
     found = [one for one in there if not _answers(one) and not text(one, "metadata", "deletionTimestamp")]
     return tuple(sorted(found, key=lambda one: text(one, "metadata", "name")))

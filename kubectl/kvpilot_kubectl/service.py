@@ -26,7 +26,7 @@ _CALM: dict[str, tuple[str, ...]] = {
 }
 
 
-# Reasons that need attention, whatever the status of the condition.
+# These reasons need attention, whatever the status of the condition is.
 _TOLD_BY_REASON = (
     (ConditionType.RECONCILING, Reason.RECONCILE_INCOMPLETE),
     (ConditionType.METRICS_AVAILABLE, WorkloadKind.ENGINES_STALLED),
@@ -130,12 +130,12 @@ class Service:
 
     @property
     def behind(self) -> bool:
-        """Return True if the conditions are about an older spec than the newest."""
+        """Return True if the conditions describe an older spec than the newest one."""
         seen = [one.generation for one in self.conditions if one.generation is not None]
         return self.generation is not None and bool(seen) and max(seen) < self.generation
 
     def standing(self, now: datetime) -> tuple[Denied, ...]:
-        """Return the denials that still hold. One without a readable end holds."""
+        """Return the denials that have not expired. A denial without a readable end counts as not expired."""
         return tuple(one for one in self.denied if one.until is None or one.until > now)
 
 

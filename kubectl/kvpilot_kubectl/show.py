@@ -22,7 +22,7 @@ from kvpilot_operator.api.words import ConditionType, Outcome
 
 _GOOD, _BAD, _DIM, _BOLD = "green", "bold red", "dim", "bold"
 _UNBOUNDED = 100_000
-# Columns before a message take up to 70 of these.
+# Narrowest output in columns. The columns before a message take up to 70 of them.
 _NARROWEST = 100
 _TRAILING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$", re.MULTILINE)
 _NONE = "-"

@@ -3,5 +3,5 @@
     with LocalCluster(Path("run")) as cluster:      # kvpilot_localcluster.cluster
         cluster.rest.get("/api/v1/nodes")           # or any client, with cluster.kubeconfig
 
-docs/localcluster.md tells what it is and what it is not.
+docs/localcluster.md describes its scope and its limits.
 """

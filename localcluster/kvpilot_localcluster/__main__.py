@@ -109,7 +109,7 @@ def _logs(args: argparse.Namespace) -> None:
 
 
 def _terminated(_: int, __: FrameType | None) -> None:
-    # As an exception, so that every context manager cleans up.
+    # Raise an exception instead of exiting, so that every context manager cleans up.
     raise SystemExit(143)
 
 

@@ -1,4 +1,4 @@
-"""Loopback addresses for pods and Services, and ports, each given to one of this machine at a time."""
+"""Loopback addresses for pods and Services, and ports. Each is used only once at a time on this machine."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from pathlib import Path
 from kvpilot_localcluster.errors import LocalClusterError, StartFailed
 
 _MOST_HELD = 64
-# The newest ports that were handed out. Their owners may not listen yet.
+# The ports handed out most recently. Their owners may not listen yet.
 _held: deque[socket.socket] = deque()
 
 
 def reserve(name: str, numbers: Iterable[int]) -> tuple[int, socket.socket]:
-    """Claim the first number that no process of this machine holds by this name, until the socket is closed.
+    """Claim the first of these numbers that no process on this machine holds under this name. Closing the socket
+    releases it.
 
     Raises:
         LocalClusterError: all are held.
     """
     for number in numbers:
-        # An abstract socket is a lock that the kernel releases, however its holder ends.
+        # An abstract socket serves as a lock that the kernel releases even if its holder is killed.
         lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             lock.bind(f"\0{name}-{number}")
@@ -35,7 +36,7 @@ def reserve(name: str, numbers: Iterable[int]) -> tuple[int, socket.socket]:
 
 
 class Addresses:
-    """Hands out loopback addresses 127.0.B.1 to 127.0.B.254, B a block that no other agent of this machine holds."""
+    """A pool of the loopback addresses 127.0.B.1 to 127.0.B.254. No other agent on this machine holds block B."""
 
     def __init__(self, folder: Path) -> None:
         self._used: set[str] = set()
@@ -64,9 +65,12 @@ class Addresses:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """Return a TCP port that has no listener and was not handed out on this machine just before. It lies below the
-    kernel's range for outgoing connections. In that range any client could take the port before its new owner listens,
-    which takes an engine a minute. Raises:
+    """Return a TCP port without a listener that was not handed out on this machine recently.
+
+    It lies below the kernel's range for outgoing connections. Within that range, any client could take the port before
+    its new owner listens, and an engine needs a minute until it does.
+
+    Raises:
         StartFailed: none of the tried ports is free.
     """
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

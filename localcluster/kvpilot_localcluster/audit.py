@@ -1,4 +1,4 @@
-"""Audit log of the API server: every write with its author and time, and a check that only a Lease's holder wrote."""
+"""The API server's audit log of writes, and a check that only the holder of a Lease has written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _POLICY = {
 
 
 def flags(policy: Path, log: Path) -> list[str]:
-    """Write the policy, which asks for writes alone, and return the API server's flags."""
+    """Write an audit policy that only logs writes, and return the API server's flags."""
     policy.write_text(json.dumps(_POLICY))
     return [f"--audit-policy-file={policy}", f"--audit-log-path={log}"]
 

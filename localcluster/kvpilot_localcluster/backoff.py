@@ -1,4 +1,4 @@
-"""Delay of a kubelet before it restarts a container. Pure."""
+"""The back-off of container restarts, as in a kubelet. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Backoff:
-    """Seconds: the first wait, the longest one. A run that lasted twice the longest wait resets the count."""
+    """The first and the longest wait in seconds. A run that lasted twice the longest wait resets the count."""
 
     initial: float = 10.0
     cap: float = 300.0
@@ -26,5 +26,5 @@ class Backoff:
             crashes = 1 if seconds >= 2 * self.cap else crashes + 1
         if crashes <= 1:
             return 0.0
-        # Bounded before the power, which would overflow after a thousand crashes.
+        # Bound the exponent, because the power would overflow after a thousand crashes.
         return min(self.cap, self.initial * 2.0 ** min(crashes - 2, 60))

@@ -1,8 +1,8 @@
 """Programs of the control plane: found in KUBEBUILDER_ASSETS or the cache, else built once from Debian packages.
 
-The cache is ${KVPILOT_CACHE:-~/.cache/kvpilot}/controlplane. A finished build is one folder NAME-KEY, put there by one
-rename and keyed on the file names (so the versions) of every package that went in; a killed build leaves its work
-folder, which the next one takes up at the step it had reached, and which a finished one removes.
+The cache is ${KVPILOT_CACHE:-~/.cache/kvpilot}/controlplane. A finished build is one folder NAME-KEY, which is renamed
+into place. KEY covers the file names, and so the versions, of all input packages. A killed build leaves its work
+folder, and the next build resumes it at the step that it had reached. A finished build removes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvpilot_localcluster.procs import write_atomically
 from kvpilot_localcluster.recipes import CORE, GO_FROM_PYPI, MODERN, REVISION, Recipe
 
 Report = Callable[[str, float], None]
-"""Called with the step's name and the fraction of the whole build that is done, 0 to 1."""
+"""Callback that gets the step's name and the finished fraction of the whole build, 0 to 1."""
 
 MINIMUM = (1, 29)
 """Oldest Kubernetes that kvpilot supports. Separate servers add the newer APIs to an older core."""
@@ -40,7 +40,7 @@ class Binaries:
     """Paths of the programs. None means that one is missing.
 
     Attributes:
-        version: of the API server, as (major, minor).
+        version: version of the API server, as (major, minor).
     """
 
     etcd: Path
@@ -86,9 +86,11 @@ def find() -> Binaries | None:
 
 
 def progress() -> Iterator[Progress]:
-    """Build the programs that `find` misses, and yield the progress. Return at once if none is missing. Raises:
-    MissingTool: a system tool is missing; the message names it and its package. BuildFailed: a step failed; finished
-    steps are kept for the next try.
+    """Build the programs that `find` misses, and yield the progress. Return at once if none is missing.
+
+    Raises:
+        MissingTool: a system tool is missing; the message names it and its package.
+        BuildFailed: a step failed; finished steps are kept for the next try.
     """
     if find() is not None:
         return
@@ -118,7 +120,7 @@ def build(report: Report | None = None) -> Binaries:
 
 
 def make(recipe: Recipe, cache: Path) -> Iterator[Progress]:
-    """Build one recipe into a cache folder; another process that builds there is waited for."""
+    """Build one recipe into a cache folder. Wait if another process already builds there."""
     cache.mkdir(parents=True, exist_ok=True)
     with _alone(cache / f".{recipe.name}.lock"):
         if _finished(recipe, cache) is not None:
@@ -138,7 +140,7 @@ def _make(recipe: Recipe, cache: Path) -> Iterator[Progress]:
     files = archive.files(packages, source=recipe.source)
     key = _key(files)
     if (scratch / "key").exists() and (scratch / "key").read_text() != key:
-        # Packages have changed since a build was broken off: its leavings are of no use.
+        # Packages have changed since the interrupted build, so its intermediate files are useless.
         shutil.rmtree(scratch)
         archive.update()
     (scratch / "key").write_text(key)

@@ -1,4 +1,4 @@
-"""Our own certificate authority, made by openssl, and client configurations with its certificates."""
+"""A private certificate authority made with openssl, and client configurations that use its certificates."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def authority(folder: Path) -> None:
 
 
 def certificate(folder: Path, name: str, subject: str, names: str = "") -> None:
-    """Make NAME.crt and NAME.key, signed by the authority, good for servers and clients.
+    """Make NAME.crt and NAME.key, signed by the authority, for use by servers and clients.
 
     Args:
         folder: the authority's folder.

@@ -1,4 +1,4 @@
-"""A whole cluster in one object: control plane, one node agent, forwarded Services."""
+"""A whole cluster in one object: a control plane, one node agent, and forwarded Services."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpilot_localcluster.rest import Rest, until
 
 
 def down(folder: Path) -> list[str]:
-    """End every process that a run folder records, even of another start; return those that were running."""
+    """End every process that a run folder records, even from an earlier start. Return those that were running."""
     ended = ["node"] if procs.end(folder / "node.pid", grace=15) else []
     asyncio.run(node.sweep(folder / "node"))
     return ended + controlplane.sweep(folder / "controlplane")

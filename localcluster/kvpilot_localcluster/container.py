@@ -1,9 +1,9 @@
-"""One run of a container's process: start, adopt, wait, end. A folder holds its whole state.
+"""Start, adopt, await and end one run of a container's process. A folder holds the run's whole state.
 
-The folder of a run holds shim.py's files. An agent that starts after a kill -9 of the one before finds there either an
-exit record, or a shim that runs and is watched on, or neither: then the process was never started, or somebody killed
-its shim. What a shim was told to end has ended with all that it started when the shim is gone; only then may the folder
-go.
+The folder of a run holds shim.py's files. An agent that starts after a kill -9 of the previous agent finds one of three
+states there. With an exit record, the run has ended. With a running shim, the agent watches it again. With neither, the
+process was never started, or its shim was killed. If a shim was told to end the process, the process and all its
+children have ended once the shim is gone. Only then may the folder be removed.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _LOG_BYTES, _LOG_LINES, _FILE_BYTES = 2048, 80, 4096
 
 @dataclass(frozen=True)
 class Command:
-    """A container's process: arguments, variables and folder in this machine's terms."""
+    """A container's process: its arguments, variables and working folder, with paths of this machine."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
     cwd: str
     folders: Mapping[str, str]
-    """Container path -> machine path, by which later commands (probes, hooks) are rewritten."""
+    """Map of container path to machine path. Later commands (probes, hooks) are rewritten with it."""
 
 
 class Process:
     """One run of one container, known by its folder.
 
     Attributes:
-        folder: holds the run's records.
-        log: holds what the process writes.
+        folder: folder of the run's records.
+        log: file with the output of the process.
         killed: reason why this node ended it, shown as its message; empty if it ended by itself.
     """
 
@@ -61,20 +61,20 @@ class Process:
         return self.folder / "termination-log"
 
     def start(self, command: Command) -> None:
-        """Start the process; returns before it runs. After this, `end` ends the process, running or not."""
+        """Start the process, and return before it runs. From then on, `end` ends it, even if it does not run yet."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.message_file.touch()
         spec = {**asdict(command), "env": {**command.env, procs.MARK: str(self.folder)}, "log": str(self.log)}
         file = self.folder / "spec.json"
-        # Variables may hold secrets.
+        # Only the owner may read the file, because variables may hold secrets.
         file.touch(mode=0o600)
         file.write_text(json.dumps(spec))
         own = [sys.executable, "-I", "-S", str(SHIM), str(self.folder)]
         listen, tell = os.pipe()
         try:
             self._shim = procs.spawn(self.folder / "shim.json", own, log=self.folder / "shim.log", env={}, stdin=listen)
-            # Now that it is written down it may start the process.
+            # The shim is recorded now, so let it start the process.
             os.write(tell, b"1")
         finally:
             os.close(listen)
@@ -95,7 +95,8 @@ class Process:
 
     @property
     def shim(self) -> procs.ProcessId | None:
-        """Return the process's shim if it runs. Then the process will start, runs, or still has running children."""
+        """Return the process's shim if the shim runs. In that case the process will start, is running, or has running
+        children."""
         if self._shim is not None:
             self._shim.poll()
         return procs.read_record(self.folder / "shim.json")
@@ -121,7 +122,7 @@ class Process:
         return words
 
     async def started(self) -> Run:
-        """Wait until the process runs or could not be started; the record of it."""
+        """Wait until the process runs or could not be started, and return its record."""
         while (found := self.run()) is None:
             if self.shim is None and self.run() is None:
                 return self._lost()
@@ -129,7 +130,7 @@ class Process:
         return found
 
     async def wait(self) -> Run:
-        """Wait until the process and all that it started have ended; works for an adopted process too."""
+        """Wait until the process and all its descendants have ended. This works for an adopted process, too."""
         while (shim := self.shim) is not None:
             await exited(shim.pid)
         found = self.run()
@@ -155,12 +156,12 @@ class Process:
             found.signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the process and all that it started, at once."""
+        """End the process and all its descendants immediately."""
         if (found := self.shim) is not None:
             found.signal(signal.SIGUSR1)
 
     async def end(self, grace: float) -> Run:
-        """Send SIGTERM, then SIGKILL after `grace` seconds; return the record of the run."""
+        """Send SIGTERM, then SIGKILL after `grace` seconds, and return the record of the run."""
         self.terminate()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, grace)):

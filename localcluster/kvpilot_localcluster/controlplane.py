@@ -1,12 +1,12 @@
 """Real etcd, kube-apiserver, kube-controller-manager and kube-scheduler as child processes on loopback.
 
-Services get their addresses from a range 127.N.0.0/16: the API server accepts such a range, so a Service's clusterIP
-can really listen and be reached (`localcluster.services`). Two things follow from pods and services on loopback: the
-Endpoints API refuses loopback addresses, so the endpoints controller is off and EndpointSlices, which take them, are
-the record of endpoints; and nothing here is reachable from another machine.
+Services get their addresses from a range 127.N.0.0/16. The API server accepts such a range, and a forwarder can listen
+on these addresses (`localcluster.services`). Pods and Services on loopback have two consequences. The Endpoints API
+refuses loopback addresses, so the endpoints controller is off, and endpoints are only in EndpointSlices. And other
+machines cannot reach the cluster.
 
-kvpilot needs Kubernetes 1.29. The parts that the 1.20 core lacks are behind the core's aggregator: a newer
-apiextensions-apiserver keeps all definitions and enforces their CEL rules, and `localcluster.policy` answers policy/v1.
+kvpilot needs Kubernetes 1.29, but the core is 1.20. Servers behind the core's aggregator add the missing parts: a newer
+apiextensions-apiserver keeps all definitions and enforces their CEL rules, and `localcluster.policy` serves policy/v1.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ class ControlPlane:
         *,
         audit: bool = False,
     ) -> None:
-        """Configure the control plane. With `audit` the API server logs every write (`localcluster.audit` reads the
-        log).
-        """
+        """Configure the control plane. With `audit`, the API server logs every write for `localcluster.audit`."""
         self.folder = folder.absolute()
         self.kubeconfig = self.folder / "admin.kubeconfig"
         self.audit_log = self.folder / "audit.log"
@@ -88,7 +86,7 @@ class ControlPlane:
         return Rest.of_kubeconfig(self.kubeconfig)
 
     def user(self, name: str) -> Path:
-        """Make one more administrator, known by this name in the audit log; returns the client configuration."""
+        """Create another administrator with this name in the audit log. Return the client configuration."""
         certs.certificate(self.folder, name, f"/O=system:masters/CN={name}")
         return certs.kubeconfig(self.folder, name, self.rest.server)
 
@@ -166,7 +164,7 @@ class ControlPlane:
             raise StartFailed(f"{error}; the end of its log:\n{log}") from None
 
     def _certificates(self) -> None:
-        # Two clusters of one machine must not share service addresses.
+        # Two clusters on one machine must not share service addresses.
         number, self._network_lock = reserve("kvpilot-localcluster-network", range(64, 127))
         self._network = f"127.{number}.0"
         certs.authority(self.folder)

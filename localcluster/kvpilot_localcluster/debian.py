@@ -1,7 +1,6 @@
-"""Debian packages fetched into a private folder: no root, no change to the machine's own apt.
+"""Fetch Debian packages into a private folder, without root and without changes to the machine's own apt.
 
-The archive is the one that the machine's own apt already uses; only the suite is replaced, so nothing here names a
-host.
+The archive is the one of the machine's own apt, with another suite, so this module names no host.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def machine_sources() -> str:
 
 
 class Archive:
-    """One suite of the Debian archive, its lists and downloads below a folder of ours."""
+    """One suite of the Debian archive. Its lists and downloads are in a folder of ours."""
 
     def __init__(self, folder: Path, suite: str) -> None:
         self.folder = folder
@@ -86,7 +85,7 @@ class Archive:
         """Fetch the package lists.
 
         Raises:
-            MissingTool: this machine's apt knows no Debian archive.
+            MissingTool: this machine's apt has no Debian archive in its sources.
             BuildFailed: the archive cannot be reached.
         """
         sources = with_suite(machine_sources(), self.suite)
@@ -109,7 +108,7 @@ class Archive:
         return sorted(set(re.findall(r"(?m)^'[^']+' (\S+) ", listed)))
 
     def closure(self, packages: Sequence[str], pattern: str) -> list[str]:
-        """Return the packages with a matching name that an installation on an empty system would bring."""
+        """Return the packages with a matching name that an installation on an empty system would include."""
         plan = self._apt("install", "--simulate", "--no-install-recommends", *packages)
         return sorted({name for name in re.findall(r"(?m)^Inst (\S+)", plan) if re.fullmatch(pattern, name)})
 

@@ -101,7 +101,8 @@ class Aggregation:
                 raise
             self._core.create(_ROUTES, body)
         else:
-            # Without the label that marks it as the core's own, a restart of the core leaves it alone.
+            # Remove the label that marks the registration as the core's own, so that a restart of the core does not
+            # reset it.
             body["metadata"]["resourceVersion"] = known["metadata"]["resourceVersion"]
             self._core.call("PUT", f"{_ROUTES}/{name}", body)
 

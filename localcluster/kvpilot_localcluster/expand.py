@@ -71,7 +71,7 @@ def _all_of(kind: str, reference: Mapping[str, Any], prefix: str, source: Source
         if reference.get("optional"):
             return {}
         raise InvalidPod(f'{kind.lower()} "{reference["name"]}" not found')
-    # A kubelet skips keys that cannot be variable names.
+    # Like a kubelet, skip keys that are not valid variable names.
     return {prefix + key: value for key, value in data.items() if _NAME.fullmatch(prefix + key)}
 
 
@@ -135,7 +135,7 @@ def field_value(pod: Mapping[str, Any], path: str) -> str:
 
 
 def service_variables(services: Sequence[Mapping[str, Any]], namespace: str) -> dict[str, str]:
-    """Return NAME_SERVICE_HOST and NAME_SERVICE_PORT of the namespace's services, and of kubernetes in default."""
+    """Return NAME_SERVICE_HOST and NAME_SERVICE_PORT for the namespace's services and for `kubernetes` in `default`."""
     found: dict[str, str] = {}
     for service in services:
         name, home = service["metadata"]["name"], service["metadata"]["namespace"]
@@ -153,7 +153,7 @@ def divided(quantity: str, divisor: str) -> str:
     """Return a quantity ("500m", "2Gi") in units of a divisor, rounded up, as resourceFieldRef gives it.
 
     Raises:
-        ValueError: one of them is no quantity.
+        ValueError: `quantity` or `divisor` is not a quantity.
     """
     return str(math.ceil(parse_quantity(quantity) / (parse_quantity(divisor) or 1)))
 

@@ -22,7 +22,7 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass(frozen=True)
 class Image:
-    """Meaning of an image on this machine. images.yaml explains the fields."""
+    """The local program that replaces an image. images.yaml explains the fields."""
 
     match: tuple[str, ...]
     entrypoint: tuple[str, ...]

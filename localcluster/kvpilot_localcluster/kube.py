@@ -1,6 +1,6 @@
-"""JSON in, JSON out: the few calls that the node agent and the forwarder need, untyped.
+"""An untyped JSON client with the few calls that the node agent and the forwarder need.
 
-Typed models would be translated twice and drop fields that they do not know; both programs mostly pass objects on.
+Both programs mostly pass objects on. Typed models would convert them twice and drop unknown fields.
 """
 
 from __future__ import annotations
@@ -95,6 +95,6 @@ class Kube:
             async for line in response.content:
                 event = json.loads(line)
                 if event["type"] == "ERROR":
-                    # Usually 410, the version is too old: list again.
+                    # Usually status 410 (the version is too old), so list again.
                     return
                 yield event["type"], event["object"]

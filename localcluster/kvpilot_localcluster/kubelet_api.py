@@ -29,7 +29,7 @@ class LogServer:
         self._folder = folder
         self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self._context.load_cert_chain(certificate, key)
-        # Logs may hold secrets: only holders of a certificate of the cluster's authority get any.
+        # Logs may hold secrets, so require a client certificate of the cluster's authority.
         self._context.load_verify_locations(certificate.with_name("ca.crt"))
         self._context.verify_mode = ssl.CERT_REQUIRED
 
@@ -50,7 +50,7 @@ class LogServer:
         runs = sorted(folder.glob(f"{info['container']}/*.log"), key=lambda file: int(file.stem)) if folder else []
         index = -2 if query.get("previous") == "true" else -1
         if len(runs) < -index:
-            # 400 and not 404: the API server passes on only the words of the former.
+            # Use 400, because the API server hides the message of a 404.
             raise web.HTTPBadRequest(text=f"there is no such log of container {info['container']}")
         answer = web.StreamResponse(headers={"Content-Type": "text/plain"})
         await answer.prepare(request)

@@ -1,16 +1,16 @@
 """Node agent: it registers one Node and runs the containers of its Pods as local processes.
 
-What it does as a kubelet does: the Node's Lease and conditions; command, arguments, variables, working folder;
+It does the following like a kubelet: the Node's Lease and conditions; command, arguments, variables, working folder;
 init containers; restart policies with back-off; startup, readiness and liveness probes; preStop, SIGTERM and the grace
-period; exit codes and termination messages; statuses and conditions. After a kill -9 of the agent its processes live on
-and the next agent, started with the same folder, takes them up; no container ever runs twice.
+period; exit codes and termination messages; statuses and conditions. After a kill -9 of the agent, its processes
+continue. The next agent with the same folder adopts them, and no container ever runs twice.
 
-What it is not: it isolates nothing. Processes share this machine's files, users, process table and network; only paths
-in commands and variables are turned (see paths.py), every pod has an address of its own on loopback that it must bind
-by itself, and resource requests count for scheduling but limit nothing. It pulls no images: a table names local
-programs. It serves `kubectl logs` and has no exec, attach or port-forward, no postStart hooks, no sidecar or
-ephemeral containers, no gRPC probes, no service account tokens in the usual place, and it writes ConfigMap and
-Secret volumes once, at the pod's start. It is for tests and for the demo, and never for a node that anyone relies on.
+It does not isolate anything. Processes share this machine's files, users, process table and network. Only paths in
+commands and variables are rewritten (see paths.py). Every pod has its own loopback address, to which its programs must
+bind. Resource requests count for scheduling but limit nothing. It pulls no images: a table names local programs. It
+serves `kubectl logs`. It has no exec, attach or port-forward, no postStart hooks, no sidecar or ephemeral containers,
+no gRPC probes, and no service account tokens in the usual place. It writes ConfigMap and Secret volumes only once, at
+the pod's start. It is only for tests and the demo, never for production.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from kvpilot_localcluster.tasks import cancelled
 
 log = logging.getLogger("kvpilot_localcluster.node")
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
-# The agent renews often, so that a slow agent on a busy machine does not look like a lost node.
+# Renew the Lease often, so that a slow agent on a busy machine does not look like a lost node.
 _HEARTBEAT = 2.0
 _STATUS = 30.0
 
@@ -55,16 +55,16 @@ class Options:
 
     Attributes:
         kubeconfig: an administrator's client configuration.
-        folder: records, volumes and logs; the same folder again takes up what runs.
+        folder: records, volumes and logs. An agent with the folder of an earlier one adopts its running pods.
         name: the Node's name.
         table: the image table.
-        resources: extra or other allocatable resources, e.g. {"nvidia.com/gpu": "4"}; nothing backs them.
+        resources: additional or changed allocatable resources, e.g. {"nvidia.com/gpu": "4"}. They need not exist.
         labels: extra labels of the Node.
-        backoff: of container restarts.
+        backoff: back-off of container restarts.
         services: whether to forward Services too.
         stop_grace: seconds that processes get when the agent itself is told to stop.
-        starter: the process that started the cluster; when it has ended, however, the agent ends the cluster.
-        control_plane: the control plane's run folder, for that end.
+        starter: the process that started the cluster. When it has ended for any reason, the agent ends the cluster.
+        control_plane: the control plane's run folder, which the agent needs to end the cluster.
     """
 
     kubeconfig: Path
@@ -204,7 +204,7 @@ class Agent:
                 if not synced:
                     await self._clean(listed)
                     synced = True
-                # Addresses in use are taken before new ones are given.
+                # Handle pods with an address first, so that no new pod gets an address in use.
                 for one in sorted(listed.values(), key=lambda pod: not pod.get("status", {}).get("podIP")):
                     self._observe(one)
                 listed = {}
@@ -228,7 +228,7 @@ class Agent:
             and self._recorded(uid) is None
             and "deletionTimestamp" not in pod["metadata"]
         ):
-            return  # it ended under an agent with another folder, and a pod does not run twice
+            return  # an agent with another folder has ended this pod, and a pod must not run twice
         address = self._addresses.take(pod.get("status", {}).get("podIP") or self._recorded(uid))
 
         def forget() -> None:

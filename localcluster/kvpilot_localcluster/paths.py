@@ -1,4 +1,4 @@
-"""Paths of a container's file system turned into paths of this machine's; pure.
+"""Convert paths of a container's file system to paths of this machine. Pure.
 
 A container here has no file system of its own, so paths in its command, arguments or environment are rewritten. A path
 below a mount point, or below a folder of the image, becomes the path of the real folder.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-# A path begins where a word begins: at the start, or after a separator of shells, lists, options and URLs of files.
+# A path begins at the start of a word: at the start of the text, or after a separator of shells, lists, options or file
+# URLs.
 _BEFORE = r"(?:(?<=^)|(?<=[\s=:,;\"'()\[\]{}<>@|&])|(?<=file://))"
 _AFTER = r"(?=$|[/\s:,;\"'()\[\]{}<>|&])"
 

@@ -58,7 +58,7 @@ class PodWorker:
         self._dirty = asyncio.Event()
         self._started = self._record()
         policy = pod["spec"].get("restartPolicy", "Always")
-        # An init container that succeeds is done, whatever the pod's policy.
+        # An init container does not restart after success, whatever the pod's policy is.
         once = "Never" if policy == "Never" else "OnFailure"
         self._inits = [self._worker(one, once, init=True) for one in pod["spec"].get("initContainers") or []]
         self._mains = [self._worker(one, policy) for one in pod["spec"]["containers"]]
@@ -212,7 +212,7 @@ class PodWorker:
         return max(0.0, (self._deadline or 0.0) - time.monotonic())
 
     async def _end(self) -> None:
-        # Leave every Service first: traffic must stop before the process does.
+        # Report the pod as not ready first, because traffic must stop before the process ends.
         self._dirty.set()
         await cancelled(self._running)
         await asyncio.gather(*(worker.end(self._left) for worker in self._mains + self._inits))
@@ -226,7 +226,7 @@ class PodWorker:
                 break
             except ApiException as error:
                 if error.status in (404, 409, 422):
-                    break  # gone already, or a new pod has the name
+                    break  # the pod is gone already, or a new pod has its name
                 await asyncio.sleep(0.5)
             except (aiohttp.ClientError, TimeoutError):
                 await asyncio.sleep(0.5)

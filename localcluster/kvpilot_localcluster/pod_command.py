@@ -1,4 +1,4 @@
-"""Process of a container: its arguments, environment and folders on a node that all pods share."""
+"""Compute a container's process: its arguments, environment and folders on a node that all pods share."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Node:
     services: dict[str, Json] = field(default_factory=dict)
 
     async def fetch(self, plural: str, namespace: str, name: str) -> Json | None:
-        """Read an object of the core API; None if there is none."""
+        """Read an object of the core API, or return None if it does not exist."""
         scope = f"/namespaces/{namespace}" if namespace else ""
         try:
             return await self.kube.call("GET", f"/api/v1{scope}/{plural}/{name}")
@@ -57,7 +57,7 @@ async def command(
 
     Raises:
         UnknownImage: the node has no such image.
-        InvalidPod: the container cannot be run as it is written.
+        InvalidPod: the node agent cannot run the container as specified.
     """
     image = images.find(node.images, spec["image"])
     if image is None:

@@ -1,7 +1,8 @@
 """API policy/v1 for a core that only has policy/v1beta1. A server behind the aggregator translates the budgets.
 
-The two versions have the same shape. `unhealthyPodEvictionPolicy` (Kubernetes 1.27) is dropped: 1.20 would refuse it,
-and its disruption controller does not know it. An eviction itself is a subresource of pods and does not pass here.
+Both versions have the same structure. `unhealthyPodEvictionPolicy` (Kubernetes 1.27) is dropped, because 1.20 would
+refuse it and its disruption controller does not support it. Evictions are a subresource of pods and do not go through
+this server.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def _older(body: bytes) -> bytes:
 
 
 def _budgets_alone(body: bytes) -> bytes:
-    """Leave PodSecurityPolicies and watches, which are not translated, out of the list of resources."""
+    """Remove PodSecurityPolicies and the verb watch from the list of resources, because they are not translated."""
     if b'"APIResourceList"' not in body:
         return body
     found = json.loads(body)

@@ -44,7 +44,7 @@ async def act(handler: Handler, target: Target) -> str:
     """Run one httpGet, tcpSocket, exec or sleep action to its end.
 
     Returns:
-        What went wrong, empty if it succeeded.
+        The error message, empty if the action succeeded.
     """
     try:
         if "httpGet" in handler:

@@ -1,8 +1,8 @@
-"""Child processes that are known by more than a number: pid and start time together name one process.
+"""Child processes with a safe identity: pid and start time together name one process.
 
-A pid alone may have been given to another process since it was written down; with the start time (clock ticks since
-boot, field 22 of /proc/PID/stat) it cannot be mistaken. So a record that outlives a kill -9 of its writer is safe to
-act on at the next start.
+The kernel may reuse a recorded pid for another process. The start time (clock ticks since boot, field 22 of
+/proc/PID/stat) makes the identity unique. So a record that survives a kill -9 of its writer is safe to use at the next
+start.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def identify(pid: int) -> ProcessId | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, sees the old text or the new one and nothing between."""
+    """Write a file atomically: a reader sees the old text or the new text, even after a crash."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.write_text(text)
     scratch.replace(path)
@@ -110,9 +110,9 @@ def _all_of(places: Sequence[bytes]) -> list[int]:
 
 
 def _told(entry: Path) -> Iterator[bytes]:
-    """Return the paths that identify a process' owner."""
+    """Yield the paths that identify the container or record to which a process belongs."""
     mark = MARK.encode() + b"="
-    # Another user's process is not ours to read, and one may end while we look.
+    # Processes of other users are not readable, and any process may end meanwhile.
     with contextlib.suppress(OSError):
         for variable in (entry / "environ").read_bytes().split(b"\0"):
             if variable.startswith(mark):
@@ -131,7 +131,7 @@ def spawn(
     cwd: Path | None = None,
     stdin: int = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
-    """Start a process in its own session, its output in `log` (appended), its identity in `record`."""
+    """Start a process in its own session. Append its output to `log`, and write its identity to `record`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         child = subprocess.Popen(
@@ -156,7 +156,7 @@ def end(record: Path, *, grace: float = 10.0) -> bool:
         found.signal(signal.SIGTERM, group=True)
         deadline = time.monotonic() + grace
         while found.alive and time.monotonic() < deadline:
-            # Our own child would stay a zombie until it is waited for; another's is reaped by its parent.
+            # Reap our own child, which would stay a zombie otherwise. Other processes are reaped by their parents.
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(found.pid, os.WNOHANG)
             time.sleep(0.02)
@@ -168,7 +168,7 @@ def end(record: Path, *, grace: float = 10.0) -> bool:
 
 
 def tail(path: Path, limit: int = 2000) -> str:
-    """Return the end of a text file, at most `limit` bytes, or the empty string."""
+    """Return at most the last `limit` bytes of a text file, or the empty string if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - limit))

@@ -53,11 +53,11 @@ class Recipe:
 
     Attributes:
         name: core or modern.
-        suite: the Debian suite whose packages it takes.
+        suite: the Debian suite of its packages.
         programs: the files that it leaves in bin/.
-        packages: resolves, after an update, the binary packages to fetch.
-        source: a source package to fetch too.
-        steps: in order; fetching comes before them.
+        packages: function that returns the binary packages to fetch, after an update of the lists.
+        source: a source package to fetch, too.
+        steps: the steps in order; packages are fetched before the first.
     """
 
     name: str
@@ -76,7 +76,7 @@ def _unpack_core(work: Path) -> Iterator[float]:
     shutil.rmtree(tree, ignore_errors=True)
     tree.parent.mkdir(parents=True, exist_ok=True)
     (description,) = (work / "apt" / "debs").glob("kubernetes_*.dsc")
-    # apt has checked the files against the archive's signature; dpkg-source's own check wants the uploader's key.
+    # Skip the check of dpkg-source, which needs the uploader's key. apt has already checked the archive's signature.
     run(["dpkg-source", "--no-check", "-x", str(description), str(tree)])
     yield 0.9
     vendored = tree / "vendor" / "github.com" / "modern-go" / "reflect2"
@@ -108,7 +108,7 @@ def _generate_openapi(work: Path) -> Iterator[float]:
         *("-r", str(work / "violations")),
     ]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
-    # It exits non-zero over style violations in the API; the file is what counts.
+    # The generator fails on style violations in the API, so check for its output file instead.
     if not (tree / "pkg/generated/openapi/zz_generated.openapi.go").exists():
         raise BuildFailed(f"openapi-gen wrote no file: {done.stderr[-2000:]}")
 

@@ -43,7 +43,7 @@ class Rest:
     def of_files(cls, server: str, authority: Path, certificate: Path, key: Path) -> Rest:
         """Return a client that trusts one authority and shows one client certificate."""
         context = ssl.create_default_context(cafile=str(authority))
-        # Our openssl certificates carry no key identifiers, which newer Pythons' strict mode asks for.
+        # Newer Python versions require key identifiers in strict mode, but our openssl certificates have none.
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         context.load_cert_chain(str(certificate), str(key))
         return cls(server, context)
@@ -99,7 +99,7 @@ class Rest:
         return self.call("PATCH", path, body, content="application/merge-patch+json")
 
     def delete(self, path: str, *, grace: int | None = None) -> None:
-        """Delete an object; an object that is gone already is fine."""
+        """Delete an object. Do nothing if it is already gone."""
         query = "" if grace is None else f"?gracePeriodSeconds={grace}"
         try:
             self.call("DELETE", path + query)
@@ -135,10 +135,11 @@ class Rest:
 
 
 def until(question: Callable[[], Any], what: str, *, seconds: float = HANGS, pause: float = 0.05) -> Any:
-    """Ask until the answer is true and return it; 404 and unreachable count as not yet.
+    """Repeat `question` until its answer is true, and return it. A 404 or an unreachable server counts as a false
+    answer.
 
     Raises:
-        TimeoutError: it stayed false; the message holds `what` and the last answer.
+        TimeoutError: the answer stayed false; the message has `what` and the last answer.
     """
     deadline = time.monotonic() + seconds
     last: object = None

@@ -1,9 +1,9 @@
 """Userspace forwarder: every ClusterIP Service answers at its own address on loopback.
 
-The API server hands out cluster IPs from a range inside 127.0.0.0/8, so a Service's address can be listened on. Each
-new connection goes to a random ready endpoint in the real controller's EndpointSlices. An endpoint that does not answer
-is skipped. Open connections live until they close, whatever happens to the endpoints. While a Service has no ready
-endpoint nothing listens, so a connection is refused.
+The API server assigns cluster IPs from a range inside 127.0.0.0/8, so the forwarder can listen on a Service's address.
+Each new connection goes to a random ready endpoint in the real controller's EndpointSlices. An endpoint that does not
+answer is skipped. Open connections stay open even if their endpoint is removed from the Service. While a Service has no
+ready endpoint, nothing listens, so connections are refused.
 
 It is not kube-proxy: TCP only, no session affinity, no node ports, no external addresses.
 """
@@ -39,7 +39,7 @@ def ready_endpoints(service: Mapping[str, Any], port: Mapping[str, Any], slices:
     Args:
         service: the Service.
         port: one entry of its spec.ports.
-        slices: any EndpointSlices; those of other Services are passed over.
+        slices: any EndpointSlices; those of other Services are ignored.
     """
     found = set()
     for one in slices:
@@ -74,7 +74,7 @@ class Forwarder:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Follow Services and EndpointSlices and keep the listeners right."""
+        """Follow Services and EndpointSlices, and keep the listeners up to date."""
         slices = await self._slices_path()
         try:
             async with asyncio.TaskGroup() as group:
@@ -106,7 +106,7 @@ class Forwarder:
                 store[slice_key(thing)] = thing
                 if kind == "LISTED":
                     listed.add(slice_key(thing))
-                    continue  # one change for the whole list
+                    continue  # apply the whole list as one change
             self._changed.set()
 
     async def _apply(self) -> None:
@@ -125,7 +125,7 @@ class Forwarder:
         for key, service in self.services.items():
             ip = service["spec"].get("clusterIP", "")
             if not ip.startswith("127."):
-                continue  # headless, external, or of a cluster with addresses outside loopback
+                continue  # skip Services that are headless, external, or have an address outside loopback
             for port in service["spec"].get("ports") or []:
                 if port.get("protocol", "TCP") != "TCP":
                     continue

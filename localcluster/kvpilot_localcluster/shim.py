@@ -1,14 +1,13 @@
 """Shim between the node agent and one container process: the process survives the agent, and its end is recorded.
 
-Run as a script with a folder as its only argument, which holds spec.json: argv, env, cwd, log. It starts the process
-only when a byte comes on standard input, which the agent sends once it has written down who the shim is: an unrecorded
-shim starts nothing. It writes state.json (pid and start time of the process) when the process runs and exit.json (exit
-code, times) as its own last act; both by rename.
+The script's only argument is a folder with spec.json (argv, env, cwd, log). It waits for a byte on standard input, and
+the agent sends that byte after it has recorded the shim. So an unrecorded shim starts nothing. The shim writes
+state.json (pid and start time of the process) when the process runs, and exit.json (exit code, times) as its last
+action. Both are renamed into place.
 
-The shim is the one that ends the process: SIGTERM it passes on, and at SIGUSR1 it kills. As the reaper of everything
-that the process starts it does not end before all of that has ended, whatever session or group it went to, as in a
-container. Signals that come before the process runs are not lost. If the shim itself is killed, the kernel kills the
-process.
+The shim ends the process: it passes SIGTERM on, and kills at SIGUSR1. It is the subreaper of all descendants of the
+process, in any session or group. It ends only after all of them have ended, as in a container. Signals that arrive
+before the process runs are not lost. If the shim itself is killed, the kernel kills the process.
 """
 
 import ctypes
@@ -39,7 +38,7 @@ def _start_ticks(pid: int) -> int:
 
 
 def _become(spec: dict[str, Any], complaint: int, shim: int) -> None:
-    """Become the container's process (in the child), or send the reason through the pipe if that fails."""
+    """Turn the child into the container's process. If that fails, send the reason through the pipe."""
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != shim:
@@ -61,7 +60,7 @@ def _become(spec: dict[str, Any], complaint: int, shim: int) -> None:
 
 
 def _end_descendants() -> None:
-    # Orphans have become our children, because we are their reaper.
+    # Wait for orphans, too: they are our children, because we are the subreaper.
     while True:
         for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)
@@ -80,7 +79,7 @@ def _reap(pid: int) -> int | None:
 
 
 def _accompany(pid: int) -> int:
-    """Pass signals on until the process has ended; its wait status."""
+    """Pass signals on until the process has ended, and return its wait status."""
     while True:
         number = signal.sigwait(_HEARD)
         if number == signal.SIGTERM:

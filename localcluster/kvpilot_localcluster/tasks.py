@@ -1,4 +1,4 @@
-"""Ending tasks."""
+"""Cancel tasks safely."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 async def cancelled(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait until they have ended, however they end.
+    """Cancel tasks and wait until they have ended, with or without an error.
 
     A plain await with a suppressed CancelledError could also suppress the caller's own cancellation. The caller and its
     process would then run forever.

@@ -13,7 +13,8 @@ from kvpilot_localcluster.expand import field_value
 
 Json = dict[str, Any]
 Fetch = Callable[[str, str, str], Awaitable[Json | None]]
-"""Reads the object of (kind, namespace, name), e.g. ("configmaps", "default", "x"); None if there is none."""
+"""Function that reads the object of (kind, namespace, name), e.g. ("configmaps", "default", "x"). Returns None if there
+is none."""
 
 
 def decoded(kind: str, thing: Mapping[str, Any]) -> dict[str, bytes]:
@@ -28,8 +29,10 @@ def decoded(kind: str, thing: Mapping[str, Any]) -> dict[str, bytes]:
 async def prepare(pod: Mapping[str, Any], folder: Path, fetch: Fetch) -> dict[str, Path]:
     """Make every volume of a pod below `folder` and return where each one is.
 
-    ConfigMaps and Secrets are written once; later changes have no effect. Raises:
-        InvalidPod: a volume is of a kind that this node does not know, or what it refers to does not exist.
+    ConfigMaps and Secrets are written once; later changes have no effect.
+
+    Raises:
+        InvalidPod: this node does not support a kind of volume, or an object that a volume refers to does not exist.
     """
     found = {}
     for volume in pod["spec"].get("volumes") or []:
@@ -112,5 +115,5 @@ def mounts(container: Mapping[str, Any], volumes: Mapping[str, Path]) -> dict[st
 
 
 def remove(folder: Path) -> None:
-    """Remove a pod's volumes; what hostPath and claims refer to stays."""
+    """Remove a pod's volumes. The targets of hostPath volumes and claims stay."""
     shutil.rmtree(folder, ignore_errors=True)

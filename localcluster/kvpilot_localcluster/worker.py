@@ -77,7 +77,7 @@ class ContainerWorker:
             self.view = replace(self.view, ready=True)
 
     def _show(self) -> None:
-        """Bring the view up to the newest run, if there is one."""
+        """Update the view to the newest run, if there is one."""
         runs = [run for process in self._processes() if (run := process.run()) is not None]
         if runs and (self.view.run is None or self.view.run.identity != runs[-1].identity or self.view.waiting):
             previous = runs[-2] if len(runs) > 1 else None
@@ -89,7 +89,7 @@ class ContainerWorker:
         self._changed()
 
     async def work(self) -> None:
-        """Run the container until its policy lets it rest."""
+        """Run the container, and restart it, until its restart policy says to stop."""
         while True:
             processes = self._processes()
             last = processes[-1] if processes else None
@@ -183,9 +183,11 @@ class ContainerWorker:
         await self.end_process(process, lambda: self.grace)
 
     async def end(self, grace: Callable[[], float]) -> None:
-        """End the container for good: preStop, SIGTERM, and SIGKILL when the grace period is over. Args: grace:
-        function that returns the rest of the grace period in seconds. It is called repeatedly, because the period may
-        be shortened.
+        """End the container for good: preStop, SIGTERM, and SIGKILL when the grace period is over.
+
+        Args:
+            grace: function that returns the rest of the grace period in seconds. It is called repeatedly, because the
+                period may be shortened.
         """
         processes = self._processes()
         if not processes or processes[-1].shim is None:

@@ -1,4 +1,4 @@
-"""Pauses before a failed piece of work is tried again."""
+"""Pauses between retries of failed work."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Pauses in seconds that double from `first` up to `last`; to iterate gives one after the other, for ever."""
+    """Pauses in seconds that double from `first` up to `last`. The iterator is endless."""
 
     first: float
     last: float
 
     def pause(self, failures: int) -> float:
-        """Return the pause after another failure that follows so many failures in a row."""
+        """Return the pause after one more failure, if `failures` came before it in a row."""
         return min(self.first * 2.0 ** min(failures, 64), self.last)
 
     def __iter__(self) -> Iterator[float]:

@@ -24,7 +24,7 @@ _KIB, _MIB = 1024, 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class InputLimits:
-    """The limits of one kind of input; `permits` of all services together, `share` of one."""
+    """The limits of one kind of input. `permits` are shared by all services; one service gets at most `share`."""
 
     what: str
     read_bytes: int
@@ -42,8 +42,8 @@ METRICS_SOCKET_BYTES = 32 * _KIB
 METRICS_LINE_BYTES = 16 * _KIB
 METRICS_LINES = 16_384
 METRICS_CHUNK_BYTES = 32 * _KIB
-# Read a chunk in steps of so many lines: at most 0.7 ms of the event loop, 0.3 ms for a real page. Other ready tasks
-# run after so many steps: a fleet of 2,000 services has about 1,400 steps a second.
+# Read a chunk in steps of this many lines: a step takes at most 0.7 ms of the event loop, or 0.3 ms for a real page.
+# Other ready tasks run between steps. A fleet of 2,000 services has about 1,400 steps a second.
 METRICS_STEP_LINES = 256
 METRICS_STEPS = 4
 # Work is counted in lines (2.5 us each), plus a line for each 128 bytes. This is the rate for each pod of a service: a
@@ -56,7 +56,7 @@ METRICS_WORK_PER_SECOND = 2_000
 CONFIG_MAP_BYTES = 256 * _KIB
 CONFIG_MAPS = 4
 
-# All packs of one service that it brings itself.
+# Limit of all custom packs of one service together.
 PACKS_BYTES = 128 * _KIB
 
 # A run holds its prompts (0.5 MiB of text, or a baseline of 1.1 MiB), one question, and a line of the answer or the
@@ -64,7 +64,7 @@ PACKS_BYTES = 128 * _KIB
 # on a CPU. Only an engine that hangs or computes a very long prompt is silent for longer than the patience. No prompt
 # has more than the 65,536 tokens that a baseline keeps, of 10 bytes each.
 CANARY_PROBE = InputLimits("a probe of a canary", 640 * _KIB, permits=16, share=1, patience_seconds=5.0)
-# Probes of serving replicas have permits of their own: a canary never waits behind a thousand of them.
+# Probes of serving replicas have separate permits, so that a canary never waits behind a thousand of them.
 CHECK = InputLimits("a check of a replica", 640 * _KIB, permits=16, share=1, patience_seconds=5.0)
 
 # A reader of /metrics costs two requests to the API server. Each address has its own share, so an address that tries
@@ -73,7 +73,7 @@ TOKEN_REVIEW = InputLimits("a review of a token", 0, permits=4, share=2, patienc
 
 
 async def read_body(chunks: AsyncIterator[bytes], most: float, where: str) -> bytes:
-    """Return an answer's whole body; raises OverBudget, which names `where`, beyond `most` bytes."""
+    """Return an answer's whole body. Raise OverBudget, which names `where`, if it has more than `most` bytes."""
     body = bytearray()
     async for chunk in chunks:
         if len(body) + len(chunk) > most:
@@ -85,7 +85,7 @@ async def read_body(chunks: AsyncIterator[bytes], most: float, where: str) -> by
 async def whole_lines(
     chunks: AsyncIterator[bytes], where: str = "", most: float = math.inf, longest: float = math.inf
 ) -> AsyncIterator[bytes]:
-    """Yield the lines of a stream that are not empty; a last one without its end is dropped.
+    """Yield the non-empty lines of a stream. An incomplete last line is dropped.
 
     Raises:
         OverBudget: more than `most` bytes, or a line of more than `longest`; names `where`.
@@ -106,7 +106,7 @@ async def whole_lines(
                 raise OverBudget(f"{where}: a line of more than {longest} bytes")
 
 
-# A permit is kept for so long, however few another tenant has: a healthy piece of work is mostly done by then.
+# No permit is revoked earlier for another tenant: healthy work is mostly done by then.
 _LEAST_SECONDS = 1.0
 
 
@@ -129,7 +129,7 @@ class Permit:
 
     @property
     def silent_until(self) -> float:
-        """The time from which its holder may lose the permit, unless it gets on before."""
+        """The time after which the holder may lose the permit, unless it reports progress before."""
         return self.moved + self.patience
 
 
@@ -150,7 +150,8 @@ class Permits:
         self._tenants: Counter[Hashable] = Counter()
         """Permits that each tenant holds."""
         self._waiting: dict[Hashable, deque[Permit]] = {}
-        """By tenant; the first of equals is served first, and goes to the end."""
+        """Waiting permits by tenant. Among tenants with equally many permits, the first is served and moves to the
+        end."""
         self._shares: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -192,7 +193,7 @@ class Permits:
         return len(self._held)
 
     def _drop(self, permit: Permit) -> bool:
-        """Take a permit from its holder; False for one that has none."""
+        """Take a permit from its holder. Return False if it is not held."""
         if permit not in self._held:
             return False
         del self._held[permit]
@@ -223,7 +224,7 @@ class Permits:
     def _next_tenant(self) -> Hashable | None:
         """Return the waiting tenant with the fewest permits, or None if no tenant waits."""
         for tenant, queue in list(self._waiting.items()):
-            while queue and queue[0].turn.done():  # cancelled while it waited
+            while queue and queue[0].turn.done():  # drop requests that were cancelled while they waited
                 queue.popleft()
             if not queue:
                 del self._waiting[tenant]

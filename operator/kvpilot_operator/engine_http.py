@@ -1,7 +1,7 @@
-"""Connections to engines, on which everything around an answer's body is bounded, too.
+"""Connections to engines with limits on all bytes of an answer, not only on its body.
 
-aiohttp reads interim answers (100 Continue), chunk extensions and trailers without an end. It does not reach the reader
-of the body, so its limits do not count it.
+aiohttp reads interim answers (100 Continue), chunk extensions and trailers without a limit. These bytes never reach the
+reader of the body, so the reader's limits do not cover them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from aiohttp.streams import StreamReader
 # vLLM's answers have a head of 0.2 KiB, and a gateway in front of one adds as much.
 HEAD_BYTES = 32 * 1024
 INTERIM_ANSWERS = 8
-# A chunk of one byte has five around it: an engine that streams tokens sends some hundred bytes a chunk.
+# Framing bytes allowed per body byte. Even a chunk of one byte has five; streamed tokens have a hundred bytes a chunk.
 AROUND_A_BYTE = 8
-# Bytes that the parser gets in one call: the limits are checked in between.
+# Bytes per call of the parser. The limits are checked between calls.
 _STEP_BYTES = 4 * 1024
 
 
 class TooMuchAround(aiohttp.ClientError):
-    """A server sent more around an answer's body than one may have."""
+    """A server sent too many bytes around an answer's body."""
 
 
 class _Answer(ResponseHandler):
-    """One connection's answers; the first that exceeds the limits ends it."""
+    """The answers of one connection. The first answer that exceeds the limits ends the connection."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
@@ -59,7 +59,7 @@ class _Answer(ResponseHandler):
             super().feed_data(data, size)
 
     def set_exception(self, exc: BaseException, *cause: Any) -> None:
-        """Keep the first error: a connection that is refused is also lost."""
+        """Keep only the first error: after a limit is exceeded, the connection is also reported as lost."""
         if self._refused in (None, exc):
             super().set_exception(exc, *cause)
 

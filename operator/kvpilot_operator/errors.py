@@ -1,21 +1,21 @@
 """Every error that the operator raises on purpose.
 
     KvpilotError
-    +-- ClusterError           the Kubernetes API refused
-    |   +-- Conflict           somebody else wrote first: observe again
+    +-- ClusterError           a request to the Kubernetes API failed
+    |   +-- Conflict           another client wrote first: observe again
     |   +-- NotFound
-    |   +-- Throttled          it asks for a pause
-    |   +-- Rejected           it has read the object and will not have it
-    |   |   +-- NameTaken      an object of that name belongs to somebody else
-    |   |   +-- NotStarted     an object that pods name is not the service's own
-    |   +-- BadName            no object can have that name: nothing was sent
+    |   +-- Throttled          the API requests a pause
+    |   +-- Rejected           the API refuses the object
+    |   |   +-- NameTaken      an object of that name has another owner
+    |   |   +-- NotStarted     pods refer to an object that the service does not own
+    |   +-- BadName            the name is impossible: nothing was sent
     |   +-- NotLeader          this replica may not write
     +-- LeadershipLost         another replica leads
     +-- ScrapeError            a pod's /metrics could not be read
-    |   +-- ScrapeTimeout      it did not come in time
+    |   +-- ScrapeTimeout      the page did not arrive in time
     +-- NoIdentity             the mesh has given no certificate yet
-    +-- OverBudget             somebody sent more than one service may cost (kvpilot_operator.budget)
-    +-- PermitLost             others waited for the permit that was held for too long
+    +-- OverBudget             an input exceeds the limits of one service (kvpilot_operator.budget)
+    +-- PermitLost             the permit was held for too long while others waited
 
 Errors of the accuracy probes live with the probes (`kvpilot_operator.probes.errors`).
 """
@@ -31,7 +31,7 @@ _PACKAGE = "kvpilot_operator"
 
 
 class KvpilotError(Exception):
-    """Base of all errors that the operator raises on purpose. Their words may quote others."""
+    """Base of all errors that the operator raises on purpose. Their messages may quote other programs."""
 
     def __str__(self) -> str:
         return untrusted.lines(super().__str__())
@@ -48,7 +48,7 @@ class ClusterError(KvpilotError):
 
     @property
     def away(self) -> bool:
-        """True if the API server cannot be reached (0), or says itself that it is away."""
+        """True if the API server cannot be reached (status 0), or reports itself as unavailable."""
         return self.status in (0, 502, 503, 504)
 
 
@@ -61,7 +61,7 @@ class NotFound(ClusterError):
 
 
 class Throttled(ClusterError):
-    """The API server asks to be left alone for `retry_after` seconds (HTTP 429 or 503 with Retry-After)."""
+    """The API server requests a pause of `retry_after` seconds (HTTP 429 or 503 with Retry-After)."""
 
     def __init__(self, method: str, path: str, status: int, message: str, retry_after: float) -> None:
         super().__init__(method, path, status, message)
@@ -69,11 +69,11 @@ class Throttled(ClusterError):
 
 
 class Rejected(ClusterError):
-    """The API server, or a webhook of it, refuses an object (HTTP 400, 403, 422, some 500).
+    """The API server or one of its webhooks refuses an object (HTTP 400, 403, 422, some 500).
 
     Attributes:
-        reason: of the server's Status (Invalid, Forbidden, ...); may be empty.
-        causes: each faulty field of the object with its fault, as far as the server names them.
+        reason: reason in the server's Status (Invalid, Forbidden, ...); may be empty.
+        causes: faulty fields of the object, each with its fault, if the server names them.
     """
 
     def __init__(
@@ -125,14 +125,14 @@ class BadName(ClusterError):
 
 
 class NotLeader(ClusterError):
-    """A write was held back: this replica does not lead, or its time is too short."""
+    """A write was not sent: this replica does not lead, or the time left on its Lease is too short."""
 
     def __init__(self, method: str, path: str) -> None:
         super().__init__(method, path, 0, "not sent: this replica does not hold the Lease")
 
 
 class LeadershipLost(KvpilotError):
-    """The replica may not act any more: another one leads, or the Lease was not renewed in time."""
+    """The replica must stop: another replica leads, or the Lease was not renewed in time."""
 
 
 class ScrapeError(KvpilotError):

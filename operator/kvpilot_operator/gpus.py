@@ -1,11 +1,11 @@
 """GPUs by the name that GPU feature discovery gives them: memory, bandwidth and compute capability.
 
-Memory is what `nvidia-smi` calls memory.total, with ECC as it comes from the factory: vLLM takes its share of about
-that. Bandwidth is the data sheet's peak in 10^9 bytes a second; kernels reach a part of it, so figures made from it
-carry an efficiency that was measured (latency.py).
+Memory is memory.total of `nvidia-smi` with the factory setting of ECC; vLLM takes its share of about that amount.
+Bandwidth is the data sheet's peak in 10^9 bytes a second. Kernels reach only a part of it, so forecasts multiply it by
+a measured efficiency (latency.py).
 
-The label `nvidia.com/gpu.product` is the driver's name of the GPU with dashes for spaces. A label with a suffix
-(`-SHARED` under time slicing, `-MIG-1g.10gb` for a slice) names no whole GPU, and is not in the table on purpose.
+The label `nvidia.com/gpu.product` is the driver's name of the GPU with dashes for spaces. The table deliberately omits
+labels with a suffix (`-SHARED` under time slicing, `-MIG-1g.10gb` for a slice), because they do not mean a whole GPU.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ GPUS: tuple[Gpu, ...] = (
     Gpu("RTX-5090", ("NVIDIA-GeForce-RTX-5090",), 32_607, 1_792, (12, 0)),
     Gpu("T4", ("Tesla-T4",), 15_360, 320, (7, 5)),
 )
-"""Newest and largest first."""
+"""All known GPUs, the newest and largest first."""
 
 _BY_PRODUCT = {product: gpu for gpu in GPUS for product in gpu.products}
 
@@ -71,7 +71,7 @@ _MOST_AN_HOUR = 1_000_000
 
 
 class PriceError(ValueError):
-    """A price that cannot be used, with field, value and remedy."""
+    """A price that cannot be used. The message names the field, the value and the remedy."""
 
 
 def prices(given: Iterable[tuple[str, object]]) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """`kvpilot-operator`: the handlers that kopf calls, and the process.
 
-kopf starts and stops the process, takes its signals, and watches the services. It knows nothing of decisions.
+kopf starts and stops the process, handles its signals, and watches the services. It takes no part in decisions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @kopf.on.startup()
 async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> None:
-    """Connect, and answer /healthz and /metrics, also as a standby."""
+    """Connect, and answer /healthz and /metrics, even as a standby."""
     configure_kopf(settings)
     await memo.operator.start()
 
@@ -51,7 +51,7 @@ async def lead(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
 
 @kopf.on.event(API_VERSION, PLURAL)
 async def observe_service(event: kopf.RawEvent, memo: kopf.Memo, **_: Any) -> None:
-    """Take in a service that came, changed or went."""
+    """Process an event of a service that was created, changed or deleted."""
     memo.operator.leader.services.take(event["type"], event["object"])
 
 
@@ -62,11 +62,11 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
 
 
 def configure_kopf(settings: kopf.OperatorSettings) -> None:
-    """Let kopf keep no state on objects, post no events, and never give up."""
+    """Configure kopf: it stores no state on objects, posts no events, and never gives up."""
     settings.posting.enabled = False
     settings.scanning.disabled = True
     settings.watching.server_timeout = 300
-    # An API server sends a bookmark about every minute.
+    # A watch without an event for this long is dead, because an API server sends a bookmark about every minute.
     settings.watching.inactivity_timeout = 75
     settings.watching.connect_timeout = 10
     settings.watching.chunk_size = 500
@@ -109,8 +109,8 @@ class Operator:
         agent = f"kvpilot-operator ({self.identity})"
         self._cluster = await Cluster.connect(self._fence, agent, self._telemetry.api_request)
         self._closing.push_async_callback(self._cluster.close)
-        # Without the fence, because a standby replica serves metrics, too. With separate connections, because a renewal
-        # must not wait behind a fleet's reads.
+        # This client needs no fence, because a standby replica serves metrics, too. It has separate connections,
+        # because a renewal must not wait behind a fleet's reads.
         beside = await Cluster.connect(WriteFence.opened(), agent, self._telemetry.api_request)
         self._closing.push_async_callback(beside.close)
         access = MetricsAccess(beside) if options.metrics_authentication else None
@@ -169,7 +169,7 @@ async def run(options: argparse.Namespace) -> None:
     """Run until SIGTERM or SIGINT.
 
     Raises:
-        LeadershipLost: it led and may not any more; the kubelet starts it again.
+        LeadershipLost: this replica lost the Lease; the kubelet restarts it.
     """
     operator = Operator(options)
     # Without an identity kopf asks for the name of its user, and user 65532 has none.

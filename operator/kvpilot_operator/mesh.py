@@ -11,7 +11,7 @@ from kvpilot_operator.errors import NoIdentity
 log = logging.getLogger(__name__)
 
 CHAIN, KEY, ROOT = "cert-chain.pem", "key.pem", "root-cert.pem"
-"""Istio's agent's names for them (OUTPUT_CERTS)."""
+"""File names that Istio's agent uses (OUTPUT_CERTS)."""
 
 # A sidecar that also accepts plain traffic recognises mutual TLS by the first two; the last is the inner protocol.
 _PROTOCOLS = ["istio-http/1.1", "istio", "http/1.1"]
@@ -39,7 +39,7 @@ class Identity:
                 self._tls = _context(self._folder)
                 log.info("read the mesh's certificates in %s", self._folder)
             except (OSError, ValueError) as error:
-                # While the agent renews them one may not fit another. The error quotes no file.
+                # During a renewal the files may not match, so keep the last context. The error quotes no file content.
                 self._fault = f"{self._folder}: {type(error).__name__}: {error}"
                 if self._tls is not None:
                     log.warning("the mesh's certificates are the ones read before: %s", self._fault)

@@ -1,4 +1,4 @@
-"""Whole numbers in text that others wrote: an argument, a label, an annotation, a header, a metric's label."""
+"""Parse whole numbers in text from other programs: arguments, labels, annotations, headers, labels of metrics."""
 
 from __future__ import annotations
 

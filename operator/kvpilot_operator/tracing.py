@@ -1,4 +1,4 @@
-"""OpenTelemetry's spans. The API package makes spans that do nothing; the SDK sends them if an endpoint is named.
+"""OpenTelemetry spans. Without an endpoint, the API package makes spans that do nothing. With one, the SDK sends them.
 
 Attributes have the names of docs/tracing.md. They never hold text of users or engines: no prompt, no answer, no
 message of an error.
@@ -30,9 +30,9 @@ __all__ = ["NO_TRACER", "Span", "SpanSender", "Tracer", "TracingError", "span", 
 
 log = logging.getLogger(__name__)
 
-# A collector that is away does not hold up the end of the process for longer.
+# An unreachable collector delays the end of the process by at most this time.
 CLOSE_SECONDS = 5.0
-# Not faults: a conflict is retried, and a cancelled task is not needed any more.
+# These are not faults: a conflict is retried, and a cancelled task is no longer needed.
 _NO_FAULT = (Conflict, asyncio.CancelledError)
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
@@ -50,7 +50,7 @@ def span(
 ) -> Iterator[Span]:
     """Make a span the current one: a child of the one around it, or with `root` the first of a trace.
 
-    Of an exception only the type is kept: its text may quote a prompt.
+    Only the type of an exception is recorded, because its text may quote a prompt.
     """
     around = Context() if root else None
     with tracer.start_as_current_span(
@@ -73,7 +73,7 @@ def trace_headers(of: Span) -> dict[str, str]:
 
 
 class SpanSender:
-    """The SDK's tracer. It sends spans in batches from a thread; a slow collector loses some."""
+    """The SDK's tracer. It sends spans in batches from a thread. If the collector is slow, some spans are dropped."""
 
     def __init__(self, exporter: SpanExporter | None = None) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -106,7 +106,7 @@ def span_sender(environment: Mapping[str, str]) -> SpanSender | None:
     if name is None:
         return None
     if not _is_url(environment[name]):
-        # The value is not shown: it may hold credentials.
+        # Do not show the value, because it may contain credentials.
         raise TracingError(f"{name}: is not a URL; give a collector's OTLP over HTTP, such as http://collector:4318")
     try:
         sender = SpanSender()

@@ -11,12 +11,12 @@ class Blocks:
     def __init__(self, total: int) -> None:
         self.total = total
         self._empty = total
-        self._kept: OrderedDict[int, int] = OrderedDict()  # session -> blocks, oldest first
+        self._kept: OrderedDict[int, int] = OrderedDict()  # kept blocks by session, oldest first
         self._kept_sum = 0
 
     @property
     def available(self) -> int:
-        """Return the number of blocks without a running request: empty and kept ones."""
+        """Return the number of blocks that no running request holds: empty blocks and kept prefixes."""
         return self._empty + self._kept_sum
 
     @property

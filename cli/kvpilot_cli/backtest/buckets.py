@@ -1,4 +1,4 @@
-"""Bounds of vLLM's histograms (vLLM 0.32), and the finer ones that reports are made from. Seconds, tokens."""
+"""Bucket bounds of vLLM 0.32's histograms, and finer bounds for reports. Times are in seconds, lengths in tokens."""
 
 from __future__ import annotations
 

@@ -34,14 +34,16 @@ START_SECONDS = 240.0
 """Seconds from the request for a replica to its first answer: weights, compilation, graphs (usually 2 to 7 minutes)."""
 TIMEOUT = 120.0
 WARM_UP = 3600.0
-"""Uncounted start of a load of more than four hours, because every policy begins with the same replicas."""
+"""Seconds at the start of a load of more than four hours that are not counted, because every policy begins with the
+same replicas."""
 FLEET_POLICIES = ("pilot", "bf16-hpa", "fp8-hpa", "max")
 POLICIES = ("pilot", "objectives", "bf16-hpa", "bf16-requests", "fp8-hpa", "fp8-requests", "wva", "fp8-wva", "max")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy on one load. Times are in seconds; percentiles cover all requests, those of gaps all tokens."""
+    """One policy on one load. Times are in seconds. Percentiles cover all requests, or all tokens for gaps between
+    tokens."""
 
     load: str
     policy: str
@@ -61,7 +63,7 @@ class Row:
 
     @property
     def good_percent(self) -> float:
-        """Return the share of all requests, with lost ones, that were answered within the objective."""
+        """Return the percentage of requests answered within the objective. Lost requests count as not answered."""
         return 100 * self.good / max(self.finished + self.lost, 1)
 
     @property
@@ -73,7 +75,8 @@ class Row:
 def policy(
     name: str, spec: Spec, profile: Profile, objective: Objective, requests_target: float = REQUESTS_TARGET
 ) -> tuple[Policy, str, int]:
-    """Return a policy by name with its first dtype and replicas. All but the last begin with spec.replicas."""
+    """Return a policy by name, with its initial dtype and replicas. All policies but the last begin with
+    spec.replicas."""
     replicas = spec.scaling.clamp(spec.replicas)
     lowest, highest = max(1, spec.scaling.min_replicas), spec.scaling.max_replicas
     baseline = spec.kv_cache.baseline

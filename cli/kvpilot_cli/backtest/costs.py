@@ -1,4 +1,5 @@
-"""Time of an engine's step and capacity of its cache: constants fitted to measurements, one set a dtype.
+"""Duration of an engine's step and capacity of its cache, from constants that were fitted to measurements for each
+dtype.
 
 A step that decodes n sequences over K cached tokens in all and prefills p tokens with c context tokens before them
 (summed over the p) takes

@@ -1,8 +1,8 @@
-"""Pilots of a fleet. They are asked only when they may not answer Stay.
+"""The pilots of a fleet. A pilot is asked only if its answer may be another one than Stay.
 
-`candidates` is a condition that every step needs, computed over all services together with the decide code's own
-thresholds, never narrower than them. So for every other service the decision would be Stay, and an old pressure would
-end. A test compares a run with it to one that asks every pilot every minute.
+`candidates` computes a condition that is necessary for every step, for all services at once, with the thresholds of the
+decide code or wider ones. So every other service would get the decision Stay, and an old pressure would end. A test
+compares such a run with one that asks every pilot every minute.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class Crew:
         self._rings = {name: np.zeros((self._depth, size)) for name in (*_KEPT, "pods")}
         self._built: dict[int, dict[int, Sample]] = {}
         self._minute = -1
-        self._since = np.zeros(size, dtype=np.int64)  # the first minute with a sample of the serving revision
+        self._since = np.zeros(size, dtype=np.int64)  # first minute with a sample of the serving revision
         self._grown = np.zeros(size, dtype=np.int64)
         self._prompt = np.array([m.prompt for m in moments])
         self._output = np.array([m.output for m in moments])
         self._bound = np.zeros(size, dtype=bool)
         self._changed = np.full(size, -np.inf)
         self._flipped = np.full(size, -np.inf)
-        # Requests a second of one replica above which the pilot keeps its replicas: see `_limit`.
+        # Requests per second of one replica. Above this rate, the pilot keeps its replicas (see `_limit`).
         self._limits = np.full(size, np.inf)
-        # Services with requests that last queued for memory: a smaller dtype may replace a replica.
+        # Services whose last queue was caused by memory: a smaller dtype may replace a replica there.
         self._memory = np.zeros(size, dtype=bool)
         self._rise = np.array([self._gain_up(p.dtype) for p in self.pilots])
 
@@ -77,7 +77,7 @@ class Crew:
         self._learn(i)
 
     def scaled(self, i: int) -> None:
-        """Note that the number of replicas has changed."""
+        """Record that the number of replicas has changed."""
         self.pilots[i].replicas_changed = self._now()
         self._changed[i] = self._minute * STEP
 
@@ -106,7 +106,7 @@ class Crew:
         spec, pressure = self._spec, self._spec.kv_cache.pressure
         window = self._within(pressure.sustained_seconds, self._since)
         calm = self._within(spec.scaling.scale_down_stabilization_seconds, self._since)
-        # A window may begin anew when a replica starts, so check both.
+        # A window restarts when a replica starts, so use the later of both times.
         grown = self._within(pressure.sustained_seconds, np.maximum(self._since, self._grown))
         starved = self._starved(window) | self._starved(grown)
         usage = np.minimum(self._mean("usage", window), self._mean("usage", grown))
@@ -119,7 +119,7 @@ class Crew:
         margin = (pressure.low_percent + pressure.high_percent) // 2
         left = np.maximum(asked - 1, 1)
         fewer = (asked > least) & (ready >= asked) & (100 * peak / left <= margin + _SLACK)
-        # A rate that queued once keeps a replica, until one is calm at a higher rate.
+        # A rate at which requests queued once keeps a replica, until a replica is calm at a higher rate.
         allowed = each / np.maximum(np.minimum(asked, ready) - 1, 1) <= self._limits * (1 + _SLACK)
         fewer &= allowed | (most / self._pods() >= self._limits / SHARE * (1 - _SLACK))
         fewer &= now >= self._changed + pressure.sustained_seconds
@@ -191,7 +191,8 @@ class Crew:
         self._memory[i] = any(k.memory and k.dtype == pilot.dtype for k in pilot.saturations)
 
     def _limit(self, i: int) -> float:
-        """Return the rate that keeps the pilot from fewer replicas, if similar requests taught it."""
+        """Return the rate per replica above which the pilot does not scale in, if it was learned from similar
+        requests."""
         pilot = self.pilots[i]
         known = next((k for k in pilot.saturations if k.dtype == pilot.dtype), None)
         if (
@@ -203,7 +204,8 @@ class Crew:
         return SHARE * known.requests_per_hour / 3600
 
     def _gain_up(self, dtype: str) -> float:
-        """Return the least loss of capacity by a larger dtype of the ladder, as a factor; 0 at the top."""
+        """Return the smallest loss of capacity (a factor) from a step to a larger dtype, or 0 at the top of the
+        ladder."""
         rungs = (self._spec.kv_cache.baseline, *self._spec.kv_cache.ladder)
         return max((gain(dtype, d) for d in rungs if smaller(dtype, d)), default=0.0)
 

@@ -1,7 +1,7 @@
 """Decoding requests of an engine: the blocks of their next tokens, and their ends.
 
-They are grouped by the remainder of their length, and all grow by one token a step. So one look-up gives the blocks
-that a step needs, for any number of requests.
+Requests are grouped by their length modulo the block size, and all grow by one token a step. So one look-up gives the
+blocks that a step needs, for any number of requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Decoding:
 
     def __init__(self, block_size: int) -> None:
         self.tokens = 0
-        """Tokens in all their contexts now."""
+        """Tokens in the contexts of all decoding requests."""
         self._size = block_size
         self._held: dict[int, tuple[Request, int]] = {}  # the request, and its length less the count of steps
         self._by_remainder = [0] * block_size

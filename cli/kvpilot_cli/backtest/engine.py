@@ -1,10 +1,11 @@
 """One vLLM engine, step by step: continuous batching over KV blocks, as vLLM's V1 scheduler does it.
 
-Each step first gives every running request its next token, in the order of admission, then continues prefills, then
-admits waiting requests in order of arrival while the token budget lasts and the whole prompt finds free blocks. A
+Each step first gives every running request its next token, in the order of admission. Then it continues prefills. Last,
+it admits waiting requests in order of arrival, while the token budget lasts and free blocks hold the whole prompt. A
 running request that finds no free block evicts the one admitted last, which goes to the head of the queue and computes
-its tokens again. Nothing is admitted in a step that evicted. Finished and evicted requests leave their full blocks as
-a cached prefix of their session, reused when it comes back and overwritten in order of age, ends first.
+its tokens again. A step that evicts admits nothing. Finished and evicted requests leave their full blocks as the cached
+prefix of their session. The session's next request reuses them. If space is needed, the oldest prefixes are overwritten
+first, from their ends.
 
 A step's cost in Python does not grow with the batch (see `decoding`).
 """
@@ -137,18 +138,19 @@ class Engine:
         self.on_gap(seconds, times)
 
     def alike(self, until: float) -> int:
-        """Return how many of the next steps only decode the same requests, without an arrival, end or eviction."""
+        """Return the number of next steps that only decode the same requests, without an arrival, end or eviction."""
         n = len(self.decoding)
         if self.waiting or self.prefilling or not n:
             return 1
         horizon = (min(until, self.arriving[0].arrival) if self.arriving else until) - self.now
         most = min(_ALIKE, self.decoding.until_one_ends(), self.blocks.available // n * self.costs.block_size)
-        # A step takes longer as contexts grow, so use the time of the last one.
+        # A step takes longer as contexts grow. The duration of the last step bounds all steps, so none passes the
+        # horizon.
         longest = self.costs.decode_step(n, self.decoding.tokens + n * most)
         return min(most, int(horizon / longest))
 
     def _steps(self, count: int) -> None:
-        """Run `count` steps at once that only decode. Their gaps count at their mean."""
+        """Run `count` decode-only steps at once. Every gap between tokens counts as the mean gap."""
         n = len(self.decoding)
         self.blocks.take(self.decoding.needed_for(count))
         mean = self.costs.decode_step(n, self.decoding.tokens + n * (count + 1) / 2)
@@ -242,7 +244,7 @@ class Engine:
         return work, ready
 
     def _first_token(self, request: Request) -> None:
-        """Give the token of the prefill's last chunk. The request decodes from the next step on."""
+        """Give the request the token that its last prefill chunk produces. It decodes from the next step on."""
         del self.prefilling[request.number]
         if request.first_token < 0:
             request.first_token = self.now
@@ -272,7 +274,7 @@ class Engine:
 
 
 _ALIKE = 64
-"""Largest number of steps taken together: their time grows by less than a percent."""
+"""Largest number of steps simulated at once. Within it, the duration of a step grows by less than a percent."""
 _COUNTS = (
     "preemptions", "prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "finished",
     "prefill_seconds", "decode_seconds",

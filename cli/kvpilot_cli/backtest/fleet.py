@@ -33,7 +33,8 @@ _START = round(START_SECONDS / STEP)
 
 @dataclass(frozen=True, slots=True)
 class FleetRow:
-    """One policy over all services of one kind of load. Times are in seconds; percentiles cover all requests."""
+    """The result of one policy over all services of one kind of load. Times are in seconds; percentiles cover all
+    requests."""
 
     load: str
     policy: str
@@ -64,7 +65,7 @@ def services(count: int, days: float, seed: int, first: int = 0) -> list[Load]:
 
 
 class Pods:
-    """Replicas of all services: answering ones, and starting ones by the minute of their first answer."""
+    """The replicas of all services: answering ones, and starting ones by the minute of their first answer."""
 
     def __init__(self, replicas: NDArray[np.int64]) -> None:
         self.ready = replicas.copy()

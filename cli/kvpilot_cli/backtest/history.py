@@ -1,9 +1,9 @@
 """Load from the Prometheus history of one service, minute by minute.
 
-Read are the answers of `/api/v1/query_range` (result type matrix), from a file or from a server. The rate of requests
-comes from vllm:request_success_total, mean lengths from vllm:prompt_tokens_total and vllm:generation_tokens_total, and
-the cache's use, to be compared with the simulation's, from vllm:kv_cache_usage_perc. Counters may have been reset; a
-gap between scrapes is filled with the value before.
+The input is answers of `/api/v1/query_range` (result type matrix), from a file or a server. The request rate comes from
+vllm:request_success_total, and mean lengths from vllm:prompt_tokens_total and vllm:generation_tokens_total. The cache
+use of vllm:kv_cache_usage_perc is compared with the simulation. Counters may have been reset. A gap between scrapes is
+filled with the previous value.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def parse(answers: Sequence[Any], name: str, seed: int = 0) -> History:
         raise BacktestError(
             f"history: {prompt:.2f} prompt and {output:.2f} generated tokens a request; export one service's series"
         )
-    # A lognormal's mean is its median times exp(sigma^2 / 2).
+    # Convert the mean to a median: a lognormal's mean is its median times exp(sigma^2 / 2).
     median = math.exp(-(SIGMA**2) / 2)
     shape = Shape(prompt * median, 0.0, output * median, SIGMA, turns=1.0, pause=0.0)
     busy = np.maximum(requests, 1e-9)

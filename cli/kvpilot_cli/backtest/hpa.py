@@ -25,7 +25,7 @@ def recommend(use: Floats, ready: Ints, replicas: Ints, target: float) -> Ints:
     ratio = use / target
     pending = replicas - ready
     plain = np.where(np.abs(ratio - 1) <= TOLERANCE, replicas, _ceil(ratio * ready))
-    # With pending pods, recompute a scale-out as if they idled, and drop it if its direction changes.
+    # If pods are pending, recompute a scale-out with their use as 0, and drop it if it becomes a scale-in.
     ratio_all = use * ready / (target * np.maximum(replicas, 1))
     damped = np.where((np.abs(ratio_all - 1) <= TOLERANCE) | (ratio_all < 1), replicas, _ceil(ratio_all * replicas))
     wanted = np.where((pending > 0) & (ratio > 1), np.maximum(damped, replicas), plain)

@@ -1,9 +1,9 @@
 """Fluid model of many services in steps of ten seconds; `engine` simulates single requests.
 
-A service is a closed network: sessions pause, ask, wait, run and pause again. Arrivals are Poisson; what runs is
-bounded by KV memory, by max_num_seqs and by what prefill can feed; a step's time follows from `costs` with what runs,
-and prefill takes its share of it first (processor sharing). Prefixes survive a pause as long as freed blocks are not
-needed for others. docs/benchmarks/backtest.md compares it with `engine` and states the error.
+A service is a closed network: sessions pause, ask, wait, run and pause again. Arrivals are Poisson. KV memory,
+max_num_seqs and the speed of prefill limit the running requests. The duration of a step follows from `costs` and the
+running requests, after prefill has taken its share (processor sharing). Prefixes survive a pause until their blocks are
+needed for other requests. docs/benchmarks/backtest.md compares it with `engine` and states the error.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ SUBSTEP = 10.0
 _FILL = 0.985
 """Use at which no further prompt fits, from the request-level simulation."""
 _PREEMPTED = 0.3
-"""Preemptions per finished request while memory binds, times prompt tokens over generated ones; from the same."""
+"""Preemptions per finished request while memory is the limit, times the ratio of prompt to generated tokens. From the
+request-level simulation."""
 
 
 @dataclass(slots=True)
 class Minute:
-    """Figures of one step by service, as scrapes and users see them."""
+    """The figures of one step by service, as scrapes and users see them."""
 
     usage: Array
     running: Array
@@ -98,13 +99,13 @@ class Fleet:
     ) -> tuple[Array, Array, tuple[Array, Array, Array, Array]]:
         m, h = self._m, SUBSTEP
         normal = self._chance.standard_normal((2, self.size))
-        # Move returning sessions, drawn once: their number must not walk at random.
+        # Draw the number of returning sessions once and use it on both sides, so that the total number does not drift.
         returns = np.minimum(h / m["pause"], 1.0)
         back = self.thinking * returns + np.sqrt(self.thinking * returns * (1 - returns)) * normal[0]
         back = np.clip(back, 0.0, self.thinking)
         self.thinking = self.thinking - back
         arrived = self._chance.poisson(starts * h) + back
-        # Requests differ in size, so the mean of running ones wanders around the mean of all.
+        # Requests differ in size, so the mean of the running requests drifts around the mean of all requests.
         keep = np.exp(-h / np.maximum(m["output"] * self.step_seconds, 1.0))
         self.noise = keep * self.noise + np.sqrt(1 - keep * keep) * normal[1]
         inside = np.maximum(self.inside, 1.0)
@@ -116,8 +117,8 @@ class Fleet:
         chunk = np.minimum(self._budget / tokens, 1.0) * work
         full = work * np.maximum(self._budget / tokens, 1.0)
         present = self.waiting + self.inside + arrived
-        # The running requests are what is left after a substep, and their rate of leaving depends on their number.
-        # Two iterations suffice.
+        # Running requests are counted after the substep, but their rate of leaving depends on that count. Iterate
+        # twice.
         running = self.inside
         for _ in range(2):
             each = running / pods
@@ -176,9 +177,9 @@ class Fleet:
     def _prefill_share(self, running: Array, plain: Array, work: Array) -> Array:
         """Return the share y of the time for prefill when `running` requests share a replica.
 
-        A request takes `output` steps of plain / (1 - y) seconds and `work` of prefill, so that with x = y / work done
-        a second, Little's law says running = x (output * plain / (1 - y) + work): a quadratic in y, with one root in
-        [0, 1).
+        A request takes `output` steps of plain / (1 - y) seconds, and `work` seconds of prefill. A replica finishes x =
+        y / work requests a second. By Little's law, running = x (output * plain / (1 - y) + work). This is quadratic in
+        y, with one root in [0, 1).
         """
         b = running + 1 + self._m["output"] * plain / work
         return np.asarray(0.5 * (b - np.sqrt(b * b - 4 * running)))
@@ -186,10 +187,9 @@ class Fleet:
     def _remember(self, rate: Array, held: Array, costs: dict[str, Array], pods: Array, young: Array) -> None:
         """Return the share of requests that find their prefix.
 
-        Freed blocks queue up to be overwritten, and leave the queue early where their session returns: with F free
-        tokens, and H freed by each of x requests a second, a prefix survives T seconds with
-        F / (x H) = integral over 0..T of the share that has not returned yet. Solved by Newton's method from the last T
-        (the left side is concave in T).
+        Freed blocks wait in a queue to be overwritten, and leave it early if their session returns. With F free tokens,
+        and H freed by each of x requests a second, a prefix survives T seconds with F / (x H) = integral over 0..T of
+        the share that has not returned yet. Solved by Newton's method from the last T (the left side is concave in T).
         """
         m = self._m
         free = np.maximum(costs["kv_tokens"] * pods - self.inside * held, 0.0)
@@ -221,7 +221,7 @@ class Fleet:
         count = kinds * WEIGHTS * finished[:, None]
         self._count(self.ttft, ttft, count)
         good = (count * (ttft <= self._objective[0])).sum(axis=(0, 2)) * (self.step_seconds <= self._objective[1])
-        # Prefill comes in chunks: some steps of a second carry one and take longer.
+        # Prefill comes in chunks, so some of the steps in a second carry a chunk and take longer.
         steps = (1 - share) / plain
         mixed = np.minimum(share / np.maximum(chunk, 1e-9) / np.maximum(steps, 1e-9), 1.0)
         tokens = finished * self._m["output"]

@@ -1,8 +1,8 @@
 """Loads of a service over time: seeded synthetic traces of sessions with several turns, lengths in tokens.
 
-The time of every session's start, its turns, lengths and pauses are fixed by the seed, so that every policy is asked
-the same. A turn starts after the previous answer and a pause. So a slow service stretches a session, and a request that
-times out ends its session.
+The seed fixes every session's start, turns, lengths and pauses, so that every policy gets the same requests. A turn
+starts after the previous answer and a pause. So a slow service stretches a session, and a request that times out ends
+its session.
 """
 
 from __future__ import annotations
@@ -126,10 +126,10 @@ NAMES = ("agents", "chat", "rag", "bursts")
 def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float = 0.0) -> Load:
     """Return one of NAMES. `size` scales the rate: a handful of H200 serve 1 in bf16 at its busiest.
 
-    agents: contexts that grow to tens of thousands of tokens over many turns with short pauses, busy at night, too.
-    chat: medium contexts, a day's curve with quiet nights. rag: long prompts, short answers, no reuse. bursts: chat at
-    half the rate, with six bursts a day on average: five times the sessions for ten minutes. The day begins `zone`
-    hours later than the simulation's.
+    `agents` has contexts that grow to tens of thousands of tokens over many turns with short pauses, even at night.
+    `chat` has medium contexts and quiet nights. `rag` has long prompts, short answers and no reuse. `bursts` is chat at
+    half the rate, with six bursts a day on average; a burst has five times the sessions for ten minutes. The day begins
+    `zone` hours later than that of the simulation.
     """
     if name not in NAMES:
         raise BacktestError(f"trace: {name!r} is unknown: use one of {', '.join(NAMES)}, or all")
@@ -146,7 +146,7 @@ def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float 
     }[name]
     # Busiest at 14:00, quietest at 02:00.
     curve = 1 - depth * (1 + np.cos((hours - zone - 2) * 2 * np.pi / 24)) / 2
-    # A day's curve is smooth; add noise of about a tenth, with a new value every half hour.
+    # Add noise of about a tenth to the smooth curve of a day, with a new value every half hour.
     knots = np.arange(0.0, hours[-1] + 1.0, 0.5)
     rate = peak * size * curve * np.exp(0.1 * np.interp(hours, knots, chance.standard_normal(len(knots))))
     if name == "bursts":

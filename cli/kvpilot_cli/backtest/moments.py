@@ -20,7 +20,7 @@ WEIGHTS = np.array([0.2, 0.2, 0.2, 0.18, 0.12, 0.05, 0.03, 0.02])
 class Moments:
     """Moments of one load, in tokens unless said otherwise.
 
-    `new` is a session's first turn; of the later ones, `hit` finds its prefix cached and `miss` does not.
+    `new` is a session's first turn. `hit` is a later turn with a cached prefix, and `miss` is a later turn without one.
     """
 
     turns: float

@@ -1,7 +1,7 @@
 """Pilot of one simulated service: the operator's own rules, and the roll to another dtype.
 
-Plain fields here hold the state that the operator keeps in the status. A canary's probes cannot be simulated: its
-verdict is taken to be Passed, its time and its GPU are charged.
+Plain fields here hold the state that the operator keeps in the status. A canary's probes cannot be simulated: the
+verdict is assumed to be Passed, and the canary's time and GPU are charged.
 """
 
 from __future__ import annotations

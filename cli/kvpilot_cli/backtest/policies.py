@@ -32,7 +32,7 @@ REQUESTS_TARGET = 16.0
 
 
 class Policy(Protocol):
-    """A judge of one service."""
+    """A policy that judges one service after each scrape."""
 
     name: str
 
@@ -99,7 +99,7 @@ class Piloted:
     journal: list[str] = field(default_factory=list)
 
     def judge(self, service: Service, sample: Sample | None) -> None:
-        """Reconcile: take the sample in, move the roll, decide."""
+        """Run one reconcile: store the sample, advance the roll to another dtype, and decide."""
         now = EPOCH + timedelta(seconds=service.now)
         if sample is not None:
             self.samples.append(sample)

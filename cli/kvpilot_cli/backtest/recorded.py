@@ -1,7 +1,7 @@
 """Recorded load from CSV or JSON lines: arrival and lengths of each request.
 
-Columns have the names in FORMS: our own and the names in published traces; other columns are ignored. The traces
-do not say which prefixes requests share. So each request is a session of its own and reuses nothing.
+FORMS has the supported column names: our own, and those of published traces. Other columns are ignored. The traces do
+not show shared prefixes, so each request is a separate session and reuses nothing.
 """
 
 from __future__ import annotations

@@ -29,15 +29,15 @@ EVEN_PERCENT = 2.0
 """Largest difference that counts as equal."""
 MORE_PERCENT = 1.0
 SERVED_PERCENT = 99.0
-"""Least share of requests within the objective that serves a load."""
+"""A load counts as served from this share of requests within the objective on."""
 
 
 def judge(pilot: Row, other: Row) -> str:
     """Return `ahead`, `equal` or `behind`: first by serving the load, then by GPU-hours a good request.
 
-    Of two that both serve it (SERVED_PERCENT within the objective) the one with fewer GPU-hours for a good request is
-    ahead. Of two that both do not, the one with more good requests is, by more than a percent of all; else the price
-    decides again.
+    If both serve the load (SERVED_PERCENT within the objective), the policy with fewer GPU-hours per good request is
+    ahead. If neither does, the policy with more good requests is ahead, provided that the difference is above one
+    percent of all requests. Otherwise the price decides again.
     """
     served = pilot.good_percent >= SERVED_PERCENT, other.good_percent >= SERVED_PERCENT
     if served[0] != served[1]:

@@ -24,7 +24,7 @@ class Request:
     dropped: bool = False
     preempted: int = 0
     epoch: int = 0
-    """Number of times that it stopped decoding. Each one voids an earlier forecast of its end."""
+    """Number of times that it stopped decoding. Each stop invalidates earlier forecasts of its end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """A service of several simulated engines behind a router, request by request.
 
-A session stays with its replica, so that its cached prefix is found again, until requests wait there and another
-replica has room; a new one goes to the replica with the fewest requests. Replicas answer after `start_seconds`. Their
-cost runs from the request for them until their last request ends.
+A session stays with its replica to reuse the cached prefix, unless requests wait there and another replica has room. A
+new session goes to the replica with the fewest requests. A replica answers `start_seconds` after it was requested. It
+costs from the request for it until its last request ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvpilot_cli.backtest.request import Limits, Request
 from kvpilot_operator.state.samples import Flows, Sample, Spread
 
 SLICE = 1.0
-"""Seconds between two views of the router on its engines."""
+"""Seconds between two looks of the router at its engines."""
 
 
 @dataclass(slots=True, eq=False)

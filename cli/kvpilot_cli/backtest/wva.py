@@ -1,10 +1,11 @@
 """llm-d's Workload Variant Autoscaler with one variant: its saturation rules by percentages, and the HPA behind it.
 
-As its documentation has them (docs/saturation-analyzer.md and docs/integrations/hpa-integration.md of
-llm-d-workload-variant-autoscaler), with its defaults. A replica is saturated from 80% of its KV cache or five waiting
-requests on; of the others the spare room up to there is averaged. Less than 10 points or 3 requests of it ask for a
-replica more, and none while one starts; where as much would be left for one replica fewer, one may go. Each minute, on
-each replica's peaks of that minute. The HPA takes a recommendation that has stood for 240 s, in either direction.
+The rules and defaults are those of its documentation (docs/saturation-analyzer.md and
+docs/integrations/hpa-integration.md of llm-d-workload-variant-autoscaler). A replica is saturated at 80% of its KV
+cache or five waiting requests. The spare room below these limits is averaged over the other replicas. If it is below 10
+points or 3 requests, one replica is added, unless one is starting. If one replica fewer would still leave that room,
+one is removed. The rules run each minute on each replica's peaks of that minute. The HPA applies a recommendation that
+has stood for 240 s, in either direction.
 
 From version 0.9 on its default analyzer counts tokens instead; that one is not modelled here.
 """
@@ -23,7 +24,7 @@ Gauges = tuple[float, float]
 
 
 def recommend(peaks: Sequence[Gauges], replicas: int) -> int:
-    """Return the replicas that one loop asks for, by the peaks of answering ones.
+    """Return the recommendation of one loop, from the peaks of the answering replicas.
 
     `replicas` counts starting ones, too.
     """

@@ -62,7 +62,8 @@ def memory(gpu: Gpu, gpus: int, utilization: float, weights: int) -> Memory:
 def kv_heads_per_gpu(model: Model, gpus: int) -> int:
     """Return the KV heads of one GPU.
 
-    Raises: PlanError: vLLM cannot split this model's heads into so many parts.
+    Raises:
+        PlanError: vLLM cannot split this model's heads into so many parts.
     """
     if model.heads % gpus or (model.kv_heads % gpus and gpus % model.kv_heads):
         fits = [n for n in (1, 2, 4, 8, 16, 32) if not model.heads % n and not (model.kv_heads % n and n % model.kv_heads)]  # fmt: skip  # noqa: E501
@@ -80,13 +81,13 @@ class Cache:
     Attributes:
         block, window_block: tokens in a page of a full layer and of a layer with a window.
         page_bytes: one layer's page.
-        group_layers: layers in a group, those that only pad counted.
+        group_layers: layers in a group, including layers that are only padding.
         full_groups, window_groups: groups of each kind.
         window: tokens that a layer with a window attends to.
-        full_token_bytes, window_token_bytes: of one token in all full layers, and in all layers with a window.
+        full_token_bytes, window_token_bytes: bytes of one token in all full layers, and in all layers with a window.
         ring_blocks: blocks of the recent window that a sequence holds at most, in each full group; 0 without one.
-        ring_tokens: of a ring's page.
-        most_pages: that a sequence holds at most in each full group; 0 if nothing bounds them.
+        ring_tokens: tokens in a page of the recent window.
+        most_pages: most pages of a sequence in each full group; 0 if they are unbounded.
     """
 
     block: int
@@ -107,9 +108,9 @@ class Cache:
         return kv_bytes // (self.page_bytes * self.group_layers)
 
     def held(self, context: int) -> int:
-        """Return the blocks of a sequence of `context` tokens. A window may begin and end inside a block.
+        """Return the number of blocks for a sequence of `context` tokens. A window may begin and end inside a block.
 
-        The recent window's pages come one by one with the tokens that they are for.
+        Pages of the recent window are allocated one by one, as tokens need them.
         """
         ring = min(-(-context // self.ring_tokens), self.ring_blocks)
         pages = -(-context // self.block)

@@ -1,4 +1,4 @@
-"""GPUs for `kvpilot plan`: the operator's table by name, and their arithmetic for prompts."""
+"""GPUs for `kvpilot plan`: the operator's table by name, and their arithmetic throughput for prompts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ BF16_TFLOPS: dict[str, int] = {
 def find_gpu(name: str) -> Gpu:
     """Return the GPU by its name, or by a value of the node label nvidia.com/gpu.product.
 
-    Raises: PlanError: the table does not list the GPU; the message names the closest ones.
+    Raises:
+        PlanError: the table does not list the GPU; the message names the closest ones.
     """
     known = {gpu.name.lower(): gpu for gpu in GPUS}
     gpu = known.get(name.lower()) or by_product(name)

@@ -1,4 +1,4 @@
-"""Additions to a plan by a bound (`kvCache.retention`) and host memory (`kvCache.offload`)."""
+"""Additions to a plan for a bounded cache (`kvCache.retention`) and for host memory (`kvCache.offload`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvpilot_cli.plan.facts import Model, PlanError
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A bound: the first and last tokens of a sequence in whole pages (`SinksAndWindow`), or `budget` tokens in all
-    (`HeavyHitters`, whose other numbers do not change its size)."""
+    """A bound on the cache of a sequence: its first and last tokens in whole pages (`SinksAndWindow`), or `budget`
+    tokens in all (`HeavyHitters`; its other numbers do not change the size)."""
 
     sinks: int | None = None
     window: int | None = None

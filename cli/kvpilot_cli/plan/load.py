@@ -6,7 +6,7 @@ law N = r * G * that time are decoding at once. A step grows with N, so N is whe
 found by iteration from 0. Sequences hold P + G/2 tokens on average while they decode, and P while their prompt runs.
 
 The plan takes the fewest replicas that meet three limits: a token takes at most the requested time, the KV cache is at
-most FILL full, and no more sequences run than vLLM allows. Averages only: bursts need room, which FILL leaves.
+most FILL full, and no more sequences run than vLLM allows. The plan only uses averages. FILL leaves room for bursts.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Operating:
     """State of one replica under its share of a load.
 
     Attributes:
-        sequences: running at once, on average.
-        token_seconds: between two tokens of a sequence.
+        sequences: mean number of running sequences.
+        token_seconds: mean seconds between two tokens of a sequence.
         fill: share of the KV cache in use.
         prompt_share: share of the time that prompts take.
-        binds: the exceeded limit, or None: "prompts" (they alone take all the time), "time per token", "sequences",
-            "KV memory".
+        binds: the exceeded limit, or None: "prompts" (they alone take all the time), "time per token", "sequences", "KV
+            memory".
     """
 
     sequences: float

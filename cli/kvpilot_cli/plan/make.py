@@ -74,15 +74,15 @@ class Row:
     """One dtype. If `infeasible` has a reason against it, the rest is empty.
 
     Attributes:
-        bits: of a cache element with its metadata.
+        bits: bits of a cache element, including its metadata.
         token_bytes: of one token in the full-attention layers of all GPUs, copies of KV heads included; where all
             layers have a window, in these, as long as a token is within it.
-        window_bytes: of one sequence's full windows, in all GPUs.
-        recent_tokens, recent_bytes: of one sequence's recent window, in all GPUs; 0 where dtype or model have none.
+        window_bytes: bytes of one sequence's full windows, in all GPUs.
+        recent_tokens, recent_bytes: size of one sequence's recent window in all GPUs; 0 if dtype or model has none.
         bounded: tokens and sequences that fit with the bound; empty if none was asked for.
         bounded_bytes: most bytes of a sequence with the bound, over all GPUs.
-        host_tokens: that host memory holds; None if it was not requested or is unknown.
-        cost: of the load, or None if none was asked for or no speed is known.
+        host_tokens: tokens that host memory holds; None if it was not requested or the number is unknown.
+        cost: cost of the load; None if there is no load or no known speed.
     """
 
     dtype: str

@@ -4,8 +4,8 @@
     attention = cache read / (bandwidth * the dtype's efficiency)
     prompt token = flops / (peak * FLOPS)
 
-A token takes 2 flops for every parameter that it uses, and 4 * heads * head_dim for every token that it attends to,
-in every layer. Not in it: the exchange between GPUs under tensor parallelism, sampling, the scheduler.
+A token takes 2 flops for every parameter that it uses, and 4 * heads * head_dim for every token that it attends to, in
+every layer. The model leaves out the exchange between GPUs under tensor parallelism, sampling, and the scheduler.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Speed:
         return tokens * self._flops(tokens / 2) / (self._peak() * FLOPS)
 
     def _weights_read(self, sequences: float) -> float:
-        """Return the bytes of weights that one GPU reads in a step. Of experts it reads those with a token."""
+        """Return the bytes of weights that one GPU reads in a step. It only reads experts to which a token was
+        routed."""
         model = self.model
         total = model.parameters or 0
         looked_up = 0 if model.tied_embeddings else model.vocabulary * model.hidden

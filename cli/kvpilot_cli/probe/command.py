@@ -147,7 +147,7 @@ def _endpoint(options: argparse.Namespace, side: str) -> Endpoint:
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise GateError(f"{option} {url!r} is not the address of an engine; give one such as http://host:8000")
     if parts.username or parts.password or parts.query or parts.fragment:
-        # Do not show the address: it may hold a key.
+        # Do not show the address, because it may contain a key.
         raise GateError(f"{option}: credentials or a query in the address; give the key by {option}-key-variable")
     variable = getattr(options, f"{side}_key_variable")
     key = os.environ.get(variable) if variable is not None else None

@@ -1,4 +1,5 @@
-"""Comparison with the operator's own parts: capture the baseline, measure its noise and the candidate, judge."""
+"""Compare two engines with the operator's own code: capture the baseline, measure its noise and the candidate, and
+judge."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ It is a separate program that needs only the standard library, so that a dozen c
 
     python faulty.py --port=8000 --kv-cache-dtype=auto --served-model-name=m --shutdown-timeout=10
 
-It listens at KVPILOT_SERVE_HOST and takes what else kvpilot-serve takes without a look. Its figures are honest:
-requests hold blocks while they run, counters count. POST /faults makes it ill (a JSON object of `Faults`' fields, the
-others as they were); FAULTY_ENGINE in its environment holds such an object for its start.
+It listens at KVPILOT_SERVE_HOST, and ignores all other arguments of kvpilot-serve. Its figures are honest: requests
+hold blocks while they run, and counters count. POST /faults with a JSON object changes the named fields of `Faults`.
+The variable FAULTY_ENGINE may hold such an object for the start.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Faults:
     reports: str = ""
     """KV-cache dtype that the page reports instead of the requested one."""
     only_dtype: str = ""
-    """Dtype to which `completions` and `reports` are limited, if set."""
+    """If set, `completions` and `reports` only apply to this dtype."""
     usage: float = -1.0
     """Reported number of running and waiting requests in place of the true one, if not negative."""
     running: int = 0
@@ -55,7 +55,7 @@ class Faults:
     """Memory to take, in MiB."""
 
     def take(self, changes: Json) -> None:
-        """Change the fields that are named; an unknown one is a ValueError."""
+        """Change the named fields. Raise ValueError for an unknown field."""
         known = {f.name for f in fields(self)}
         for name, value in changes.items():
             if name not in known:
@@ -145,7 +145,7 @@ class Engine:
         elif fault == "error":
             _send(writer, b"out of order", "500 Internal Server Error")
         elif fault == "bomb":
-            import gzip  # only here: an engine starts quicker without it
+            import gzip  # imported here, because an engine starts faster without it
 
             _head(writer, "text/plain", "Content-Encoding: gzip")
             writer.write(gzip.compress(bytes(200 * 1024 * 1024), 1))
@@ -213,7 +213,7 @@ def _send(writer: asyncio.StreamWriter, body: bytes, status: str = "200 OK") -> 
 
 
 async def main() -> None:
-    """Serve until SIGTERM, then finish what runs, within --shutdown-timeout."""
+    """Serve until SIGTERM, then finish running requests within --shutdown-timeout."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--kv-cache-dtype", default="auto")

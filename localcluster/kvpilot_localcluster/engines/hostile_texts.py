@@ -16,7 +16,7 @@ Make = Callable[[int], bytes]
 
 REAL = PAGE_LATER.read_bytes()
 USAGE = b"vllm:kv_cache_usage_perc"
-# Verdicts on specs are cached: each spec is another one.
+# Verdicts on specs are cached, so give each spec a different number.
 _SERIAL = itertools.count()
 
 

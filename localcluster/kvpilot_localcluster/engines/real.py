@@ -1,4 +1,4 @@
-"""A real vLLM on this machine's CPU, started as the image starts it: by kvpilot-serve."""
+"""A real vLLM on this machine's CPU, started by kvpilot-serve as in the image."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpilot_localcluster.addresses import free_port
 
 HANGS = 900
 """Seconds after which an engine's start, answer or end counts as hanging: each takes at most 90 s on quiet cores."""
-# Its worker runs in the engine's process, as with one GPU. By default vLLM on a CPU starts another process, which takes
+# Run the worker in the engine's process, as with one GPU. By default vLLM on a CPU starts another process, which takes
 # many seconds.
 _VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 SERVE = str(Path(sys.executable).parent / "kvpilot-serve")
@@ -68,7 +68,7 @@ class Engine:
 def engine(
     model: Path, dtype: str, folder: Path, *arguments: str, env: Mapping[str, str] | None = None, serve: str = SERVE
 ) -> Iterator[Engine]:
-    """Run kvpilot-serve, this program, with this KV-cache dtype on a free port until the block ends."""
+    """Run kvpilot-serve with this KV-cache dtype on a free port until the block ends."""
     port = free_port()
     log = folder / f"{dtype}-{port}.log"
     command = [serve, f"--model={model}", "--served-model-name=m", f"--kv-cache-dtype={dtype}", f"--port={port}"]

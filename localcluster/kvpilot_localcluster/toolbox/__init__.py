@@ -1,6 +1,6 @@
 """Programs other than Python libraries that benchmarks and tests run: helm, kubectl, promtool, linters.
 
-One small module per program, each with one function that returns the Path of the program: the one on the user's PATH
-first, else fetched once into `${KVPILOT_CACHE:-~/.cache/kvpilot}/tools/NAME-VERSION` by the machine's own package
-clients. `fetch` has what they share.
+Each program has a small module with a function that returns its Path. A program on the user's PATH comes first.
+Otherwise it is fetched once into `${KVPILOT_CACHE:-~/.cache/kvpilot}/tools/NAME-VERSION` with the machine's own package
+clients. `fetch` has the common code.
 """

@@ -1,4 +1,4 @@
-"""buildah and runc: images are built and started with them, without a daemon and below folders of ours."""
+"""buildah and runc, which build and start images without a daemon, in folders of ours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def runc() -> Path:
 
 
 def _unpack(program: str, libraries: list[str], folder: Path) -> None:
-    """Unpack Debian's package with libraries that a bare machine may lack, and a script that uses them for it alone."""
+    """Unpack Debian's package with libraries that a bare machine may lack, and a script that uses them only for this
+    program."""
     root = folder / "root"
     debian([program, *libraries], root)
     settings = folder / "home" / ".config" / "containers"

@@ -1,4 +1,5 @@
-"""checkov: policies for Kubernetes manifests. It has a hundred dependencies, so it gets an environment of its own."""
+"""checkov, which checks policies on Kubernetes manifests. It has a hundred dependencies, so it gets its own
+environment."""
 
 from __future__ import annotations
 

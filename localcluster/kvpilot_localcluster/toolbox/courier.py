@@ -1,4 +1,4 @@
-"""operator-courier: the Operator Framework's own checks of a bundle, as far as they are a Python package.
+"""operator-courier, which runs those of the Operator Framework's bundle checks that exist as a Python package.
 
 Its successors check more, but no package index has them.
 """

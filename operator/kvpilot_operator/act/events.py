@@ -1,7 +1,7 @@
 """Kubernetes Events about a service, for people.
 
-The same words within an hour raise the count of one core/v1 Event ("3m (x5 over 12m)") instead of making five. Every
-kubectl shows such a count, but not each shows the `series` of events.k8s.io/v1.
+An event with the same message within an hour only raises the count of one core/v1 Event ("3m (x5 over 12m)"). Every
+kubectl shows that count, but not every kubectl shows the `series` of events.k8s.io/v1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvpilot_operator.times import utc
 log = logging.getLogger(__name__)
 
 REPORTER = "kvpilot-operator"
-# Within this time the same words are the same event.
+# Within this time, equal messages count as one event.
 SAME_SECONDS = 3600
 # Number of remembered Events, newest last.
 MAX_REMEMBERED = 32
@@ -35,7 +35,7 @@ class _Posted:
 
 
 class Events:
-    """Posts one service's events. After a restart of the operator the same words make a new Event."""
+    """The poster of one service's events. After a restart of the operator, equal messages make a new Event."""
 
     __slots__ = ("_cluster", "_posted")
 

@@ -1,7 +1,7 @@
-"""Pods start only once every object that they name is the service's own.
+"""Start pods only if the service owns every object that they refer to.
 
-A pod refers to a claim or a Service by name alone: the reference does not include an owner. So the
-operator reads each of them from the API server right before it adds replicas or creates a Job.
+A pod refers to a claim or a Service only by name, so another owner's object could take its place. The operator
+therefore reads each object from the API server right before it adds replicas or creates a Job.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def starts_pods(s: Snapshot, manifest: Manifest) -> bool:
 async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: str, name: str) -> None:
     """Return once the pods of this workload or Job may start.
 
-    Raises: NotStarted: a named object is missing, or has another owner.
-        Conflict: it belongs to an earlier service of this name, and is about to be collected.
+    Raises:
+        NotStarted: a named object is missing, or has another owner.
+        Conflict: it belongs to an earlier service of this name, and is about to be deleted.
     """
     for api_version, needed, about in named:
         found = await cluster.find(Ref(api_version, needed, s.key.namespace, about))
@@ -50,9 +51,9 @@ async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: 
 
 
 async def _claim_names_of_groups(cluster: Cluster, s: Snapshot, name: str) -> None:
-    """Create the headless Service that leads workers to their leader, or check that we or the set own it.
+    """Create the headless Service by which workers find their leader, or check that the service or the set owns it.
 
-    LeaderWorkerSet takes any Service of the set's name, and creates one only if there is none.
+    LeaderWorkerSet uses any Service with the set's name, and creates one only if none exists.
     """
     found = await cluster.find(Ref("v1", "Service", s.key.namespace, name))
     if found is None:

@@ -24,8 +24,9 @@ def is_owned(obj: Object, uid: str) -> bool:
 def own(s: Snapshot, kind: str, found: Object) -> str:
     """Return the uid of an object that the service owns.
 
-    Raises: NameTaken: the object has another owner.
-        Conflict: it belongs to an earlier service of this name, and is about to be collected.
+    Raises:
+        NameTaken: the object has another owner.
+        Conflict: it belongs to an earlier service of this name, and is about to be deleted.
     """
     metadata = found["metadata"]
     if is_owned(found, s.uid):
@@ -51,7 +52,8 @@ def claim(manifest: Manifest) -> dict[str, Any] | None:
         return None
     claimed = {part: manifest[part] for part in ("apiVersion", "kind", "metadata")}
     if manifest["kind"] == "InferencePool":
-        # A pool needs a selector, and before v1.6 of the extension a picker. A pod that is not admitted is not picked.
+        # A pool needs a selector, and before v1.6 of the extension also a picker. Pods that are not admitted get no
+        # requests.
         labels = {SERVICE_LABEL: manifest["spec"]["selector"]["matchLabels"][SERVICE_LABEL]}
         claimed["spec"] = {**manifest["spec"], "selector": {"matchLabels": labels}}
     elif manifest["kind"] == "HTTPRoute":

@@ -1,8 +1,7 @@
-"""Carries out one Decision: first the baseline, then the status, then objects and pods, then events.
+"""Carry out one Decision: first the baseline, then the status, then objects and pods, then events.
 
-A refusal (a quota, a webhook, a field) is data: the operator records it with the service, writes the other objects all
-the same, and considers it in the next decision. Only errors that pass by themselves (a conflict, a server that is away)
-end the reconcile.
+A refusal (by a quota, a webhook or a field check) is data: the operator records it, still writes the other objects, and
+considers it in the next decision. Only temporary errors (a conflict, an unreachable server) end the reconcile.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ log = logging.getLogger(__name__)
 # Apply an object again after this time, or half of it, to undo changes by others. The cache reports a changed workload
 # or Service immediately, but not changed labels or a changed budget.
 REAPPLY_SECONDS = 600.0
-# A status in which only figures changed is written this often at most: metrics have all of them.
+# If only figures changed, write the status at most this often. Metrics always have the newest figures.
 FIGURES_SECONDS = 30.0
 # The snapshot has all objects of these kinds that carry the service's label, or (pools and routes) its names.
 _WATCHED = (*KINDS, "Service", "InferencePool", "HTTPRoute")
@@ -94,7 +93,7 @@ class Actor:
 
     @property
     def rejections(self) -> tuple[Rejection, ...] | None:
-        """Objects that the API server refused at the last write; None before anything was written."""
+        """Objects that the API server refused at the last write, or None before the first write."""
         return self._rejections.now()
 
     async def _keep(self, s: Snapshot, baseline: Baseline) -> bool:
@@ -103,7 +102,7 @@ class Actor:
         manifest = baseline_config_map(s.key, s.uid, baseline.identity, codec.encode(baseline))
         about = ("ConfigMap", manifest["metadata"]["name"])
         content = _hash(manifest)
-        # It was captured since none is kept: whatever was written once is gone.
+        # A new capture means that no baseline is stored, so forget an earlier write of it.
         self._applied.pop(about, None)
         return await self._attempt(s, about, content, partial(self._apply, s, manifest, content))
 
@@ -147,7 +146,8 @@ class Actor:
             if manifest not in fewer:
                 await self._write(s, manifest, objects.named)
         if any(s.rejection(one.kind, one.name) is None for one in self.rejections or ()):
-            # The scale-down was decided for an object that has just been refused: decide again, knowing the refusal.
+            # The scale-down relied on an object that was just refused. The next reconcile decides again and knows the
+            # refusal.
             return
         for manifest in fewer:
             await self._write(s, manifest)
@@ -170,7 +170,7 @@ class Actor:
             await write()
         except Rejected as refusal:
             kind, name = what
-            # A Deployment's selector never changes: an object of this name with another one is not ours.
+            # A Deployment's selector is immutable, so an object of this name with another selector is not ours.
             theirs = kind == "Deployment" and any(field == "spec.selector" for field, _ in refusal.causes)
             error = NameTaken(kind, s.key.namespace, name) if theirs else refusal
             if self._rejections.note(what, content, error):
@@ -226,8 +226,8 @@ class Actor:
             return
         uid = await self._uid(s, manifest)
         if kind == "InferencePool" and seen is not None and seen.picker and "endpointPickerRef" not in manifest["spec"]:
-            # The field manager that claimed the name or changed the pool co-owns the picker, so an apply would not
-            # remove it.
+            # Remove the picker by a patch. Another field manager co-owns it (it claimed the name or changed the pool),
+            # so an apply would leave it.
             none = {"metadata": {"uid": uid}, "spec": {"endpointPickerRef": None}}
             await self._cluster.merge(Ref.to(manifest), none)
         pinned = {**manifest, "metadata": {**manifest["metadata"], **({"uid": uid} if uid else {})}}
@@ -241,7 +241,8 @@ class Actor:
 
         Create the object, without the parts that make it act, if there is none.
 
-        Raises: NameTaken: the object of this name has another owner.
+        Raises:
+            NameTaken: the object of this name has another owner.
         """
         kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)
@@ -274,8 +275,8 @@ class Actor:
 async def mark_do_not_evict(cluster: Cluster, s: Snapshot, wanted: frozenset[str]) -> None:
     """Ask cluster autoscalers not to move these pods and their workers, and no others.
 
-    Annotate single pods, under our field manager: a change of the pod template would roll them, and a user's own
-    annotations stay. Log a pod that cannot be annotated, and go on.
+    Annotate the pods themselves, because a change of the pod template would restart them. Our field manager leaves a
+    user's own annotations unchanged. Log a pod that cannot be annotated, and continue.
     """
     for asked, pod in ((leader.name in wanted, pod) for leader in s.pods for pod in leader.group):
         if pod.terminating or pod.do_not_evict == asked:
@@ -292,7 +293,7 @@ def _hash(manifest: Manifest) -> bytes:
 
 
 def _workload(s: Snapshot, revision: str) -> tuple[str, str]:
-    """Return kind and name of the workload of a revision that is there."""
+    """Return kind and name of the existing workload of a revision."""
     return s.deployments[revision].kind, deployment_name(s.key.name, revision)
 
 

@@ -1,4 +1,4 @@
-"""Remembers the refused objects of a service, and when to write them again.
+"""Remember the refused objects of a service, and when to write them again.
 
 A restarted operator writes every object again, and so learns the refusals again.
 """
@@ -12,7 +12,7 @@ from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.errors import Rejected
 from kvpilot_operator.state.objects import Rejection
 
-# No watch reports a raised quota or a repaired webhook.
+# Retry periodically, because no watch reports a raised quota or a repaired webhook.
 BACKOFF = Backoff(5.0, 60.0)
 
 What = tuple[str, str]

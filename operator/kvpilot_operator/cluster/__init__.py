@@ -1,1 +1,1 @@
-"""The thin edge to the Kubernetes API, through which observe reads, act writes and control elects its leader."""
+"""A thin layer over the Kubernetes API. observe reads through it, act writes, and control elects the leader."""

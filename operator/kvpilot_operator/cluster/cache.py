@@ -71,7 +71,7 @@ class Store(Generic[K, V]):
             service = self._service(obj)
             view = self._view(obj) if service is not None else None
         except Exception as error:
-            # One odd object must not hide the others of its kind.
+            # A malformed object must not stop the watch of its kind.
             where = " > ".join(places(error))
             log.error("%s %s/%s is left as it was: %s in %s", obj.get("kind", ""), *name, type(error).__name__, where)
             return
@@ -98,7 +98,7 @@ class Store(Generic[K, V]):
         self._remove((namespace, name))
 
     def keep_only(self, namespace: str, names: Collection[Name], version: str) -> None:
-        """Drop all objects that a list of a namespace ("" for all) at this version does not hold."""
+        """Drop all objects of a namespace ("" for all) that are missing from its list at this version."""
         limit = whole(version, _MAX_VERSION)
         gone = [
             name

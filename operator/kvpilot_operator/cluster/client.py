@@ -17,7 +17,7 @@ from kvpilot_operator.cluster.transport import OnRequest, Request, Transport, gi
 from kvpilot_operator.errors import ClusterError, NotFound
 
 _PAGE = 500
-# The metadata of one object may have more than a mebibyte.
+# Small pages, because the metadata of one object may have more than 1 MiB.
 _METADATA_PAGE = 4
 _METADATA_ALONE = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _FIELD_MANAGER = {"fieldManager": "kvpilot"}
@@ -37,7 +37,7 @@ class Cluster:
     async def connect(
         cls, fence: WriteFence | None = None, agent: str = "kvpilot-operator", on_request: OnRequest | None = None
     ) -> Cluster:
-        """Connect by KUBECONFIG, the default kubeconfig or the pod's service account; audit logs show `agent`."""
+        """Connect with KUBECONFIG, the default kubeconfig or the pod's service account. Audit logs show `agent`."""
         try:
             config.load_incluster_config()
         except config.ConfigException:
@@ -138,7 +138,7 @@ class Cluster:
     ) -> AsyncIterator[tuple[str, Object]]:
         """Yield the events after `version` (ADDED, MODIFIED, DELETED, BOOKMARK) with their objects.
 
-        The usual end is the server's.
+        Normally the server ends the watch.
 
         Raises:
             ClusterError: status 410 if the server does not know the version any more; 0 if the connection broke, or
@@ -167,7 +167,7 @@ class Cluster:
         return await self._write(Request("POST", manifest["kind"], path, _FIELD_MANAGER, manifest))
 
     async def replace(self, manifest: Object) -> Object:
-        """Write a whole object; raise Conflict if its resourceVersion has moved on."""
+        """Write a whole object. Raise Conflict if its resourceVersion is no longer the newest."""
         return await self._write(Request("PUT", manifest["kind"], Ref.to(manifest).path, _FIELD_MANAGER, manifest))
 
     async def delete(self, ref: Ref, *, uid: str = "") -> None:

@@ -1,7 +1,7 @@
-"""The fence that every write passes: open for ever, open until a time, or closed.
+"""The fence that every write must pass: always open, open until a time, or closed.
 
-A replica may write while no other can hold its Lease. So the clock alone closes the fence. A process that was stopped
-or starved finds it closed on waking, before its other tasks run.
+A replica may only write while no other replica can hold the Lease. So the fence closes by the clock alone. A process
+that was stopped or starved finds it closed when it wakes, before other tasks run.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvpilot_operator.errors import ClusterError, NotLeader
 
 
 def steady_time() -> float:
-    """Return seconds on a clock that cannot be set. On Linux it goes on while the machine sleeps."""
+    """Return seconds of a clock that cannot be set. On Linux it also counts while the machine sleeps."""
     if sys.platform == "linux":
         return time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.monotonic()
 
 
 class WriteFence:
-    """A fence, closed at first. Counts the writes under way, and those with an unknown outcome."""
+    """A fence that starts closed. It counts the writes in progress, and the writes with an unknown outcome."""
 
     def __init__(self, clock: Callable[[], float] = steady_time) -> None:
         self._clock = clock
@@ -37,7 +37,7 @@ class WriteFence:
 
     @classmethod
     def opened(cls) -> WriteFence:
-        """Return a fence that is open for ever, for a process that is alone."""
+        """Return a fence that is always open, for a process without other replicas."""
         fence = cls()
         fence.open(math.inf, math.inf)
         return fence
@@ -75,9 +75,9 @@ class WriteFence:
                 self._idle.set()
 
     async def drained(self, seconds: float) -> bool:
-        """Wait until no write is under way; return True if none can reach the server any more.
+        """Wait until no write is in progress. Return True if no earlier write can still reach the server.
 
-        Return False if a write was given up and may still arrive: the Lease has to run out then.
+        Return False if a write was given up and may still arrive. The Lease must then expire instead of being released.
         """
         try:
             async with asyncio.timeout(seconds):

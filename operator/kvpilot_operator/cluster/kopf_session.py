@@ -1,4 +1,5 @@
-"""kopf's connection to the API server: our sockets, the official client's credentials, and no failure that is final.
+"""kopf's connection to the API server. It uses our sockets and the official client's credentials, and every failure is
+temporary.
 
 kopf ends the operator if a request is refused (401, 403, 404, 410), after an error event other than 410, or after an
 answer that is not JSON. It also reopens a watch immediately, however soon the server ends it. All of these are
@@ -31,7 +32,7 @@ _PAUSE_SECONDS = 3.0
 _GONE = b'{"type":"ERROR","object":{"code":410}}\n'
 
 Listed = Callable[[str, Sequence[Object], str], None]
-"""Called with a namespace ("" for all), all its objects, and the resourceVersion of that list."""
+"""Callback that gets a namespace ("" for all), all its objects, and the resourceVersion of the list."""
 
 
 class _Metadata(msgspec.Struct, rename="camel"):
@@ -157,7 +158,7 @@ class KopfSession:
 
 
 def _refuse(response: aiohttp.ClientResponse) -> None:
-    """Raise for an answer that kopf would end at. kopf itself asks again after 429 and 5xx."""
+    """Raise for an answer that would end kopf. kopf itself retries after 429 and 5xx."""
     if response.status == 200 or response.status == 429 or response.status >= 500:
         return
     response.close()
@@ -165,7 +166,7 @@ def _refuse(response: aiohttp.ClientResponse) -> None:
 
 
 async def _decoded(response: aiohttp.ClientResponse, kind: type[T], broken: type[aiohttp.ClientError]) -> T:
-    """Decode a body, which kopf then reads again; raise `broken` if it is something else."""
+    """Decode a body as `kind`; kopf reads it again later. Raise `broken` if it is something else."""
     try:
         return msgspec.json.decode(await response.read(), type=kind)
     except msgspec.DecodeError as error:

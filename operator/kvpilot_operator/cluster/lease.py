@@ -1,8 +1,8 @@
 """One replica's view of the Lease for leader election. Pure: callers pass the time.
 
-The times in a Lease are for people. A replica trusts its own steady clock alone: the holder counts from before it sent
-a renewal, the others from after they saw the Lease change. The second is always later than the first. So no replica
-takes a Lease while its holder still relies on it, however wrong wall clocks are.
+The times in a Lease are only for people. A replica trusts only its own steady clock. The holder counts from the moment
+before it sends a renewal, other replicas from the moment after they see the Lease change, which is always later. So no
+replica takes a Lease while the holder still relies on it, even if wall clocks are wrong.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Timing:
 
 @dataclass(eq=False)
 class Candidate:
-    """The Lease as one replica knows it, and since when."""
+    """The Lease as one replica last saw it, and the time of the last change."""
 
     identity: str
     namespace: str
@@ -76,18 +76,18 @@ class Candidate:
 
     @property
     def holder(self) -> str:
-        """The holder of the Lease as far as is known; empty if there is none."""
+        """The last known holder of the Lease; empty if there is none."""
         return str(self._spec.get("holderIdentity") or "")
 
     def observe(self, found: Object | None, now: float) -> None:
-        """Take in the Lease as it was just read; None if there is none."""
+        """Record the Lease as it was just read, or None if there is none."""
         before = None if self._found is None else self._spec
         self._found = found
         if self._changed is None or (None if found is None else self._spec) != before:
             self._changed = now
 
     def wait(self, now: float) -> float:
-        """Return the seconds until the Lease may be claimed, as far as is known; 0 for now."""
+        """Return the seconds until the Lease may be claimed, by the last known state. 0 means now."""
         if self._changed is None:
             return self.timing.lease
         if self._found is None or self.holder == "" or (self.holder == self.identity and not self.blind):
@@ -121,7 +121,7 @@ class Candidate:
         return self._with({**self._spec, "holderIdentity": "", "renewTime": _micro_time(wall)})
 
     def renewed(self, answer: Object, sent: float) -> None:
-        """Take in the server's answer to a claim that was sent at `sent`."""
+        """Record the server's answer to a claim that was sent at `sent`."""
         self.observe(answer, sent)
         self._renewed = sent
 

@@ -11,7 +11,7 @@ from kvpilot_operator.errors import BadName
 
 Object = dict[str, Any]
 
-# A DNS-1123 subdomain, which the names of all these kinds are; the CRD's `pattern: *name` is the same.
+# Names of all these kinds are DNS-1123 subdomains. The CRD has the same pattern (`pattern: *name`).
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _MAX_NAME = 253
 _COLLECTIONS = {
@@ -90,6 +90,6 @@ def name_of(answer: Object) -> str:
 def version_of(kind: str, obj: Object) -> str:
     """Return a version that changes with the spec; empty for kinds that are not watched."""
     if kind in ("Deployment", "LeaderWorkerSet", "InferencePool", "HTTPRoute"):
-        # Their resourceVersion also moves with every change of their status.
+        # Use the generation, because the resourceVersion also changes with every change of the status.
         return str(obj["metadata"].get("generation", ""))
     return str(obj["metadata"].get("resourceVersion", "")) if kind == "Service" else ""

@@ -27,7 +27,8 @@ from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, Conflict, NotFound, OverBudget, Rejected, Throttled
 from kvpilot_operator.numbers import whole
 
-# Shortest time between the last permitted start of a write and its required end.
+# The kernel gives up unacknowledged data after this time. A write that starts at the last permitted moment must end
+# within it.
 UNACKNOWLEDGED_MILLISECONDS = 4000
 
 
@@ -51,7 +52,7 @@ def give_up_early(api: ApiClient) -> None:
 def _socket(address: tuple[Any, ...]) -> socket.socket:
     family, kind, protocol, _, _ = address
     made = socket.socket(family=family, type=kind, proto=protocol)
-    # Linux alone has it.
+    # Only Linux has this option.
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MILLISECONDS)
     return made
@@ -62,13 +63,13 @@ TIMEOUT_SECONDS = 15.0
 # dead if it is silent for longer than `SILENCE_SECONDS`.
 WATCH_SECONDS = 300
 SILENCE_SECONDS = 75.0
-# An API server that asks for a longer pause than a day is asked again as after any other error.
+# Ignore a requested pause of more than a day, and retry as after any other error.
 _MAX_WAIT_SECONDS = 86_400
 
-# Answers 500 that are about the object and stay: an unknown field, a webhook without an answer.
+# Messages of lasting 500 answers that concern the object: an unknown field, a webhook without an answer.
 _LASTING = ("failed to create typed patch object", "failed calling webhook")
 
-# More than a status can hold anyway.
+# A status cannot hold more anyway.
 _MAX_CAUSES = 8
 
 REMEDIES = {
@@ -165,7 +166,7 @@ class Transport:
             self.on_request("WATCH", request.kind, status, time.perf_counter() - began)
 
     async def _body(self, request: Request, more: Mapping[str, str], seconds: float, most: float) -> bytes:
-        # For the whole request; without the second argument it would be rounded up to a full second.
+        # The limit covers the whole request. Without `ceil_threshold`, aiohttp rounds it up to a full second.
         limit = aiohttp.ClientTimeout(total=seconds, ceil_threshold=math.inf)
         try:
             async with await self._call(request, more, limit) as answer:
@@ -217,7 +218,7 @@ def _typed(request: Request, status: int, body: bytes, headers: Mapping[str, str
         # A refused value may be long, and the reason comes at the end.
         message = f"{message[:300]} … {message[-600:]}"
     if status == 409 or (status == 422 and causes and all(field == "metadata.uid" for field, _ in causes)):
-        # Another object has taken the place of the one that the write names by its uid.
+        # Another object has replaced the one that the write addresses by uid.
         return Conflict(method, path, status, message)
     if status == 404:
         return NotFound(method, path, status, message)

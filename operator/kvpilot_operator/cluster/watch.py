@@ -1,4 +1,4 @@
-"""Keeps a Store like a collection of the API server: list, watch, resume, and list again if needed."""
+"""Keep a Store equal to a collection of the API server: list, watch, resume, and list again if needed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvpilot_operator.errors import ClusterError, Throttled
 
 log = logging.getLogger(__name__)
 
-# Notice soon that a server is back after an outage.
+# Short pauses, to notice soon that a server is back after an outage.
 _BACKOFF = Backoff(0.2, 5.0)
-# A server or a proxy may end every watch immediately.
+# A watch that ends sooner counts as a failure, because a server or a proxy may end every watch immediately.
 _SHORT_WATCH_SECONDS = 1.0
-# A definition may be installed later.
+# Retry a missing kind after this time, because its definition may be installed later.
 MISSING_SECONDS = 30.0
 _MISSING = (403, 404)
 _DENIALS = 6
@@ -82,7 +82,7 @@ class Reflector:
                 remedy = REMEDIES.get(error.status, "")
                 log.log(level, "watch of %s ended, again in %.1f s: %s%s", self.kind, wait, error, remedy)
             except Exception:
-                # One odd collection must not stop the fleet.
+                # A failure in one collection must not stop the fleet.
                 log.exception("watch of %s failed, again in %.1f s", self.kind, pause)
                 self._version, wait = "", pause
             await asyncio.sleep(wait)
@@ -102,7 +102,7 @@ class Reflector:
         self.filled.set()
 
     def _is_missing(self, error: ClusterError) -> bool:
-        """Count a denial; return True if the kind is now taken for missing."""
+        """Count a denial. Return True if the kind now counts as missing."""
         self._denials += 1
         if self.served and self._denials < _DENIALS:
             return False

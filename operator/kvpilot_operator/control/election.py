@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Election:
-    """An election: `stand_by` returns once this replica leads, `hold` keeps the Lease, and `release` lets it go.
+    """An election: `stand_by` returns once this replica leads, `hold` renews the Lease, and `release` gives it up.
 
     The fence is open only while no other replica can lead. `observed` is set once the Lease was looked for.
     """
@@ -36,7 +36,7 @@ class Election:
             if self.observed.is_set() and self.candidate.holder != told:
                 told = self.candidate.holder
                 log.info("standing by: %s", f"{told} leads" if told else "nobody leads yet")
-            # Look at the moment when the Lease runs out, so that no takeover waits for the next round.
+            # Look at the moment when the Lease expires, so that a takeover does not wait for the next round.
             wait = self.candidate.wait(self.clock())
             await asyncio.sleep(min(self.candidate.timing.look, wait) if wait > 0 else self.candidate.timing.look)
         log.info("leading as %s", self.candidate.identity)
@@ -61,7 +61,7 @@ class Election:
         raise LeadershipLost(f"Lease {self.candidate} could not be renewed for {seconds:g} s")
 
     async def release(self) -> None:
-        """Let the Lease go. Call this only when no write of this replica can reach the server any more."""
+        """Release the Lease. Call this only when no write of this replica can still reach the server."""
         self.fence.close()
         try:
             async with asyncio.timeout(self.candidate.timing.request):

@@ -1,4 +1,4 @@
-"""Serves /healthz, /readyz and /metrics of the operator itself.
+"""Serve /healthz, /readyz and /metrics of the operator itself.
 
 With authentication, /metrics answers only to bearer tokens that the API server knows and lets `get` that path.
 """
@@ -24,12 +24,12 @@ from kvpilot_operator.errors import ClusterError, PermitLost
 log = logging.getLogger(__name__)
 
 PATH = "/metrics"
-# How long a right holds: a scrape in 15 s then costs two requests to the API server a minute.
+# Time to cache a granted right. A scrape every 15 s then costs two requests to the API server a minute.
 KEPT_SECONDS = 60.0
 # A client without access may have any number of tokens. It must not keep the API server busy or crowd out a reader. So
 # refusals are not cached, and a known reader is always reviewed.
 MAX_KEPT = 256
-# Requests of one address with a token under review or waiting for review (budget.TOKEN_REVIEW).
+# Most requests of one address whose token is under review or waits for it (budget.TOKEN_REVIEW).
 MAX_OF_A_PEER = 8
 
 
@@ -48,7 +48,7 @@ _BUSY = Verdict(503, "too many tokens of your address are being reviewed: try ag
 class MetricsAccess:
     """Reviews tokens by TokenReview and SubjectAccessReview, as the metrics server of controller-runtime does.
 
-    Reviews are shared out by address. Readers behind one proxy or sidecar share its part.
+    Each address has its own share of the reviews. Readers behind one proxy or sidecar use the same share.
     """
 
     def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
@@ -142,7 +142,7 @@ async def serve_http(
             verdict = await access.verdict(request.headers.get("Authorization", ""), request.remote or "")
             if verdict.status != 200:
                 return web.Response(status=verdict.status, text=verdict.text, headers=_REFUSED.get(verdict.status))
-        # The page of a large fleet takes a second, in which reconciles go on.
+        # Use a thread: the page of a large fleet takes a second, and reconciles must continue meanwhile.
         page = await asyncio.to_thread(generate_latest, registry)
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 

@@ -1,4 +1,4 @@
-"""The reasons that may be labels of metrics. Engines and webhooks invent others, and each would be a series."""
+"""The reasons that may be labels of metrics. Engines and webhooks may send others, and each would be a new series."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _API_SERVER = (
 
 
 def _errors(kind: type[Exception]) -> set[str]:
-    """Return the names of an error and of all kinds of it: a probe that ends in one has its name as the reason."""
+    """Return the names of an error class and of all its subclasses. A failed probe has the class name as its reason."""
     return {kind.__name__}.union(*map(_errors, kind.__subclasses__()))
 
 

@@ -32,35 +32,35 @@ from kvpilot_operator.state.server import ServerFacts
 log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 1.0
-# Every write has its own timeout, well below this.
+# Every write has its own timeout, which is much shorter.
 DRAIN_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class FleetOptions:
-    """Services of an operator, and its access to them."""
+    """The services that an operator manages, and its access to them."""
 
     namespaces: Sequence[str]
-    """Empty for all."""
+    """Watched namespaces; empty for all namespaces."""
     host_access: Collection[str]
     """Access to their nodes that engines may have (api.pod_template.KINDS)."""
     scrape_seconds: float
     prices: Mapping[str, int]
     """The price of a GPU of each kind, as gpus.prices gives it."""
     identity: Identity | None
-    """Certificates for engines in a mesh; None where all engines are reached in the clear."""
+    """Certificates for engines in a mesh, or None if all engines are reached without TLS."""
 
 
 @dataclass(eq=False)
 class Leader:
-    """The work of a replica that leads; made anew each time, so that it has no outdated state."""
+    """The work of a leading replica. A new object is made for each term, so that it has no outdated state."""
 
     cluster: Cluster
     fence: WriteFence
     telemetry: Telemetry
     fleet: FleetOptions
     ready: asyncio.Event
-    """Set, at the latest, once all that is watched has been read."""
+    """Set once all watched objects have been read, if not before."""
 
     async def start(self) -> Leader:
         """Begin to lead."""
@@ -87,7 +87,7 @@ class Leader:
         await asyncio.shield(self._work)
 
     async def quiet(self, seconds: float = DRAIN_SECONDS) -> bool:
-        """Let no write start, and wait for those under way; return True if none can reach the server any more."""
+        """Prevent new writes, and wait for those in progress. Return True if no write can still reach the server."""
         self.fence.close()
         self.telemetry.leads(False)
         drained = await self.fence.drained(seconds)
@@ -145,7 +145,7 @@ class Replica:
         """Stop working, and release the Lease as soon as the last write has its answer."""
         lost = self._hold is not None and self._hold.done()
         if self._hold is not None:
-            # First of all: a renewal would open the fence again.
+            # Stop renewals first, because a renewal would open the fence again.
             self._hold.cancel()
             await asyncio.gather(self._hold, return_exceptions=True)
         # A replica that lost the Lease has nothing to hand over.
@@ -153,7 +153,7 @@ class Replica:
         self._fence.close()
         if self._election is not None and not lost:
             if quiet:
-                # Even as a standby: its last claim may have succeeded.
+                # Release even as a standby, because the last claim may have succeeded.
                 await self._election.release()
             else:
                 log.warning("the Lease has to run out: a write that got no answer may still arrive")
@@ -165,7 +165,7 @@ class Replica:
             try:
                 self.leader = await self._start()
             except ClusterError as error:
-                # An API server that has just come back refuses some requests.
+                # An API server refuses some requests right after an outage, so try again.
                 log.warning("not leading yet, again in %g s: %s", _PAUSE_SECONDS, error)
                 await asyncio.sleep(_PAUSE_SECONDS)
         return self.leader
@@ -185,6 +185,6 @@ async def first_of(*ends: Awaitable[object]) -> None:
 
 
 def prepare() -> None:
-    """Take modules and other objects that stay for ever out of garbage collection, which took 80 ms each time."""
+    """Exclude modules and other permanent objects from garbage collection, which otherwise takes 80 ms each time."""
     gc.collect()
     gc.freeze()

@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 
 class JsonLines(logging.Formatter):
-    """time (RFC 3339, UTC), level, logger, message; of `FIELDS` those that are set; exception with its traceback.
+    """A formatter with these keys: time (RFC 3339, UTC), level, logger, message, the set `FIELDS`, and exception (with
+    its traceback).
 
     Foreign text is made printable, without credentials.
 
@@ -40,7 +41,7 @@ class JsonLines(logging.Formatter):
 
 
 def configure(level: str) -> None:
-    """Write everything from `level` on to stderr, the words that end the process and Python's warnings included."""
+    """Write all records from `level` up to stderr, including Python's warnings and the error that ends the process."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -1,4 +1,4 @@
-"""Ties observe, decide and act together for the whole fleet."""
+"""Connect observe, decide and act for the whole fleet."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from kvpilot_operator.tracing import span
 
 log = logging.getLogger(__name__)
 
-# Fetch at most so many pages a second: a page and its part of a reconcile take up to 2 ms of a core. A larger fleet is
-# scraped less often: 6,000 pods every 13 s.
+# Fetch at most this many pages a second: a page and its share of a reconcile take up to 2 ms of one core. Larger fleets
+# are scraped less often, for example 6,000 pods every 13 s.
 PAGES_PER_SECOND = 450.0
 
 

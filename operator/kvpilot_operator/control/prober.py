@@ -119,7 +119,7 @@ class Probe:
         else:
             log.info("probe is done", extra=extra)
         if self._running is not request:
-            return  # it was cancelled in the moment in which it ended
+            return  # the probe was cancelled at the moment when it ended
         self._running, self._result = None, ProbeResult(request, outcome)
         if isinstance(outcome, ProbeFailed):
             self._retry = asyncio.get_running_loop().call_later(BACKOFF.pause(self._failures), self._again)
@@ -133,17 +133,17 @@ class Probe:
         self._on_result(self._key)
 
 
-# A probe loses its permit if its engine is silent for too long while others wait. It begins anew with twice the
-# patience, so that a slow engine gets through in the end.
+# A probe loses its permit if its engine is silent for too long while others wait. It then restarts with twice the
+# patience, so that a probe of a slow engine can finish.
 MAX_PATIENCE_SECONDS = 80.0
-# A probe waits at most this long in all while users' requests are queued.
+# Longest total time that a probe waits for queued user requests.
 GIVE_WAY_SECONDS = 120.0
-# An engine that schedules by priority serves these after all other requests (their default is 0).
+# The priority of probes: an engine that schedules by priority serves them after all other requests (priority 0).
 LOW_PRIORITY = 1_000_000
 
 
 class Prober:
-    """Worker that carries out a decision's requests to an engine."""
+    """The worker that runs the probes that decisions request."""
 
     def __init__(self, cluster: Cluster, scraper: Scraper, tracer: Tracer) -> None:
         self._cluster = cluster
@@ -210,7 +210,7 @@ class Prober:
         """Read the baseline in a ConfigMap; raise `MalformedBaseline` if it is missing, broken or not ours."""
         found = await self._cluster.find(Ref("v1", "ConfigMap", key.namespace, config_map))
         if found is not None and not is_owned(found, uid):
-            # Otherwise any writer of ConfigMaps could decide which answers are right.
+            # Check the owner. Otherwise anyone who can write ConfigMaps could define the correct answers.
             raise MalformedBaseline(f"ConfigMap {config_map} is not the service's own: delete it to capture a baseline")
         try:
             content = base64.b64decode((found or {})["binaryData"]["baseline"], validate=True)
@@ -231,7 +231,8 @@ class Prober:
         return Captured(captured)
 
     def _settings(self, key: ServiceKey, spec: Spec, request: Request) -> Settings:
-        """Return settings that make a probe yield to users; a capture goes on in the end, as pressure needs it."""
+        """Return settings that make a probe yield to users. A capture yields only for a time, because under pressure a
+        baseline is needed."""
         priority = LOW_PRIORITY if schedules_by_priority(spec.engine) else None
         from_host = isinstance(request, Measure) and spec.offloads
         if isinstance(request, Find) or not request.serving:
@@ -256,6 +257,6 @@ def _about(spec: Spec, request: Request) -> dict[str, str]:
 def schedules_by_priority(engine: Engine) -> bool:
     """Return True if the engine was started with vLLM's --scheduling-policy priority.
 
-    Under its default policy vLLM documents a `priority` as an error, so none is sent.
+    Under the default policy vLLM rejects a `priority`, according to its documentation. So none is sent then.
     """
     return engine.arguments.value("--scheduling-policy") == "priority"

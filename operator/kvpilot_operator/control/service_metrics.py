@@ -33,7 +33,7 @@ class Family:
 
     @property
     def series(self) -> str:
-        """The name of its series."""
+        """The name of the metric's series."""
         return f"{self.name}_total" if self.counts else self.name
 
 
@@ -49,7 +49,7 @@ def _family(name: str, help: str, labels: tuple[str, ...] = (), *, counts: bool 
 
 Row = tuple[Family, tuple[str, ...], float]
 
-# Series of one counter that a service may have: an engine may choose among many reasons.
+# Most series of one counter per service, because an engine may report many different reasons.
 MAX_REASONS = 64
 
 INFO = _family("kvpilot_service_info", "1, with the modes and the model of the spec.", ("mode", "scaling", "model"))
@@ -148,7 +148,7 @@ UNANSWERED_QUESTIONS = _family(
 
 
 class ServiceSeries:
-    """Newest rows of one service, and its counters."""
+    """The newest rows of one service, and its counters."""
 
     __slots__ = ("_counts", "_rows")
 

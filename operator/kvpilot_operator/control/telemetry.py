@@ -25,7 +25,7 @@ from kvpilot_operator.tracing import NO_TRACER, Tracer
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-# A second series for the start of each counter would double them, and Prometheus 2 does not use it.
+# Disable the `_created` series: they double the counters, and Prometheus 2 does not use them.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -115,7 +115,7 @@ class Telemetry:
     def api_request(self, method: str, kind: str, status: int, seconds: float) -> None:
         """Count a request to the Kubernetes API by its HTTP status, 0 if there was no answer."""
         self._api_requests.labels(method, kind, str(status) if status else "none").inc()
-        if method != "WATCH":  # It runs until it is cancelled.
+        if method != "WATCH":  # a watch has no useful duration: it runs until it is cancelled
             self._api_seconds.labels(method).observe(seconds)
 
     def leads(self, yes: bool) -> None:

@@ -1,4 +1,4 @@
-"""The work queue: reconciles a service once at a time; every change only adds the service again."""
+"""The work queue. A service has at most one reconcile at a time, and every change only adds the service again."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvpilot_operator.state.snapshot import ServiceKey
 
 log = logging.getLogger(__name__)
 
-# A reconcile mostly waits for the API server. A few slow services leave workers to others.
+# A reconcile mostly waits for the API server. With this many workers, a few slow services do not block the others.
 WORKERS = 32
 _BACKOFF = Backoff(0.5, 60.0)
 # A server that could not be reached is tried often, so that its return is noticed soon.
 _LAST_UNREACHED_SECONDS = 5.0
-# One in so many reconciles takes a low priority, even if many services have changed.
+# One of this many reconciles is a low-priority one, even if many services have changed.
 _LOW_PRIORITY_EACH = 4
 
 
@@ -30,13 +30,13 @@ class Attempts:
     """The queue's memory of one service between two reconciles."""
 
     failures: int = 0
-    """Failures of the same request in a row. A service that has got further since has failed once."""
+    """Consecutive failures of the same request. If a later request fails, the count restarts at one."""
     failed: str = ""
-    """The failed request, or the name of an error of our own."""
+    """The request that failed, or the name of the operator's own error."""
     held: bool | None = None
-    """None without a timer after a failure; True if the API server itself has asked for the pause."""
+    """None if no retry timer runs. True if the API server itself has requested the pause."""
     again: bool | None = None
-    """None unless the service was added during its reconcile; True if something has changed."""
+    """None unless the service was added during its reconcile. True if it was added because of a change."""
     timer: asyncio.TimerHandle | None = None
 
     def stop(self) -> None:
@@ -47,13 +47,14 @@ class Attempts:
 
 
 class FairQueue:
-    """Services that wait, once each. The next one belongs to the namespace with the fewest reconciles under way.
+    """A queue in which each service waits at most once. The next one is from the namespace with the fewest running
+    reconciles.
 
     Namespaces with equally many take turns, and within a namespace the first comes first.
     """
 
     def __init__(self) -> None:
-        # Dicts for their order.
+        # Dicts serve as ordered sets.
         self._namespaces: dict[str, dict[ServiceKey, None]] = {}
 
     def __len__(self) -> int:
@@ -128,7 +129,7 @@ class WorkQueue:
         if known is None:
             return
         if known.held is not None and (known.held or not changed):
-            return  # its timer runs
+            return  # a retry timer of this service is running
         if key in self._running:
             known.again = changed or known.again or False
         elif changed:
@@ -159,7 +160,7 @@ class WorkQueue:
             finally:
                 self._running.discard(key)
                 self._under_way -= Counter((key.namespace,))
-                # Another service may have taken the name since.
+                # Look up the memory again, because another service may have taken the name during the reconcile.
                 known = self._attempts(key)
                 if known is not None and known.again is not None:
                     changed, known.again = known.again, None
@@ -170,7 +171,7 @@ class WorkQueue:
         try:
             again = await self._run(key)
         except Conflict as error:
-            # Another client wrote first (a user, an autoscaler): observe again, the first time without a delay.
+            # Another client (a user, an autoscaler) wrote first. Reconcile again, without a delay the first time.
             if known.failures:
                 self._retry(key, known, error.request, error)
             else:
@@ -200,7 +201,7 @@ class WorkQueue:
         self._add_after(key, known, wait)
 
     def _add_after(self, key: ServiceKey, known: Attempts, seconds: float) -> None:
-        """Add the service after a while; an earlier timer is replaced."""
+        """Add the service after `seconds`. This replaces an earlier timer."""
         known.stop()
         if self._attempts(key) is known:
             known.timer = asyncio.get_running_loop().call_later(seconds, self._ring, key, known)

@@ -34,7 +34,7 @@ def spec_changes(c: Context, stable: Stable) -> str:
 
 
 def move(canary: Canary) -> str:
-    """Return the dtypes of a trial; one where only something else changes."""
+    """Return the dtypes of a trial as text. Return one dtype if only another part of the spec changes."""
     return canary.dtype if canary.dtype == canary.from_dtype else f"{canary.from_dtype} -> {canary.dtype}"
 
 
@@ -58,7 +58,7 @@ def _short(value: str | None) -> str:
 
 
 def _options(arguments: Sequence[object]) -> dict[str, str]:
-    """Return the values of each option; all of them where an option is repeated."""
+    """Return the values of each option. A repeated option has all its values."""
     found: dict[str, str] = {}
     for one in read(map(str, arguments)).given:
         values = ("off",) if one.off else one.values

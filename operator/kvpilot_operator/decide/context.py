@@ -38,7 +38,7 @@ from kvpilot_operator.state.status import (
 )
 from kvpilot_operator.times import utc
 
-# Decisions that do not begin or end a hold.
+# Decisions that neither start nor end a hold on the next dtype or revision.
 _BESIDE = (Action.SCALE_OUT, Action.SCALE_IN, Action.KEEP_BASELINE, Action.RECOMMEND)
 
 
@@ -78,7 +78,7 @@ class Draft:
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """Return the serving revision and the canary's, as far as there are any."""
+        """Return the serving revision and the canary's revision, if they exist."""
         return tuple(part.revision for part in (self.stable, self.canary) if part is not None)
 
     def set(self, **changes: Any) -> Self:
@@ -114,7 +114,7 @@ class Draft:
         event: str | None = None,
         options: tuple[Option, ...] = (),
     ) -> Self:
-        """Write a decision into the journal and post it as an event (of reason `event` where that reads better)."""
+        """Write a decision into the journal and post it as an event. `event` replaces the event's default reason."""
         entry = JournalEntry(
             time=self.now,
             action=action,
@@ -135,7 +135,7 @@ class Draft:
         return self.record(action, reason, message, from_dtype=before, to_dtype=dtype, event=event, options=options)
 
     def holds(self, reason: str) -> bool:
-        """Return True if the journal says already that the next dtype or revision is held back for this reason."""
+        """Return True if the journal already has a hold on the next dtype or revision for this reason."""
         steps = (one for one in self.status.decisions if one.action not in _BESIDE)
         return any(one.reason == reason for one in takewhile(lambda one: one.action == Action.HOLD, steps))
 
@@ -160,7 +160,7 @@ class Revision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The revision to converge to. With `startable` False nothing new is started (`held` says why)."""
+    """The revision to converge to. If `startable` is False, no canary is started, and `held` has the reason."""
 
     dtype: str
     revision: str
@@ -190,17 +190,18 @@ _NO_FIGURES = Figures()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context(Draft):
-    """Made once a reconcile; a rule takes it and returns it with its changes.
+    """The context of one reconcile. Each rule takes it and returns a changed copy.
 
-    `render` and `plan_traffic` compute once for each argument. The answers below them are empty until their rule, in
-    the order of `decide.RULES`, has given them.
+    `render` and `plan_traffic` cache their results. The fields below them are results of rules and stay empty until
+    their rule has run, in the order of `decide.RULES`.
     """
 
     spec: Spec
     render: Callable[[str], Revision]
     """The present spec with a dtype."""
     render_reference: Callable[[], Revision]
-    """The 16-bit engine that accuracy is measured against; with a whole cache, whatever kvCache.retention says."""
+    """The revision of the 16-bit engine that accuracy is measured against. It keeps the whole cache, even if
+    spec.kvCache.retention is set."""
     plan_traffic: Callable[[TrafficMode | None, bool, int], TrafficPlan]
     workload: Workload = _NOT_JUDGED
     policy: PolicyDecision = _NOT_WEIGHED
@@ -212,7 +213,7 @@ class Context(Draft):
     captured: Baseline | None = None
     """A baseline to keep before the status names it."""
     figures: Figures = _NO_FIGURES
-    """Measurements for metrics alone."""
+    """Measurements that only the operator's metrics show."""
     wanted: Mapping[str, int] = field(default_factory=dict)
     """Replicas by revision."""
     engines: Mapping[str, Manifest] = field(default_factory=dict)
@@ -222,7 +223,7 @@ class Context(Draft):
     shared: Placed = _NOTHING
     """The canary's Service, and the HTTPRoute."""
     objects: Objects | None = None
-    """All of these in the order in which they go out; None leaves every object unchanged."""
+    """All manifests above, in the order in which they are written. None leaves every object unchanged."""
 
     @classmethod
     def of(cls, s: Snapshot, spec: Spec) -> Context:
@@ -263,7 +264,7 @@ class Context(Draft):
         return denial(dtype, self.spec, gpu, self.status.kv_cache.denied, self.now)
 
     def deny(self, dtype: str, reason: str, message: str, seconds: int) -> Context:
-        """Keep a dtype from being tried so long with this model, image, GPU and recent window; 0 denies nothing."""
+        """Deny trials of a dtype for `seconds` with this model, image, GPU and recent window. 0 denies nothing."""
         if seconds == 0:
             return self
         of, until = subject(dtype, self.spec, self.snapshot.node.gpu), self.now + timedelta(seconds=seconds)
@@ -274,7 +275,7 @@ class Context(Draft):
 
     @property
     def asked(self) -> str:
-        """Return the revision that the spec asks for: in mode Fixed with its dtype, else with the one in use."""
+        """Return the revision that the spec asks for. In mode Fixed it has the spec's dtype, else the dtype in use."""
         kv, canary, stable = self.spec.kv_cache, self.canary, self.stable
         if kv.mode == "Fixed" and kv.dtype is not None:
             return self.render(kv.dtype).name

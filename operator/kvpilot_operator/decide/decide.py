@@ -1,4 +1,4 @@
-"""The whole decision of one reconcile: rules, and the order in which they are asked."""
+"""The whole decision of one reconcile: the rules and their order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ D = TypeVar("D", bound=Draft)
 
 
 def unchanged(draft: D) -> D:
-    """Leave everything as the rules before have it."""
+    """Return the results of earlier rules unchanged."""
     return draft
 
 
@@ -33,7 +33,7 @@ class Rule(Generic[D]):
 
 
 def fold(draft: D, rules: Sequence[Rule[D]]) -> D:
-    """Apply every rule in turn. Unexpected errors are caught here alone."""
+    """Apply every rule in turn. This is the only place that catches unexpected errors."""
     for rule in rules:
         try:
             draft = rule.answer(draft)
@@ -63,20 +63,20 @@ RULES: tuple[Rule[Context], ...] = (
     Rule(Question.JOURNAL, summary.explain),
     Rule(Question.CONDITIONS, conditions.tell, otherwise=conditions.leave),
 )
-"""A rule sees earlier decisions in the Context that the rules above it return."""
+"""The rules in order. Each rule sees the decisions of the rules above it in the Context."""
 
 REFUSED: tuple[Rule[Draft], ...] = (
     Rule(Question.ADMISSION, pod_marks.admit_serving),
     Rule(Question.DO_NOT_EVICT, pod_marks.keep_while_refused),
     Rule(Question.CONDITIONS, conditions.refuse, otherwise=conditions.leave),
 )
-"""For a service with a spec that breaks the API's rules: its objects stay unchanged."""
+"""The rules for a service with an invalid spec. They leave its objects unchanged."""
 
 _AGAIN_SECONDS = 10.0
 
 
 def decide(s: Snapshot) -> Decision:
-    """Decide on a snapshot. Total: every snapshot has a decision, which names each question that failed."""
+    """Decide on a snapshot. Never raise: every snapshot gets a decision, which names each question that failed."""
     if s.spec is None:
         refused = fold(_seen(Draft(snapshot=s, status=s.status)), REFUSED)
         return Decision(

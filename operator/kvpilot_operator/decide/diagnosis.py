@@ -1,6 +1,6 @@
 """Faults of engines: why one does not start, and which of them have other calibration factors.
 
-An engine reports its fault by kvpilot-serve's refusal or the end of its log. Other factors give other answers.
+The fault is in kvpilot-serve's refusal or at the end of the engine's log. Other calibration factors change answers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpilot_operator.state.status import clip
 
 # A busy node may kill an engine once or twice; a third time is not an accident.
 MAX_RESTARTS = 3
-# The form of a condition's reason; a container may write anything.
+# Accept only the form of a condition's reason, because a container may write anything.
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 # Scheduler messages for a claim without a volume: immediate, or after a wait for provisioning. If some nodes lack room
 # and others a volume, more room may help.
@@ -26,7 +26,7 @@ _UNBOUND = re.compile(
     r"|^(?!.*Insufficient).*(?:didn't find available persistent volumes to bind|did not have enough free storage)"
 )
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
-# The kubelet's words for an object, or a key of it, that a container's variables are taken from and that is not there.
+# The kubelet's messages for a missing object, or a missing key, that a container's variables refer to.
 _NOT_THERE = re.compile(
     r'(?P<kind>secret|configmap) "(?P<name>[^"]*)" not found'
     r"|couldn't find key (?P<key>\S+) in (?P<kind_of_key>Secret|ConfigMap) [^/\s]*/(?P<holder>\S+)",
@@ -54,7 +54,7 @@ def _reason(said: object, otherwise: str) -> str:
 
 
 def _text(said: object) -> str:
-    """Replace halves of surrogate pairs, which JSON can escape and no status can hold."""
+    """Replace lone surrogates. JSON can escape them, but a status cannot hold them."""
     return said.encode("utf-8", "replace").decode() if isinstance(said, str) else ""
 
 
@@ -83,7 +83,7 @@ def pending_reason(pods: Sequence[PodView]) -> Cause | None:
         if pod.unschedulable:
             known = Reason.CLAIM_NOT_BOUND if waits_for_volume(pod) else Reason.UNSCHEDULABLE
             return Cause(known, clip(pod.unschedulable))
-        # The engine itself waits as long as an init container does.
+        # While an init container waits, the engine's container waits, too.
         reason, message = pod.held_up or (pod.waiting_reason, pod.exit_message)
         if reason in _IMAGE_REASONS:
             return Cause(Reason.IMAGE_UNAVAILABLE, clip(f"{reason}: {message or ''}"))
@@ -113,7 +113,7 @@ def _missing(message: str) -> Cause | None:
 
 
 def waits_for_volume(pod: PodView) -> bool:
-    """Return True if a claim without a volume keeps this pod from every node: no free room helps it."""
+    """Return True if a claim without a volume keeps this pod from every node. More free capacity does not help then."""
     return pod.unschedulable is not None and _UNBOUND.search(pod.unschedulable) is not None
 
 
@@ -130,7 +130,8 @@ def mixed_factors(s: Snapshot, revision: str) -> str | None:
     """Name the pods of a revision with other factors than most, with the remedy; None if there are none.
 
     Within a revision, model, text, context and tensor parallelism are the same, and so are the factors on one kind of
-    GPU (docs/calibration.md). Accuracy is measured on one pod, and holds for those with its factors.
+    GPU (docs/calibration.md). Accuracy is measured on one pod, and the result is valid only for pods with the same
+    factors.
     """
     sample = s.last_sample(revision)
     if sample is None:

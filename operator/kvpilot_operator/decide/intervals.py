@@ -38,7 +38,7 @@ class Estimate:
 def p95_change(ours: Sequence[Histogram], theirs: Sequence[Histogram]) -> Callable[[float], Estimate | None]:
     """Return the log ratio of two p95s, by level; None if one lies above every bucket.
 
-    The correlation of both sides' slices counts: load that both share at the same time is not blamed on either.
+    The correlation between the sides' slices is included, so that load that hits both at once is not blamed on one.
     """
     bounds = common(sum(ours, Histogram()), sum(theirs, Histogram()))
     c, s = (_woodruff([_coarsen(h, bounds) for h in batches]) for batches in (ours, theirs))
@@ -91,8 +91,8 @@ def share_change(ours: tuple[float, float], theirs: tuple[float, float], alpha: 
 def log_quantile(h: Histogram, q: float) -> float:
     """Return the log of the value below which a share `q` lies; inf above the last bound.
 
-    Within a bucket values are taken to be log-normal: spreading its counts evenly, as histogram_quantile does, puts a
-    p95 that lies in a wide bucket much too high.
+    Values within a bucket are assumed to be log-normal. An even spread, as in histogram_quantile, would put a p95 in a
+    wide bucket much too high.
     """
     rank = q * h.count
     for i, reached in enumerate(accumulate(h.counts)):
@@ -110,7 +110,7 @@ def log_quantile(h: Histogram, q: float) -> float:
 
 
 def common(a: Histogram, b: Histogram) -> tuple[float, ...]:
-    """Return the bounds that both have: two versions of an engine may cut their buckets differently."""
+    """Return the bucket bounds that both histograms have, because two engine versions may use different buckets."""
     if not a.bounds or not b.bounds:
         return a.bounds or b.bounds
     return tuple(sorted(set(a.bounds) & set(b.bounds)))
@@ -130,7 +130,7 @@ def student(level: float, freedom: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Woodruff:
-    """The log of one side's p95, and the deviations of its batches' shares above it."""
+    """The log of one side's p95, and the deviations of the batches' shares above that p95."""
 
     total: Histogram
     value: float
@@ -182,7 +182,7 @@ def _share_above(h: Histogram, log_value: float) -> float:
 
 
 def _score(below: float, count: float) -> float:
-    """Return the normal score of a rank; half an observation replaces zero."""
+    """Return the normal score of a rank. Half an observation replaces a count of zero."""
     half = min(0.5, count / 4) / count
     return _NORMAL.inv_cdf(min(1 - half, max(half, below / count)))
 

@@ -1,4 +1,4 @@
-"""Objects that the API server refuses: its field and message, and a remedy for objects that kvpilot renders."""
+"""Refused objects, with the API server's field and message, and a remedy for objects that kvpilot renders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
-# The refused value may be a whole structure: it is long, and may hold values of variables.
+# Cut refused values that are whole structures: they are long, and may contain values of variables.
 _STRUCTURE = re.compile(r"Invalid value: [\w.*&\[\]]*\{.*\}(?=: )", re.DOTALL)
 _FORBIDDEN = re.compile(r'User "[^"]*" cannot \S+ resource')
 
@@ -34,7 +34,7 @@ _REMEDIES = (
         "or install the Gateway API Inference Extension v1.6.0 or newer, or remove spec.inferencePool",
     ),
 )  # fmt: skip
-"""Kind of the object (empty for any), the refused part of it, and the remedy."""
+"""The object's kind (empty for any), its refused part, and the remedy."""
 _RIGHTS = {"InferencePool": "rbac.inferencePools of the chart", "HTTPRoute": "rbac.httpRoutes of the chart"}
 
 
@@ -83,8 +83,8 @@ def finding(rejections: Sequence[Rejection]) -> Cause:
 
 
 def _told(one: Rejection) -> str:
-    """Return the server's fields and words, the object, and the remedy if we know one."""
-    # Newer servers add that they have looked no further.
+    """Return the object, the fields and message of the server, and a remedy if one is known."""
+    # Newer servers add this note about their own checks, which helps nobody.
     causes = [cause for cause in one.causes if "some validation rules were not checked" not in cause[1]]
     words = ", ".join(dict.fromkeys(f"{field}: {text}" for field, text in causes)) or one.message or "no message"
     remedy = _remedy(one, words)

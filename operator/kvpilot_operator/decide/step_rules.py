@@ -1,4 +1,4 @@
-"""Rules about the load, the replicas and the step to take: the context on one side, the policy on the other."""
+"""Rules about the load, the replicas and the next step. They translate between the context and the policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpilot_operator.decide.steps.policy_input import PolicyInput
 
 
 def judge_workload(c: Context) -> Context:
-    """Judge what binds."""
+    """Judge which resource limits the service."""
     workload = classify(
         c.snapshot.samples.get(_serving(c), ()),
         c.spec.kv_cache.pressure,
@@ -39,7 +39,7 @@ def weigh_steps(c: Context) -> Context:
 
 
 def weigh_nothing(c: Context) -> Context:
-    """Take no step if none could be weighed."""
+    """Take no step. Used if weighing the steps failed."""
     return replace(c, policy=nothing_weighed(serving_dtype(c), c.replicas, c.status.scaling.saturations))
 
 

@@ -1,6 +1,6 @@
-"""The figures of the status, for people, /scale and metrics, and the journal's entries on steps.
+"""Write the figures of the status (for people, /scale and metrics) and the journal's entries about steps.
 
-Each step is written with the options that were weighed, and each hold as it begins.
+Each step is recorded with all weighed options. Each hold is recorded when it begins.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.samples import Sample
 
 _MOST_ADAPTERS, _MOST_LETTERS = 16, 128
-# These kinds do not show that a pressure has ended.
+# A workload of these kinds does not prove that pressure has ended.
 _QUIET = (
     WorkloadKind.MEMORY_BOUND,
     WorkloadKind.WARMING,
@@ -29,7 +29,7 @@ _QUIET = (
 
 
 def summarise(c: Context) -> Context:
-    """Write the figures of the status, and an event where memory pressure begins or ends."""
+    """Write the figures of the status, and post an event if memory pressure begins or ends."""
     c = _announce_pressure(c)
     s, stable, kv = c.snapshot, c.stable, c.status.kv_cache
     if stable is None:
@@ -37,7 +37,7 @@ def summarise(c: Context) -> Context:
     names, serves = traffic.serving_revisions(c), s.deployments.get(stable.revision)
     sample = s.last_sample(traffic.selected(c) or stable.revision)
     usage = c.workload.usage_percent if c.workload.pods else None
-    # While two revisions serve together an autoscaler has to count the pods of both.
+    # While two revisions serve together, an autoscaler must count the pods of both.
     one = f",{REVISION_LABEL}={names[0]}" if len(names) == 1 else ""
     c = c.set(
         observed_revision=c.asked,
@@ -106,7 +106,8 @@ def _steady(percent: int | None, said: int | None) -> int | None:
 
 
 def _kept(c: Context, kind: str, question: Question, before: str | None) -> str | None:
-    """Name an object before its creation and until its deletion, so that a new operator finds it."""
+    """Return the name of an object, from before its creation until its deletion, so that a restarted operator finds
+    it."""
     s = c.snapshot
     there = {name: one.owned for (its, name), one in s.objects.items() if its == kind}
     pool, route = c.spec.inference_pool is not None, c.spec.route is not None
@@ -118,7 +119,8 @@ def _kept(c: Context, kind: str, question: Question, before: str | None) -> str 
 
 
 def _costs(c: Context) -> tuple[float | None, float | None]:
-    """Return the cost of all GPUs an hour, a canary's included, and of a million tokens of the last window."""
+    """Return the cost per hour of all GPUs (including a canary's), and the cost per million tokens in the last
+    window."""
     each, w = c.snapshot.gpu_hour_micros, c.workload
     if each is None:
         return None, None
@@ -131,7 +133,7 @@ def _costs(c: Context) -> tuple[float | None, float | None]:
 def _counted(c: Context, serving: tuple[str, ...]) -> int:
     """Return the replicas for /scale: the requested ones, serving or on trial.
 
-    The additional pod of a trial and the empty place between two pods do not count: they must not change the number.
+    A trial must not change this number, so its additional pod, or its temporarily empty place, does not count.
     """
     there = c.snapshot.deployments
     if c.canary is None and c.before.canary is None:
@@ -181,7 +183,7 @@ def _recommend(c: Context) -> Context:
 
 
 def _note_hold(c: Context) -> Context:
-    """Say once why nothing moves although the load or the spec asks for it."""
+    """Record the reason once if nothing changes although the load or the spec needs a step."""
     target, policy = c.target, c.policy
     if target.held is None or c.canary is not None:
         return c

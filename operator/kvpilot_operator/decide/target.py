@@ -50,9 +50,10 @@ def stay(c: Context) -> Context:
 
 
 def _away_from_harm(c: Context) -> Target | None:
-    """Return the next safer dtype, in any mode and without a dwell, if the serving one is denied for its answers.
+    """Return a target with the next safer dtype if the serving dtype is denied for its answers. Mode and dwell do not
+    matter.
 
-    A canary that already leads away from it goes on; one that leads further down does not.
+    A canary with a safer dtype continues; one with a smaller dtype does not.
     """
     stable, canary = c.stable, c.canary
     if stable is None:
@@ -79,7 +80,8 @@ def _away_from_harm(c: Context) -> Target | None:
 
 
 def _has_another_engine(c: Context, stable: Stable) -> bool:
-    """Return True if the serving revision has another image or model than the spec: the denial is not about it."""
+    """Return True if the serving revision has another image or model than the spec. The denial does not apply to it
+    then."""
     there = c.snapshot.deployments.get(stable.revision)
     if there is None:
         return False
@@ -142,7 +144,7 @@ def _guarded(
     recommended: str | None = None,
     warning: str | None = None,
 ) -> Target:
-    """Make the target with its revision; if that has just failed, the stable one stays."""
+    """Make the target with its revision. If that revision has just failed, keep the stable one."""
     name, stable = c.render(dtype).name, c.stable
     failed = _failed_before(c, name)
     if failed is not None and stable is not None and stable.revision != name:
@@ -157,10 +159,11 @@ def _failed_before(c: Context, name: str) -> str | None:
     if last is None or last.revision != name or last.verdict == Verdict.PASSED or last.reason == Reason.SUPERSEDED:
         return None
     if c.canary is not None and c.canary.revision == name:
-        return None  # It is still being rolled back.
+        # The failed revision is still being rolled back.
+        return None
     wait = deny if last.verdict == Verdict.FAILED else min(RETRY_SECONDS, deny)
     if wait == 0 and last.generation == c.snapshot.generation:
-        # Nothing is denied and nothing has changed: avoid a canary that fails in a loop.
+        # No denial prevents another try, so wait, or the canary would fail in a loop.
         wait = RETRY_SECONDS
     until = last.time + timedelta(seconds=wait)
     if c.now >= until:

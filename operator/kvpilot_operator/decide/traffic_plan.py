@@ -15,7 +15,7 @@ _ROUNDING_PERCENT = 1
 
 @dataclass(frozen=True, slots=True)
 class TrafficStep:
-    """One of spec.canary.steps that can be set: `index` is its place there."""
+    """An applicable step of spec.canary.steps. `index` is its position there."""
 
     index: int
     weight_percent: int
@@ -50,7 +50,7 @@ def counts(s: Snapshot, revision: str) -> Counts:
 
 
 def floor(spec: Spec, replicas: int) -> int:
-    """Return the pods that must go on answering: minAvailable, as far as there are that many."""
+    """Return the number of pods that must keep answering: minAvailable, but at most all replicas."""
     return min(spec.disruption.min_available, replicas)
 
 
@@ -62,8 +62,8 @@ def one_can_leave(spec: Spec, replicas: int) -> bool:
 def total(spec: Spec, replaces_one: bool, replicas: int) -> int:
     """Return the pods that a trial may ask for: one more than the service has, unless the canary took a place.
 
-    If minAvailable was raised meanwhile and no replica may go, the revisions can only change places with one more pod.
-    It may wait for a GPU, but the trial can still end.
+    If minAvailable was raised meanwhile so that no replica may go, the revisions need one more pod to change places.
+    That pod may wait for a GPU, but the trial can end.
     """
     return replicas if replaces_one and one_can_leave(spec, replicas) else replicas + 1
 
@@ -73,9 +73,10 @@ def rolling_step(
 ) -> tuple[int, int]:
     """Return the replicas of the growing and the shrinking revision, while they change places one by one.
 
-    The growing one gets another pod once all its pods answer, and only in a place that is observed to be free. So both
-    (and `others`) never ask for more than `total`, even if a reconcile is interrupted. The shrinking one loses pods as
-    long as `floor` pods still answer; pods of the growing one count where `both_serve`.
+    The growing revision gets another pod once all its pods answer, and only in a place that was observed to be free. So
+    both revisions and `others` never ask for more than `total`, even if a reconcile is interrupted. The shrinking
+    revision loses pods as long as `floor` pods still answer. With `both_serve`, pods of the growing revision count,
+    too.
     """
     want = min(goal, max(growing.replicas, growing.ready + 1))
     room = total - shrinking.replicas - others
@@ -126,7 +127,7 @@ def _by_ratio(spec: Spec, pods: int, most: int) -> TrafficPlan:
     skipped: list[str] = []
     for i, step in enumerate(spec.canary.steps):
         replicas = min(most, (step.weight_percent + _ROUNDING_PERCENT) * pods // 100)
-        # A share of 100% is the promotion itself: there would be nothing left to compare with.
+        # Skip a share of 100%: that is the promotion, and no stable pod would be left for the comparison.
         if replicas < 1 or step.weight_percent == 100 or (steps and replicas <= steps[-1].replicas):
             skipped.append(f"{step.weight_percent}%")
         else:

@@ -1,1 +1,1 @@
-"""Gathers everything known of one service into a Snapshot: the reading edges."""
+"""Gather everything known about one service into a Snapshot: the modules that read from the cluster."""

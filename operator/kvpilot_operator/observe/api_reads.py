@@ -1,4 +1,4 @@
-"""Reads of the API server that are repeated once in a while, without a watch: served APIs, Events of groups."""
+"""Periodic reads of the API server, in place of a watch: served APIs and Events of groups."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from kvpilot_operator.state.snapshot import ServiceKey
 Object = Mapping[str, Any]
 
 API_SECONDS = 30.0
-"""A server that lacked an API is asked again after so long: definitions come and go."""
+"""Time until a server that lacked an API is asked again, because definitions may be installed later."""
 READ_SECONDS = 30.0
-"""Events of one StatefulSet are read again after so long, and only while pods of it are missing."""
+"""Time until the Events of a StatefulSet are read again. They are read only while pods of it are missing."""
 FORGET_SECONDS = 600.0
-# One set has an Event for each kind of news, but a writer of Events may add any number.
+# A set normally has few Events, but anyone who may write Events can add any number.
 _MOST = 50
 
 
 @dataclass(eq=False)
 class Served:
-    """Asks for an API only where a spec names it; `always` holds the server's other facts."""
+    """The served APIs. An API is looked up only if a spec names it; `always` holds the server's other facts."""
 
     cluster: Cluster
     always: ServerFacts
@@ -66,7 +66,7 @@ def not_served(spec: Spec | None, groups: bool) -> tuple[Fault, ...]:
 
 @dataclass(eq=False)
 class GroupEvents:
-    """Reads why a pod of a group cannot be created: StatefulSets say it in Events and nowhere else."""
+    """A reader of the reason why a pod of a group cannot be created. StatefulSets report it only in Events."""
 
     cluster: Cluster
     elapsed: Callable[[], float]
@@ -109,7 +109,7 @@ def incomplete(key: ServiceKey, view: DeploymentView, leaders: Sequence[PodView]
 
 
 def refusal_of(events: Sequence[Object]) -> str | None:
-    """Return the newest refusal of a pod, without the pod's name; None if a pod was created since."""
+    """Return the newest refusal of a pod, without the pod's name. Return None if a pod was created after it."""
     about = [one for one in events if one.get("reason") in ("FailedCreate", "SuccessfulCreate")]
     newest = max(about, key=_time, default=None)
     if newest is None or newest["reason"] == "SuccessfulCreate":

@@ -1,4 +1,4 @@
-"""Makes one service's Snapshot out of the fleet's cache, and scrapes the fleet's engines."""
+"""Build one service's Snapshot from the fleet's cache, and scrape the fleet's engines."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Observations:
 
 @dataclass(eq=False)
 class Observer:
-    """Builds Snapshots from the fleet's cache; `clock` gives the time in UTC, `elapsed` seconds that never go back, and
-    `on_scrape` gets the outcome of each scrape."""
+    """A builder of Snapshots from the fleet's cache. `clock` returns the time in UTC, and `elapsed` returns monotonic
+    seconds. `on_scrape` is called with the outcome of each scrape."""
 
     cluster: Cluster
     cache: InformerCache
@@ -91,7 +91,7 @@ class Observer:
         if service is None or service.uid != known.uid:
             return None
         spec = service.spec
-        # Requests come first: after them, no part of the snapshot is older than the rest.
+        # Send all requests first, so that everything taken from the cache afterwards has the same age.
         failed: list[Unanswered] = []
         server = await _observed(Question.ROUTE, self._served.facts(spec), self.server, failed)
         route, routes = await _observed(Question.ROUTE, self._route(known, service, server), (None, {}), failed)
@@ -146,7 +146,7 @@ class Observer:
         )
 
     async def refresh(self, key: ServiceKey) -> None:
-        """Read a service from the API server, because the cache has proved to be old."""
+        """Read a service from the API server, because the cache was out of date."""
         found = await self.cluster.find(Ref(API_VERSION, KIND, key.namespace, key.name))
         self.cache.wrote(KIND, key.namespace, key.name, found)
 
@@ -219,7 +219,7 @@ class Observer:
         return await self._groups.refusals(key, views, self.cache.replicas(key))
 
     async def _pools(self, known: Observations, service: ServiceView, server: ServerFacts) -> Objects:
-        """Return the InferencePools that the service has, or had: the status names them until they are gone."""
+        """Return the service's InferencePools, including former ones, which the status names until they are deleted."""
         if not server.inference_pools and service.status.inference_pool is None:
             return {}
         names = (known.key.name, canary_service(known.key.name))
@@ -230,7 +230,8 @@ class Observer:
     async def _route(
         self, known: Observations, service: ServiceView, server: ServerFacts
     ) -> tuple[RouteView | None, Objects]:
-        """Return the route that takes a canary's share, and ours: the status names it until it is gone."""
+        """Return the route that carries a canary's share, and our own route, which the status names until it is
+        deleted."""
         key, spec, kept = known.key, service.spec, service.status.route is not None
         own = Ref(HTTP_ROUTE_API, "HTTPRoute", key.namespace, key.name)
         asked = spec is not None and spec.route is not None
@@ -261,7 +262,7 @@ async def _observed(question: Question, reading: Awaitable[T], otherwise: T, fai
     try:
         return await reading
     except Exception as error:
-        # An error with its own type concerns the request, not an API server that is away or overloaded (429).
+        # A ClusterError of a subclass concerns this request. Otherwise the API server may be away or overloaded (429).
         asked = type(error) is ClusterError and (error.away or error.status == 429)
         if isinstance(error, Throttled) or asked:
             raise
@@ -277,7 +278,7 @@ def _traffic(service: ObjectView | None, pool: ObjectView | None, failed: Sequen
 
 
 def _tell(known: Observations, revision: str, judged: Judged) -> None:
-    """Log contradictions in a revision's pages, each once while it persists."""
+    """Log contradictions in a revision's pages. Log each only once while it persists."""
     odd = {f"implausible: {words}": words.partition(":")[0] for words in judged.sample.implausible}
     odd |= {f"stalled: {words}": f"stalled {words.partition(':')[0]}" for words in judged.sample.stalled}
     odd |= {f"cut: {words}": words.partition(":")[0] for words in judged.cut}

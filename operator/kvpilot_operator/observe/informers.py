@@ -4,8 +4,8 @@ kopf's watch brings the services, watches of our own their workloads, pods and S
 (docs/decisions/0012). The API server's answer to a write is stored here immediately, so no reconcile sees a state older
 than earlier reconciles' writes.
 
-After HTTP 410 kopf lists the services again, and never reports missing ones. Its session hands over each list, and
-objects missing from it are dropped.
+After HTTP 410 kopf lists the services again, but does not report those that are missing from the list. So its session
+passes each list to the cache, which drops missing objects.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ServiceFeed:
         self.filled = asyncio.Event()
 
     def take(self, event: str | None, obj: Object) -> None:
-        """Take one event of kopf's watch; those without a type only repeat a list."""
+        """Process one event of kopf's watch. Ignore events without a type, which only repeat a list."""
         if event == "DELETED":
             self._store.drop(obj)
         elif event is not None:
@@ -63,7 +63,7 @@ class ServiceFeed:
 V = TypeVar("V")
 
 _WORKERS = f"{GROUP_LABEL},!{SERVICE_LABEL}"
-"""The label selector of pods of groups that lead none."""
+"""The label selector of worker pods, that is, pods of a group that are not its leader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,10 @@ class ServiceView:
     uid: str
     generation: int
     version: str
-    """resourceVersion."""
+    """The object's resourceVersion."""
     faults: tuple[Fault, ...]
     spec: Spec | None
-    """None while there are faults."""
+    """The parsed spec; None if it has faults."""
     status: Status
 
 
@@ -95,7 +95,7 @@ class Owned(Generic[V]):
 
 
 class InformerCache:
-    """`on_change` is called with a service whenever something about it changes.
+    """The informer cache. It calls `on_change` with a service whenever the service or its objects change.
 
     `host_access` is the access to nodes that engines may have (api.pod_template.KINDS); with `mesh` engines in a mesh
     are reached by its mutual TLS.
@@ -141,7 +141,7 @@ class InformerCache:
                 group.create_task(reflector.run())
 
     async def filled(self) -> None:
-        """Wait until all of it has been read once."""
+        """Wait until all watched objects have been read once."""
         await self.feed.filled.wait()
         for reflector in self._reflectors:
             await reflector.filled.wait()
@@ -196,7 +196,7 @@ class InformerCache:
 
 
 def _judged(obj: Object, host_access: Collection[str]) -> tuple[tuple[Fault, ...], Spec | None]:
-    """Return the spec or its faults; an unforeseen error is a fault, too."""
+    """Return the spec or its faults. An unexpected error counts as a fault, too."""
     try:
         judged = judge(obj, host_access)
         return ((), judged) if isinstance(judged, Spec) else (judged, None)
@@ -230,7 +230,7 @@ def _placed(kind: str, view: Callable[[Object], V], obj: Object) -> Owned[V]:
 
 def _pod(mesh: bool, obj: Object) -> PodView | None:
     service = obj["metadata"]["labels"][SERVICE_LABEL]
-    # An evicted pod remains for hours next to its replacement, and does not describe the service.
+    # Skip an evicted pod, which may remain for hours next to its replacement.
     over = (obj.get("status") or {}).get("phase") in ("Failed", "Succeeded")
     return pod_view(obj, mesh) if is_ours(obj, service) and not over else None
 

@@ -1,11 +1,11 @@
-"""Nodes: which accelerator do their labels and resources name, and a cache of them.
+"""Read the accelerator of nodes from their labels and resources, and cache it.
 
-The first of these names an NVIDIA GPU, as GPU feature discovery would:
+The first of these labels that exists gives the name of an NVIDIA GPU, in the form of GPU feature discovery:
 
 1. `nvidia.com/gpu.product`, which GPU feature discovery sets (a part of the GPU operator), or an administrator;
 2. `cloud.google.com/gke-accelerator`, which GKE sets (values: "GPU platforms" of Compute Engine's documentation).
 
-Names that are not in these tables rule nothing out. An accelerator without CUDA is known by its resource.
+A name that is missing from the tables rules out no dtype. An accelerator without CUDA is recognised by its resource.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvpilot_operator.state.snapshot import NodeFacts
 if TYPE_CHECKING:
     from kvpilot_operator.cluster.client import Cluster
 
-# A node is read again after so long, with or without GPUs: its labels may still come.
+# Read a node with a GPU again after 10 minutes, and a node without one after 30 s: its labels may appear late.
 NODE_SECONDS = 600.0
 BARE_NODE_SECONDS = 30.0
-# A node with engines is read again long before; a removed node never is.
+# Drop nodes that were not needed for this long. Nodes with engines are read more often; removed nodes never again.
 FORGET_SECONDS = 2 * NODE_SECONDS
 
 _PRODUCT = "nvidia.com/gpu.product"
-# The GPU's name in our table, by GKE's.
+# Map GKE's name of a GPU to the name in our table.
 _GKE = {
     "nvidia-b200": "B200",
     "nvidia-h200-141gb": "H200",
@@ -49,13 +49,13 @@ _WITHOUT_CUDA = ("amd.com/gpu", "gpu.intel.com/i915", "gpu.intel.com/xe", "googl
 
 _SLICE_RESOURCE = re.compile(r"nvidia\.com/mig-([0-9]+g\.[0-9]+gb[a-z0-9.]*)")
 _SLICE_MEMORY = re.compile(r"[0-9]+g\.([0-9]+)gb")
-_MAX_MIB = 2**30  # of one GPU: a petabyte
+_MAX_MIB = 2**30  # a petabyte, far above any GPU's memory
 _MAX_GB = 10**6
-_MAX_NAME = 128  # of status.history[].gpu and its likes
+_MAX_NAME = 128  # limit of GPU names in the API, such as status.history[].gpu
 
 
 class NodeCache:
-    """Reads each node once in a while, and watches none."""
+    """A cache of node facts. It reads each node again after a time, instead of a watch."""
 
     def __init__(self, cluster: Cluster, clock: Callable[[], datetime]) -> None:
         self._cluster = cluster
@@ -72,7 +72,7 @@ class NodeCache:
         return self.known(pods)
 
     def known(self, pods: Sequence[PodView]) -> NodeFacts:
-        """Return the same from nodes that have been read already."""
+        """Return the same as `facts`, but only from nodes that have been read already."""
         known = (self._read[name][1] for name in _nodes_of(pods) if name in self._read)
         return next((facts for facts in known if facts.gpu != "cpu"), NodeFacts())
 
@@ -105,7 +105,7 @@ def _nodes_of(pods: Sequence[PodView]) -> list[str]:
 def node_facts(node: Mapping[str, Any]) -> NodeFacts:
     """Return the accelerator of a Node, as the API server gives it; NodeFacts() if it shows none.
 
-    Never raises: whatever is not text where Kubernetes has text counts as not there.
+    Never raise: a value that should be text but is not counts as missing.
     """
     labels, allocatable = _texts(node, "metadata", "labels"), _texts(node, "status", "allocatable")
     if (nvidia := _nvidia(labels, allocatable)) is not None:
@@ -121,10 +121,10 @@ def _nvidia(labels: Mapping[str, str], allocatable: Mapping[str, str]) -> NodeFa
     if not product:
         return None
     kind, _, profile = product.removesuffix("-SHARED").partition("-MIG-")
-    # Under the MIG strategy `single` it is a slice's.
+    # Under the MIG strategy `single`, this label has the memory of a slice.
     memory = whole(labels.get("nvidia.com/gpu.memory"), _MAX_MIB)
     if slices and (whole_gpus or len(slices) > 1):
-        # Which of them a pod has, the node does not say.
+        # The node does not say which of the slices a pod has.
         product, profile, memory = f"{kind}-MIG", "", None
     elif slices:
         (profile,) = slices

@@ -1,4 +1,4 @@
-"""vLLM's page of metrics: from the text of /metrics to the numbers that decisions need.
+"""Read vLLM's metrics page: turn the text of /metrics into the numbers that decisions need.
 
 A page is read by chunks (`series.py`) and summed immediately, so memory does not grow with the page. An engine that
 is broken or hostile may write anything: every value is checked. The names are those of vLLM 0.32.
@@ -39,7 +39,7 @@ _RETENTION = "kvpilot_retention_info"
 _SOURCES = "vllm:prompt_tokens_cached_by_source_total"
 _START = "process_start_time_seconds"
 
-# By the field of `Totals`.
+# Map each field of `Totals` to the name of its counter.
 _COUNTED = {
     "preemptions": "vllm:num_preemptions_total",
     "prompt_tokens": "vllm:prompt_tokens_total",
@@ -59,10 +59,10 @@ _HISTOGRAMS = {
     "generation_lengths": "vllm:request_generation_tokens",
 }
 
-# These are kept for each engine of a page, too.
+# Store these counters per engine of a page, too.
 _DONE = tuple(_COUNTED[field] for field in engine.DONE_COUNTS)
 _OF_A_RANK = {**dict.fromkeys(_DONE, engine.DONE), _RUNNING: engine.RUNNING, _WAITING: engine.WAITING}
-# A label splits these into parts that are counted separately.
+# These counters are split by a label, and each part is counted separately.
 _PARTED = (_WAITING_BY_REASON, _COUNTED["finished"], _HTTP, _SOURCES)
 _COUNTERS = frozenset((*_COUNTED.values(), *_PARTED, _RUNNING, _WAITING, _START))
 _BUCKETS = {f"{name}_bucket": name for name in _HISTOGRAMS.values()}
@@ -72,18 +72,18 @@ _INFO = (_CONFIG, _MODEL, _FACTORS, _RECENT, _RETENTION)
 WANTED = frozenset(name.encode() for name in (_USAGE, *_COUNTERS, *_SUMS, *_BUCKETS, *_INFO))
 """The names of the series that are read."""
 
-# One pod holds a connection for each request; a process may open about a million files.
+# Each request needs a connection, and a process can open about a million files.
 MOST_REQUESTS = 1_000_000
-# Far beyond any machine and any uptime, and still exact enough to count with.
+# No real counter gets this large, and a float still counts exactly enough below it.
 MOST_COUNTED = 1e18
 MOST_TOKENS = 1e12
-# vLLM's histograms have some thirty. The bounds of a page are kept, so a page must not invent more at every scrape.
+# vLLM's histograms have about thirty buckets. Bounds stay in a cache, so a page must not add new ones at every scrape.
 MOST_BUCKETS = 200
 _LONGEST_BOUND = 32
-# status.kvCache.observedDtype holds no more.
+# status.kvCache.observedDtype has this maximum length.
 _LONGEST_DTYPE = 63
 _HASH = re.compile(r"[0-9a-f]{4,64}")
-# A page may name another dtype and policy at every scrape: each would be a write of the status, and a new series.
+# Unknown names become this one. Otherwise a page with a new name at every scrape would cause status writes and series.
 OTHER = "Other"
 POLICIES = ("All", "SinksAndWindow", "HeavyHitters")
 VLLM_DTYPES = (
@@ -96,7 +96,7 @@ _DTYPES = (*dtypes.names(), *VLLM_DTYPES)
 
 
 class PageReader:
-    """Takes one page of Prometheus text in chunks.
+    """A reader of one page of Prometheus text in chunks.
 
     `steps` and `close` raise ScrapeError if the page is too large, lacks cache use, has an unreadable line, or has an
     impossible value. Such values are negative, not a number, infinite, or larger than any engine has.
@@ -104,7 +104,7 @@ class PageReader:
 
     def __init__(self) -> None:
         self._series = SeriesReader(WANTED, self._add)
-        # One series an engine (data-parallel ranks): the fullest one's share counts, all else adds up.
+        # Each engine (data-parallel rank) has a series: take the highest use, and add up everything else.
         self._usage: float | None = None
         self._ranks = Ranks()
         self._sums: dict[str, float] = {}
@@ -124,11 +124,11 @@ class PageReader:
         return self._series.work
 
     def steps(self, chunk: bytes) -> Iterator[None]:
-        """Read the next bytes of the page while it is iterated, a small step at a time."""
+        """Read the next bytes of the page in small steps, one per iteration."""
         return self._series.steps(chunk)
 
     def close(self) -> PodMetrics:
-        """Return the numbers of the page, which is over."""
+        """Return the numbers of the complete page."""
         self._series.close()
         if self._usage is None:
             raise ScrapeError(f"{_USAGE} is not on the page: is this a vLLM server?")
@@ -139,7 +139,7 @@ class PageReader:
             waiting=_count(_WAITING, waiting, MOST_REQUESTS),
             capacity_tokens=int(_count(f"{_CONFIG}: the capacity", self._capacity, MOST_TOKENS)),
             blocks=int(_count(f"{_CONFIG}: num_gpu_blocks", self._blocks, MOST_TOKENS)),
-            # Ranks that differ show both: no dtype has such a name.
+            # If ranks differ, join their dtypes: no real dtype has such a name.
             dtype="+".join(self._dtypes)[:_LONGEST_DTYPE],
             process_start=self._total(_START) if _START in self._sums else None,
             totals=self._totals(),
@@ -197,7 +197,7 @@ class PageReader:
             self._add_config(labels)
         elif name == _FACTORS:
             found = labels.get("hash", "")
-            # Interned: one string for all pages that have it.
+            # Intern the string, so that all pages share one copy.
             self._factors = self._factors or (sys.intern(found) if _HASH.fullmatch(found) else "")
         elif name == _RECENT:
             tokens = whole(labels.get("tokens", ""), max(formats.RECENT_CHOICES))
@@ -262,7 +262,7 @@ def _count(name: str, total: float, most: float = MOST_COUNTED) -> float:
 
 
 def _sum(name: str, total: float) -> float:
-    """Return a sum that may fall."""
+    """Return the sum of a series that may decrease."""
     if not abs(total) <= MOST_COUNTED:
         raise ScrapeError(f"{name} is {total}: not a number, or beyond {MOST_COUNTED:g}")
     return total
@@ -298,5 +298,5 @@ def _number(text: str) -> int:
 
 
 def _known(text: str, names: tuple[str, ...]) -> str:
-    """Return a known name, `OTHER` for an unknown one, and nothing for none."""
+    """Return a known name, `OTHER` for an unknown name, or an empty string for no name."""
     return text if text in names or not text else OTHER

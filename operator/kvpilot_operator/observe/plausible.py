@@ -1,8 +1,8 @@
 """Find implausible pods, and turn the last pages of one revision's pods into one Sample. Pure.
 
-A page that contradicts itself is not an answer. That can happen in good faith for a moment: gauges are not written at
-one instant: only a pod that continues like that is named as implausible. The rules, and why an honest engine keeps
-them:
+A page that contradicts itself is ignored. An honest engine may contradict itself for a moment, because its gauges are
+not all written at the same time. So only a pod with a lasting contradiction is reported as implausible. The rules, and
+why an honest engine keeps them:
 
 - *Nothing runs, but blocks are held.* Blocks belong to running requests; cached ones count as free. (An engine that
   hands its cache to another one holds them longer: kvpilot does not support KV transfer.)
@@ -12,10 +12,10 @@ them:
 - *Capacity more than twice off* the median of the other pods on such a GPU: one revision is one configuration.
 - *More than a machine can do*: tokens, preemptions or requests a second.
 
-An engine that has work and does none contradicts nothing: its gauges look like a full cache that requests wait for. Its
-counters tell: no token was made, and no request ended. vLLM counts a prompt when it ends, so a long one moves no
-counter either, but it fills blocks meanwhile. So an engine stands still where neither its counters nor its use move. It
-is left out by itself, and the other pods are judged as though it did not exist.
+A stalled engine, which has work but does none, contradicts nothing: its gauges look like a full cache with waiting
+requests. Its counters show it: it makes no token and ends no request. vLLM counts a prompt only when it ends, so a long
+prompt moves no counter, but it fills blocks meanwhile. So an engine counts as stalled if neither its counters nor its
+cache use change. It is left out, and the other pods are judged as if it did not exist.
 """
 
 from __future__ import annotations
@@ -32,26 +32,28 @@ from kvpilot_operator.state.samples import Flows, Sample, Spread
 
 _T = TypeVar("_T", int, str)
 
-# A contradiction that lasts this long, over so many pages in a row at least, is not a coincidence of the moment.
+# A contradiction must last this long, and over this many consecutive pages, to count.
 LASTING_SECONDS = 15.0
 LASTING_PAGES = 4
-# Longer than other contradictions: a prompt fills no more blocks where every layer has a window or a state.
+# Longer than for other contradictions: if every layer has a window or a state, a long prompt fills no more blocks.
 STALLED_SECONDS = 30.0
 
-# From this many pods on, one that stands alone can be told from the others.
+# Least number of pods to compare: with fewer, it is unclear which pod is the wrong one.
 ENOUGH_TO_COMPARE = 3
 
-# Pods with another dtype or other calibration factors than most that a sample names: it is kept as long as the windows
-# reach.
+# Most pods with a deviating dtype or deviating calibration factors that a sample names. The bound limits memory,
+# because samples are kept for the whole window.
 MOST_NAMED = 4
 
 _GAUGES = frozenset({"held", "crowded"})
-"""Contradictions between the gauges of one page. Such a page is left out at once; its counters are for the next one."""
+"""Contradictions between the gauges of one page. Such a page is left out immediately, but its counters are kept as the
+base of the next page."""
 
 _HELD = 0.05
 _FAR_FROM_FULL = 0.25
 _MOST_A_SECOND = {"generation_tokens": 5e6, "prompt_tokens": 1e9, "preemptions": 1e5, "finished": 1e6}
-"""Per pod. Prompt tokens that the prefix cache holds are counted, too, and cost nothing."""
+"""Largest rates of one pod, per second. The limit of prompt tokens is high, because cached tokens are counted but cost
+no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Streak:
     pages: int = 1
 
     def lasts(self, now: datetime, seconds: float = LASTING_SECONDS) -> bool:
-        """Return True once it is not a coincidence."""
+        """Return True once it has lasted long enough to count."""
         return self.pages >= LASTING_PAGES and (now - self.since).total_seconds() >= seconds
 
 
@@ -83,9 +85,9 @@ class Judged:
 
     sample: Sample
     known: Mapping[str, Known]
-    """Give this to the next call."""
+    """Pass this to the next call."""
     cut: tuple[str, ...]
-    """Figures that were cut, each as "POD: figure, and the value that is taken instead"."""
+    """Figures that were lowered, each as "POD: figure, and the value used instead"."""
 
 
 def plausible_sample(
@@ -190,7 +192,7 @@ def _watch(known: Mapping[str, Streak], before: PodMetrics, page: PodMetrics, si
 
 
 def _stalled(known: Mapping[str, Streak], page: PodMetrics, time: datetime) -> str | None:
-    """Name an engine that has done nothing for too long to be a coincidence; None where none has."""
+    """Name an engine that has made no progress for STALLED_SECONDS, or return None."""
     for rank in page.engines:
         streak = known.get(rank.name)
         if streak is not None and streak.lasts(time, STALLED_SECONDS):
@@ -262,7 +264,7 @@ def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> 
 
 
 def _whole(time: datetime) -> datetime:
-    """Cut to whole seconds, as decisions have them: a sample must not be later than its reconcile."""
+    """Cut to whole seconds, like the times of decisions, so that no sample is later than its reconcile."""
     return time.replace(microsecond=0)
 
 

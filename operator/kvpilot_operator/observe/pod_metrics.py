@@ -19,15 +19,15 @@ _COUNTS = (
 DONE_COUNTS = ("prompt_tokens", "generation_tokens", "finished", "preemptions")
 """At least one of these counts moves while an engine works."""
 _HISTOGRAMS = ("ttft", "itl", "generation_lengths")
-# Two pages further apart say nothing of the time that decisions look at: the later one counts as a first page.
+# If two pages are further apart, treat the later one as a first page: the increments would cover too long a time.
 LONGEST_GAP_SECONDS = 600.0
-# A process' start is derived from the host's boot time, which a clock that is set moves by a little.
+# Linux derives a process's start from the boot time, which moves slightly when the clock is set.
 _START_JITTER_SECONDS = 5.0
 
 
-# An API server in front of every rank of a large deployment has a few hundred.
+# An API server in front of a large deployment has a few hundred ranks.
 MOST_RANKS = 512
-# The figures of an engine.
+# Names of an engine's figures in `Ranks`.
 USAGE, RUNNING, WAITING, FOR_ROOM, DONE = "usage", "running", "waiting", "for_room", "done"
 _LARGEST_LABEL = 10**10
 _Key = tuple[int | None, int | None]
@@ -35,7 +35,7 @@ _Key = tuple[int | None, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Totals(Flows):
-    """The counts of an engine since its process started, but for `seconds` and `failed`; never negative.
+    """The counts of an engine since its process started, without `seconds` and `failed`. They are never negative.
 
     `finished` counts requests that ended in the engine, mostly without requests of disconnected clients. A request that
     failed before its first token may lower `prefill_seconds`, in vLLM, even below zero.
@@ -57,7 +57,7 @@ class Rank:
     running: float
     waiting: float
     done: float
-    """Its work (`done`); the whole page's if it has no own counters."""
+    """The engine's counted work (`done`), or the work of the whole page if the engine has no counters of its own."""
 
 
 class Ranks:
@@ -67,7 +67,8 @@ class Ranks:
         self._found: dict[_Key, dict[str, float]] = {}
 
     def add(self, figure: str, labels: Mapping[str, str], value: float) -> None:
-        """Add a series: an engine's largest use counts, all else adds up; raises ScrapeError at too many engines."""
+        """Add a series. Keep an engine's largest use, and add up everything else. Raise ScrapeError at too many
+        engines."""
         key = whole(labels.get("engine", ""), _LARGEST_LABEL), whole(labels.get("pid", ""), _LARGEST_LABEL)
         rank = self._found.setdefault(key, {})
         if len(self._found) > MOST_RANKS:
@@ -76,7 +77,7 @@ class Ranks:
         rank[figure] = max(before, value) if figure == USAGE else before + value
 
     def close(self, done: float) -> tuple[Rank, ...]:
-        """Return the engines that say their use; none where there is only one of them."""
+        """Return the engines that report their use, or an empty tuple if there is only one."""
         keys = sorted((key for key, rank in self._found.items() if USAGE in rank), key=str)
         if len(keys) < 2:
             return ()
@@ -102,14 +103,14 @@ class PodMetrics:
     """One pod's page."""
 
     usage: float
-    """Share of the KV blocks in use, 0 to 1: of the fullest engine, where a page has several."""
+    """Share of the KV blocks in use, 0 to 1. If a page has several engines, the share of the fullest one."""
     running: float
     waiting: float
-    """Requests that wait for room in a batch or in the cache."""
+    """Requests that wait for a place in the batch or for cache blocks."""
     capacity_tokens: int
-    """0 if the page does not say it."""
+    """Tokens that the KV cache holds; 0 if the page does not report it."""
     blocks: int
-    """KV blocks, 0 if the page does not say it."""
+    """Number of KV blocks; 0 if the page does not report it."""
     dtype: str
     process_start: float | None = None
     """Unix time at which the API server's process started; vLLM with several API servers does not say it."""

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 Object = Mapping[str, Any]
 
-# The Job has at most two pods, but a tenant may put its label on any number: read at most so many.
+# Read at most this many pods. The Job has at most two, but a tenant may put its label on any number of pods.
 _PODS = 2
 
 _THERE = "kvpilot_prefetch_bytes"
@@ -42,7 +42,8 @@ class Progress(NamedTuple):
 
 
 class ProgressReader:
-    """Takes one page of the Job's pod in chunks, as PageReader does an engine's; ScrapeError if it has neither."""
+    """A reader of one metrics page of the Job's pod, in chunks like PageReader. Raises ScrapeError if a figure is
+    missing."""
 
     def __init__(self) -> None:
         self._found: dict[str, int] = {}
@@ -54,11 +55,11 @@ class ProgressReader:
         return self._series.work
 
     def steps(self, chunk: bytes) -> Iterator[None]:
-        """Read the next bytes of the page while it is iterated, a small step at a time."""
+        """Read the next bytes of the page in small steps, one per iteration."""
         return self._series.steps(chunk)
 
     def close(self) -> Progress:
-        """Return the progress; the page is over."""
+        """Return the progress from the complete page."""
         self._series.close()
         if len(self._found) < len(_WANTED):
             raise ScrapeError(f"{_THERE} or {_TOTAL} is not on the page: is this kvpilot-prefetch?")
@@ -75,7 +76,7 @@ async def read_prefetch(
 ) -> PrefetchView | None:
     """Return the service's Job; None if it has none, or if none is or was requested.
 
-    It is read, and watched never: few services fill a claim at a time, and each once.
+    The Job is read each time and never watched, because few services fill a claim at a time, and each only once.
     """
     name = prefetch_job(key.name)
     job = await cluster.find(Ref("batch/v1", "Job", key.namespace, name)) if _asked(key, service) else None
@@ -94,7 +95,7 @@ async def read_prefetch(
 
 
 def _asked(key: ServiceKey, service: ServiceView) -> bool:
-    """Return True if a Job has to be there, or to go."""
+    """Return True if a Job is needed or must be deleted."""
     spec, known = service.spec, service.status.cache
     if spec is None or not spec.cache.prefetch:
         return spec is not None and known is not None
@@ -102,7 +103,7 @@ def _asked(key: ServiceKey, service: ServiceView) -> bool:
 
 
 def _pods_of(job: Object, pods: Sequence[Object], *, mesh: bool) -> tuple[PodView, ...]:
-    """Return the pods that are the Job's, by its uid, and not over."""
+    """Return the Job's pods (by its uid) that have not ended."""
     uid = job["metadata"].get("uid")
     ours = (
         pod

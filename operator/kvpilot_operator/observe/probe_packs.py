@@ -26,12 +26,12 @@ from kvpilot_operator.state.snapshot import ProbePlan, ServiceKey
 # A service's packs are read again after this long, or when its spec has changed: each of up to 16 ConfigMaps takes a
 # request, too many for a reconcile after every scrape.
 PACKS_SECONDS = 15.0
-# For a ConfigMap without the key, the message names at most so many other keys.
+# If a ConfigMap lacks the key, the message names at most this many of its other keys.
 _OTHER_KEYS = 8
 
 
 class _ConfigMap(msgspec.Struct):
-    # Values stay the bytes that they are, until one is wanted.
+    # Values stay undecoded until one is needed.
     data: dict[str, msgspec.Raw] | None = None
 
 
@@ -41,7 +41,7 @@ class PlanRead(NamedTuple):
     read: datetime
     spec: Spec
     about: object
-    """All that the plan depends on; None if the packs could not be used."""
+    """Everything that the plan depends on. None if the packs could not be used."""
     plan: ProbePlan
 
 
@@ -55,7 +55,8 @@ class PackTexts:
     async def of(self, key: ServiceKey, spec: Spec) -> dict[str, Mapping[str, str]]:
         """Return the text under `prompts.yaml`, by ConfigMap that `spec.accuracy.probeSets` names.
 
-        A ConfigMap that does not exist is left out; of one without that key, some of its keys are there, without texts.
+        A missing ConfigMap is left out. A ConfigMap without that key is represented by some of its other keys, without
+        texts.
 
         Raises:
             PackTooLarge: a ConfigMap, or all texts together, exceed the budget.
@@ -78,7 +79,7 @@ class PackTexts:
         return found
 
     async def plan(self, key: ServiceKey, spec: Spec, known: PlanRead | None, now: datetime) -> PlanRead:
-        """Return the service's probe plan; the known one, while it is young enough.
+        """Return the service's probe plan. Reuse the known plan while it is recent enough.
 
         Raises:
             ClusterError: the API server did not answer.

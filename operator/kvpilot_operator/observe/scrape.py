@@ -28,11 +28,11 @@ from kvpilot_operator.probes.answers import read_models
 from kvpilot_operator.probes.errors import MalformedAnswer
 from kvpilot_operator.state.snapshot import ServiceKey
 
-# For all that an engine sends: a server that drips a byte a second must not hold a scrape.
+# Limit of the whole answer, so that a server that sends a byte a second cannot block a scrape.
 TIMEOUT_SECONDS = 5.0
 _EXCERPT = 200
 _MODELS_PATH = "/v1/models"
-# A model takes about 500 bytes of it.
+# One model takes about 500 bytes.
 _MAX_MODELS_BYTES = 64 * 1024
 
 T_co = TypeVar("T_co", covariant=True)
@@ -49,7 +49,7 @@ class Page(Protocol[T_co]):
         """Read the next bytes, a small step at a time."""
 
     def close(self) -> T_co:
-        """Return the result of the page, which is over."""
+        """Return the result of the complete page."""
 
 
 class _ModelsPage:
@@ -141,7 +141,7 @@ class Scraper:
         """Return the requests that wait for room in one pod; 0 if the answer does not give it, 1 if the engine is too
         busy."""
         try:
-            # The number of questions in the probe bounds the size of this.
+            # No work is charged: the number of requests in a probe already bounds this.
             return (await self.scrape(service, url, lambda _: None)).waiting
         except ScrapeTimeout:
             return 1.0
@@ -171,14 +171,14 @@ class Scraper:
             if (answer.content_length or 0) > METRICS.read_bytes:
                 raise ScrapeError(f"{answer.content_length} bytes, more than {METRICS.read_bytes}")
             async for chunk in answer.content.iter_chunked(METRICS_CHUNK_BYTES):
-                # This wait is not the engine's fault.
+                # Extend the timeout by this wait, which the engine did not cause.
                 came, until = clock(), limit.when() or 0.0
                 limit.reschedule(None)
                 await self._read(page.steps(chunk))
                 limit.reschedule(until + clock() - came)
 
     async def _read(self, steps: Iterator[None]) -> None:
-        """Iterate over these steps; each waits for its turn."""
+        """Iterate over these steps, and let other tasks run between them."""
         more = True
         while more:
             async with self._steps:

@@ -1,6 +1,6 @@
-"""The pace at which a service's engines are asked for pages: slow where those are refused, or take long to read.
+"""The pace at which a service's engines are scraped. It is slower for engines whose pages fail or take long to read.
 
-An engine that answers well, with a page as large as any real one, is asked in every cycle.
+An engine with good pages of a realistic size is scraped in every cycle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class _Failed:
 
 
 class ScrapeThrottle:
-    """The throttle of one service: `due` says before a cycle whom to ask; `answered` and `failed` take the outcome.
+    """The throttle of one service. `due` returns the pods to scrape in a cycle; `answered` and `failed` record the
+    outcome.
 
     Times are seconds on a clock that never goes back.
     """

@@ -52,7 +52,7 @@ class SeriesReader:
         return self._lines + self._bytes // METRICS_WORK_BYTES
 
     def steps(self, chunk: bytes) -> Iterator[None]:
-        """Read the next bytes while it is iterated, METRICS_STEP_LINES lines at a time.
+        """Read the next bytes in steps of METRICS_STEP_LINES lines, one per iteration.
 
         Raises:
             ScrapeError: more bytes or lines than a page may have, or a line that is too long or cannot be read.

@@ -1,4 +1,4 @@
-"""From Kubernetes' JSON to the views of a Snapshot. Pure; tolerant of fields that are not set yet."""
+"""Convert Kubernetes' JSON to the views of a Snapshot. Pure, and tolerant of fields that are not set yet."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from kvpilot_operator.state.snapshot import ServiceKey
 
 Object = Mapping[str, Any]
 
-# A queue such as Kueue holds a pod by a scheduling gate while it is full: treat this like a lack of room on nodes.
+# A full queue such as Kueue holds pods with a scheduling gate. Treat this like a lack of room on nodes.
 _NO_NODE = ("Unschedulable", "SchedulingGated")
 _SOURCES = (
     ("Secret", "secret", "secretName"),
     ("ConfigMap", "configMap", "name"),
     ("PersistentVolumeClaim", "persistentVolumeClaim", "claimName"),
 )
-"""Kind, the field of a volume or of a projected volume's source, and the field in it that has the name."""
+"""Each row: kind, the field in a volume (or in a projected source), and the subfield with the object's name."""
 _POD_NAME = re.compile(r'^(?:pods|Pod) "[^"]*" is (?:forbidden|invalid): ')
 
 
@@ -77,13 +77,13 @@ def _words(said: Object, field: str = "message") -> str | None:
 
 
 def _no_volume(scheduled: Object) -> str | None:
-    """Return the scheduler's words on a volume that was not made in time; it calls that its own error."""
+    """Return the scheduler's message about a volume that was not made in time. It reports that as its own error."""
     message = _words(scheduled) or ""
     return message if scheduled.get("reason") == "SchedulerError" and "VolumeBinding" in message else None
 
 
 def _held_up(status: Object, container_name: str) -> tuple[str, str] | None:
-    """Return reason and message of the first other container with a wait that may never end."""
+    """Return reason and message of the first init container or sidecar with a wait that may never end."""
     for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
         waiting = (container.get("state") or {}).get("waiting") or {}
         reason = waiting.get("reason") or ON_ITS_WAY[0]
@@ -94,7 +94,7 @@ def _held_up(status: Object, container_name: str) -> tuple[str, str] | None:
 
 
 def _begun(status: Object) -> bool:
-    """Return True if a container was started, so its volumes are there; or none is waited for yet."""
+    """Return True if a container was started (so its volumes exist), or if no container waits yet."""
     containers = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
     return not containers or any(
         one.get("lastState") or (one.get("state") or {}).keys() & {"running", "terminated"} for one in containers

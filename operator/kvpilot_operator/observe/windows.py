@@ -16,13 +16,13 @@ from kvpilot_operator.state.snapshot import ModelFacts, ServiceKey
 
 log = logging.getLogger(__name__)
 
-# Samples in the window of pressure: enough to say "nine in ten of them".
+# Samples in the pressure window: enough to tell whether nine in ten of them are above the threshold.
 _PRESSURE_BUCKETS = 24
-# Samples in a canary's step: as many slices as its two sides are compared in.
+# Samples in a canary's step. The comparison cuts a step into up to 10 slices of time, and each needs samples.
 _STEP_BUCKETS = 20
-# Largest distance between samples: a wider gap would read as missing scrapes.
+# Longest bucket of the near window. With a wider one, samples would be 60 s apart (`STALE_SECONDS`) and read as gaps.
 _LONGEST_BUCKET_SECONDS = 45.0
-# Samples that are kept of a window of a day, and beyond the windows of the workload.
+# Most samples in the near window (up to a day), and samples in the far window.
 _MOST_BUCKETS = 2400
 _FAR_BUCKETS = 24
 
@@ -48,7 +48,8 @@ class SampleRetention:
 
 
 def retention_of(spec: Spec, *, trial: bool) -> SampleRetention:
-    """Return the windows of a spec: the workload's windows, and beyond them the longest time of a step."""
+    """Return how long the decisions of a spec need samples: `near` for the workload, `far` for the longest canary
+    step."""
     canary, sustained = spec.canary, spec.kv_cache.pressure.sustained_seconds
     holds = [step.hold_seconds for step in canary.steps if step.hold_seconds]
     near = max(sustained, spec.scaling.scale_down_stabilization_seconds)
@@ -61,13 +62,13 @@ def retention_of(spec: Spec, *, trial: bool) -> SampleRetention:
 
 @dataclass(slots=True)
 class _Merged:
-    """Scrapes that are merged into one sample, and how many they are."""
+    """A sample merged from several scrapes, and their number."""
 
     sample: Sample
     scrapes: int = 1
 
     def merge(self, other: _Merged) -> None:
-        """Take in a later bucket: flows add up, gauges are averaged, all else is the later one's."""
+        """Merge a later bucket: add up flows, average gauges, and take everything else from the later one."""
         ours, theirs = self.sample, other.sample
         if not theirs.pods:
             told = theirs if theirs.observed_dtype else ours
@@ -107,7 +108,8 @@ class _Series:
     near: deque[_Merged] = field(default_factory=deque)
 
     def turned_back(self, now: datetime) -> bool:
-        """Forget samples that are dated later than now; return True if there were any: the clock was set back."""
+        """Drop samples from the future. Return True if the clock was set back, that is, if a pod's last page was dated
+        later than now."""
         ahead = now + timedelta(seconds=1)
         later = [pod for pod, known in self.known.items() if known.time > ahead]
         if not later:
@@ -143,7 +145,7 @@ class _Series:
 
 
 class Windows:
-    """One service's samples by revision, as far back as its spec looks, thinned as they age."""
+    """The samples of one service by revision, as far back as its spec needs. Older samples are thinned."""
 
     __slots__ = ("_key", "_retention", "_series")
 
@@ -153,7 +155,7 @@ class Windows:
         self._retention = SampleRetention()
 
     def keep(self, retention: SampleRetention) -> None:
-        """Look back this far from now on."""
+        """Set how long samples are kept from now on."""
         self._retention = retention
 
     def add(
@@ -178,7 +180,7 @@ class Windows:
         return judged
 
     def news(self, revision: str, odd: Collection[str]) -> Collection[str]:
-        """Return the oddities of a revision's pages that the pages before did not have."""
+        """Return the contradictions in a revision's pages that the previous pages did not have."""
         series = self._series[revision]
         before, series.odd = series.odd, frozenset(odd)
         return series.odd - before

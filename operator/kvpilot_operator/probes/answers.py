@@ -1,4 +1,4 @@
-"""From an engine's JSON to tokens and logprobs, with nothing taken on trust. Pure.
+"""Decode an engine's JSON into tokens and logprobs, and validate every value. Pure.
 
 Answers are decoded directly into their types. Unused fields are skipped without making objects, and the first invalid
 value ends the decoding. A missing or non-finite logprob becomes an empty position, which is maximal damage; impossible
@@ -23,10 +23,10 @@ from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer
 from kvpilot_operator.probes.stats import MAX_TEXT, MIN_LOGPROB, Logprobs, impossible
 
 MAX_EXCERPT = 300
-# A token id with its comma and space.
+# Bytes of a token id in JSON, with its comma and space.
 BYTES_A_TOKEN = 10
 _TOKEN_PREFIX = "token_id:"  # noqa: S105 - vLLM's spelling of a token id, nothing secret
-# Strings are taken whole, a last one even without its end, so that no text costs more than its length.
+# Match strings whole, even an unterminated last one, so that the time is linear in the length of any text.
 _NOT_FINITE = re.compile(rb'("(?:[^"\\]++|\\.?)*+"?)|-?(?:NaN|Infinity)', re.DOTALL)
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class StreamedToken(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One streamed chunk: its tokens, and why the answer ends with it, in the engine's word."""
+    """One streamed chunk: its tokens, and the engine's finish reason if the answer ends with it."""
 
     tokens: Sequence[StreamedToken] = ()
     finish_reason: str | None = None
@@ -59,7 +59,7 @@ class _Tokenized(msgspec.Struct):
 
 
 class Model(msgspec.Struct):
-    """A served name; a LoRA adapter has the model that it belongs to as its parent."""
+    """A served model name. A LoRA adapter has its base model as `parent`."""
 
     id: Annotated[str, Meta(min_length=1, max_length=512)]
     parent: str | None = None
@@ -91,18 +91,18 @@ class _Error(msgspec.Struct):
 
 
 def read_tokens(url: str, data: bytes) -> Tokenized:
-    """Return what /tokenize said; raises `MalformedAnswer`."""
+    """Return the answer of /tokenize. Raise `MalformedAnswer` if it is invalid."""
     answer = _decoded(url, data, _Tokenized)
     return Tokenized(array("I", answer.tokens), answer.max_model_len)
 
 
 def read_models(url: str, data: bytes) -> tuple[Model, ...]:
-    """Return the models that /v1/models lists; raises `MalformedAnswer`."""
+    """Return the models that /v1/models lists. Raise `MalformedAnswer` if the answer is invalid."""
     return tuple(_decoded(url, data, _Models).data)
 
 
 def read_streamed(url: str, data: bytes) -> Chunk:
-    """Return a streamed chunk; an engine that fails in the middle of a stream says so in `error`."""
+    """Return a streamed chunk. An engine that fails in the middle of a stream reports that in `error`."""
     try:
         chunk = _decoded(url, data, _Chunk)
     except MalformedAnswer:
@@ -127,7 +127,7 @@ def read_streamed(url: str, data: bytes) -> Chunk:
         ident = _token(url, token)
         steps.append(StreamedToken(Logprobs(ident, _top(url, ident, logprob, top)), ""))
     if steps:
-        # People read the first MAX_TEXT characters of all steps together.
+        # Keep at most MAX_TEXT characters, because the text is only for people.
         steps[-1] = steps[-1]._replace(text=choice.text[:MAX_TEXT])
     return Chunk(steps, choice.finish_reason)
 
@@ -149,10 +149,10 @@ def _code(error: msgspec.Raw) -> int:
 def _top(
     url: str, token: int, logprob: float | str | None, top: Mapping[str, float | str | None] | None
 ) -> dict[int, float]:
-    """Return the position's logprobs, or nothing at all when one of them is not a number.
+    """Return the position's logprobs, or an empty mapping if one of them is not a number.
 
     Raises:
-        MalformedAnswer: they are numbers that no distribution has.
+        MalformedAnswer: the logprobs cannot belong to a probability distribution.
     """
     if top is None or logprob is None:
         return {}

@@ -1,4 +1,4 @@
-"""The one place that talks to an engine: vLLM's OpenAI-compatible API over HTTP, with nothing taken on trust.
+"""The only module that sends requests to engines: vLLM's OpenAI-compatible API over HTTP. It validates every answer.
 
 Used: POST /tokenize (chat messages to token ids, by the engine's own template), GET /v1/models, and
 POST /v1/completions as a stream: token ids in, token ids with logprobs out. Every size is bounded, and a
@@ -40,7 +40,8 @@ Progress = Callable[[], None]
 T = TypeVar("T")
 
 CONNECT_SECONDS = 5.0
-# Longest silence: a prefill on a loaded CPU engine takes tens of seconds, more is a hang (the deadline rules anyway).
+# Longest silence of an engine. A prefill on a loaded CPU engine takes tens of seconds; a longer silence is a hang. The
+# deadline applies in any case.
 READ_SECONDS = 120.0
 RETRY_PAUSE_SECONDS = 0.5
 _MAX_LINE_BYTES = 128 * 1024
@@ -61,7 +62,7 @@ _TOOLS_AS_TEXT = "You can call these tools. To call one, answer only with a JSON
 
 
 def untold() -> None:
-    """Ignore an engine's progress."""
+    """Ignore reports of an engine's progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class EngineClient:
     async def _tokens(self, body: Mapping[str, object]) -> Tokenized:
         url = f"{self.base_url}/tokenize"
         asked = msgspec.json.encode(body)
-        # A token is at least a byte of text, and the template's additions have their own allowance.
+        # A text has at most one token per byte. Tokens that the template adds have their own allowance.
         limit = min(BYTES_A_TOKEN * len(asked) + _TEMPLATE_BYTES, CANARY_PROBE.read_bytes)
 
         async def ask() -> Tokenized:
@@ -133,8 +134,8 @@ class EngineClient:
     ) -> AsyncGenerator[StreamedToken, None]:
         """Yield the greedy continuation of `prompt` token by token; closing the iterator stops the engine's work.
 
-        `tokens` steps, fewer only where the model ends its answer; with `past_end` its end token is a token like any
-        other. A connection that fails before the first token is tried once more; later failures raise
+        There are `tokens` steps, or fewer if the model ends its answer. With `past_end`, the end token counts like any
+        other token. A connection that fails before the first token is tried once more; later failures raise
         `EngineUnreachable`.
         """
         body: dict[str, object] = {
@@ -193,7 +194,7 @@ class EngineClient:
         except OverBudget as error:
             raise MalformedAnswer(str(error)) from error
         if count < tokens and (past_end or ended != "stop"):
-            # Answers that end early agree at every position, but have too few positions, or none.
+            # Refuse an answer that ends early: its few positions (or none) could all agree and hide the damage.
             raise MalformedAnswer(
                 f"{url}: {count} of {tokens} tokens, finish_reason {ended[:40]!r}; see the engine's log, and "
                 "max_new_tokens in the model's generation_config.json"

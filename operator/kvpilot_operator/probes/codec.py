@@ -36,16 +36,16 @@ from kvpilot_operator.probes.stats import (
     impossible,
 )
 
-# Part of every identity: a new number invalidates every baseline. So change it with the meaning of answers, not with
-# their packing.
+# This number is part of every identity, so a new one invalidates every baseline. Change it if the meaning of answers
+# changes, not if only their encoding does.
 _MEANING = 1
 MAX_BYTES = 900 * 1024
 MAX_PROMPT_TOKENS = 65_536
 MAX_POSITIONS = 4096
 MAX_TOKEN_ID = 2**24 - 1
-# Tokens with a logprob at one position: vLLM's default --max-logprobs, and the chosen one.
+# Most tokens with a logprob at one position: vLLM's default --max-logprobs, plus the chosen token.
 MAX_TOP = 21
-# A stream unpacks to 0.8 MiB of arrays, and 64 names and twice 64 texts of 4 bytes a character; more is not ours.
+# A valid stream unpacks to 0.8 MiB of arrays plus 64 names and 128 texts of at most 4 bytes a character. Refuse more.
 _MAX_RAW = 2 * 1024 * 1024
 _STEPS_PER_NAT = 2048
 _Damage = Annotated[int, Meta(ge=0, le=int(MAX_KL * MICRO))]
@@ -68,7 +68,7 @@ class BaselinePrompt:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The 16-bit replica's damage against its own answers, and when (UTC) both were taken."""
+    """The 16-bit replica's damage against its own answers, and the time (UTC) of both runs."""
 
     captured: Annotated[datetime, Meta(tz=True)]
     prompts: Annotated[int, Meta(ge=0, le=MAX_PROMPTS)]
@@ -104,7 +104,7 @@ class _Prompt(msgspec.Struct, frozen=True):
     text: str
     tokens: bytes
     tops: list[Annotated[int, Meta(ge=1, le=MAX_TOP)]]
-    """The number of tokens with a logprob, by position."""
+    """The number of tokens with a logprob at each position."""
     top_ids: bytes
     steps: bytes
 
@@ -126,7 +126,7 @@ def with_control(baseline: Baseline, noise: Measurement, captured: datetime) -> 
 def identity(model: str, revision: str, dtype: str, prompts: Sequence[ProbePrompt], tokens: int, top_k: int) -> str:
     """Return 10 hex digits that change when the model, its revision, the dtype, a prompt's content or the depth does.
 
-    The engine image is left out on purpose: an upgrade is judged by the model's answers before it.
+    The engine image is left out on purpose, so that answers from before an upgrade judge the upgraded engine.
     """
     content = [
         [p.pack, p.name, [[m.role, m.content] for m in p.messages], *([p.tools] if p.tools else [])] for p in prompts
@@ -169,7 +169,7 @@ def decode(data: bytes) -> Baseline:
 
 
 def check_limits(prompt_tokens: int, positions: int) -> None:
-    """Raise `BaselineTooLarge` when this much would not fit, before anybody spends an engine's time on it."""
+    """Raise `BaselineTooLarge` if this much would not fit. Called before the capture, to save the engine's time."""
     for what, value, limit in (
         ("prompt tokens", prompt_tokens, MAX_PROMPT_TOKENS),
         ("positions", positions, MAX_POSITIONS),
@@ -206,7 +206,7 @@ def _unpacked(p: _Prompt) -> BaselinePrompt:
 
 
 def _sorted_top(answer: Logprobs) -> list[tuple[int, float]]:
-    """Return the greedy token first, then the others by falling kept logprob."""
+    """Return the tokens with their stored logprobs: first the greedy token, then the others by decreasing logprob."""
     return sorted(answer.top.items(), key=lambda item: (item[0] != answer.token, _steps(item[1]), item[0]))
 
 

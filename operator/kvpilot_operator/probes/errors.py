@@ -12,7 +12,7 @@ class PackError(ProbeError):
 
 
 class UnknownPack(PackError):
-    """Probe set that is neither built in nor a given ConfigMap."""
+    """A probe set that is neither built in nor one of the given ConfigMaps."""
 
 
 class EmptyPack(PackError):
@@ -20,11 +20,11 @@ class EmptyPack(PackError):
 
 
 class MalformedPack(PackError):
-    """Not the YAML that a pack is."""
+    """A pack that is not YAML of the required form."""
 
 
 class PackTooLarge(PackError):
-    """More prompts or text than a probe may cost."""
+    """A pack with more prompts or text than a probe may have."""
 
 
 class NothingFits(PackError):
@@ -49,7 +49,7 @@ class EngineRefused(ProbeError):
 
 
 class MalformedAnswer(ProbeError):
-    """The engine answered something that is not its API."""
+    """The engine's answer does not follow its API."""
 
 
 class ProbeTimeout(ProbeError):

@@ -40,11 +40,11 @@ MAX_PROMPTS = 64
 MAX_PACK_BYTES = 32 * 1024
 MAX_LEVELS = 24
 MAX_MESSAGES = 16
-# In all prompts together, once they are filled: more tokens than a baseline keeps (65,536) have more characters.
+# Limit for all filled prompts together. It leaves room for the 65,536 tokens that a baseline can hold.
 MAX_CHARACTERS = 512 * 1024
 MAX_TOOLS = 16
 MAX_NAME = 40
-# Contexts longer than this are probed as if they were this long: a probe must not hog the engine with prefills.
+# Fill at most this many tokens, even in longer contexts: a probe must not occupy the engine with prefills.
 MAX_FILL_TOKENS = 8192
 DEFAULT_CONTEXT_TOKENS = 4096
 _ROLES = ("system", "user", "assistant")
@@ -283,8 +283,8 @@ _WHEN = ("In the morning", "Before noon", "At the end of the day", "On the follo
 def _filler(words: int, fact: str, depth_percent: int) -> str:
     """Return about `words` words of plain prose with `fact` at `depth_percent` of it; the same for the same arguments.
 
-    The lists (5, 10, 7 and 9 entries) make 3,150 different sentences; a stride prime to that number visits each once
-    before any comes again, which is more than MAX_FILL_TOKENS hold.
+    The lists (5, 10, 7 and 9 entries) make 3,150 different sentences. The stride is coprime to that number, so no
+    sentence repeats before all were used. MAX_FILL_TOKENS hold fewer sentences than that.
     """
     sentences: list[str] = []
     count = 0
@@ -300,5 +300,5 @@ def _filler(words: int, fact: str, depth_percent: int) -> str:
 
 
 def _show(value: object) -> str:
-    # Not repr: a value may have 32 KiB, and a message shows its beginning.
+    # Use a shortened repr: a value may have 32 KiB, and a message only shows its start.
     return _SHORT.repr(value)[:120]

@@ -1,14 +1,14 @@
 """Capture a baseline and measure a candidate against it, by teacher-forced decode.
 
-A prefill need not read what it has just stored: backends with packed caches attend to the fresh 16-bit keys and
-values of a first chunk, so logprobs of a *prompt* may see no damage at all. Every backend decodes from its pages, and
-users live on decode. So the candidate decodes: it continues the baseline's prompt greedily. As long as its token
-equals the baseline's, both sides have the same context, and their distributions can be compared. The position of a
-divergence still counts; the request is closed, and a new one resumes with the baseline's tokens up to there as its
+A prefill need not read the cache that it has just written: backends with packed caches attend to the fresh 16-bit keys
+and values of a first chunk, so logprobs of a *prompt* may show no damage at all. But every backend decodes from its
+pages, and users' answers are decoded. So the candidate decodes: it continues the baseline's prompt greedily. As long as
+its token equals the baseline's, both sides have the same context, and their distributions can be compared. The position
+of a divergence still counts; the request is closed, and a new one resumes with the baseline's tokens up to there as its
 prompt. A request's first token comes from a prefill and is judged only if it differs.
 
-Before a prompt is followed, its first half is asked alone: the rest is then prefilled onto cached pages, like the
-next turn of a chat. There a cache can be wrong while every fresh prompt is right.
+Before the full prompt, a request sends only its first half. The rest is then prefilled onto cached pages, like the next
+turn of a chat. A cache can be wrong in that case even if every fresh prompt is right.
 
 A candidate that answers garbage diverges at every step, so resumes are bounded: the rest of such a prompt stays
 unmeasured, because the verdict is already clear. docs/decisions/0003 has the alternatives.
@@ -46,7 +46,7 @@ from kvpilot_operator.probes.stats import (
 A = TypeVar("A")
 B = TypeVar("B")
 
-# vLLM's pages hold 16 tokens or more: a shorter half of a prompt fills none.
+# vLLM's pages hold at least 16 tokens, so a shorter half of a prompt would fill no page.
 MIN_HALF_TOKENS = 16
 
 
@@ -95,15 +95,16 @@ async def capture(
 
 
 async def measure(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> Measurement:
-    """Return the damage of the engine at `base_url` against `baseline`; raises a `ProbeError` if it cannot."""
+    """Return the damage of the engine at `base_url` against `baseline`. Raise a `ProbeError` if it cannot be
+    measured."""
     return await _measure(base_url, model, baseline, range(len(baseline.prompts)), settings)
 
 
 async def control(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> Measurement:
     """Return the 16-bit engine's damage against its own baseline: the noise that a candidate's damage must exceed.
 
-    The batches are composed differently: twice the concurrency, the prompts in reverse order, resumes and a warm prefix
-    cache. Production changes those from minute to minute.
+    The second run has other batches: twice the concurrency, the prompts in reverse order, resumes and a warm prefix
+    cache. Production load varies in the same way.
     """
     twice = replace(settings, concurrency=min(2 * settings.concurrency, 64))
     return await _measure(base_url, model, baseline, range(len(baseline.prompts))[::-1], twice)
@@ -178,7 +179,8 @@ async def _follow(
             break
         requests += 1
         resumes += 1
-        # The baseline knows where the model ended; the candidate's own end token counts as another divergence.
+        # Decode past the end token. The baseline has the end of the answer, and another end of the candidate is a
+        # divergence.
         async with aclosing(engine.decode(context, wanted, TOP_K, past_end=True)) as steps:
             async for step in steps:
                 judged = compare(index, len(prompt.tokens) + reached, answer[reached], step.logprobs)

@@ -1,6 +1,6 @@
-"""One run's time with an engine: how deep and how gently it asks, and the deadline that follows from it.
+"""One probe run on an engine: its depth, its precautions for users, and the deadline that follows.
 
-It lets users of its engine go first, and has a bounded cost.
+A run lets the engine's users go first, and its cost is bounded.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ LOOK_AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """Precedence of users: `waiting` returns the number of their queued requests; they go first for `seconds` in all.
+    """Precedence of users. `waiting` returns the number of their queued requests. A run waits for them for at most
+    `seconds` in total.
 
-    With `insist` a run that has waited for long enough goes on; without it, it ends as `EngineBusy`.
+    After that time, a run continues with `insist`, and ends with `EngineBusy` without it.
     """
 
     waiting: Callable[[], Awaitable[float]]
@@ -77,8 +78,8 @@ TOP_K = 20
 # A 4-bit cache diverges from bf16 about every tenth token: three or four resumes in 32 tokens. Twelve leave a margin
 # and bound the cost of garbage.
 MAX_RESUMES = 12
-# The pace that a probe needs: about a third of what two CPU cores with other work give a small model
-# (docs/accuracy-watch.md). A run's deadline is the time for its prompts and answers at this pace, and a start.
+# The slowest useful pace: about a third of the pace of a small model on two CPU cores with other work
+# (docs/accuracy-watch.md). A run's deadline is a start time plus the time for its prompts and answers at this pace.
 START_SECONDS = 60.0
 PREFILL_TOKENS_PER_SECOND = 100
 DECODE_TOKENS_PER_SECOND = 2
@@ -90,15 +91,15 @@ TOKEN_BUDGET = 4 * MAX_PROMPT_TOKENS
 class Settings:
     """Depth and courtesy of a probe: `concurrency` requests in flight, `deadline_seconds` for the whole run.
 
-    Without `deadline_seconds` a run has the time for its prompts and answers at the slowest useful pace, plus its time
-    of yielding.
+    Without `deadline_seconds`, the deadline is the time for all prompts and answers at the slowest useful pace, plus
+    the time of yielding.
 
-    `give_way` lets users' requests go first (None: it does not look). `token_budget` bounds the tokens of all requests
-    together, prompts included; the rest stays unmeasured. `priority` goes with each request, for an
-    engine that schedules by priority: a larger one is served later. `api_key` is for an engine behind a gateway, `tls`
-    for one in a mesh. `headers` go with each request: by a trace's an engine's own spans join it. `progress` is called
-    at each of an engine's answers. `from_host` is for an engine that offloads: it answers from pages that came back
-    from host memory.
+    `give_way` lets users' requests go first (None: do not check for them). `token_budget` bounds the tokens of all
+    requests together, prompts included; the rest stays unmeasured. `priority` goes with each request, for an engine
+    that schedules by priority: a larger one is served later. `api_key` is for an engine behind a gateway, `tls` for one
+    in a mesh. `headers` go with each request, for example to join the engine's spans to a trace. `progress` is called
+    at each answer of the engine. `from_host` is for an engine that offloads: it then answers from pages loaded from
+    host memory.
     """
 
     tokens: int = DEFAULT_TOKENS
@@ -149,7 +150,7 @@ async def probing(
 
 
 def allow(deadline: asyncio.Timeout, settings: Settings, prompt_tokens: int, answer_tokens: int) -> None:
-    """Give a run the time from now on that this many tokens take, unless its settings say how long it has."""
+    """Set a run's deadline to the time that this many tokens take from now on, unless its settings fix the deadline."""
     if settings.deadline_seconds is None:
         needed = prompt_tokens / PREFILL_TOKENS_PER_SECOND + answer_tokens / DECODE_TOKENS_PER_SECOND
         waits = settings.give_way.seconds if settings.give_way is not None else 0.0

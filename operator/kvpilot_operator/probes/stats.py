@@ -1,4 +1,4 @@
-"""From two answers at one position to the damage of a measurement. Pure functions; logprobs are natural logs (nats).
+"""Compute the damage of a measurement from pairs of answers. Pure functions; logprobs are natural logs (nats).
 
 Damage at a position is the Kullback-Leibler divergence of the candidate from the baseline over a partition of the
 vocabulary: each of the baseline's top-K tokens is a cell, all other tokens together are one more,
@@ -6,9 +6,9 @@ vocabulary: each of the baseline's top-K tokens is a cell, all other tokens toge
     KL = sum_i p_i ln(p_i / q_i) + p_rest ln(p_rest / q_rest),    p_rest = 1 - sum_i p_i,  q_rest = 1 - sum_i q_i.
 
 Coarsening a distribution can only lower its KL (the log-sum inequality), so the figure is a lower bound of the full
-one. A baseline token that the candidate does not report has at most the candidate's smallest reported probability, so
-that is what it gets: again a lower bound, yet one that sees garbage, where no token is shared (a sum over shared tokens
-only would be empty, and call garbage perfect).
+one. A baseline token that the candidate does not report gets the candidate's smallest reported probability, which is
+its upper limit. The result is again a lower bound. It still detects garbage that shares no token with the baseline; a
+sum over shared tokens only would be empty and call garbage perfect.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 # Floor of logprobs: a float32 softmax cannot distinguish smaller ones, and damage stays bounded by MAX_KL.
 MIN_LOGPROB = -30.0
 MAX_KL = -MIN_LOGPROB
-# Mass below this is rounding: float32 logprobs of 20 tokens add up to 1 only within about 1e-6.
+# A smaller rest is rounding: float32 logprobs of 20 tokens add up to 1 only within about 1e-6.
 MIN_REST = 1e-6
-# Probabilities that add up to more are not a distribution: logprobs that were rounded to 16 bits stay below.
+# Probabilities with a larger sum are not a distribution. Logprobs rounded to 16 bits stay below this.
 MAX_MASS = 1.01
 # Absolute positions in the context, doubling, so that buckets of different services and days can be compared.
 BUCKET_EDGES = (0, 128, 256, 512, 1024, 2048, 4096, 16384)
@@ -40,7 +40,7 @@ class Logprobs(NamedTuple):
 
 
 class Answers(Sequence[Logprobs]):
-    """The positions of one answer in 8 bytes a logprob: as dicts they would take twelve times as much."""
+    """The positions of one answer in 8 bytes per logprob. Dicts would take twelve times as much memory."""
 
     __slots__ = ("_ends", "_ids", "_logprobs")
 

@@ -1,4 +1,4 @@
-"""The pod template of one revision: which engine runs, how it starts, answers, drains and dies."""
+"""The pod template of one revision: the engine, its start, its probes, its drain and its end."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def _pod_spec(service: str, spec: Spec, dtype: str) -> dict[str, Any]:
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "startupProbe": _health(5, 5, -(-engine.startup_timeout_seconds // 5)),
         "readinessProbe": _health(5, 5, 3),
-        # A busy engine answers /health late: it is restarted only after two minutes of silence.
+        # A busy engine may answer /health late, so restart it only after two minutes of silence.
         "livenessProbe": _health(15, 10, 8),
-        # The pod leaves the Service first; the engine then finishes what it has (--shutdown-timeout).
+        # The pod leaves the Service first. Then the engine finishes its requests (--shutdown-timeout).
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(drain.pre_stop_seconds)]}}},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
@@ -111,7 +111,7 @@ def _resources(spec: Spec) -> dict[str, dict[str, str]]:
         for amounts in (requests, limits):
             if "memory" in amounts:
                 amounts["memory"] = _grown(amounts["memory"], more)
-        if "memory" not in limits:  # a limit without a request is the request, too
+        if "memory" not in limits:  # a limit without a request also serves as the request
             requests.setdefault("memory", f"{more}Gi")
     return {"requests": requests, "limits": limits}
 
@@ -138,7 +138,7 @@ def _security_context(assigned_user: bool) -> dict[str, Any]:
     return {
         "runAsNonRoot": True,
         **({} if assigned_user else own),
-        # The files of a claim with weights are not all visited at every start.
+        # Avoid a visit of every file of a weights claim at each start.
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
@@ -146,10 +146,10 @@ def _security_context(assigned_user: bool) -> dict[str, Any]:
 
 def _fill_in(pod: dict[str, Any], service: str, spec: Spec) -> None:
     """Complete a pod with fields that depend on the merged podTemplate."""
-    # Engines never call the API server. A user who names an account wants its identity in the cloud.
+    # Engines never call the API server. A user who names an account needs its cloud identity, so mount its token.
     pod["automountServiceAccountToken"] = "serviceAccountName" in pod
     if pod.get("hostNetwork"):
-        # Otherwise a pod on the node's network asks the node's DNS, which knows no Service.
+        # Without this, a pod on the node's network uses the node's DNS, which does not resolve Services.
         pod["dnsPolicy"] = "ClusterFirstWithHostNet"
     for spread in pod.get("topologySpreadConstraints", ()):
         spread.setdefault("labelSelector", {"matchLabels": {SERVICE_LABEL: service}})
@@ -265,7 +265,8 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
 
 
 def _compiled(spec: Spec) -> str:
-    """Return the folder for compiled code. Other engines run it, so a claim for weights alone never holds it."""
+    """Return the folder for compiled code. It is never on a claim that is only for weights, because other engines would
+    run that code."""
     if spec.cache.compile_claim_name:
         return _COMPILE_PATH
     return f"{_WEIGHTS_PATH}/kvpilot-compiled" if spec.cache.weights and spec.model.source.startswith("hf://") else ""
@@ -304,7 +305,7 @@ def _disk(disk: OffloadDisk) -> dict[str, Any]:
     """Return the source of the volume for offloaded blocks."""
     if disk.claim_name is not None:
         return {"persistentVolumeClaim": {"claimName": disk.claim_name}}
-    # A file system keeps a part for itself: a volume of exactly the file's size would be too small.
+    # Add 10%, because a file system uses part of the volume itself.
     size = f"{-(-disk.size_gib * 11 // 10)}Gi"
     asked = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
     named = {} if disk.storage_class_name is None else {"storageClassName": disk.storage_class_name}

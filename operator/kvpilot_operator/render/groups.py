@@ -1,4 +1,4 @@
-"""Groups of pods that are one engine: a leader, its workers, and the LeaderWorkerSet that makes both.
+"""Groups of pods that form one engine: a leader, its workers, and the LeaderWorkerSet that creates both.
 
 The leader, pod NAME-<group>, has the template of any engine with the arguments of a group; it alone takes requests. A
 worker, pod NAME-<group>-<worker>, computes its share and takes none. LeaderWorkerSet gives every container its index in
@@ -51,7 +51,7 @@ def worker_template(leader: dict[str, Any]) -> dict[str, Any]:
 
 def _while_the_leader_lives(pod: dict[str, Any]) -> list[str]:
     """Return a command that waits until the leader has finished its requests and ended."""
-    # No longer than the kubelet waits before it kills.
+    # End before the kubelet kills the worker.
     seconds = max(pod["terminationGracePeriodSeconds"] - 10, 1)
     leader = f"/dev/tcp/${{LWS_LEADER_ADDRESS}}/{_MASTER_PORT}"
     return ["timeout", str(seconds), "bash", "-c", f"while : 2>/dev/null <{leader}; do sleep 1; done"]
@@ -60,7 +60,7 @@ def _while_the_leader_lives(pod: dict[str, Any]) -> list[str]:
 def group_spec(template: dict[str, Any], replicas: int, nodes: int, gates: dict[str, Any]) -> dict[str, Any]:
     """Return `spec` of a LeaderWorkerSet of `replicas` groups; `gates` are readiness gates of leaders.
 
-    Ranks of an engine do not come back one by one, so a pod that ends takes its group with it.
+    Ranks of an engine cannot restart one by one, so the whole group restarts if a pod ends.
     """
     leader = {**template, "spec": {**template["spec"], **gates}}
     return {

@@ -149,7 +149,8 @@ def group_service(key: ServiceKey, uid: str, name: str) -> dict[str, Any]:
 
 
 def pod_do_not_evict(key: ServiceKey, pod: PodView, wanted: bool) -> dict[str, Any]:
-    """Return our annotations of one pod: those that cluster autoscalers know and our mark, or none."""
+    """Return our annotations of one pod: those that cluster autoscalers respect, and our own mark. Return none if
+    `wanted` is False."""
     annotations = dict(_DO_NOT_EVICT) if wanted else {}
     metadata = {"name": pod.name, "namespace": key.namespace, "uid": pod.uid, "annotations": annotations}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}

@@ -22,11 +22,11 @@ from kvpilot_operator.render.engine import COMPILED, claim_label, model_location
 from kvpilot_operator.render.objects import owned
 from kvpilot_operator.state.snapshot import ServiceKey
 
-# The kubelet restarts the container with pauses of up to five minutes. The user may remove the obstacle (terms to
-# accept, a token, a network) at any time, and the download then goes on.
+# Retry practically for ever, with the kubelet's pauses of up to five minutes. The user may remove the obstacle (terms
+# to accept, a token, a network) at any time, and the download then continues.
 _ATTEMPTS = 1_000_000
 _RESOURCES = {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"cpu": "4", "memory": "8Gi"}}
-# Some runtime classes give every container all GPUs of a node by default.
+# Hide the GPUs, because some runtime classes give every container all GPUs of a node by default.
 _NO_GPU = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
 _ENGINES_ALONE = (
     "containers", "initContainers", "resourceClaims", "topologySpreadConstraints", "hostIPC", "hostNetwork", "hostPID",
@@ -41,7 +41,7 @@ def claim_name(service: str, spec: Spec) -> str:
 
 
 def identity(service: str, spec: Spec) -> str:
-    """Return a hash (8 hex digits) of the claim and its content: a change means that it is filled anew."""
+    """Return a hash (8 hex digits) of the claim and its content. If it changes, the claim is filled again."""
     content = json.dumps([claim_name(service, spec), *_arguments(spec)]).encode()
     return hashlib.sha256(content).hexdigest()[:8]
 
@@ -49,8 +49,8 @@ def identity(service: str, spec: Spec) -> str:
 def job(key: ServiceKey, uid: str, spec: Spec, *, assigned_user: bool) -> dict[str, Any]:
     """Return the Job.
 
-    Its pod runs where engines may run, as their user, with their variables, volumes and secrets: it needs the same
-    zone of a disk and the same access to the hub. It requests no GPU.
+    Its pod has the engines' placement, user, variables, volumes and secrets, because it needs the disk's zone and
+    access to the hub. It requests no GPU.
     """
     template = pod_template(key.name, spec, spec.kv_cache.baseline, assigned_user=assigned_user)
     engine = next(one for one in template["spec"]["containers"] if one["name"] == ENGINE_CONTAINER)
@@ -107,5 +107,5 @@ def _names_gpus(env: list[dict[str, Any]]) -> bool:
 
 
 def _engines_alone(volume: Mapping[str, Any]) -> bool:
-    """Return True for a volume, or a mount of one, that kvpilot has for engines alone."""
+    """Return True for a volume or mount that kvpilot adds only for engines."""
     return volume["name"] in ("shm", "compile", "offload") or str(volume["name"]).startswith("adapters-")

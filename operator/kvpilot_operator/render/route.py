@@ -51,7 +51,7 @@ class Backend(NamedTuple):
 
 
 def backend(s: Snapshot) -> Backend:
-    """Return the service's own backend; a pool counts for as long as it exists."""
+    """Return the service's own backend. It includes InferencePools if the spec asks for one or one still exists."""
     asked = s.spec is not None and s.spec.inference_pool is not None
     kinds = SERVICES | POOLS if asked or s.status.inference_pool is not None else SERVICES
     return Backend(s.key.namespace, s.key.name, kinds)
@@ -123,7 +123,7 @@ def route_fault(s: Snapshot, spec: Spec) -> str | None:
         return f": HTTPRoute {name} does not exist yet; if it stays so, the condition Stalled has the reason"
     if s.route is None:
         return f": namespace {s.key.namespace} has no HTTPRoute {name}; create it, or {remove}"
-    # A Gateway may refuse parts of a user's route that kvpilot does not touch.
+    # Check only our own route: a Gateway may refuse parts of a user's route that kvpilot does not touch.
     closed = not_accepted(s.route) if spec.route is not None else None
     if closed is not None:
         return f": no Gateway accepts HTTPRoute {name}: {closed}; fix the cause, or {remove}"

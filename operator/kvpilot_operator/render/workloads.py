@@ -13,7 +13,7 @@ Object = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of workload; its `spec.replicas` are the service's."""
+    """One kind of workload. Its `spec.replicas` is the number of the service's replicas."""
 
     name: str
     api_version: str
@@ -24,7 +24,7 @@ class Kind:
     pods_owner: str
     """The kind, of apps/v1, that owns these pods."""
     owner_is_named: str
-    """Name of that owner, with the workload's for NAME; one that ends in a dash is a prefix."""
+    """Pattern of that owner's name, in which NAME stands for the workload's name. A trailing dash makes it a prefix."""
 
     def pod_template(self, workload: Object) -> Object:
         """Return the template of pods that take requests; {} if there is none."""
@@ -34,7 +34,7 @@ class Kind:
         return found if isinstance(found, Mapping) else {}
 
     def owns(self, owner: Object, name: str) -> bool:
-        """Return True if an owner reference of a pod is to an object of the workload of this name."""
+        """Return True if a pod's owner reference points to an object of the workload of this name."""
         wanted, found = self.owner_is_named.replace("NAME", name), _controller(owner, self.pods_owner)
         return found.startswith(wanted) if wanted.endswith("-") else found == wanted
 

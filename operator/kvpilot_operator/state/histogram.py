@@ -30,7 +30,8 @@ class Histogram:
     def quantile(self, q: float) -> float:
         """Return the value below which a share `q` lies, interpolated as PromQL's histogram_quantile does.
 
-        The lowest bucket starts at 0, and the open one counts as its lower bound. NaN for no observation.
+        The lowest bucket starts at 0. A quantile in the open bucket is that bucket's lower bound. Return NaN without
+        observations.
         """
         if self.count <= 0:
             return float("nan")
@@ -44,7 +45,8 @@ class Histogram:
         return self.bounds[-1] if self.bounds else float("nan")
 
     def __add__(self, other: Histogram) -> Histogram:
-        """Add both; an empty one adopts the other's buckets. Raise ValueError if filled ones differ in buckets."""
+        """Add both. An empty histogram adopts the other's buckets. Raise ValueError if the buckets of two filled ones
+        differ."""
         if self.bounds == other.bounds:
             counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
             return Histogram(self.bounds, counts, self.total + other.total)

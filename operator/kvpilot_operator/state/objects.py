@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 ON_ITS_WAY = ("PodInitializing", "ContainerCreating")
-"""Waiting reasons of a container that has no fault."""
+"""Waiting reasons of a container that starts normally."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +20,18 @@ class PodView:
     ip: str | None
     node: str | None
     ready: bool
-    """True if requests are sent to it: the kubelet's condition Ready, which needs open readiness gates."""
+    """True if the pod is Ready, so that it gets requests. This needs open readiness gates."""
     terminating: bool
     restarts: int
     waiting_reason: str | None
     """Reason for which the container waits (ErrImagePull, CrashLoopBackOff, ...)."""
     exit_message: str | None
-    """The words of the engine's last exit (kvpilot-serve's refusal, or the end of its log)."""
+    """The message of the engine's last exit (kvpilot-serve's refusal, or the end of its log)."""
     unschedulable: str | None
     """The scheduler's message while no node fits, or a queue holds the pod back."""
     unheard_since: datetime | None = None
-    """Time since which it has neither a node nor a message of the scheduler, which is silent while a volume is made."""
+    """Time since when it has neither a node nor a message of the scheduler. The scheduler is silent while a volume is
+    made."""
     held_up: tuple[str, str] | None = None
     """Reason and message of an init container or sidecar that keeps the pod from being ready."""
     needs: tuple[str, ...] | None = None
@@ -62,13 +63,13 @@ class PrefetchView:
     """The Job that fills the claim for weights."""
 
     content: str
-    """Its annotation: hashes of the claim's content and of the Job's own."""
+    """Its annotation: a hash of the claim's content and one of the Job."""
     done: bool
     failure: str | None
     """Cause of its failure; None if it has not failed."""
     pods: tuple[PodView, ...]
     downloaded_bytes: int | None
-    """Number that its pod reports now; None if none answers."""
+    """Downloaded bytes that its pod reports now, or None if no pod answers."""
     total_bytes: int | None
 
 
@@ -80,7 +81,7 @@ class DeploymentView:
     dtype: str
     replicas: int
     failure: str | None = None
-    """Cause for which missing pods cannot be created, in the API server's words (ReplicaFailure, or Events)."""
+    """The API server's reason why missing pods cannot be created (from ReplicaFailure or Events)."""
     image: str | None = None
     model: str | None = None
     """Model argument of its engines."""
@@ -92,7 +93,7 @@ class DeploymentView:
     """True if its pods have kvpilot's readiness gate."""
     kind: str = "Deployment"
     nodes: int = 1
-    """Pods of a replica."""
+    """Number of pods of each replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class ObjectView:
     version: str
     """Version that changes with the object's specification."""
     selects: str | None = None
-    """Revision that a Service selects, "" for every one; None if the selector is not ours."""
+    """The revision that a Service selects, or "" for all revisions. None if the selector is not ours."""
     picker: Mapping[str, Any] | None = None
     """The endpoint picker of an InferencePool, unchanged."""
 
@@ -124,14 +125,14 @@ class Rejection:
 
 
 class Parent(NamedTuple):
-    """A Gateway's answer to a route that asks to be attached to it."""
+    """A Gateway's answer to a route that names it as a parent."""
 
     name: str
     """NAMESPACE/NAME, with the listener if one is named."""
     accepted: bool | None
     """None until the Gateway has judged the present route."""
     message: str = ""
-    """Cause of a refusal."""
+    """The Gateway's reason for a refusal."""
 
 
 @dataclass(frozen=True, slots=True)

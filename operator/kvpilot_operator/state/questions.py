@@ -1,4 +1,4 @@
-"""The questions of one reconcile, and those without an answer. An error in one leaves the others alone."""
+"""The questions of one reconcile, and the failed ones. An error in one question does not affect the others."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from kvpilot_operator.errors import ClusterError, places
 class Question(StrEnum):
     """The questions of a reconcile of one service, in their order."""
 
-    ROUTE = "Route"  # Observed: what the HTTPRoute says.
-    POOLS = "Pools"  # Observed: what the service's InferencePools select.
-    PROBE_SETS = "ProbeSets"  # Observed: which prompts accuracy is measured on.
-    NODE = "Node"  # Observed: which GPU the engines run on.
-    GROUPS = "Groups"  # Observed: why pods of groups cannot be created.
-    PREFETCH = "Prefetch"  # Observed: how far the Job is that fills the claim for weights.
-    WORKLOAD = "Workload"  # What binds?
-    REPLICAS = "Replicas"  # How many replicas?
-    STEP = "Step"  # What to weigh, and which step to take?
-    TARGET = "Target"  # Which revision should serve?
-    STORAGE = "Storage"  # What keeps the weights?
-    TRIAL = "Trial"  # How does the trial go on?
-    ACCURACY = "Accuracy"  # What did the probes find, and what is asked next?
-    SUMMARY = "Summary"  # What do the status' figures say?
-    ENGINES = "Engines"  # How many replicas of each revision?
-    TEMPLATES = "Templates"  # What do their Deployments look like?
-    TRAFFIC = "Traffic"  # What does the Service select, and how many pods may be disrupted?
-    SHARE = "Share"  # What share of the requests does the HTTPRoute give to the canary?
-    OBJECTS = "Objects"  # In which order do the objects go out?
-    ADMISSION = "Admission"  # Which pods may be sent requests?
-    DO_NOT_EVICT = "DoNotEvict"  # Which pods should stay where they are?
-    JOURNAL = "Journal"  # What is written down?
-    CONDITIONS = "Conditions"  # What do the conditions say?
+    ROUTE = "Route"  # read the HTTPRoute
+    POOLS = "Pools"  # read the service's InferencePools
+    PROBE_SETS = "ProbeSets"  # read the prompts for accuracy probes
+    NODE = "Node"  # read the GPU of the engines' nodes
+    GROUPS = "Groups"  # read why pods of groups cannot be created
+    PREFETCH = "Prefetch"  # read the progress of the Job that downloads weights
+    WORKLOAD = "Workload"  # find the resource that limits the service
+    REPLICAS = "Replicas"  # decide the number of replicas
+    STEP = "Step"  # weigh the steps and choose one
+    TARGET = "Target"  # choose the revision that should serve
+    STORAGE = "Storage"  # decide the claim for weights and its Job
+    TRIAL = "Trial"  # advance the rollout
+    ACCURACY = "Accuracy"  # judge the last probe and choose the next
+    SUMMARY = "Summary"  # write the figures of the status
+    ENGINES = "Engines"  # decide the replicas of each revision
+    TEMPLATES = "Templates"  # render the workloads of the revisions
+    TRAFFIC = "Traffic"  # render the Service and the disruption budget
+    SHARE = "Share"  # render the canary's share of the requests in the HTTPRoute
+    OBJECTS = "Objects"  # order the writes of the objects
+    ADMISSION = "Admission"  # open or close the pods' readiness gates
+    DO_NOT_EVICT = "DoNotEvict"  # mark pods that autoscalers should not evict
+    JOURNAL = "Journal"  # write the journal
+    CONDITIONS = "Conditions"  # write the conditions
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Unanswered:
 
 
 def keeps_probe(unanswered: Sequence[Unanswered]) -> bool:
-    """Return True if a running probe goes on, because the next probe could not be decided."""
+    """Return True if a running probe must continue, because the next probe could not be decided."""
     return any(one.question in (Question.PROBE_SETS, Question.ACCURACY) for one in unanswered)
 
 

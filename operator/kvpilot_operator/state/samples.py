@@ -12,7 +12,7 @@ from kvpilot_operator.state.histogram import Histogram
 
 NOTHING_OBSERVED = Histogram()
 ROOMY = 0.5
-"""Largest share of the fullest engine's use at which another engine has room for its waiting requests."""
+"""An engine with at most this share of the fullest engine's use has room for waiting requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Flows:
     prefix_queries: float = 0.0
     """Prompt tokens that were looked up in the prefix cache."""
     prefix_hits: float = 0.0
-    """Prompt tokens that it held."""
+    """Prompt tokens that the prefix cache held."""
     host_hits: float = 0.0
     """Prompt tokens that were loaded from host memory or disk instead."""
     finished: float = 0.0
@@ -62,7 +62,7 @@ _FIGURES = attrgetter(*(one.name for one in fields(Flows)))
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The fullest engine of one scrape beside the others. An engine is a pod or a data-parallel rank."""
+    """The fullest engine of one scrape in comparison with the others. An engine is a pod or a data-parallel rank."""
 
     name: str
     usage: float
@@ -72,7 +72,7 @@ class Spread:
     roomy: float
     """Share of the engines that are at most half as full."""
     roomy_waiting: float
-    """Mean number of requests that wait at each of these."""
+    """Mean number of waiting requests at each of these engines."""
 
     @classmethod
     def of(cls, engines: Sequence[tuple[str, float, float]]) -> Spread | None:
@@ -85,7 +85,7 @@ class Spread:
         return cls(*fullest, mean, len(roomy) / len(engines), sum(roomy) / len(roomy) if roomy else 0.0)
 
     def mixed(self, other: Spread, share: float) -> Spread:
-        """Return the mean of both, in which `other` has this share, under the name of `other`."""
+        """Return the weighted mean of both, in which `other` has the weight `share`. The name is that of `other`."""
         ours, theirs = astuple(self)[1:], astuple(other)[1:]
         return Spread(other.name, *(a + (b - a) * share for a, b in zip(ours, theirs, strict=True)))
 
@@ -113,9 +113,9 @@ class Sample:
     unanswered: int = 0
     """Ready pods that gave no page."""
     stalled: tuple[str, ...] = ()
-    """Pods whose engines have work and do none of it, each as "NAME: why"; the sums leave them out."""
+    """Pods whose engines have work but make no progress, each as "NAME: why". The sums leave them out."""
     spread: Spread | None = None
-    """None if there is only one engine."""
+    """Distribution of the load over the engines; None if there is only one engine."""
     recent_tokens: int | None = None
     """The recent window of most pods, in tokens; None if none reports any."""
     retention: str = ""
@@ -129,5 +129,5 @@ class Sample:
 
 
 def names(pods: Sequence[str]) -> str:
-    """Return the names from texts such as "NAME: why". The rest has figures that move."""
+    """Return the names from texts such as "NAME: why". The reasons are left out, because their figures change."""
     return ", ".join(sorted(one.partition(":")[0] for one in pods))

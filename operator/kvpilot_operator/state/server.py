@@ -1,4 +1,4 @@
-"""APIs that not every API server has."""
+"""The optional APIs of an API server."""
 
 from __future__ import annotations
 

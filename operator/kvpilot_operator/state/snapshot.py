@@ -44,7 +44,8 @@ class NodeFacts:
     """The accelerator of the nodes that run the service."""
 
     gpu: str = "cpu"
-    """The value of the node label nvidia.com/gpu.product; for another vendor's the resource, such as amd.com/gpu."""
+    """The value of the node label nvidia.com/gpu.product. For other vendors, the name of the resource, such as
+    amd.com/gpu."""
     compute_capability: tuple[int, int] | None = None
     memory_mib: int | None = None
     """Memory of one GPU, or of one slice where the GPUs are divided (MIG)."""
@@ -54,7 +55,7 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class ProbePlan:
-    """Hash of the service's probe packs, or the cause for which they cannot be used."""
+    """Hash of the service's probe packs, or the cause that makes them unusable."""
 
     identity: str = ""
     fault: str | None = None
@@ -72,7 +73,7 @@ class Snapshot:
     """Resource version of the object. Its status is written only if this is still the newest."""
     faults: tuple[Fault, ...]
     spec: Spec | None
-    """None while there are faults."""
+    """The parsed spec; None if it has faults."""
     status: Status
     deployments: Mapping[str, DeploymentView] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
@@ -88,16 +89,16 @@ class Snapshot:
     """Scrapes by revision, oldest first."""
     node: NodeFacts = NodeFacts()
     model: ModelFacts | None = None
-    """None until an engine reports it."""
+    """The model's architecture; None until an engine reports it."""
     route: RouteView | None = None
     """None if no route is asked for, it does not exist, or it is not ours."""
     prefetch: PrefetchView | None = None
-    """Our Job that fills the claim; None if there is none, or nothing waits for it."""
+    """Our Job that fills the claim. None if it does not exist or is not needed."""
     server: ServerFacts = field(default_factory=ServerFacts)
     probes: ProbePlan = ProbePlan()
     probe_result: ProbeResult | None = None
     unanswered: tuple[Unanswered, ...] = ()
-    """Questions that could not be observed this time. Their fields are empty, which means nothing."""
+    """Questions whose observation failed this time. Their fields are empty because of that, not as a finding."""
     backed_off: Mapping[str, str] = field(default_factory=dict)
     """Pods that are scraped less often, by name, with the cause: their scrapes failed repeatedly."""
     adapters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -106,7 +107,7 @@ class Snapshot:
     """Price of one of its GPUs an hour, in millionths of the currency; None if unknown."""
 
     def unread(self, question: Question) -> Unanswered | None:
-        """Return the error that kept this from being observed; None if it was observed."""
+        """Return the error that prevented this observation, or None if it succeeded."""
         return next((one for one in self.unanswered if one.question == question), None)
 
     def pods_of(self, revision: str) -> tuple[PodView, ...]:
@@ -114,7 +115,8 @@ class Snapshot:
         return tuple(p for p in self.pods if p.revision == revision and not p.terminating)
 
     def pod_to_ask(self, pods: tuple[PodView, ...]) -> PodView:
-        """Return the pod that is already being probed, so that no new pod ends a probe; else the first of `pods`."""
+        """Return the pod that is already being probed, so that a new pod does not end that probe. Otherwise return the
+        first pod."""
         request = self.probe_result.request if self.probe_result is not None else None
         asked = None if request is None or isinstance(request, Find) else request.pod
         return next((pod for pod in pods if pod.name == asked), pods[0])

@@ -1,7 +1,8 @@
-"""The baseline: kept 16-bit answers if there are any, else answers that are captured from a 16-bit replica.
+"""The baseline: stored 16-bit answers if they exist, else answers captured from a 16-bit replica.
 
 A baseline belongs to a model, its revision, the baseline dtype and the probe sets' content, never to an image. It is
-captured from a revision that the present spec renders with that dtype: any other may hold another model.
+captured only from the revision that the present spec renders with that dtype, because another revision may serve
+another model.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvpilot_operator.times import utc
 
 
 def known(c: Context) -> Baseline | None:
-    """Return the baseline of the present model and probe sets, if the status names a fit one."""
+    """Return the baseline of the present model and probe sets if the status names a usable one."""
     baseline = c.status.accuracy.baseline
     if baseline is None or baseline.identity != c.snapshot.probes.identity:
         return None
@@ -29,7 +30,7 @@ def known(c: Context) -> Baseline | None:
 
 
 def misreported(c: Context) -> Cause | None:
-    """Say that the engines which give the 16-bit answers report another dtype; None if they do not."""
+    """Return the cause if the engines that give the 16-bit answers report another dtype, else None."""
     found = mismatch(c.snapshot, c.reference, c.spec.kv_cache.baseline)
     return None if found is None else Cause(Reason.BASELINE_UNFIT, found)
 
@@ -65,8 +66,8 @@ def on_trial(c: Context) -> bool:
 def wanted(c: Context) -> Find | Capture | None:
     """Return the request for a missing baseline, or None if no baseline is needed.
 
-    Auto captures it ahead of need, while 16-bit replicas serve; otherwise the first canary makes it worth having. A
-    dtype that serves without one, after a lost status, can only be watched if one is found.
+    Mode Auto captures a baseline early, while 16-bit replicas serve. Other modes need one only for the first canary. If
+    the status was lost, a serving dtype can only be watched if a stored baseline is found.
     """
     s, canary, stable = c.snapshot, c.canary, c.stable
     pods = s.answering_pods(c.reference) if as_asked(s, c.reference, c.spec.kv_cache.baseline) else ()
@@ -100,12 +101,12 @@ def borrowed(c: Context) -> str | None:
         return None
     if c.reference in c.sides:
         return None
-    # A borrowed replica stays until the baseline is there: the search is not repeated.
+    # Keep a borrowed replica until the baseline is captured. Do not search for a stored baseline again.
     return c.reference if c.reference in s.deployments or _nothing_kept(c) else None
 
 
 def adopt(c: Context, found: Captured) -> Context:
-    """Name the baseline in the status; it is written first, unless it was already stored."""
+    """Name the baseline in the status. A new baseline is stored before the status is written."""
     probes, control = c.snapshot.probes, found.baseline.control
     if control is None or found.baseline.identity != probes.identity or known(c) is not None:
         return c
@@ -141,7 +142,7 @@ def _unfit(c: Context, baseline: Baseline) -> Cause | None:
 
 
 def _sought(c: Context) -> str:
-    """Name the baseline with the limits that its control has to keep: other limits are another question."""
+    """Name the baseline and the limits of its control. Changed limits make a new search necessary."""
     limits = c.spec.accuracy
     return f"{c.snapshot.probes.identity}/{limits.max_excess_kl_millinats}/{limits.min_top1_agreement_percent}"
 

@@ -4,9 +4,9 @@
         |  any run without a verdict: errors + 1, nothing else
 
 The state is `status.accuracy` alone (checkedTime, failures, errors, last), written once a run, so an operator restart
-does not lose a count or count twice. No probe runs while a canary uses the prober, or while the baseline dtype itself
-serves: it has nothing to compare with or to fall back to. No probe runs either while the spec asks for another revision
-than the serving one, because the kept answers may be another model's.
+does not lose a count or count twice. No probe runs while a canary uses the prober. None runs either while the baseline
+dtype itself serves, because there is no safer dtype to compare with. No probe runs either while the spec asks for
+another revision than the serving one, because the kept answers may be another model's.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def check(c: Context, kept: Baseline) -> Measure | None:
     pods = _watched(c)
     if stable is None or not pods or not due(c.snapshot, c.spec, accuracy):
         return None
-    # Added or removed replicas do not end the run of a remaining one.
+    # Continue the run on its replica, even if other replicas are added or removed.
     pod = c.snapshot.pod_to_ask(pods)
     if running is None or running.request.identity != _identity(kept, stable, pod, accuracy):
         pod = next_pod(pods, accuracy, stable.revision)
@@ -82,7 +82,7 @@ def count_error(c: Context, pod: str, failed: ProbeFailed) -> Context:
     text = f"pod {pod}: {failed.reason}: {failed.message} ({errors} runs in a row without a verdict)"
     if errors == limit:
         return c.event("AccuracyUnknown", text, warning=True)
-    # A probe that gave way to users for too long says nothing about the engine: no warning is worth it.
+    # A probe that yielded to user requests for too long says nothing about the engine, so do not warn.
     quiet = errors > limit or failed.reason == Reason.ENGINE_BUSY
     return c if quiet else c.event("ProbeError", text, warning=True)
 
@@ -90,7 +90,7 @@ def count_error(c: Context, pod: str, failed: ProbeFailed) -> Context:
 def due(s: Snapshot, spec: Spec, accuracy: Accuracy) -> bool:
     """Return True if a new period has begun since the last run.
 
-    Periods of each service begin at another moment: a fleet that was promoted together is not probed together.
+    Periods start at a different time for each service, so that services promoted together are not probed together.
     """
     return accuracy.checked_time is not None and _period(s, spec, s.now) > _period(s, spec, accuracy.checked_time)
 
@@ -98,7 +98,7 @@ def due(s: Snapshot, spec: Spec, accuracy: Accuracy) -> bool:
 def next_pod(pods: Sequence[PodView], accuracy: Accuracy, revision: str) -> PodView:
     """Return the next replica in the order of names, so that every GPU gets its turn.
 
-    A replica that has just failed is probed again: a pass of another one would only hide the failure.
+    Probe a failed replica again first, because a pass of another replica would hide the failure.
     """
     ordered = sorted(pods, key=lambda pod: pod.name)
     last = accuracy.last
@@ -121,10 +121,10 @@ def _watched(c: Context) -> tuple[PodView, ...]:
 
 
 def _act_on_drift(c: Context, dtype: str, text: str, *, new: bool) -> Context:
-    """Hand over to the choice of the target: it leaves a dtype that is denied for its accuracy, though it serves."""
+    """Deny the dtype for its accuracy. The next choice of a target then leaves it, although it serves."""
     seconds, reason = c.spec.rollout.deny_seconds, Reason.ACCURACY_DRIFTED
     if c.spec.accuracy.on_failure == "Rollback" and seconds > 0:
-        # A denial for another reason, such as its latency, keeps a dtype from being tried and does not end its service.
+        # A denial for another reason, such as latency, only prevents trials. The dtype may continue to serve.
         standing = c.denial(dtype)
         if standing is not None and standing.reason in ACCURACY_REASONS:
             return c

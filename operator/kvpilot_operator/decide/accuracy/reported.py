@@ -1,7 +1,7 @@
 """The dtype that engines report (`cache_dtype` on their metrics pages), compared with the dtype in the spec.
 
-An image, an argument or a checkpoint may choose another one, and the engine looks healthy. Measurements of such an
-engine do not describe the dtype.
+An image, an argument or a checkpoint may select another dtype, and the engine still looks healthy. Measurements of such
+an engine say nothing about the requested dtype.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from kvpilot_formats import dtypes
 from kvpilot_operator.state.snapshot import Snapshot
 
-# vLLM's other names of one cache.
+# vLLM has several names for the same cache format.
 _SPELLINGS = {"fp8_e4m3": "fp8", "fp8_ds_mla": "fp8"}
 _WHOLE = frozenset(name for name in dtypes.names() if dtypes.parse(name).bits_per_element() >= 16)
 
 
 def same(asked: str, reported: str) -> bool:
-    """Return True if two names are of one dtype: `auto` is the model's own 16 bits, whatever their name."""
+    """Return True if both names mean the same dtype. `auto` means the model's own 16-bit dtype."""
     if "auto" in (asked, reported):
         return asked in _WHOLE and reported in _WHOLE
     return _SPELLINGS.get(asked, asked) == _SPELLINGS.get(reported, reported)

@@ -17,12 +17,12 @@ from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import clip
 
-# An Event holds a prompt's end and two answers of this length.
+# At this length, the end of a prompt and two answers fit into an Event.
 MAX_SHOWN = 300
 # Fewer compared positions than this say nothing about a 99th percentile or a share in percent.
 MIN_POSITIONS = 100
-# How often a dtype whose agreement is just at the limit fails by chance: of 250 positions, agreement varies by three in
-# a hundred between two draws.
+# Probability that a dtype exactly at the agreement limit fails by chance. With 250 positions, agreement varies by 3
+# points between two draws.
 ALPHA = 0.01
 # Sound engines show this much noise (docs/accuracy-watch.md: a mean of 0.8 millinats and 98.9%): stricter limits
 # judge only the damage beyond it.
@@ -44,9 +44,9 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
     """Judge the damage beyond the 16-bit-against-16-bit control, so that a dtype is not blamed for the engine's own
     noise.
 
-    The agreement limit works alike: the control's own disagreement lowers it. A candidate misses it only by more than
-    chance explains for the number of positions in both runs. A control that misses the limits itself explains any
-    damage: nothing can pass or fail against it.
+    The control's own disagreement lowers the agreement limit, too. A candidate misses that limit only if chance does
+    not explain the difference, given the number of positions in both runs. If the control itself misses the limits,
+    nothing can pass or fail against it.
     """
     excess = max(0, found.mean_kl_micronats - control.control_mean_kl_micronats)
     allowed = limits.max_excess_kl_millinats * 1000
@@ -64,7 +64,7 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
         f"p99 {found.p99_kl_micronats / 1000:.0f}, top-1 agreement {agreement / 10:.1f}% "
         f"(limit {needed / 10:.1f}%{chance}), {found.positions} positions of {found.prompts} prompts"
     )
-    # Damage beyond the limits stays damage however few positions were reached: probes of garbage stop early.
+    # Fail for damage beyond the limits even after few positions: probes of a broken dtype stop early.
     few = min(found.positions, control.positions) < MIN_POSITIONS
     if (excess > allowed or disagrees) and (not few or excess > 10 * allowed):
         return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, numbers, excess)
@@ -92,7 +92,7 @@ def measured(s: Snapshot, m: Measurement, judgement: Judgement, *, revision: str
 
 
 def control_fault(control: Baseline, limits: Accuracy) -> Cause | None:
-    """Say why nothing can be measured against a baseline with this control, which is judged as a candidate is."""
+    """Return the cause that makes a baseline with this control unusable. The control is judged like a candidate."""
     if not control.positions:
         text = "the 16-bit engine could not be compared with itself: 0 positions. Name more or longer probe sets"
         return Cause(Reason.BASELINE_UNFIT, text)
@@ -110,9 +110,9 @@ def control_fault(control: Baseline, limits: Accuracy) -> Cause | None:
 
 
 def surely_below(found: tuple[int, int], against: tuple[int, int], percent: int) -> bool:
-    """Return True if fewer positions agree than this limit asks for, by more than chance.
+    """Return True if agreement is below this limit by more than chance explains.
 
-    Each side is its agreement in permille, and the positions that it is of.
+    Each side is a pair: its agreement in permille, and its number of positions.
     """
     if not found[1] or not against[1]:
         return False
@@ -121,7 +121,7 @@ def surely_below(found: tuple[int, int], against: tuple[int, int], percent: int)
 
 
 def both_answers(m: Measurement, dtype: str) -> str | None:
-    """Return the prompt with the largest damage and both answers, for an Event; None if none was asked."""
+    """Return the prompt with the largest damage and both answers, for an Event. Return None if no prompt was sent."""
     if m.sample is None:
         return None
     prompt, stable, canary = (

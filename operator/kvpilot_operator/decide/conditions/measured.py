@@ -29,7 +29,7 @@ class Line(NamedTuple):
 
 
 def metrics(c: Context) -> Line:
-    """Report whether engines give metrics, and which pods are left out."""
+    """Report whether engines deliver metrics, and which pods are left out."""
     workload, backed_off = c.workload, c.snapshot.backed_off
     less = ""
     if backed_off:
@@ -39,7 +39,7 @@ def metrics(c: Context) -> Line:
     if workload.kind in (WorkloadKind.NO_METRICS, WorkloadKind.ENGINES_STALLED):
         return Line("False", workload.kind, f"{workload.message}{less}")
     capacity = f"KV capacity {workload.capacity_tokens} tokens"
-    # Only names: their figures change all the time, and are in the operator's log.
+    # Show only pod names. The figures change with every scrape and are in the operator's log.
     if workload.implausible:
         less = f"; left out for implausible metrics: {names(workload.implausible)}{less}"
     if workload.stalled:
@@ -61,12 +61,13 @@ def memory_pressured(c: Context) -> Line:
     word: Word = "True" if workload.kind == WorkloadKind.MEMORY_BOUND or held else "False"
     same = before is not None and (before.status, before.reason) == (word, workload.kind)
     if before is not None and same and usage is not None and abs(usage - workload.usage_percent) < USAGE_STEP_PERCENT:
-        return Line(word, workload.kind, before.message)  # no write for figures that hardly moved
+        # Keep the message while its figures hardly change, to avoid a write of the status.
+        return Line(word, workload.kind, before.message)
     return Line(word, workload.kind, workload.message)
 
 
 def objectives(c: Context) -> Line | None:
-    """Say whether latencies meet spec.scaling.objectives; None where there are none."""
+    """Report whether latencies meet spec.scaling.objectives. Return None if the spec has no objectives."""
     measured = c.workload.objectives
     if not measured:
         return None
@@ -78,7 +79,7 @@ def objectives(c: Context) -> Line | None:
 
 
 def _two_digits(seconds: float | None) -> float | None:
-    """Round a latency, so that the status is not written anew for each one that hardly moved."""
+    """Round a latency, so that small changes do not cause a write of the status."""
     return None if seconds is None else float(f"{seconds:.2g}")
 
 
@@ -142,7 +143,7 @@ def _verified(c: Context) -> Line:
     if drifted(c):
         return Line("False", Reason.ACCURACY_DRIFTED, f"{found}; {accuracy.failures} runs in a row failed")
     if accuracy.errors >= spec.accuracy.consecutive_error_limit:
-        # Without the number: it grows with every run, and a new message each time helps no reader.
+        # Leave out the number of runs: it grows with every run and would cause a new message each time.
         return Line("Unknown", Reason.PROBE_ERRORS, f"the last runs brought no verdict (see events); {found}")
     if last is None or not probed:
         return Line("Unknown", Reason.NOT_PROBED, found)

@@ -15,10 +15,9 @@ _WAYS = {TrafficMode.HTTP_ROUTE: " by HTTPRoute", TrafficMode.REPLICA_RATIO: " b
 
 
 def serving(c: Context) -> Line:
-    """Say whether engines answer behind a Service of ours that selects them.
+    """Report whether engines answer, and whether our Service selects them.
 
-    Endpoints follow from that and are not watched: an EndpointSlice changes with the readiness of its pods, which the
-    pods already show.
+    The operator does not watch EndpointSlices, because they only repeat the readiness of the pods, which it watches.
     """
     s, replicas, canary = c.snapshot, c.replicas, c.canary
     if c.stable is None:
@@ -44,7 +43,7 @@ def serving(c: Context) -> Line:
 
 
 def _unserved(s: Snapshot, ready: int) -> Line:
-    """Say why engines answer, but no Service of ours sends them requests."""
+    """Return the reason why engines answer, but our Service sends them no requests."""
     refused = s.rejection("Service", s.key.name)
     if refused is not None:
         return Line("False", *finding([refused]))

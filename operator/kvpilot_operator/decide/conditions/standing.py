@@ -66,7 +66,7 @@ def lines(c: Context, found: Problems, serving: Line) -> dict[ConditionType, Lin
     before, s = c.before.condition(ConditionType.STALLED), c.snapshot
     unwritten = s.rejections is None and before is not None and before.observed_generation == s.generation
     if unwritten and before is not None and before.status == "True" and c.canary is None:
-        # No write since startup: earlier rejections probably still hold.
+        # Nothing was written since startup, so earlier rejections probably still apply.
         return both(ConditionType.STALLED, Cause(before.reason, before.message))
     under_way = _under_way(c, found, serving)
     if under_way is None:
@@ -82,7 +82,7 @@ def both(kind: ConditionType | None = None, cause: Cause = _SETTLED) -> dict[Con
 
 
 def notes(c: Context) -> list[str]:
-    """List notes on a ready service: fields without full effect, a held step."""
+    """List notes on a ready service, such as fields without full effect or a step on hold."""
     found = [note for note in (_window_note(c),) if note is not None]
     progress = _progress(c)
     return found if progress.reason == Reason.SETTLED else [*found, progress.message]
@@ -101,8 +101,8 @@ def _joined(causes: Iterable[Cause | None]) -> Cause:
 
 
 def _stalled(c: Context, found: Problems) -> list[Cause | None]:
-    """List the problems that need a change by a person. A trial ends by itself (it has a deadline), unless it is
-    paused."""
+    """List the problems that a person must solve. A trial is listed only if it is paused: otherwise its deadline ends
+    it."""
     progress = found.progress
     held = _cause(progress) if progress.status == "False" and progress.reason != Reason.SETTLED else None
     if c.canary is not None:
@@ -202,7 +202,7 @@ def _progress(c: Context) -> Line:
 
 
 def _window_note(c: Context) -> str | None:
-    """Return a note where engines serve another recent window than the spec asks for."""
+    """Return a note if engines serve another recent window than the spec asks for."""
     sample = c.snapshot.last_sample(c.stable.revision) if c.stable is not None else None
     if c.stable is None or sample is None or c.stable.revision != c.target.revision:
         return None

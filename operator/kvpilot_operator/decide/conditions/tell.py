@@ -19,7 +19,7 @@ D = TypeVar("D", bound=Draft)
 
 
 def tell(c: Context) -> Context:
-    """Write all conditions of a service with a valid spec, and an event if one names something new."""
+    """Write all conditions of a service with a valid spec. Post an event if a condition has a new cause."""
     problems, answers, verified = standing.problems(c), serving.serving(c), measured.accuracy(c)
     both = standing.lines(c, problems, answers)
     if keeps_probe(c.unanswered):
@@ -59,7 +59,7 @@ def refuse(draft: Draft) -> Draft:
 
 
 def leave(draft: D) -> D:
-    """Keep every condition if none could be decided, and say so in the conditions that tools wait for."""
+    """Keep every condition if none could be decided. Report that in the conditions that tools wait for."""
     lines = {one.type: line for one in draft.status.conditions if (line := _line(one)) is not None}
     none = standing.both()
     first = {ConditionType.READY: none[ConditionType.RECONCILING], **none}
@@ -67,7 +67,7 @@ def leave(draft: D) -> D:
 
 
 def _written(draft: D, lines: Mapping[ConditionType, Line]) -> D:
-    """Set the conditions. Questions without an answer come before whatever else holds the service up."""
+    """Set the conditions. Failed reads and failed rules (`unanswered`) come first in the message."""
     if draft.unanswered:
         cause = _unanswered(draft)
         of_spec = lines[ConditionType.STALLED] if draft.snapshot.spec is None else None
@@ -98,14 +98,14 @@ def _line(one: Condition | None) -> Line | None:
 def _announce(draft: D, cause: Cause, kinds: tuple[ConditionType, ...] = (ConditionType.STALLED,)) -> D:
     """Post an event unless one of these conditions named the same cause before."""
     before = [one.message for kind in kinds if (one := draft.before.condition(kind)) is not None]
-    # A list of causes may be too long to hold each of them whole.
+    # A long list of causes may truncate this message.
     if any(cause.message in one or ("…" in one and cause.message[:100] in one) for one in before):
         return draft
     return draft.event(cause.reason, cause.message, warning=True)
 
 
 def _stamped(s: Snapshot, lines: Mapping[ConditionType, Line]) -> Iterator[Condition]:
-    """Add types and times; `lastTransitionTime` moves only with the status word."""
+    """Add types and times. `lastTransitionTime` changes only if the condition's status changes."""
     for kind, one in lines.items():
         before = s.status.condition(kind)
         kept = before is not None and before.status == one.status
@@ -120,7 +120,7 @@ def _stamped(s: Snapshot, lines: Mapping[ConditionType, Line]) -> Iterator[Condi
 
 
 def _ready(c: Context, both: Mapping[ConditionType, Line], answers: Line, verified: Line) -> Line:
-    """Say whether the service does what its newest spec asks for: nothing is under way, and nothing holds it up."""
+    """Say whether the service matches its newest spec, with no change in progress or blocked."""
     for kind in (ConditionType.STALLED, ConditionType.RECONCILING):
         if both[kind].status == "True":
             return both[kind]._replace(status="False")

@@ -7,9 +7,9 @@ from kvpilot_operator.api.words import WorkloadKind
 from kvpilot_operator.decide.load.window import SPAN, Sums
 from kvpilot_operator.state.samples import Spread
 
-# One scrape in ten may miss the threshold (a long request that ends frees its blocks at once).
+# One scrape in ten may be below the threshold, because a long request frees all its blocks when it ends.
 SHARE = 0.9
-# Fewer running requests a replica than this, and none that wait: next to nothing runs.
+# A replica is idle with fewer running requests than this and none waiting.
 _IDLE_RUNNING = 0.1
 # Prompts that fill this share of a full cache's steps take over 80% of their time (H200, Llama-3-8B: a step of 8,192
 # prompt tokens takes 240 ms, one that only reads a full cache 32 ms), so more cache would bring at most 1.2x.

@@ -1,4 +1,4 @@
-"""The tokens of an engine's step, by spec.engine.extraArgs or vLLM 0.32's defaults."""
+"""The token budget of an engine's step, from spec.engine.extraArgs or vLLM 0.32's defaults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def step_tokens(spec: Spec, node: NodeFacts) -> int:
 
 
 def _tokens(text: str) -> int | None:
-    """Read a number of tokens as vLLM does; None for a text that it would refuse or could not use."""
+    """Parse a number of tokens as vLLM does. Return None for a text that vLLM would refuse."""
     try:
         tokens = whole_number(text)
     except ValueError:

@@ -1,8 +1,8 @@
 """Latency objectives (spec.scaling.objectives), judged by vLLM's histograms over the workload's window.
 
-A percentile equals the result of PromQL's histogram_quantile. An objective is missed where each half of the window
-misses it, so that a burst, which lies in one of them, calls for nothing; held where the whole window holds it; else
-unsettled. A percentile of too few samples says nothing, and nothing is decided by it.
+A percentile equals the result of PromQL's histogram_quantile. An objective is missed if both halves of the window miss
+it, so that a burst in one half causes no step. It is met if the whole window meets it, and undecided otherwise.
+Percentiles of too few samples are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpilot_operator.decide.load.window import plausible
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
 
-# Samples of each half of the window, and at least one beyond the percentile: 100 for p99.
+# Least samples in each half of the window. At least one must lie beyond the percentile, so p99 needs 100.
 LEAST = 20.0
 
 

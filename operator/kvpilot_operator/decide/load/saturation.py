@@ -22,21 +22,23 @@ from kvpilot_operator.decide.load.workload import Workload
 from kvpilot_operator.state.status import MAX_SATURATIONS, Saturation, ScaleInBackoff
 from kvpilot_operator.times import utc
 
-# A replica is loaded up to this share of the rate at which its requests queued.
+# Load a replica up to this share of the request rate at which its requests queued.
 SHARE = 0.7
-# The figure applies to requests with mean lengths within this factor of the recorded ones.
+# A recorded rate applies only to requests whose mean lengths differ by at most this factor.
 _SIMILAR = 2.0
-# Relief that is called for so soon after a replica was given back is taken as its consequence.
+# If the service needs more capacity this soon after a scale-in, the scale-in counts as the cause.
 SOON = timedelta(hours=1)
-# Most loads repeat daily.
+# Wait a day before the same scale-in, because most loads repeat daily.
 HOLD = timedelta(days=1)
 
 
 def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Saturation, ...]:
-    """Remember the load of `w` and its queue; nothing changes where too little was seen.
+    """Return `known` with the highest recent request rate of `w` for this dtype; unchanged if `w` has no rate or no
+    pods.
 
-    A surge is seen before its requests queue, so it does not lower a known rate of similar requests. Learn from other
-    scale-ins only with objectives: they show in time that a step went too far, but a queue shows it late.
+    A surge is detected before requests queue, so it never lowers the known rate of similar requests. The computed
+    prompt tokens, on which larger scale-ins depend, are recorded only for services with objectives. Objectives show
+    early that a scale-in went too far; a queue shows it late.
     """
     now, best = (
         (w.requests_per_second or 0.0, w.computed_prompt),
@@ -63,7 +65,7 @@ def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Satur
 def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, replicas: int) -> str | None:
     """Return the reason why this number of replicas of this dtype would be too small again, or None.
 
-    A calm replica that clearly does more than that shows that something else was in the way then.
+    If replicas of this dtype now handle clearly more than the recorded rate, the record is wrong and is ignored.
     """
     limit = queued_at(known, w, dtype)
     if limit is None or w.requests_per_second is None:
@@ -84,9 +86,10 @@ def queued_at(known: Sequence[Saturation], w: Workload, dtype: str) -> Saturatio
 
 
 def able(known: Sequence[Saturation], w: Workload, dtype: str) -> float | None:
-    """Return the requests a second that a replica can surely do: its rate when no lighter requests queued.
+    """Return a request rate (per second) that one replica can certainly handle: the rate at which equal or heavier
+    requests queued.
 
-    None if the computed part of them is unknown.
+    Return None if no such rate is known, or if it was recorded without the number of computed prompt tokens.
     """
     lighter = (k for k in known if k.dtype == dtype and k.computed_prompt is not None and _alike(k, w, lighter=True))
     return next((k.requests_per_hour / 3600 for k in lighter), None)
@@ -104,14 +107,15 @@ def backoff(
 
 
 def backing_off(now: datetime, dtype: str, replicas: int, known: ScaleInBackoff | None) -> str | None:
-    """Return the reason why so few replicas are not tried now, without moving figures; None if they may be."""
+    """Return the reason not to try so few replicas now, or None. The text has no figures that change over time."""
     if known is None or known.dtype != dtype or replicas > known.replicas or now >= known.time + HOLD:
         return None
     return f"{known.replicas} replicas of {dtype} were too few at {utc(known.time)}: they are not tried again for a day"
 
 
 def _alike(limit: Saturation, w: Workload | Saturation, *, lighter: bool = False) -> bool:
-    """Return True if requests have similar lengths and computed parts; with `lighter` the latter may be smaller."""
+    """Return True if mean lengths and computed prompt tokens are similar. With `lighter`, `w` may compute fewer
+    tokens."""
     pairs = [(limit.mean_prompt, w.mean_prompt), (limit.mean_generation, w.mean_generation)]
     if limit.computed_prompt is not None:
         less = min(limit.computed_prompt, w.computed_prompt or 0.0) if lighter else limit.computed_prompt

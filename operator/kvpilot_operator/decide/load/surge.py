@@ -1,9 +1,10 @@
-"""Surges: a load that runs away from the replicas, found in a fifth of the window as burn-rate alerts do.
+"""Surges: a load that grows faster than the replicas can follow. As in burn-rate alerts, a fifth of the window is
+enough to find one.
 
 Queues or late tokens must persist for the whole window before they cause a step. If the last fifth of the window alone
 has spent the budget of the whole window, waiting is useless: a replica takes minutes to start, and users leave
-meanwhile. Only replicas are taken on so short a notice. A canary would come too late and lasts far longer. Without
-objectives there is no definition of late. Then a smaller dtype, which needs no extra GPU, may end a growing queue.
+meanwhile. A surge only adds replicas, because a canary takes far longer. Without objectives no latency counts as late,
+so there are no surges. Then a smaller dtype, which needs no additional GPU, may end a growing queue.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from kvpilot_operator.state.samples import Flows, Sample
 
 DRAIN_SECONDS = 120.0
 """Time in seconds in which a queue must drain, about as long as clients are willing to wait."""
-# The short window is this part of the long one, and burns its budget this many times as fast as it may.
+# The short window is one fifth of the long one. In a surge it spends the long window's budget five times too fast.
 _PART = 5
-# A long window below so many times this length is already short enough.
+# Shortest short window. A long window below five times this length is short enough itself.
 _LEAST_SECONDS = 30.0
 _LEAST_SCRAPES = 3
 _SIGMAS = 3.0
@@ -37,15 +38,15 @@ class Surge:
 
     message: str
     arrivals: float
-    """Requests a second one whole window from now: about when a new replica answers."""
+    """Forecast of requests per second one whole window from now, about when a new replica answers."""
     waiting: float
     """Waiting requests at its end."""
 
 
 def find(samples: Sequence[Sample], pressure: Pressure, objectives: Sequence[Objective]) -> Surge | None:
-    """Find a load that runs away in `samples` (oldest first, the newest plausible) since the newest replica.
+    """Find a surge in `samples` (oldest first, the newest plausible) since the newest replica answered.
 
-    None without objectives.
+    Return None without objectives.
     """
     seconds = pressure.sustained_seconds / _PART
     if seconds < _LEAST_SECONDS or not samples or not objectives:
@@ -84,7 +85,7 @@ class _Rates:
 
     @classmethod
     def of(cls, window: Sequence[Sample]) -> _Rates | None:
-        """Compute rates; None where too little was seen."""
+        """Compute the rates of a window, or return None if it has too few samples."""
         pod_seconds = sum(s.flows.seconds for s in window)
         passed = (window[-1].time - window[0].time).total_seconds() if window else 0.0
         if pod_seconds <= 0 or passed <= 0:
@@ -101,7 +102,8 @@ def _in_hand(s: Sample) -> float:
 
 
 def _drains(window: Sequence[Sample]) -> bool:
-    """Return True if unfinished requests decrease throughout: late requests have then waited earlier."""
+    """Return True if unfinished requests decrease all the time. Late requests are then leftovers of an earlier
+    queue."""
     first, middle, last = (_in_hand(window[i]) for i in (0, len(window) // 2, -1))
     return first > middle > last
 

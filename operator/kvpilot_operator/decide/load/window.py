@@ -9,12 +9,12 @@ from datetime import timedelta
 from kvpilot_operator.api.kv_cache import Pressure
 from kvpilot_operator.state.samples import Flows, Sample
 
-# A window counts as full when the time between its scrapes adds up to this share of it: they do not fall on its edges.
+# Scrapes rarely fall on a window's edges, so a window counts as full if they cover this share of it.
 SPAN = 0.8
 # The longest time between two scrapes that still counts as observed, in seconds.
 STALE_SECONDS = 60
 GAP = timedelta(seconds=STALE_SECONDS)
-# A scrape in which fewer than this share of the pods is plausible says nothing of the service.
+# A scrape represents the service only if at least this share of its pods is plausible.
 _ENOUGH = 2 / 3
 # Prompts dominate if they take half of the requests' time, or if a replica has a prompt at half of all moments and
 # computes at least so many prompt tokens in a step. A GPU of 2020 to 2026 multiplies about 200 to 300 tokens by the
@@ -37,7 +37,7 @@ class Sums:
     high: int = 0
     """Scrapes at or above the limit."""
     queued: int = 0
-    """Scrapes with enough requests that wait."""
+    """Scrapes with enough waiting requests."""
     uneven: int = 0
     """Scrapes in which requests wait for one full engine while other engines have room."""
     usage: float = 0.0
@@ -45,7 +45,7 @@ class Sums:
     running: float = 0.0
     waiting: float = 0.0
     growth: float = 0.0
-    """Waiting requests at the end less those at the start."""
+    """Waiting requests at the end, minus waiting requests at the start."""
     seconds: float = 0.0
     preempted: float = 0.0
     prompted: float = 0.0
@@ -84,12 +84,13 @@ class Sums:
 
     @property
     def reuse(self) -> float | None:
-        """Return the share of prompt tokens from a cache; None if none was looked up."""
+        """Return the share of prompt tokens that a cache held. Return None if no prompt was looked up."""
         return self.hits / self.queried if self.queried else None
 
     @property
     def prompt_tokens_per_step(self) -> float | None:
-        """Return the prompt tokens computed a step: their rate times the time between two tokens, which is a step."""
+        """Return the prompt tokens per step: their rate times the time between two tokens, which is the duration of a
+        step."""
         if not self.seconds or not self.generated:
             return None
         return max(0.0, self.prompted - self.hits) / self.seconds * self.decode / self.generated
@@ -102,12 +103,13 @@ class Sums:
 
     @property
     def mostly_prompts(self) -> bool:
-        """Return True if prompts take most of the requests' time; unknown is no."""
+        """Return True if prompts take most of the requests' time, and False if that is unknown."""
         return self.prefill > 0 and self.prefill >= _PREFILL_SHARE * (self.prefill + self.decode)
 
     @property
     def always_prompts(self) -> bool:
-        """Return True if a replica nearly always computes prompts, and many tokens of them in a step; unknown is no."""
+        """Return True if a replica nearly always computes prompts, with many tokens in each step. Return False if that
+        is unknown."""
         in_hand = self.prefill / self.seconds if self.seconds else 0.0
         return in_hand >= _PROMPTS_IN_HAND and (self.prompt_tokens_per_step or 0.0) >= _PROMPT_TOKENS_A_STEP
 
@@ -120,7 +122,7 @@ def plausible(s: Sample) -> bool:
 
 
 def ready_pods(s: Sample) -> int:
-    """Count the ready pods of a scrape, plausible or not, without stalled ones: those share no load."""
+    """Count the ready pods of a scrape, plausible or not. Leave out stalled pods, because they take no load."""
     return s.pods + len(s.implausible) + s.unanswered
 
 
@@ -136,7 +138,7 @@ def uneven(s: Sample, pressure: Pressure) -> bool:
 
 
 def since_it_grew(samples: Sequence[Sample], start: int, end: int) -> int:
-    """Return the start of the window that the newest replica has seen: earlier samples are out of date."""
+    """Return the start of the window since the newest replica answered, because earlier samples are out of date."""
     ready = [ready_pods(s) + len(s.stalled) for s in samples[start:end]]
     if min(ready) == ready[-1]:
         return start
@@ -144,7 +146,7 @@ def since_it_grew(samples: Sequence[Sample], start: int, end: int) -> int:
 
 
 def add_up(window: Sequence[Sample], pressure: Pressure) -> Sums:
-    """Add up a window that ends with a plausible scrape; those that are not are left out, as gaps."""
+    """Add up a window that ends with a plausible scrape. Implausible scrapes are left out and count as gaps."""
     limit, queue = pressure.high_percent / 100, pressure.waiting_per_replica
     sums, before, first_waiting, s = Sums(), None, 0.0, window[-1]
     for s in window:
@@ -181,7 +183,8 @@ _LOST_REUSE = 0.2
 
 
 def best_rate(samples: Sequence[Sample], seconds: int) -> tuple[float | None, float | None]:
-    """Return the best rate of one replica (requests a second), and a request's uncached prompt tokens then."""
+    """Return the best rate of one replica (requests per second), and the uncached prompt tokens of a request at that
+    rate."""
     found = _best(samples, seconds, lambda f: (f.finished, f.seconds, computed(f)))
     return (None, None) if found is None else (found[0] / found[1], found[2] / found[0] if found[0] else None)
 
@@ -217,7 +220,8 @@ def thrown_out(seen: Sums, samples: Sequence[Sample], seconds: int) -> str | Non
 def _best(
     samples: Sequence[Sample], seconds: int, of: Callable[[Flows], tuple[float, float, float]]
 ) -> tuple[float, float, float] | None:
-    """Return three sums over the stretch, as long as the window, with the best ratio of the first two."""
+    """Find the part of the samples, as long as the window, with the best ratio of the first two sums. Return its three
+    sums."""
     best: tuple[float, float, float] | None = None
     sums, later = (0.0, 0.0, 0.0), samples[-1].time
     for s in reversed(samples):

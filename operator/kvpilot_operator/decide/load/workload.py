@@ -1,7 +1,7 @@
-"""The resource that binds a service, judged by its engines' metrics: memory, prompts, the batch, or nothing.
+"""Find the resource that limits a service from its engines' metrics: memory, prompts, the batch, or none.
 
-A smaller dtype gains only memory, so this module separates a lack of memory from a lack of anything else.
-Metrics that are old, full of gaps, or from too few of the pods give no result.
+A smaller dtype only saves memory, so this module tells a lack of memory from other limits. Metrics that are old, full
+of gaps, or from too few of the pods give no result.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from kvpilot_operator.decide.load.window import (
 )
 from kvpilot_operator.state.samples import Sample, names
 
-# Less than a request in a thousand scrapes: none ran, whatever a page says (5e-324 is a number, too).
+# A mean below one request in a thousand scrapes counts as none. Pages may report tiny values such as 5e-324.
 _LEAST_RUNNING = 1e-3
-# A usage that moved by less than this many points is not worth a write to the API server.
+# Write the usage to the API server only if it changed by at least this many percentage points.
 USAGE_STEP_PERCENT = 5
 _UNREACHED = "in the last minute no scrape reached enough engines"
 _TIME = attrgetter("time")
@@ -43,58 +43,58 @@ _BOUND = (WorkloadKind.MEMORY_BOUND, WorkloadKind.PREFILL_BOUND, WorkloadKind.CO
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The findings of a window. Requests and tokens are of all replicas, with or without a metrics page."""
+    """The findings of a window. Counts cover all replicas, including those without a metrics page."""
 
     kind: WorkloadKind
     message: str = ""
     """The evidence, in words and numbers."""
     usage_percent: int = 0
-    """KV blocks in use, on average."""
+    """Mean share of KV blocks in use, in percent."""
     waiting: float = 0.0
-    """Requests that wait, on average."""
+    """Mean number of waiting requests."""
     running: float = 0.0
-    """Requests that run, on average."""
+    """Mean number of running requests."""
     pods: int = 0
     """Ready replicas at the newest scrape."""
     capacity_tokens: int = 0
     demand_tokens: int = 0
-    """Tokens that running requests hold, and those would hold that must run for the queue to drain in two minutes.
+    """Tokens of the running requests, plus tokens of the requests that must also run to drain the queue in two minutes.
 
-    At least twice the capacity if prefixes are evicted: their number is unknown, and less than a doubling is not worth
-    a restart.
+    If prefixes are evicted, at least twice the capacity: their size is unknown, and a smaller gain is not worth a
+    restart.
     """
     prompts_in_hand: float | None = None
-    """Prompts that one replica is computing, on average."""
+    """Mean number of prompts that one replica computes at a time."""
     gpu_hits: float | None = None
-    """Share of the prompts' tokens that the prefix cache of a GPU held, 0 to 1; None if none was looked up."""
+    """Share of prompt tokens (0 to 1) that a GPU's prefix cache held. None if no prompt was looked up."""
     host_hits: float | None = None
-    """Share that was loaded from host memory or from a disk below it."""
+    """Share of prompt tokens that came from host memory, or from a disk below it."""
     disk_hits: float | None = None
-    """Share that came from the disk."""
+    """Share of prompt tokens that came from the disk."""
     thrown_out: bool = False
-    """True if memory binds because prefixes are thrown out."""
+    """True if memory is the limit because prefixes are evicted."""
     mean_prompt: float | None = None
-    """Tokens."""
+    """Mean prompt length in tokens."""
     mean_generation: float | None = None
-    """Tokens."""
+    """Mean answer length in tokens."""
     requests_per_second: float | None = None
-    """Rate of one replica."""
+    """Finished requests per second of one replica."""
     best_requests_per_second: float | None = None
-    """The most that one replica finished over any such window of the samples; only where requests wait."""
+    """Largest request rate of one replica over any window of this length in the samples. Only set if requests wait."""
     best_computed_prompt: float | None = None
-    """Tokens of a prompt that no cache held then."""
+    """Mean uncached tokens of a prompt at that best rate."""
     itl_seconds: float | None = None
     """Mean time between two tokens of one request."""
     calm: bool = False
-    """True if the last `calm_seconds` have no gap and hardly any request waited."""
+    """True if the last `calm_seconds` have no gap in the metrics and hardly any waiting request."""
     peak_load: float = 0.0
-    """The most KV cache in use in that time, in replicas: 1.5 is one and a half replicas' whole cache."""
+    """Largest use of KV cache in the calm time, in replicas: 1.5 is the whole cache of one and a half replicas."""
     surge: Surge | None = None
-    """A load that runs away from the replicas."""
+    """The surge, if there is one."""
     computed_prompt: float | None = None
-    """Tokens of a prompt that no cache held, on average."""
+    """Mean uncached tokens of a prompt."""
     memory: bool = False
-    """True if memory is known to bind, even for less than a window: prefixes are thrown out, or blocks ran out."""
+    """True if prefixes were evicted or blocks ran out, even for less than a window."""
     implausible: tuple[str, ...] = ()
     """Pods with implausible pages, and the reasons."""
     stalled: tuple[str, ...] = ()
@@ -103,7 +103,7 @@ class Workload:
 
     @property
     def bound(self) -> bool:
-        """Return True if requests wait for something."""
+        """Return True if requests wait for a resource."""
         return self.kind in _BOUND
 
     @property
@@ -113,7 +113,7 @@ class Workload:
 
     @property
     def in_time(self) -> bool:
-        """Return True if every objective is held, and one of them limits the wait of a request."""
+        """Return True if every objective is met, and one of them limits the wait of a request."""
         held = all(one.state == ObjectiveState.HELD for one in self.objectives)
         return self.surge is None and held and any(one.objective.metric == "TTFT" for one in self.objectives)
 
@@ -137,13 +137,13 @@ def classify(
 
     `calm` looks back over `calm_seconds`; `step_tokens` is the engine's max_num_batched_tokens.
 
-    Memory-bound means all of: nearly every sample at or above `highPercent`; requests that wait (on average at least
-    `waitingPerReplica` a replica) or are preempted (at least `preemptionsPerMinute` a replica); and prompts that do
-    not fill the engine's steps, or fill them only since a full cache throws out prefixes that it used to hold. A full
-    cache without waiting requests is not a problem. If the cache has room, requests wait for prompts or for the batch,
-    and no dtype changes that. A service that `was_bound` stays bound until its average use falls below `lowPercent` or
-    no request waits: one quiet moment does not end a pressure. A new replica starts the window anew: earlier samples do
-    not describe the present service.
+    A service is memory-bound if three things are true. Nearly every sample is at or above `highPercent`. Requests wait
+    (on average at least `waitingPerReplica` a replica) or are preempted (at least `preemptionsPerMinute` a replica).
+    And prompts do not fill the engine's steps, or only fill them since a full cache evicts prefixes. A full cache
+    without waiting requests is no problem. If the cache has room, requests wait for prompts or for the batch, which no
+    dtype changes. A service that `was_bound` stays bound until its average use falls below `lowPercent` or no request
+    waits, so that a quiet moment does not end the pressure. A new replica restarts the window, because earlier samples
+    do not describe the present service.
     """
     end = bisect_right(samples, now, key=_TIME)
     while end and not plausible(samples[end - 1]):
@@ -176,14 +176,15 @@ def _unknown(newest: Sample | None) -> Workload:
         return Workload(WorkloadKind.NO_METRICS, _UNREACHED)
     groups = (("implausible", newest.implausible), ("stalled", newest.stalled))
     doubts = "".join(f"; {word}: {names(pods)}" for word, pods in groups if pods)
-    # Stalled pods represent the revision if as many working pods would.
+    # Enough stalled pods represent the revision: the same share as for working pods.
     stalled = bool(newest.stalled) and plausible(replace(newest, pods=len(newest.stalled)))
     kind, message = (WorkloadKind.ENGINES_STALLED, STALLED) if stalled else (WorkloadKind.NO_METRICS, _UNREACHED)
     return Workload(kind, f"{message}{doubts}", implausible=newest.implausible, stalled=newest.stalled)
 
 
 def _calm(window: Sequence[Sample], calm_seconds: int, pressure: Pressure) -> float | None:
-    """Return the peak of cache in use, in replicas; None where requests waited or replicas went unseen."""
+    """Return the peak of cache use, in replicas. Return None if requests waited, or if metrics of replicas are
+    missing."""
     whole = [s for s in window if s.pods and not s.implausible and not s.unanswered and not s.stalled]
     if len(whole) < SHARE * len(window) or not whole:
         return None
@@ -238,8 +239,9 @@ def _workload(
 def _demand(seen: Sums) -> int:
     """Return the tokens of running requests, plus those of the further requests that must run for the queue to drain.
 
-    By Little's law, a queue that grows by g requests a second and must lose W requests in a time T needs (g + W / T) *
-    (time of one request) more requests in parallel; at most all that wait. Without that time they all count.
+    Little's law: if a queue grows by g requests a second and must lose W requests in a time T, then (g + W / T) * (time
+    of one request) more requests must run in parallel, at most all waiting ones. If the time of a request is unknown,
+    all waiting requests count.
     """
     if seen.running < _LEAST_RUNNING:
         return round(seen.held)

@@ -1,7 +1,7 @@
 """The objects of a service: workloads by revision, Services, the disruption budget, the route.
 
-A trial never asks for more than one pod beyond the service's replicas (none, where the canary replaces one), counted
-over all workloads at every moment. A pod is added only once its place is observed to be free.
+At every moment, a trial asks for at most one pod more than the service's replicas, over all workloads. If the canary
+replaces a replica, it asks for no additional pod. A pod is added only after its place was observed to be free.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from kvpilot_operator.state.status import Stable
 def in_order(c: Context) -> Context:
     """Put the objects of the decided status into the order in which they go out.
 
-    First the serving objects (claim, engines, Service, budget), then the canary's objects with its share of the
-    traffic: a failed write of a canary does not block the others. Last the engines that shrink. Where Deployments
-    cannot be rendered, those that are there are still scaled.
+    The serving objects (claim, engines, Service, budget) come first, so that a failed write of the canary does not
+    block them. The canary's objects and its share of the traffic follow. Engines that shrink come last. If Deployments
+    cannot be rendered, existing ones are still scaled.
     """
     named = named_by_pods(c.snapshot.key.name, c.spec)
     if c.stable is None:
-        # Without a revision only its weights are placed, and nothing is deleted.
+        # Without a revision, place only the claim and Job for the weights, and delete nothing.
         there = frozenset(c.snapshot.deployments)
         placed = Objects(c.storage.apply, {}, there, c.storage.absent, named) if any(c.storage) else None
         return replace(c, objects=placed)
@@ -79,7 +79,7 @@ def replicas(c: Context) -> Context:
 
 
 def as_they_are(c: Context) -> Context:
-    """Keep the replicas that are there; without a trial the stable revision still gets its target."""
+    """Keep the present replicas. Without a trial, the stable revision still gets its target number."""
     there = {name: view.replicas for name, view in c.snapshot.deployments.items()}
     if c.stable is not None:
         kept = there.get(c.stable.revision, c.replicas) if c.canary is not None else c.replicas
@@ -136,7 +136,7 @@ def share_traffic(c: Context) -> Context:
         selected = canary.revision
         apply.append(service(s.key, s.uid, lent, selected))
     elif _lingers(c):
-        # Gateways that still send to it get the stable revision.
+        # A gateway may still send requests to the canary's Service: they reach the stable revision.
         apply.append(service(s.key, s.uid, lent, selected))
     elif c.spec.route_of(s.key.name) is not None and s.unread(Question.ROUTE) is None:
         absent = (("v1", "Service", lent),)
@@ -157,7 +157,7 @@ def _route(c: Context, percent: int) -> Manifest | None:
     """Render the route with this share: always for our own route, only on a change for a user's."""
     s, asked = c.snapshot, c.spec.route
     there = s.route.rules if s.route is not None else None
-    # Our route stays as it is while its backend is unknown.
+    # Leave our route unchanged while its backend is unknown.
     rules = there if asked is None else own_rules(s) or there
     if rules is None or (asked is not None and not s.server.http_routes):
         return None
@@ -168,7 +168,7 @@ def _route(c: Context, percent: int) -> Manifest | None:
 
 
 def _nodes(c: Context, selected: str) -> int:
-    """Count the pods of each selected replica; 1 while it is not the same for all."""
+    """Return the pods per selected replica, or 1 if replicas differ."""
     spread, there = c.spec.engine.nodes, c.snapshot.deployments
     names = [name for name in c.wanted if selected in (traffic.EVERY_REVISION, name)]
     found = {spread if name in c.engines or name not in there else there[name].nodes for name in names}
@@ -182,16 +182,17 @@ def _has_gate(s: Snapshot, revision: str) -> bool:
 
 
 def _lets_go(c: Context, covered: int) -> bool:
-    """Return True if a budget over so many pods can ever let one leave: otherwise it blocks a node drain for ever.
+    """Return True if a budget over so many pods can let one leave. Otherwise it would block node drains for ever.
 
-    A replica that a canary has replaced comes back when the trial ends. Only a paused trial may never end.
+    A replica that a canary has replaced returns when the trial ends, so it counts unless the trial is paused.
     """
     waits = min(c.replicas, covered) if c.spec.rollout.paused else c.replicas
     return waits > c.spec.disruption.min_available
 
 
 def _lingers(c: Context) -> bool:
-    """Return True if a gateway may still send to the canary's Service: for preStopSeconds after it left the route."""
+    """Return True if a gateway may still send requests to the canary's Service: until preStopSeconds after the route
+    dropped it."""
     s, canary, last = c.snapshot, c.canary, c.status.last_trial
     if s.unread(Question.ROUTE) is None and traffic.routed(s):
         return True
@@ -199,7 +200,7 @@ def _lingers(c: Context) -> bool:
         return True
     if last is None or last.traffic_mode != TrafficMode.HTTP_ROUTE:
         return False
-    # A route that is not named any more cannot be read: it may name the canary's Service for ever.
+    # A route that the spec no longer names is not read, and it may name the canary's Service for ever.
     left = last.time + timedelta(seconds=c.spec.drain.pre_stop_seconds)
     return c.spec.route_of(s.key.name) is None or c.now < left
 
@@ -215,17 +216,18 @@ def _replicas_on_trial(c: Context, stable: Stable) -> Mapping[str, int]:
     reference = baseline.borrowed(c) if s.traffic == stable.revision else None
     waits = [name for name in (reference, canary.revision) if name is not None and _is_refused(s, name)]
     if waits:
-        # No replica is removed for engines that the API server refuses; the operator keeps retrying them.
+        # Keep all stable replicas while the API server refuses the canary's engines. The operator retries the write.
         kept = {canary.revision: ours.replicas, stable.revision: min(c.replicas, most - others)}
         return {**dict.fromkeys(waits, 0), **kept}
     if reference is not None:
-        # One place, used in turns: first by the 16-bit replica that gives the reference answers for the canary.
+        # The 16-bit replica for the reference answers, then the canary, use the same free place in turn.
         one, left = rolling_step(
             counts(s, reference), 1, theirs, total=most, floor=least, both_serve=False, others=ours.replicas
         )
         return {reference: one, canary.revision: 0, stable.revision: left}
     if stable.revision == c.reference and baseline.on_trial(c) and baseline.known(c) is None:
-        least = max(least, 1)  # The stable revision must not leave whole before its answers are kept.
+        # Keep one stable replica until its answers are stored as the baseline.
+        least = max(least, 1)
     goal, both = _goal(c), canary.stage in (Stage.SHIFTING, Stage.PROMOTING)
     if c.spec.rollout.paused:
         goal = min(goal, ours.replicas)
@@ -234,7 +236,7 @@ def _replicas_on_trial(c: Context, stable: Stable) -> Mapping[str, int]:
 
 
 def _is_refused(s: Snapshot, revision: str) -> bool:
-    """Return True if nothing runs a revision because the API server refuses it."""
+    """Return True if a revision has no pods because the API server refuses its workload."""
     return revision not in s.deployments and bool(of_workload(s, revision, s.rejections or ()))
 
 
@@ -249,12 +251,12 @@ def _goal(c: Context) -> int:
 
 
 def _back(c: Context, stable: Stable) -> Mapping[str, int]:
-    """Move traffic first: the canary keeps its pods until nothing is sent to them, or gives them back one by one."""
+    """Move traffic back first. The canary keeps its pods until they get no requests, or returns them one by one."""
     s, canary, replicas = c.snapshot, in_flight(c), c.replicas
     most, least = total(c.spec, canary.replaces_one, replicas), floor(c.spec, replicas)
     ours, theirs = counts(s, canary.revision), counts(s, stable.revision)
     if s.traffic == stable.revision and not traffic.routed(s):
-        # The room of pods that go now is taken in the next reconcile.
+        # The next reconcile uses the places that these pods free.
         return {stable.revision: min(replicas, max(theirs.replicas, most - ours.replicas))}
     if traffic.selected(c) == stable.revision:
         grown = min(replicas, max(theirs.replicas, most - ours.replicas))

@@ -36,7 +36,7 @@ def admit(c: Context) -> Context:
 
 
 def admit_serving(draft: D) -> D:
-    """Open the gates of revisions that already get requests, and close none: for a service that stays unchanged."""
+    """Open the gates of revisions that already get requests, and close none. Used when all objects stay unchanged."""
     s, stable, canary = draft.snapshot, draft.stable, draft.canary
     serving = {s.traffic}
     if stable is not None:
@@ -55,17 +55,18 @@ def _gate(c: Context, pod: PodView) -> bool | None:
     if canary is None or pod.revision != canary.revision:
         return None
     if canary.stage == Stage.ROLLING_BACK and traffic.selected(c) == traffic.EVERY_REVISION:
-        return None  # Its pods are needed until stable ones have taken over; no further one is admitted.
+        # Its pods serve until stable pods have taken over, so leave their gates unchanged and admit no more.
+        return None
     return canary.stage in _SENT_REQUESTS
 
 
 _JUDGED = (Stage.STARTING, Stage.PROBING, Stage.SHIFTING)
 _SOON = timedelta(minutes=10)
-"""Time to mend an invalid spec before its trial loses the mark."""
+"""Time to correct an invalid spec before the pods on trial lose the mark."""
 
 
 def keep_judged(c: Context) -> Context:
-    """Mark the pods that are judged now; none of a paused trial."""
+    """Mark the pods that are judged now, but no pods of a paused trial."""
     asked = None if c.request is None or isinstance(c.request, Find) else c.request.pod
     judged: set[str | None] = set()
     if c.canary is not None and c.canary.stage in _JUDGED and not c.spec.rollout.paused:
@@ -77,12 +78,12 @@ def keep_judged(c: Context) -> Context:
 
 
 def keep_as_now(draft: D) -> D:
-    """Keep the marks that are there."""
+    """Keep the present marks."""
     return replace(draft, do_not_evict=_marked(draft.snapshot))
 
 
 def keep_while_refused(draft: Draft) -> Draft:
-    """Keep the marks of a trial for a while: it goes on once the spec is mended."""
+    """Keep the marks of a trial for `_SOON`, because the trial continues once the spec is valid again."""
     told = draft.before.condition(ConditionType.STALLED)
     refused = told is not None and (told.status, told.reason) == ("True", Reason.SPEC_INVALID)
     since = told.last_transition_time if told is not None and refused else draft.now

@@ -12,7 +12,8 @@ from kvpilot_operator.state.decision import Cause, Manifest
 
 
 def own_pool(c: Context, selected: str) -> Manifest | None:
-    """Render the pool that selects the Service's pods; None if none is asked for, or can be there."""
+    """Render the pool that selects the Service's pods. Return None if the spec asks for none, or the server has no
+    pools."""
     s, asked = c.snapshot, c.spec.inference_pool
     if asked is None or not s.server.inference_pools:
         return None
@@ -20,7 +21,7 @@ def own_pool(c: Context, selected: str) -> Manifest | None:
 
 
 def canarys(c: Context, selected: str) -> Manifest | None:
-    """Render the canary's pool. It is there before any trial: a gateway takes a while to know a pool."""
+    """Render the canary's pool. It exists before any trial, because gateways need time to notice a pool."""
     s, asked, name = c.snapshot, c.spec.inference_pool, canary_service(c.snapshot.key.name)
     if asked is None or not s.server.inference_pools:
         return None
@@ -31,12 +32,12 @@ def canarys(c: Context, selected: str) -> Manifest | None:
     unnamed = asked.endpoint_picker_ref is not None and asked.canary_endpoint_picker_ref is None
     if routed or there is None or there.picker is None or not unnamed:
         return made
-    # The spec names no picker for it, but a former route may still send to it: the pool keeps its picker.
+    # The spec names no picker any more, but an earlier route may still use the pool, so keep its picker.
     return {**made, "spec": {**made["spec"], "endpointPickerRef": dict(there.picker)}}
 
 
 def left_over(c: Context) -> tuple[tuple[str, str, str], ...]:
-    """Return the pools of a service that asks for none; a pool stays while the route names it."""
+    """Return the pools to delete if the spec asks for none. A pool stays while the route names it."""
     s = c.snapshot
     if c.spec.inference_pool is not None:
         return ()
@@ -48,7 +49,7 @@ def left_over(c: Context) -> tuple[tuple[str, str, str], ...]:
 
 
 def pool_fault(c: Context) -> Cause | None:
-    """Return the cause that no trial could end: the pool that is there cannot be switched."""
+    """Return the cause if the existing pool cannot be switched to another revision. Then no trial could end."""
     s, name = c.snapshot, c.snapshot.key.name
     there = s.objects.get(("InferencePool", name))
     if there is None or not there.owned or s.rejection("InferencePool", name) is None:
@@ -57,5 +58,5 @@ def pool_fault(c: Context) -> Cause | None:
 
 
 def unwritten(c: Context) -> bool:
-    """Return True if no pool was written since the operator started: the next reconcile knows the refusals."""
+    """Return True if no pool was written since the operator started, so that refusals are still unknown."""
     return c.spec.inference_pool is not None and c.snapshot.rejections is None

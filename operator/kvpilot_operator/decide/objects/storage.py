@@ -2,9 +2,9 @@
 
     none --spec.cache.prefetch--> Pending --its pod says how much--> Prefetching --the Job is complete--> Ready
 
-`status.cache` is its state. The content required on the claim has an identity; another identity (a new revision of the
-model, for example) starts a new Job. No engine starts for it until it is Ready, and the serving revision continues. A
-Job cannot be changed, so the Job of an older spec is deleted, and created again once it is gone.
+`status.cache` is the state. The required content of the claim has an identity, and a new identity (for example a new
+revision of the model) starts a new Job. No engine of the new revision starts until the claim is Ready; the serving
+revision continues. A Job cannot be changed, so the Job of an older spec is deleted and then created again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def ready(c: Context) -> bool:
 
 
 def wait(c: Context) -> Wait | None:
-    """Return the cause of the wait for weights; None if nothing waits."""
+    """Return the cause if engines must wait for their weights, else None."""
     if ready(c):
         return None
     view, kept, name = c.snapshot.prefetch, c.status.cache, prefetch_job(c.snapshot.key.name)
@@ -84,7 +84,7 @@ def wait(c: Context) -> Wait | None:
 
 
 def held_up(c: Context, pods: Sequence[PodView]) -> Cause | None:
-    """Return the cause that keeps pods from coming up, with the remedy for a claim without a volume."""
+    """Return the cause that keeps pods from starting, with the remedy for a claim without a volume."""
     found = pending_reason(pods) or _unheard(c, pods)
     if found is None or found.reason != Reason.CLAIM_NOT_BOUND:
         return found
@@ -124,7 +124,7 @@ def _fill(c: Context) -> Context:
 
 
 def _leave(c: Context) -> Context:
-    """Delete the Job if there is nothing to fill, and then its status."""
+    """Delete the Job if no claim has to be filled. Then clear its status."""
     s = c.snapshot
     if c.status.cache is None or s.unread(Question.PREFETCH) is not None:
         return c
@@ -134,7 +134,7 @@ def _leave(c: Context) -> Context:
 
 
 def _stopped(view: PrefetchView) -> Cause | None:
-    """Return the cause for which the container gave up; it waits for another attempt."""
+    """Return the cause of the container's last failure. The container waits for its next attempt."""
     return next((cause for pod in view.pods if (cause := refusal(pod.exit_message)) is not None), None)
 
 
@@ -143,7 +143,7 @@ def _claim(c: Context) -> str:
 
 
 def _amount(view: PrefetchView) -> str:
-    """Return the progress in whole percent: a status is written for each one, not for each byte."""
+    """Return the progress in whole percent, so that the status is not written for each byte."""
     there, total = view.downloaded_bytes, view.total_bytes
     return f": {100 * there // total}% of {total / 1e9:.1f} GB" if there is not None and total else ""
 

@@ -1,7 +1,7 @@
 """The traffic of a service: the Service's selector, and the share in the HTTPRoute.
 
-The selector names one revision, except while two serve together (steps by replica ratio, and the rolling steps of a
-promotion): then it names none and admits both. It always names one while other pods of the service exist, so that a
+The selector normally names one revision. While two serve together (steps by replica ratio, rolling steps of a
+promotion), it names none and so selects both. It always names one while other pods of the service exist, so that a
 borrowed 16-bit replica gets no request. See docs/decisions/0008.
 """
 
@@ -16,7 +16,7 @@ from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 
 EVERY_REVISION = ""
-"""Selection of a Service with a selector without a revision."""
+"""The selected revision if the selector of a Service names none."""
 
 
 def selected(c: Context) -> str:
@@ -41,7 +41,7 @@ def orphans(c: Context) -> tuple[str, ...]:
 
 
 def serving_revisions(draft: Draft) -> tuple[str, ...]:
-    """Return the revisions that get requests now, as far as is observed."""
+    """Return the revisions that get requests now, according to the observed objects."""
     s, stable, canary = draft.snapshot, draft.stable, draft.canary
     if canary is None or stable is None:
         return (s.traffic,) if s.traffic else draft.sides

@@ -1,9 +1,10 @@
 """The comparison of canary and stable side: two-sample tests over one window of their own metrics.
 
-Each figure is compared as a change with confidence limits on either side of it (`intervals` has the formulas).
-Regression's better end beyond the limit: Failed. Its worse end within the limit: Passed. Anything else needs more
-requests: Inconclusive. A canary passes when every figure does (each at level `alpha`) and fails when any does (at
-`alpha` shared out among them), so at the very limit neither outcome is wrong more often than `alpha`.
+Each figure is a change with a confidence limit on each side (`intervals` has the formulas). If the better end of the
+interval is beyond the limit, the figure failed. If the worse end is within the limit, it passed. Otherwise it is
+inconclusive and needs more requests. A canary passes if every figure passes, each at level `alpha`. It fails if any
+figure fails, with `alpha` divided among the figures. So exactly at the limit, neither verdict is wrong more often than
+`alpha`.
 
 The p95s are as fine as the engines' buckets; the means and the tokens per second do not depend on buckets.
 """
@@ -22,8 +23,8 @@ from kvpilot_operator.decide.intervals import Estimate, common, p95_change, rati
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
 
-# Batch means: with more batches, each is shorter than the load's drift, and intervals get too narrow. Simulated exactly
-# at the limit with separate loads, 5.7% of runs failed with 20 batches and 2.7% with 10; 2.5% should.
+# With more batches, each is shorter than the drift of the load, and intervals get too narrow. In simulations exactly at
+# the limit, with separate loads, 5.7% of runs failed with 20 batches and 2.7% with 10. The target is 2.5%.
 MAX_BATCHES = 10
 MIN_BATCHES = 5
 _TTFT, _ITL, _RATE = "TTFT p95", "ITL p95", "tokens/s of a running request"
@@ -43,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One side's window: increments by slice of time, and in all."""
+    """One side's window: increments by slice of time, and their total."""
 
     batches: tuple[Flows, ...]
     total: Flows
@@ -52,7 +53,7 @@ class _Side:
 
 @dataclass(frozen=True, slots=True)
 class _Figure:
-    """One figure: how it is computed at a level, and the most it may be worse."""
+    """One figure: its function by confidence level, and the largest permitted regression."""
 
     name: str
     reason: str
@@ -120,7 +121,7 @@ def _figures(ours: _Side, theirs: _Side, limits: Canary) -> tuple[_Figure, ...]:
             _RATE,
             _SLOWER,
             rate,
-            # Both sums are of requests that ended, so that tokens and time belong together.
+            # Both sums count only requests that ended, so that tokens and time match.
             lambda a: _ratio(
                 ours, theirs, lambda f: f.prefill_seconds + f.decode_seconds, lambda f: f.generation_lengths.total, a
             ),
@@ -168,7 +169,8 @@ def _percent(found: Estimate | None) -> int | None:
 
 
 def _sides(canary: Sequence[Sample], stable: Sequence[Sample], start: datetime, end: datetime) -> tuple[_Side, _Side]:
-    """Cut both sides into the same slices. A scrape covers the time since the one before: both lie in the window."""
+    """Cut both sides into the same slices of time. A scrape covers the time since the previous scrape, so both must lie
+    in the window."""
     ours, theirs = (
         [after for before, after in pairwise(samples) if before.time >= start and after.time <= end]
         for samples in (canary, stable)

@@ -18,8 +18,8 @@ NOT_OF_THE_DTYPE = (Reason.BASELINE_UNFIT, Reason.DTYPE_MISMATCH)
 def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Context:
     """End the trial: traffic goes back (if it ever left), the canary drains and goes, the dtype is denied.
 
-    A fault that is not the dtype's denies nothing. While the rollout is paused the finding is only noted, and acted on
-    once it goes on.
+    A fault that the dtype did not cause denies nothing. While the rollout is paused, the finding is only noted. The
+    rollback follows once the pause ends.
     """
     canary = in_flight(c)
     if c.spec.rollout.paused:
@@ -63,11 +63,11 @@ def finish_promotion(c: Context) -> Context:
     c = _remember(c.set_canary(stage=Stage.PROMOTED, weight_percent=None))
     stable = Stable(revision=canary.revision, dtype=canary.dtype, since=c.now, ever_ready=True)
     if c.stable is not None and c.stable.revision != c.render(canary.from_dtype).name:
-        # More than the dtype has changed: known loads and backoffs are another engine's.
+        # More than the dtype has changed, so recorded loads and backoffs belong to another engine.
         c = c.set(scaling=msgspec.structs.replace(c.status.scaling, saturations=(), scale_in_backoff=None))
     c = c.set(canary=None, stable=stable)
     if canary.dtype != canary.from_dtype:
-        # It was tried although it is denied (denySeconds was 0), and has passed: the denial is out of date.
+        # The dtype was tried in spite of a denial (denySeconds was 0) and has passed, so drop the denial.
         passed = subject(canary.dtype, c.spec, c.snapshot.node.gpu)
         denied = tuple(one for one in c.status.kv_cache.denied if about(one) != passed)
         c = c.set_kv(changed_time=c.now, denied=denied)

@@ -1,4 +1,4 @@
-"""Probes: choose the due one, and draw the conclusion from its answer.
+"""Choose the probe that is due, and judge its answer.
 
 `probe` computes the probe that is due once. `_judge` compares an answer with the baseline (`accuracy/verdict.py`). It
 counts for the canary here, or for the serving replicas in `accuracy/drift.py`.
@@ -29,7 +29,7 @@ ERROR_BACKOFF_SECONDS = 10
 def probe(c: Context) -> Context:
     """Judge the answer of the probe that is due, or ask for it.
 
-    An answer that changes the status is used up: the next reconcile names the next probe.
+    An answer that changes the status is used only once. The next reconcile names the next probe.
     """
     if c.snapshot.unread(Question.PROBE_SETS) is not None:
         return c
@@ -47,7 +47,7 @@ def probe(c: Context) -> Context:
 
 
 def _due(c: Context, kept: Baseline | None) -> Request | None:
-    """Return the request that this moment asks for: a baseline first, then the canary, then the serving replicas."""
+    """Return the request that is due now: first a baseline, then the canary, then the serving replicas."""
     canary = c.canary
     if canary is not None and (_backing_off(c, canary) or _waits_for_pause_to_end(c, canary)):
         return None
@@ -115,7 +115,7 @@ def _is_probed(canary: Canary) -> bool:
 
 
 def _waits_for_pause_to_end(c: Context, canary: Canary) -> bool:
-    """Return True if a pause alone keeps the canary, which has used up its limits, from being rolled back."""
+    """Return True if the canary has used up its limits and only a pause prevents its rollback."""
     limits = c.spec.accuracy
     used_up = canary.failures >= limits.failure_limit or canary.errors >= limits.consecutive_error_limit
     return c.spec.rollout.paused and used_up

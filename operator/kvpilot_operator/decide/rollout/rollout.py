@@ -5,7 +5,7 @@
                                 +-------------------+-------------------+-------------------------------+
                                                     +--> RollingBack --traffic back, pods gone--> none
 
-Each step is written to the status before its objects change, and each is derived from observations, so an interrupted
+Each step is written to the status before its objects change, and is derived only from observations. So an interrupted
 reconcile is simply repeated. `starting` decides when a canary may start and why its pods wait, `shifting` judges a
 step, and `placement` derives the objects.
 """
@@ -37,7 +37,8 @@ def advance(c: Context) -> Context:
     lost = c.stable is None
     c = _mark_ready(_take_back(c))
     if lost and c.stable is not None:
-        return c  # The target was chosen for a new service: choose again.
+        # The target was chosen for a new service, so the next reconcile chooses again.
+        return c
     stable, target = c.stable, c.target
     if c.canary is not None:
         return _advance_canary(c)
@@ -124,7 +125,7 @@ def _advance_canary(c: Context) -> Context:
     failure = engine_failure([*pods_on_trial(c), *made_anew(s, canary.revision)])
     if failure is not None:
         return roll_back(c, Verdict.ERROR, *failure)
-    # The probes of one pod would not hold for the others.
+    # Probes of one pod would say nothing about pods with other factors.
     differ = mixed_factors(s, canary.revision)
     if differ is not None:
         return roll_back(c, Verdict.ERROR, Reason.MIXED_FACTORS, differ)
@@ -170,7 +171,7 @@ def _share_traffic(c: Context) -> Context:
     if c.plan.mode == TrafficMode.PROBE_ONLY:
         return _promote(c.set_canary(traffic_mode=TrafficMode.PROBE_ONLY))
     if _stable_is_down(c):
-        # A side that is down measures nothing, and the canary may be its cure.
+        # There is no stable side to compare with, and the canary may be the repair.
         down = "no stable replica answers: the canary's probes decide"
         c = c.set_canary(traffic_mode=TrafficMode.PROBE_ONLY).event("NothingToCompare", down, warning=True)
         return _promote(c)
@@ -178,7 +179,7 @@ def _share_traffic(c: Context) -> Context:
 
 
 def _stable_is_down(c: Context) -> bool:
-    """Return True if no pod has answered for too long to be a hiccup."""
+    """Return True if no pod of the stable revision has answered for DOWN_SECONDS."""
     serving = c.before.condition(ConditionType.SERVING)
     if serving is None or serving.status != "False":
         return False

@@ -4,9 +4,9 @@
                                                                      |--Failed--> rolled back
                                                                      |--Inconclusive--> stays, until the deadline
 
-A step is looked at when its holdSeconds are over, and again each time the measured span has doubled; look k may err
-with ALPHA / 2^(k+1), so that all looks together err with less than ALPHA. In between only a clear failure counts, at
-EARLY_ALPHA, which makes looking at every scrape cost little (Haybittle 1971, British Journal of Radiology 44:793).
+A step is judged when its holdSeconds are over, and again each time the measured span has doubled. Look k may err with
+probability ALPHA / 2^(k+1), so all looks together err with less than ALPHA. Between the looks, every scrape is checked
+for a clear failure at level EARLY_ALPHA, which adds little error (Haybittle 1971, British Journal of Radiology 44:793).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvpilot_operator.state.status import Canary
 
 ALPHA = 0.05
 EARLY_ALPHA = 0.001
-# Less than this many seconds of figures, some six scrapes, are never judged, however short holdSeconds is.
+# Never judge less than 30 s of figures (about six scrapes), even if holdSeconds is shorter.
 MIN_SECONDS = 30
 
 
@@ -38,7 +38,7 @@ def begin_steps(c: Context) -> Context:
 
 
 def advance_step(c: Context) -> Context:
-    """Go on by at most one step."""
+    """Advance by at most one step."""
     plan, canary = c.plan, in_flight(c)
     if plan.held is not None or not plan.steps:
         # A canary that has not passed a step is not promoted: the deadline ends it.
@@ -127,7 +127,7 @@ def _first_answer(step: TrafficStep) -> str:
 
 
 def _wait(c: Context, plan: TrafficPlan, step: TrafficStep) -> Context:
-    """Wait until the step's pods answer and its traffic is shared: the step counts from then."""
+    """Wait until the step's pods answer and get their share of the traffic. The step's time starts then."""
     missing = _not_in_effect(c, step)
     if missing is not None:
         return noted(c, f"{_named(plan, step)}: {missing}")

@@ -24,7 +24,8 @@ URGENT = Reason.ACCURACY_DRIFTED
 
 
 def start_fault(c: Context, target: Target | None = None) -> Cause | None:
-    """Return the cause that keeps a canary for this target (None: any) from starting, with the remedy; or None."""
+    """Return the cause that keeps a canary for this target (None: any target) from starting, or None if it may
+    start."""
     spec, replicas = c.spec, c.replicas
     canary = f"a canary for {target.dtype}" if target is not None else "a canary"
     needed = (Question.POOLS, Question.PROBE_SETS, Question.NODE)
@@ -53,7 +54,7 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
 
 
 def hold(c: Context, fault: Cause) -> Context:
-    """Say once why no canary is started."""
+    """Record the reason once why no canary is started."""
     return c if c.holds(fault.reason) else c.record(Action.HOLD, fault.reason, fault.message, warning=True)
 
 
@@ -82,9 +83,9 @@ def start(c: Context, stable: Stable) -> Context:
     return c if target.warning is None else c.event("PreflightWarning", target.warning, warning=True)
 
 
-# With SurgeOrReplaceOne a canary without a node gives up on spare capacity after this long.
+# With SurgeOrReplaceOne, a canary without a node stops waiting for spare capacity after this time.
 SURGE_SECONDS = 60
-# An engine that answers is scraped within seconds.
+# An answering engine is scraped within seconds. After this time without its dtype, report the wait.
 TOLD_SECONDS = 60
 
 
@@ -97,7 +98,7 @@ def pods_on_trial(c: Context) -> Sequence[PodView]:
 
 
 def unschedulable(c: Context) -> str | None:
-    """Return the reason why a canary pod has waited so long for a node that it may take a replica's place."""
+    """Return the scheduler's reason if a canary pod has waited for a node for so long that it may replace a replica."""
     canary = in_flight(c)
     if c.spec.canary.capacity_policy != "SurgeOrReplaceOne" or canary.replaces_one or c.replicas == 0:
         return None
@@ -114,7 +115,7 @@ def held_up_by(c: Context) -> Cause | None:
 
 
 def why_waiting(c: Context) -> str:
-    """Return, after a colon, the cause that keeps canary pods from starting; empty if nothing is known."""
+    """Return the cause that keeps canary pods from starting, with a leading colon; empty if it is unknown."""
     refused = of_workload(c.snapshot, in_flight(c).revision, rejected(c.snapshot))
     if refused:
         return f": {finding(refused).message}"
@@ -135,7 +136,7 @@ def _dtype_not_told(c: Context) -> str:
 
 
 def _held_back(pod: PodView) -> str:
-    """Name the cause that holds a pod back. An image takes its time, but a missing volume never comes."""
+    """Name the cause that holds a pod back. A slow image pull is not a cause, but a missing volume is."""
     cause = pending_reason([pod])
     if cause is not None and cause.reason == Reason.CONFIG_MISSING:
         return cause.message

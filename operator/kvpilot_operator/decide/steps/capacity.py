@@ -10,7 +10,7 @@ from kvpilot_operator.numbers import whole
 from kvpilot_operator.state.snapshot import ModelFacts
 
 OWN_BLOCK = 64
-"""Tokens of a KV block of our formats on a GPU (docs/benchmarks/h200-engine.json, block_size)."""
+"""Tokens per KV block of our formats on a GPU (docs/benchmarks/h200-engine.json, block_size)."""
 
 _KEPT_BITS = 16.0
 
@@ -30,18 +30,19 @@ def gain(
 ) -> float:
     """Return how many times more tokens the same memory holds, by the mean bits of an element over the layers.
 
-    Layers that `skip_layers` (spec.kvCache.skipLayers) keeps in 16 bits do not shrink. That is the gain of contexts
-    shorter than the window; longer ones leave the window layers behind, and gain more. Without `model`, every layer is
-    taken to shrink. `rings` are the additional shares of recent windows before and after (`ring_share`).
+    Layers that `skip_layers` (spec.kvCache.skipLayers) keeps in 16 bits do not shrink. The result applies to contexts
+    shorter than the sliding window; longer contexts gain more, because their window layers stop growing. Without
+    `model`, all layers are assumed to shrink. `rings` are the additional shares of recent windows before and after
+    (`ring_share`).
     """
     before = bits_per_element(from_dtype, model, skip_layers, rings[0])
     return before / bits_per_element(to_dtype, model, skip_layers, rings[1])
 
 
 def ring_share(dtype: str, model: ModelFacts | None, recent_tokens: int, held: int | None) -> float:
-    """Return the pages of the recent window for each page of the `held` tokens; 0 where these are not known.
+    """Return the pages of the recent window per page of the `held` tokens, or 0 if these are unknown.
 
-    A sequence that is shorter than the window holds as many of its pages as its tokens take.
+    A sequence shorter than the window only holds the window pages that its tokens need.
     """
     stored = dtypes.parse(dtype)
     head_dim = 128 if model is None else model.head_dim

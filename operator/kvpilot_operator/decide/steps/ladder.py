@@ -1,7 +1,7 @@
 """The ladder of dtypes, and those that are ruled out for this service now.
 
-By the hardware, the model's architecture or a calibration that is not there, whatever the load, or by a denial. Unknown
-facts do not rule out a dtype: the engine's own preflight still refuses unsupported ones.
+The hardware, the model's architecture, a missing calibration or a denial can rule a dtype out, at any load. Unknown
+facts do not rule out a dtype, because the engine's own preflight still refuses unsupported ones.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Denied
 from kvpilot_operator.times import utc
 
-# vLLM's CPU backend accepts these names and computes something else: perplexity 40,000 and more where bf16 has 27
+# vLLM's CPU backend accepts these names but computes wrong results: a perplexity above 40,000 instead of 27 with bf16
 # (SmolLM2-135M, vLLM 0.32.0).
 _NOT_ON_CPU = ("int4_per_token_head", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "turboquant")
-# Less capacity than this is not worth a restart of every replica.
+# A smaller gain of capacity is not worth a restart of every replica.
 MIN_GAIN = 1.2
 # At this head dimension FP8 attention is slower than 16 bits: 0.82x in decode (docs/benchmarks/h200-decode.md).
 _FP8_SLOW_HEAD_DIM = 256
@@ -37,7 +37,7 @@ def uncalibrated(spec: Spec) -> bool:
 
 
 def _unfit_option(dtype: str, spec: Spec) -> str | None:
-    """Name the option or variable that does not go with a dtype of ours; None for none."""
+    """Name the option or variable that conflicts with a dtype of ours, or return None."""
     stored, engine = dtypes.parse(dtype), spec.engine
     if not stored.ours:
         return None
@@ -94,7 +94,7 @@ def _little_gain(dtype: str, spec: Spec, model: ModelFacts) -> Cause | None:
 
 
 def slow_fp8(dtype: str, model: ModelFacts | None) -> str | None:
-    """Return the reason why an FP8 dtype should not come before one of ours, or None."""
+    """Return the reason to prefer one of our dtypes to this FP8 dtype, or None."""
     if not dtype.startswith("fp8") or model is None or model.head_dim < _FP8_SLOW_HEAD_DIM:
         return None
     return f"{dtype} attention is slower than 16 bits at head_dim {model.head_dim}: our formats come first"
@@ -107,7 +107,7 @@ def hardware_fault(dtype: str, node: NodeFacts, model: ModelFacts | None = None)
             return f"{dtype}: vLLM's CPU backend accepts it but does not compute it, answers are garbage"
         return None
     if not node.cuda:
-        # vLLM itself knows which of its dtypes it serves there.
+        # vLLM itself rejects those of its own dtypes that it cannot serve on this hardware.
         return f"{dtype} needs an NVIDIA GPU; the node has {node.gpu}" if dtypes.parse(dtype).ours else None
     if node.compute_capability is None:
         return None
@@ -116,9 +116,9 @@ def hardware_fault(dtype: str, node: NodeFacts, model: ModelFacts | None = None)
     return None if fault is None else f"{dtype} {fault}; {node.gpu} has {hardware.shown(node.compute_capability)}"
 
 
-# Denials for these reasons say that answers are wrong: a dtype that serves all the same is left.
+# These denials mean wrong answers, so the service leaves the dtype even if it serves.
 ACCURACY_REASONS = (Reason.ACCURACY_REGRESSED, Reason.ACCURACY_DRIFTED)
-# A revision that failed for want of capacity, or for errors, may be tried again after this long.
+# A revision that failed from lack of capacity, or from errors, may be tried again after this time.
 RETRY_SECONDS = 3600
 
 

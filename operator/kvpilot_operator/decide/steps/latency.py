@@ -29,12 +29,12 @@ EFFICIENCY = {
     "int8": 0.77, "k8v4": 0.80, "k4v4": 0.77, "k4v2": 0.63, "k2v2": 0.40,
     "int8_per_token_head": 0.12, "int4_per_token_head": 0.052, "turboquant_4bit_nc": 0.094,
 }  # fmt: skip
-# FP8 at head_dim 256, from the same table: 0.82 times the speed of 16 bits on half the bytes.
+# FP8 at head_dim 256, from the same table: 0.82x the decode speed of 16 bits, with half the bytes.
 _FP8_HEAD_DIM_256 = 0.35
-# Attention is never taken for more than this share of the observed time: prefixes that requests share are read once
-# and counted for each.
+# Largest share of the observed time that the forecast gives to attention. Shared prefixes are read once but counted for
+# each request, which overstates attention.
 _MOST = 0.9
-# A step that frees a resource leaves this margin to an objective, because predictions are not more exact.
+# After a step that frees a resource, latency must stay below this share of the objective: forecasts are inexact.
 _MARGIN = 0.8
 
 
@@ -70,7 +70,7 @@ def expected_itl_change(s: PolicyInput, to_dtype: str, load: float = 1.0) -> Exp
 
 
 def _stands(s: PolicyInput, e: Experience) -> bool:
-    """Return True if a trial's figures count: not without a verdict, and failures only for a time."""
+    """Return True if a trial's figures count. A trial needs a verdict, and a failed one only counts for a time."""
     forgiven = e.time + timedelta(seconds=s.spec.rollout.deny_seconds)
     return e.verdict == Verdict.PASSED or (e.verdict == Verdict.FAILED and s.now < forgiven)
 
@@ -106,7 +106,7 @@ def _prompt_seconds(w: Workload) -> float:
 
 
 def _attention_seconds(s: PolicyInput, dtype: str) -> float | str:
-    """Return the seconds in which one GPU reads the tokens cached now, or a text that names the unknown fact."""
+    """Return the seconds that one GPU needs to read all cached tokens, or a text that names the unknown fact."""
     node, model = s.node, s.model
     gpu = by_product(node.gpu)
     if gpu is None:

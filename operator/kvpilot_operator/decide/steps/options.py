@@ -26,7 +26,7 @@ Closed = tuple[Outcome, str]
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """An option with facts for the choice alone: `open` if nothing rules it out."""
+    """An option with facts that only the choice needs. `open` is True if nothing rules the option out."""
 
     option: Option
     open: bool
@@ -39,7 +39,7 @@ class Effect:
 
     tokens: int
     use: int
-    """Percent of the capacity."""
+    """Forecast use, in percent of the capacity."""
     limit: int
     itl: Expected
     times: float | None = None
@@ -78,12 +78,12 @@ def option_of(action: Action, to: tuple[str, int], outcome: Outcome, message: st
     )
 
 
-# One step out at most doubles the replicas: the demand of a moment is an estimate.
+# A scale-out at most doubles the replicas, because the present demand is only an estimate.
 _MOST_GROWTH = 2
-# Most replicas to add at once in a surge, as in autoscalers: replicas that come too late do not help.
+# In a surge, a step may add this many replicas even if that more than doubles them: late replicas do not help.
 _QUICK = 4
-# Mean number of prompts in progress that a replica may have after a scale-in. It grows faster than the load, and an
-# engine can serve at most one at all moments (Little's law; docs/pilot-rules.md).
+# Largest mean number of prompts in hand per replica after a scale-in. At 1, an engine computes prompts all the time and
+# can take no more (Little's law; docs/pilot-rules.md). The number grows faster than the load.
 _MOST_PROMPTS = 0.6
 
 
@@ -98,12 +98,12 @@ def stay(s: PolicyInput, outcome: Outcome, message: str) -> Option:
 
 
 def down(s: PolicyInput) -> list[Weighed]:
-    """Weigh every smaller dtype of the ladder; none in mode Fixed, where the dtype is the user's."""
+    """Weigh every smaller dtype of the ladder. Return none in mode Fixed, in which the user chooses the dtype."""
     return [_down(s, rung) for rung in _rungs(s) if smaller(rung.dtype, s.dtype)]
 
 
 def instead_of_replicas(s: PolicyInput) -> list[Weighed]:
-    """Weigh smaller dtypes, the safest first, of a calm service that has replicas because memory ran out with fewer.
+    """Weigh smaller dtypes, the safest first, for a calm service that scaled out because memory ran out.
 
     A dtype is open if it needs at least one replica less, because memory is the reason for the replica.
     """
@@ -118,7 +118,7 @@ def instead_of_replicas(s: PolicyInput) -> list[Weighed]:
 
 
 def _instead(s: PolicyInput, rung: Rung, enough: float) -> Weighed:
-    """Weigh a smaller dtype where `enough` replicas of the serving one would do."""
+    """Weigh a smaller dtype. With the serving dtype, `enough` replicas would carry the load."""
     effect = _in_dtype(s, rung.dtype, Action.DTYPE_DOWN, s.spec.kv_cache.pressure.high_percent, peak=True)
     closed = _dtype_closed(s, rung, effect.itl, climb=False)
     if closed is None and max(1, s.spec.scaling.min_replicas, math.ceil(enough / (effect.times or 1))) >= s.replicas:
@@ -140,7 +140,7 @@ def up(s: PolicyInput) -> list[Weighed]:
 
 
 def out(s: PolicyInput) -> Weighed:
-    """Weigh more replicas for the demand: at most twice as many as now, or in a surge four more."""
+    """Weigh more replicas for the demand: at most twice as many as now, or four more in a surge if that is more."""
     most = max(s.replicas * _MOST_GROWTH, s.replicas + (_QUICK if s.workload.surge else 1))
     wanted = min(max(s.replicas + 1, needed(s)), most)
     replicas = max(s.replicas + 1, min(s.spec.scaling.max_replicas, wanted))
@@ -151,7 +151,8 @@ def out(s: PolicyInput) -> Weighed:
 
 
 def offload(s: PolicyInput) -> list[Weighed]:
-    """Weigh host memory for as many tokens as the GPUs hold, if prefixes are evicted. Never open."""
+    """Weigh host memory for as many tokens as the GPUs hold, if prefixes are evicted. Only a person can take this
+    step."""
     if not s.workload.thrown_out:
         return []
     tokens = int(2 * s.workload.capacity_per_pod * s.counted)
@@ -163,7 +164,8 @@ def offload(s: PolicyInput) -> list[Weighed]:
 
 
 def scale_in(s: PolicyInput) -> Weighed:
-    """Weigh a replica fewer; where the rate of one is known, as few as half of them, if these can do the load."""
+    """Weigh one replica fewer. If the rate of one replica is known, weigh down to half of them, if these can handle the
+    load."""
     least = s.replicas - 1
     if able(s.saturations, s.workload, s.dtype) is not None:
         least = min(least, max(math.ceil(s.replicas / _MOST_GROWTH), s.spec.scaling.min_replicas))
@@ -268,7 +270,7 @@ def _offload_closed(s: PolicyInput) -> Closed:
 
 
 def _host_memory(s: PolicyInput) -> str:
-    """Name the host memory that holds the tokens of one replica once more."""
+    """Name the host memory that would hold as many tokens as the GPUs of one replica."""
     model = s.model
     if model is None or model.mla or model.head_dim <= 0:
         return "as much host memory as the caches of its GPUs take"
@@ -297,7 +299,7 @@ def _in_closed(s: PolicyInput, replicas: int, left: int, use: int, margin: int, 
 
 
 def needed(s: PolicyInput) -> int:
-    """Return the replicas that the demand needs: below `highPercent`, or where memory does not bind for the queue.
+    """Return the replicas that the demand needs. If memory binds, cache use then stays below `highPercent`.
 
     In a surge, add as many replicas as arriving and waiting requests need at the best known rate of a replica.
     """
@@ -306,7 +308,7 @@ def needed(s: PolicyInput) -> int:
         each = max(w.best_requests_per_second or 0.0, able(s.saturations, w, s.dtype) or 0.0)
         enough = (w.surge.arrivals + w.surge.waiting / DRAIN_SECONDS) / each if each else 0
         wanted = math.ceil(min(enough, s.spec.scaling.max_replicas))
-        # Where prefixes are thrown out, new prompts are computed: less than double the cache changes little.
+        # If memory is the limit, evicted prefixes are computed again. Only a doubled cache changes that noticeably.
         return max(wanted, 2 * w.pods) if w.memory else wanted
     if w.kind == WorkloadKind.MEMORY_BOUND:
         usable = w.capacity_per_pod * s.spec.kv_cache.pressure.high_percent / 100
@@ -316,7 +318,7 @@ def needed(s: PolicyInput) -> int:
 
 
 def _too_many_prompts(s: PolicyInput, replicas: int) -> str | None:
-    """Return the reason why the prompts would be too much for so few replicas, whatever the cache holds; or None."""
+    """Return the reason why the prompts would overload so few replicas, at any cache use, or None."""
     w = s.workload
     each = (w.prompts_in_hand or 0.0) * w.pods / max(1, replicas)
     if each <= _MOST_PROMPTS:
@@ -325,7 +327,8 @@ def _too_many_prompts(s: PolicyInput, replicas: int) -> str | None:
 
 
 def _gain(s: PolicyInput, dtype: str) -> float:
-    """Return the growth of the capacity: as a canary measured it, else by bits."""
+    """Return the factor by which the capacity grows: a canary's measurement, else a calculation from bits per
+    element."""
     measured = next((e.capacity_percent for e in s.experience(dtype) if e.capacity_percent), None)
     if measured:
         return measured / 100

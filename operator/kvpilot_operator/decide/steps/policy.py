@@ -1,12 +1,15 @@
 """The choice of a step: a smaller dtype is cheaper than a GPU, and a GPU is safer than a dtype.
 
-Under pressure: the safest dtype under which the demand fits; else as many replicas as it needs; else the smallest
-dtype, which is better than nothing. Where prefixes are thrown out host memory is weighed, too, and left to the user.
-Where something other than memory binds: a replica, never a dtype. The same where a latency objective is missed; where
-all are held, and one is of the first token, a queue alone calls for no replica. In a surge: add replicas immediately,
-whatever the limiting resource is. When pressure leaves: replicas fewer first; if only memory needs the replica, a
-smaller dtype in its place; back up the ladder once no replica can be given back. One step at a time, and none on
-metrics that say too little.
+* Under memory pressure: the safest dtype in which the demand fits; else as many replicas as the demand needs; else the
+  smallest dtype, which is better than nothing. If prefixes are evicted, host memory is weighed, too, but only the user
+  can choose it.
+* If another resource is the limit, or a latency objective is missed: a replica, never a dtype. A queue alone needs no
+  replica if all objectives are met and one of them is about the first token.
+* In a surge: replicas immediately, whatever the limiting resource is.
+* When pressure has ended: fewer replicas first. If only memory needs the replica, a smaller dtype replaces it. A step
+  back up the ladder follows once no replica can be removed.
+
+The policy takes one step at a time, and none if the metrics are insufficient.
 """
 
 from __future__ import annotations
@@ -28,12 +31,12 @@ class PolicyDecision:
     """Step to take (`chosen`, which may be Stay) and the alternatives."""
 
     options: tuple[Option, ...]
-    """The chosen one first; the others only where a step was called for."""
+    """The chosen option first. Others are listed only if a step was needed."""
     reason: str
-    """One CamelCase word."""
+    """The reason as one CamelCase word."""
     message: str
     hold: str | None = None
-    """The reason why nothing is done although a step is called for, without moving figures."""
+    """The reason to do nothing although a step is needed. The text has no figures that change over time."""
     wanted: Option | None = None
     """Step that the policy would take without obstacles."""
     saturations: tuple[Saturation, ...] = ()
@@ -63,7 +66,7 @@ def choose_step(s: PolicyInput) -> PolicyDecision:
 
 
 def nothing_weighed(dtype: str, replicas: int, saturations: tuple[Saturation, ...]) -> PolicyDecision:
-    """Stay, where no step could be weighed."""
+    """Stay, because weighing the steps failed."""
     message = "no step could be weighed"
     option = Option(action=Action.STAY, dtype=dtype, replicas=replicas, outcome=Outcome.CHOSEN, message=message)
     return PolicyDecision((option,), Reason.RECONCILE_INCOMPLETE, message, saturations=saturations)
@@ -76,7 +79,7 @@ def _stay(s: PolicyInput, reason: str, message: str, wanted: Option | None = Non
 
 
 def _relieve(s: PolicyInput) -> PolicyDecision:
-    """Choose relief where requests wait or are late: memory, or a replica."""
+    """Choose more memory or a replica, because requests wait or are late."""
     w = s.workload
     downs, more = options.down(s), options.out(s)
     steps = [*downs, *options.offload(s), more]
@@ -92,7 +95,7 @@ def _relieve(s: PolicyInput) -> PolicyDecision:
 
 
 def _for_memory(downs: list[Weighed], more: Weighed) -> Weighed | None:
-    """Take the safest rung that is enough; else replicas; else the smallest rung, unless objectives are held anyway."""
+    """Take the safest dtype that is enough, else replicas, else the smallest dtype unless all objectives are met."""
     enough = next((step for step in downs if step.open and step.fits), None)
     if enough is not None or more.option.outcome == Outcome.OBJECTIVES_HELD:
         return enough
@@ -104,7 +107,7 @@ def _if_open(step: Weighed) -> Weighed | None:
 
 
 def _held(s: PolicyInput, downs: list[Weighed], more: Weighed, steps: list[Weighed]) -> PolicyDecision:
-    """Name the preferred step and its obstacle if no step is open."""
+    """Stay, and name the preferred step and its obstacle, because no step is open."""
     waiting = [step for step in downs if step.option.outcome in (Outcome.COOLING_DOWN, Outcome.NO_CANARY)]
     closed = s.canary_closed()
     if s.workload.kind == WorkloadKind.MEMORY_BOUND and waiting and closed is not None:
@@ -137,7 +140,7 @@ def _answering(s: PolicyInput) -> str:
 
 
 def _release(s: PolicyInput) -> PolicyDecision:
-    """Choose the resource to free while hardly any request waits."""
+    """Choose a resource to free, because hardly any request waits."""
     low = s.spec.kv_cache.pressure.low_percent
     text = f"{s.workload.message}; below lowPercent {low}% for {s.spec.scaling.scale_down_stabilization_seconds} s"
     fewer = options.scale_in(s)

@@ -13,8 +13,8 @@ from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Denied, Experience, Saturation, ScaleInBackoff
 from kvpilot_operator.times import utc
 
-# After a rollback the next dtype change waits this long, or the dwell if that is shorter: a service must not run
-# through its ladder in an hour.
+# After a rollback, the next dtype change waits this long, or the dwell if that is shorter. Otherwise a service could
+# run through its whole ladder in an hour.
 COOL_DOWN_SECONDS = 3600
 # A step back up waits this many dwells after the last change, so that a quiet night does not cause two flips a day.
 CLIMB_DWELLS = 4
@@ -30,13 +30,13 @@ class PolicyInput:
     dtype: str
     """The serving dtype."""
     replicas: int
-    """Replicas that are asked for."""
+    """Requested replicas."""
     ready: int
     """Replicas that answer."""
     node: NodeFacts
     model: ModelFacts | None = None
     recent_tokens: int = 0
-    """The recent window of the engines that serve, as they say themselves."""
+    """The recent window in tokens, as the serving engines report it."""
     denied: tuple[Denied, ...] = ()
     history: tuple[Experience, ...] = ()
     saturations: tuple[Saturation, ...] = ()
@@ -54,11 +54,11 @@ class PolicyInput:
     no_canary: str | None = None
     """The reason why no dtype change may begin now: a pause, or probes that cannot be used."""
     gpu_hour_micros: int | None = None
-    """The price of a GPU. It is shown and decides nothing: every step is on the same kind of GPU."""
+    """Price of a GPU hour in millionths of the currency. It is only shown: all steps use the same kind of GPU."""
 
     @property
     def loading(self) -> bool:
-        """Return True if missing replicas may still come up; they count as capacity until the deadline."""
+        """Return True if missing replicas may still start. They count as capacity until the progress deadline."""
         if self.ready >= self.replicas or self.replicas_changed is None:
             return False
         return self.now < self.replicas_changed + timedelta(seconds=self.spec.canary.progress_deadline_seconds)

@@ -18,9 +18,10 @@ _STEPS = (Action.SCALE_OUT, Action.SCALE_IN)
 def kept(spec: Spec, before: Scaling, now: datetime) -> Scaling:
     """Decide the replicas before a step is chosen.
 
-    In mode External that is `spec.replicas`, which `/scale` writes. In mode Operator it is the operator's last choice.
-    It starts from `spec.replicas`, and starts anew whenever the user changes that field. Both stay within minReplicas
-    and maxReplicas. 0, which only minReplicas 0 allows, stays 0: the user has stopped the service on purpose.
+    In mode External the number is `spec.replicas`, which `/scale` writes. In mode Operator it is the operator's last
+    choice, which starts from `spec.replicas` and is reset whenever the user changes that field. Both stay within
+    minReplicas and maxReplicas. 0 is only possible with minReplicas 0 and stays 0, because the user has stopped the
+    service on purpose.
     """
     edited = before.spec_replicas != spec.replicas
     owned = spec.scaling.mode == "Operator"
