@@ -169,7 +169,7 @@ class Fleet:
     async def _metrics(self) -> dict[str, float]:
         async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{self._port}/metrics") as answer:
             text = await answer.text()
-        found = re.findall(r"^(kvpilot_(?:api|passes|scrape|engine)\S*?(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE)
+        found = re.findall(r"^(kvpilot_(?:api|reconciles|scrape|engine)\S*?(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE)
         return {name: float(value) for name, value in found}
 
     async def _stats(self) -> dict[float, int]:

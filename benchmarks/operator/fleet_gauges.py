@@ -104,9 +104,12 @@ def _program(pid: int) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     except OSError:
         return "ended"
-    if Path(words[0]).name.startswith("python"):
-        return " ".join([Path(words[1]).stem, *(word for word in words[2:3] if word.isalpha())])
-    return Path(words[0]).name
+    if not Path(words[0]).name.startswith("python"):
+        return Path(words[0]).name
+    as_module = words[1] == "-m"
+    script, *more = words[2:] if as_module else words[1:]
+    name = script.rpartition(".")[2] if as_module else Path(script).stem
+    return " ".join([name, *(word for word in more[:1] if word.isalpha())])
 
 
 class Watched:

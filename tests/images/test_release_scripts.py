@@ -80,7 +80,7 @@ def test_an_audit_that_got_no_answer_ends_with_2_and_says_so(small_env: Path) ->
     with vulnerabilities("none", 503) as url:
         status, said = audit(small_env, url)
     assert status == 2
-    assert "audit: nothing was judged" in said
+    assert "audit: no package was judged" in said
 
 
 @pytest.mark.parametrize("lock", ["release", "uv"])

@@ -89,7 +89,7 @@ def test_the_operator_judges_a_spec_there(operator_env: Path) -> None:
     done = subprocess.run(
         [operator_env / "bin/python", "-c", code], capture_output=True, text=True, check=True, cwd="/"
     )
-    assert "spec.engine" in done.stdout
+    assert "spec.model" in done.stdout
 
 
 def test_the_bill_of_materials_lists_every_package_of_it(operator_env: Path, tmp_path: Path) -> None:
