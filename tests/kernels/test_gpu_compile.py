@@ -103,9 +103,9 @@ def test_every_head_dim_window_and_group_of_queries_fits_and_spills_no_more_than
 
 def test_a_program_that_would_spill_is_told_and_not_chosen() -> None:
     code = """
-from kernel_resources import compile_for
+from benchmarks.kernels.kernel_resources import compile_for
 from dataclasses import replace
-from kernel_variants import gather_variant
+from benchmarks.kernels.kernel_variants import gather_variant
 own = gather_variant("k4v4", 96)
 for variant in (replace(own, registers=32), own):
     print(compile_for(variant, 80).misfit(80))
@@ -119,7 +119,7 @@ for variant in (replace(own, registers=32), own):
 
 def test_what_a_gpu_has_no_shared_memory_for_is_told(tmp_path: Path) -> None:
     code = """
-from kernel_resources import SHARED_KIB, Resources
+from benchmarks.kernels.kernel_resources import SHARED_KIB, Resources
 for capability in SHARED_KIB:
     print(Resources(255, 100 * 1024, 0).misfit(capability))
 """
@@ -130,14 +130,15 @@ for capability in SHARED_KIB:
 
 
 def test_a_kernel_is_compiled_again_where_a_constant_of_another_module_has_changed(tmp_path: Path) -> None:
-    changed = tmp_path / PACKAGE.name
-    shutil.copytree(PACKAGE, changed)
+    formats_package = PACKAGES[1]
+    changed = tmp_path / formats_package.name
+    shutil.copytree(formats_package, changed)
     layouts = changed / "layouts.py"
     layouts.write_text(layouts.read_text() + "\nZERO_STEPS += 1\n")
     code = """
 import hashlib
-from kernel_resources import Path, compile_for, triton
-from kernel_variants import decode_variant
+from benchmarks.kernels.kernel_resources import Path, compile_for, triton
+from benchmarks.kernels.kernel_variants import decode_variant
 def tell(cache_hit, metadata_group, **_):
     print(cache_hit, hashlib.sha256(Path(metadata_group["decode_kernel.cubin"]).read_bytes()).hexdigest())
 triton.knobs.compilation.listener = tell
@@ -146,7 +147,7 @@ for _ in range(2):
 """
     # Both versions use one cache, like pods of two versions that share a claim.
     cache = tmp_path / "cache"
-    found = [python("-c", code, cache=cache, timeout=900, package=package) for package in (PACKAGE, changed)]
+    found = [python("-c", code, cache=cache, timeout=900, package=package) for package in (formats_package, changed)]
     programs = [done.stdout.split() for done in found]
     assert [told[::2] for told in programs] == [["False", "True"]] * 2, [done.stderr[-3000:] for done in found]
     assert all(first == second for _, first, _, second in programs)
