@@ -122,11 +122,11 @@ class KVCache(Record, frozen=True):
     """Choice of the KV cache's dtype, and what the cache keeps."""
 
     mode: Literal["Fixed", "Recommend", "Auto"] = "Recommend"
-    """Who chooses the dtype. Fixed: you, with dtype. Recommend: kvpilot works out what it would choose and writes it to
-    status.kvCache.recommendedDtype and status.scaling.recommendedReplicas, and changes neither dtype nor replicas,
-    except that a dtype whose answers fail their probes is left. Auto: kvpilot moves along the ladder, one canary at a
-    time. Takes effect at the next reconcile, within seconds. A service that was created while Auto was the default has
-    it stored and keeps it."""
+    """The party that chooses the dtype. Fixed: you, with dtype. Recommend: kvpilot works out what it would choose and
+    writes it to status.kvCache.recommendedDtype and status.scaling.recommendedReplicas, and changes neither dtype nor
+    replicas, except that a dtype whose answers fail their probes is left. Auto: kvpilot moves along the ladder, one
+    canary at a time. Takes effect at the next reconcile, within seconds. A service that was created while Auto was the
+    default has it stored and keeps it."""
     baseline: Literal["auto", "bfloat16", "float16"] = "auto"
     """The 16-bit dtype that the accuracy of every other one is measured against, and where Auto starts. auto is the
     model's own. Where the checkpoint chooses fewer bits for auto, name bfloat16 or float16, with --dtype of the same
@@ -152,7 +152,7 @@ class KVCache(Record, frozen=True):
     k4v4, k4v2 and k2v2 for all others. It goes through a canary like any other change, and one that fails its probes is
     denied and not served."""
     recent_tokens: Literal[0, 64, 128, 256, 512] | None = None
-    """How many of the last tokens of each sequence are read at 8 bits, with k8v4, k4v4, k4v2 and k2v2; of no effect on
+    """Number of newest tokens of each sequence that are read at 8 bits, with k8v4, k4v4, k4v2 and k2v2; of no effect on
     other dtypes. More is more accurate and takes more memory for each sequence (kvpilot plan counts it); 0 turns it
     off. Without it each dtype's default: 64 for k8v4, 64 for k4v4, 128 for k4v2, 512 for k2v2. A shorter context cuts a
     default down to the largest value that is not longer. A change starts a new revision of these dtypes, which goes

@@ -238,7 +238,7 @@ class Claim(Record, frozen=True):
     removed."""
 
     size: Annotated[str, Meta(min_length=2, max_length=9, pattern=r"^[1-9][0-9]{0,5}(M|G|T|Mi|Gi|Ti)$")]
-    """How much storage is asked for, a whole number with a unit (200Gi). It may be raised if the class allows
+    """Storage to request, a whole number with a unit (200Gi). It may be raised if the class allows
     expansion, and never lowered. The files of two revisions of a model, or of two models, have to fit while one follows
     the other."""
     access_mode: Literal["ReadWriteMany", "ReadWriteOnce"] = "ReadWriteMany"

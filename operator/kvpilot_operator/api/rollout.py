@@ -32,7 +32,7 @@ class Canary(Record, frozen=True):
     """Trial of a new revision before it takes the traffic. Read anew for each canary."""
 
     capacity_policy: Literal["Surge", "ReplaceOne", "SurgeOrReplaceOne"] = "SurgeOrReplaceOne"
-    """Where the canary's GPUs come from. Surge: from spare ones, and the canary waits for them. ReplaceOne: from one
+    """Source of the canary's GPUs. Surge: from spare ones, and the canary waits for them. ReplaceOne: from one
     stable replica, which leaves first. SurgeOrReplaceOne: from spare ones, or else from a stable replica."""
     steps: Annotated[tuple[CanaryStep, ...], Meta(max_length=10, extra={"rules": (_UPWARDS,)})] = ()
     """Shares of live traffic that a canary takes after its probes have passed, in increasing order. Without steps a

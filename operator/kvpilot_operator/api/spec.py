@@ -162,9 +162,9 @@ class Spec(Record, frozen=True):
     model: Model
     engine: Engine
     replicas: Thousand = 1
-    """How many engine replicas are asked for. /scale writes it (kubectl scale, a HorizontalPodAutoscaler, KEDA), or you
-    do. Kept within scaling.minReplicas and scaling.maxReplicas. Leave it out of manifests that are applied again and
-    again when an autoscaler writes it. Takes effect at once, without a restart of running replicas."""
+    """Number of engine replicas. /scale writes it (kubectl scale, a HorizontalPodAutoscaler, KEDA), or you do. Kept
+    within scaling.minReplicas and scaling.maxReplicas. Leave it out of manifests that are applied again and again when
+    an autoscaler writes it. Takes effect at once, without a restart of running replicas."""
     cache: Cache = Cache()
     kv_cache: KVCache = KVCache()
     scaling: Scaling = Scaling()

@@ -183,7 +183,7 @@ class RingBackend(OurBackend):
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
         """Raise an error. vLLM asks only layers that attend for an implementation, and a ring layer does not."""
-        raise NotImplementedError("a ring layer does not attend")
+        raise UnsupportedModelError("a ring layer does not attend")
 
 
 def our_layers(vllm_config: Any) -> dict[str, Any]:

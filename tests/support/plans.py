@@ -1,0 +1,23 @@
+"""Plans of `kvpilot plan`, read from its JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvpilot_cli.plan.command import main
+
+
+def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    """Return the plan's JSON document."""
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def sequences(document: Any, dtype: str, context: int) -> int:
+    """Return how many sequences of that context fit in a dtype."""
+    row = next(row for row in document["dtypes"] if row["dtype"] == dtype)
+    found: int = next(fit["sequences"] for fit in row["capacities"] if fit["context_tokens"] == context)
+    return found
