@@ -104,7 +104,7 @@ def serve_dtype(dtype: str) -> None:
     hooks.share_pages(tuple(paths))
     hooks.around_kv_cache(settle, serve)
     hooks.around_connectors(terms.connector_class)
-    if compat.vllm_version() == compat.PINNED:
+    if not compat.lacks_for_pinned():
         hooks.around_layout(terms.layout)
     _offload_on_cpu(broken)
     calibration_info.INFO.publish()
