@@ -1,0 +1,211 @@
+"""Users per GPU within a latency objective, in real vLLM servers: `python -m benchmarks.engine.gpu_users`.
+
+Each dtype gets a server on its own GPU (dummy weights, default compilation and CUDA graphs, prefix caching); the
+servers run side by side. Users hold conversations that come back: a history of 6,000 to 12,600 tokens, 400 new tokens,
+an answer of 200, and 20 s of thought on average. Users are added level by level, until TTFT p95 or ITL p95 misses its
+objective. Writes OUT/users-SHAPE-DTYPE.json, and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks.engine.gpu_engine import size
+from benchmarks.engine.gpu_engine_process import attention_lines, environment, error_lines, say, versions
+from benchmarks.engine.gpu_engine_shapes import SHAPES, Shape, write
+from benchmarks.engine.users import Load, Objectives, Users, summary
+
+LEVELS = "auto=75,100 fp8=150,175 k8v4=150,200 k4v4=225,250,275"
+STARTS = 600
+"""Longest seconds until a server answers."""
+
+
+def levels(text: str) -> dict[str, list[int]]:
+    """Parse the levels of each dtype: `auto=75,100 fp8=150`."""
+    pairs = (word.partition("=") for word in text.split())
+    return {dtype: [int(one) for one in numbers.split(",")] for dtype, _, numbers in pairs}
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--levels", type=levels, default=levels(LEVELS),
+                        help=f"users of each dtype, rising (default: {LEVELS})")  # fmt: skip
+    parser.add_argument("--settle", type=float, default=35, help="seconds before each measurement (default: 35)")
+    parser.add_argument("--seconds", type=float, default=50, help="seconds of each measurement (default: 50)")
+    parser.add_argument("--ttft", type=float, default=2.0, help="objective: TTFT p95 in seconds (default: 2)")
+    parser.add_argument("--itl", type=float, default=0.05, help="objective: ITL p95 in seconds (default: 0.05)")
+    parser.add_argument("--history", type=size, default=6000, help="tokens of a new conversation (default: 6000)")
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--max-num-batched-tokens", type=size, default=8192)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.90)
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--port", type=int, default=8100, help="of the first server (default: 8100)")
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    return parser.parse_args()
+
+
+@contextmanager
+def server(args: argparse.Namespace, model: Path, dtype: str, place: int, log: Path) -> Iterator[tuple[str, int]]:
+    """Run `vllm serve` on GPU number `place`; yield its address and process id. Its group ends with it."""
+    shape, load = SHAPES[args.shape], Load(args.history)
+    port = args.port + place
+    options = {
+        "host": "127.0.0.1", "port": port, "load-format": "dummy", "dtype": "bfloat16", "kv-cache-dtype": dtype,
+        "max-model-len": longest(load), "max-num-seqs": args.max_num_seqs, "served-model-name": args.shape,
+        "max-num-batched-tokens": args.max_num_batched_tokens, "gpu-memory-utilization": args.gpu_memory_utilization,
+    }  # fmt: skip
+    words = [f"--{name}={value}" for name, value in options.items()] + ["--skip-tokenizer-init"]
+    words += ["--enforce-eager"] if args.enforce_eager else []
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *words]
+    with environment({"CUDA_VISIBLE_DEVICES": str(place)}) as env, log.open("w") as out:
+        child = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        say(f"{args.shape} {shape.layers} layers, {dtype}: starting")
+        try:
+            yield f"http://127.0.0.1:{port}", child.pid
+        finally:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def longest(load: Load) -> int:
+    """Return the longest context that a conversation reaches, rounded up to a whole 1,024 tokens."""
+    return -(-(load.history + load.turns * (load.asked + load.answered)) // 1024) * 1024
+
+
+async def measure(args: argparse.Namespace, url: str, pid: int, dtype: str, shape: Shape) -> dict[str, Any]:
+    """Raise the level until an objective is missed; return each level's figures."""
+    objectives, found = Objectives(args.ttft, args.itl), []
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+        began = time.monotonic()
+        while not await healthy(session, url):
+            if time.monotonic() - began > STARTS or Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+                raise RuntimeError(f"{dtype}: the server does not answer; see its log")
+            await asyncio.sleep(1)
+        say(f"{dtype}: serves after {time.monotonic() - began:.0f} s")
+        users = Users(session, url, args.shape, Load(args.history), shape.vocab)
+        try:
+            for level in args.levels[dtype]:
+                users.raise_to(level, args.settle)
+                await asyncio.sleep(args.settle)
+                before, begin = await counters(session, url), time.perf_counter()
+                await asyncio.sleep(args.seconds)
+                after = await counters(session, url)
+                users.check()
+                figures = summary(users.turns, begin, time.perf_counter(), objectives)
+                found.append({"users": level, **figures, **{name: after[name] - before[name] for name in after}})
+                say(f"{dtype}: {level} users: {row(found[-1])}")
+                if not figures["held"]:
+                    break
+        finally:
+            await users.close()
+        return {"kv_tokens": await kv_tokens(session, url), "levels": found}
+
+
+async def healthy(session: aiohttp.ClientSession, url: str) -> bool:
+    """Return True once the server answers."""
+    try:
+        async with session.get(f"{url}/health") as answer:
+            return answer.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+async def page(session: aiohttp.ClientSession, url: str) -> list[str]:
+    """Return the lines of the server's metrics page."""
+    async with session.get(f"{url}/metrics") as answer:
+        return (await answer.text()).splitlines()
+
+
+async def counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """Return vLLM's counters of preemptions, and of tokens computed and generated."""
+    wanted = {
+        "preemptions": "vllm:num_preemptions_total{",
+        "prompt_tokens": "vllm:prompt_tokens_total{",
+        "generated_tokens": "vllm:generation_tokens_total{",
+        "prefix_hits": "vllm:prefix_cache_hits_total{",
+    }
+    lines = await page(session, url)
+    return {
+        name: sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(start))
+        for name, start in wanted.items()
+    }
+
+
+async def kv_tokens(session: aiohttp.ClientSession, url: str) -> int:
+    """Return the tokens that the server's KV cache holds, from vLLM's own metric."""
+    for line in await page(session, url):
+        if line.startswith("vllm:cache_config_info{"):
+            return int(line.partition('kv_cache_size_tokens="')[2].partition('"')[0] or 0)
+    return 0
+
+
+def row(level: dict[str, Any]) -> str:
+    """Return the figures of a level in one line: times in ms."""
+    ttft, itl = ([round(1e3 * value, 1) for value in level[name]] for name in ("ttft", "itl"))
+    held = "holds" if level["held"] else "misses"
+    return f"TTFT p50/p95/p99 {ttft} ms, ITL {itl} ms, {level['turns_per_second']:.1f} turns/s: {held}"
+
+
+async def run(args: argparse.Namespace, model: Path, place: int, dtype: str) -> dict[str, Any]:
+    """Measure one dtype on one GPU. An error is part of the result."""
+    out = args.out / f"users-{args.shape}-{dtype}.json"
+    log, error, measured = out.with_suffix(".log"), None, {}
+    with server(args, model, dtype, place, log) as (url, pid):
+        try:
+            measured = await measure(args, url, pid, dtype, SHAPES[args.shape])
+        except (RuntimeError, aiohttp.ClientError) as failure:
+            error = "; ".join([str(failure), *error_lines(log)])
+            say(f"{dtype}: failed: {error}")
+    facts = {
+        "shape": args.shape, "dtype": dtype, "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
+        "command": " ".join(["python", "-m", "benchmarks.engine.gpu_users", *sys.argv[1:]]), **versions(),
+        "attention": attention_lines(log), "settle": args.settle, "seconds": args.seconds,
+        "objectives": {"ttft_p95": args.ttft, "itl_p95": args.itl}, **measured, "error": error,
+    }  # fmt: skip
+    out.write_text(json.dumps(facts, indent=1) + "\n")
+    return facts
+
+
+async def run_all(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
+    """Measure all dtypes side by side."""
+    return await asyncio.gather(*(run(args, model, place, dtype) for place, dtype in enumerate(args.levels)))
+
+
+def main() -> int:
+    """Run every dtype, and print the table. Return 1 if one failed."""
+    args = arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kvpilot-model-") as scratch:
+        shape = SHAPES[args.shape]
+        model = write(Path(scratch, "model"), shape, shape.layers, longest(Load(args.history)))
+        runs = asyncio.run(run_all(args, model))
+    print("| dtype | users | TTFT p50 / p95 / p99, ms | ITL p50 / p95 / p99, ms | turns/s | preemptions | |")
+    print("|---|---|---|---|---|---|---|")
+    for one in runs:
+        for level in one.get("levels", ()):
+            ttft, itl = (" / ".join(f"{1e3 * value:.1f}" for value in level[name]) for name in ("ttft", "itl"))
+            held = "holds" if level["held"] else "misses"
+            print(f"| {one['dtype']} | {level['users']} | {ttft} | {itl} | {level['turns_per_second']:.1f} | "
+                  f"{level['preemptions']:.0f} | {held} |")  # fmt: skip
+    return 1 if any(one["error"] for one in runs) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Simulated users of a chat service: conversations that come back, over a vLLM server's HTTP API."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+FIRST_TOKEN = 100
+"""Lowest token id in a prompt. Special tokens are below it."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One user's conversation, in tokens and seconds."""
+
+    history: int = 6000
+    """Tokens of a new conversation before its first question."""
+    asked: int = 400
+    answered: int = 200
+    turns: int = 12
+    """Questions before a new conversation begins."""
+    thought: float = 20.0
+    """Mean seconds between an answer and the next question; exponential."""
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """Longest 95th percentiles of time to first token and of inter-token latency, in seconds."""
+
+    ttft: float
+    itl: float
+
+
+@dataclass
+class Turn:
+    """One question: the time it was sent, and the time of each chunk of its answer, in seconds."""
+
+    sent: float
+    chunks: list[float] = field(default_factory=list)
+
+
+class Users:
+    """A number of users that can grow. Each holds one conversation at a time."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, load: Load, vocab: int) -> None:
+        self.turns: list[Turn] = []
+        self._session, self._url, self._model, self._load, self._vocab = session, url, model, load, vocab
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def raise_to(self, count: int, spread: float) -> None:
+        """Add users until there are `count`. They begin one after the other within half of `spread` seconds."""
+        missing = count - len(self._tasks)
+        for place in range(missing):
+            wait = spread / 2 * place / missing
+            self._tasks.append(asyncio.create_task(self._converse(len(self._tasks), wait)))
+
+    def check(self) -> None:
+        """Raise the error of a user whose question failed."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def close(self) -> None:
+        """Send all users away."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _converse(self, number: int, wait: float) -> None:
+        """Ask and think, forever. The first conversation is already some turns old, as in a service that has run."""
+        chance, load = random.Random(number), self._load  # noqa: S311
+        await asyncio.sleep(wait)
+        done = chance.randrange(load.turns)
+        while True:
+            tokens = self._draw(chance, load.history + done * (load.asked + load.answered))
+            for _ in range(done, load.turns):
+                tokens += self._draw(chance, load.asked)
+                tokens += await self._ask(tokens)
+                await asyncio.sleep(chance.expovariate(1 / load.thought))
+            done = 0
+
+    def _draw(self, chance: random.Random, count: int) -> list[int]:
+        return chance.choices(range(FIRST_TOKEN, self._vocab), k=count)
+
+    async def _ask(self, tokens: list[int]) -> list[int]:
+        """Send the conversation, and return the tokens of the answer."""
+        body = {
+            "model": self._model, "prompt": tokens, "max_tokens": self._load.answered, "temperature": 0,
+            "ignore_eos": True, "stream": True, "return_token_ids": True,
+        }  # fmt: skip
+        turn, answer = Turn(time.perf_counter()), list[int]()
+        self.turns.append(turn)
+        async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                raise RuntimeError(f"a question got {response.status}: {(await response.text())[:300]}")
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                new = json.loads(line[6:])["choices"][0].get("token_ids") or []
+                if new:
+                    turn.chunks.append(time.perf_counter())
+                    answer += new
+        return answer
+
+
+def quantiles(values: Sequence[float]) -> list[float]:
+    """Return the 50th, 95th and 99th percentile (nearest rank); infinity where there is no value."""
+    ranked = sorted(values)
+    return [ranked[-(-len(ranked) * percent // 100) - 1] if ranked else float("inf") for percent in (50, 95, 99)]
+
+
+def summary(turns: Sequence[Turn], begin: float, end: float, objectives: Objectives) -> dict[str, Any]:
+    """Return the latencies of a period in seconds, and True for `held` if both objectives hold.
+
+    A question counts in the period in which it was sent. A question still unanswered at the end counts with the time
+    that it has waited. Pauses between chunks count in the period in which they end.
+    """
+    sent = [turn for turn in turns if begin <= turn.sent < end]
+    first = [(turn.chunks[0] if turn.chunks else end) - turn.sent for turn in sent]
+    gaps = [
+        later - earlier for turn in turns for earlier, later in itertools.pairwise(turn.chunks) if begin <= later < end
+    ]
+    ttft, itl = quantiles(first), quantiles(gaps)
+    return {
+        "ttft": ttft,
+        "itl": itl,
+        "questions": len(sent),
+        "unanswered": sum(not turn.chunks for turn in sent),
+        "turns_per_second": len(sent) / (end - begin),
+        "held": ttft[1] <= objectives.ttft and itl[1] <= objectives.itl,
+    }
