@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,8 @@ def arguments() -> argparse.Namespace:
 
 
 @contextmanager
-def server(args: argparse.Namespace, model: Path, dtype: str, place: int, log: Path) -> Iterator[tuple[str, int]]:
-    """Run `vllm serve` on GPU number `place`; yield its address and process id. Its group ends with it."""
+def server(args: argparse.Namespace, model: Path, dtype: str, place: int, log: Path) -> Iterator[tuple[str, Any]]:
+    """Run `vllm serve` on GPU number `place`; yield its address and process. Its group ends with it."""
     shape, load = SHAPES[args.shape], Load(args.history)
     port = args.port + place
     options = {
@@ -78,9 +78,10 @@ def server(args: argparse.Namespace, model: Path, dtype: str, place: int, log: P
         child = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         say(f"{args.shape} {shape.layers} layers, {dtype}: starting")
         try:
-            yield f"http://127.0.0.1:{port}", child.pid
+            yield f"http://127.0.0.1:{port}", child
         finally:
-            os.killpg(child.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
             child.wait()
 
 
@@ -89,13 +90,13 @@ def longest(load: Load) -> int:
     return -(-(load.history + load.turns * (load.asked + load.answered)) // 1024) * 1024
 
 
-async def measure(args: argparse.Namespace, url: str, pid: int, dtype: str, shape: Shape) -> dict[str, Any]:
+async def measure(args: argparse.Namespace, url: str, child: Any, dtype: str, shape: Shape) -> dict[str, Any]:
     """Raise the level until an objective is missed; return each level's figures."""
     objectives, found = Objectives(args.ttft, args.itl), []
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
         began = time.monotonic()
         while not await healthy(session, url):
-            if time.monotonic() - began > STARTS or Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            if time.monotonic() - began > STARTS or child.poll() is not None:
                 raise RuntimeError(f"{dtype}: the server does not answer; see its log")
             await asyncio.sleep(1)
         say(f"{dtype}: serves after {time.monotonic() - began:.0f} s")
@@ -167,9 +168,9 @@ async def run(args: argparse.Namespace, model: Path, place: int, dtype: str) -> 
     """Measure one dtype on one GPU. An error is part of the result."""
     out = args.out / f"users-{args.shape}-{dtype}.json"
     log, error, measured = out.with_suffix(".log"), None, {}
-    with server(args, model, dtype, place, log) as (url, pid):
+    with server(args, model, dtype, place, log) as (url, child):
         try:
-            measured = await measure(args, url, pid, dtype, SHAPES[args.shape])
+            measured = await measure(args, url, child, dtype, SHAPES[args.shape])
         except (RuntimeError, aiohttp.ClientError) as failure:
             error = "; ".join([str(failure), *error_lines(log)])
             say(f"{dtype}: failed: {error}")
