@@ -24,8 +24,7 @@ class Histogram:
         return sum(self.counts)
 
     def quantile(self, q: float) -> float:
-        """Return the value below which a share `q` lies, as PromQL's histogram_quantile does; NaN for no
-        observations."""
+        """Return the value below which a share `q` lies, as PromQL's histogram_quantile; NaN for nothing."""
         if self.count <= 0:
             return float("nan")
         rank = q * self.count
