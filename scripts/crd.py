@@ -4,8 +4,6 @@
 `kvpilot_operator.api.pod_template` defines the allowed fields of a Pod's template.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap
@@ -29,11 +27,6 @@ from kvpilot_operator.api.spec import RULES_OF_SERVICE, Spec
 from kvpilot_operator.state.status import Status
 
 Json = dict[str, Any]
-
-DESCRIPTION = (
-    "An LLM served by vLLM whose KV cache kvpilot makes smaller when memory is what limits it, and only as far as "
-    "measured accuracy and latency allow."
-)
 
 
 def _of(condition: str, part: str) -> str:
@@ -67,6 +60,10 @@ WIDE = ("Recommended", "Answering", "Tokens", "Trial", "Revision", "URL", "Messa
 
 def definition() -> Json:
     """Return the whole definition."""
+    columns = [
+        {"name": name, "type": kind, "jsonPath": path, "description": text} | ({"priority": 1} if name in WIDE else {})
+        for name, kind, path, text in COLUMNS
+    ]
     version = {
         "name": "v1alpha1",
         "served": True,
@@ -79,7 +76,7 @@ def definition() -> Json:
                 "labelSelectorPath": ".status.selector",
             },
         },
-        "additionalPrinterColumns": [_column(*one) for one in COLUMNS],
+        "additionalPrinterColumns": columns,
         "schema": {"openAPIV3Schema": root_schema()},
     }
     names = {"kind": "QuantizedLLMService", "listKind": "QuantizedLLMServiceList", "plural": "quantizedllmservices",
@@ -94,11 +91,12 @@ def definition() -> Json:
 
 def root_schema() -> Json:
     """Return the schema of a whole QuantizedLLMService."""
-    name = (
-        "Name of this object and of the Service that answers requests, unique in its namespace; at most 40 characters."
-    )
+    name = "Name of this object and of the Service that answers requests; at most 40 characters."
     return {
-        "description": DESCRIPTION,
+        "description": (
+            "An LLM served by vLLM whose KV cache kvpilot makes smaller when memory is what limits it, and only as far "
+            "as measured accuracy and latency allow."
+        ),
         "type": "object",
         "required": ["spec"],
         **_validations(RULES_OF_SERVICE),
@@ -106,75 +104,65 @@ def root_schema() -> Json:
             "apiVersion": {"description": "Version of this API, kvpilot.io/v1alpha1.", "type": "string"},
             "kind": {"description": "QuantizedLLMService.", "type": "string"},
             "metadata": {"type": "object", "properties": {"name": {"description": name, "type": "string"}}},
-            "spec": {"description": description(Spec), **object_schema(Spec, defaults=True)},
-            "status": {"description": description(Status), **object_schema(Status, defaults=False)},
+            "spec": {"description": description(Spec), **_object(Spec, True)},
+            "status": {"description": description(Status), **_object(Status, False)},
         },
     }
 
 
-def description(record: type[Record]) -> str:
-    """Return the docstring of a struct as one paragraph."""
-    return " ".join(inspect.cleandoc(record.__doc__ or "").split())
+def description(kind: Any) -> str:
+    """Return the description of a type: its annotation's, or the docstring of the struct that it is or lists."""
+    if isinstance(kind, Meta):
+        return kind.description or ""
+    if isinstance(kind, type) and issubclass(kind, Record):
+        return " ".join(inspect.cleandoc(kind.__doc__ or "").split())
+    return next((text for one in get_args(kind) if (text := description(one))), "")
 
 
 @cache
-def texts(record: type[Record]) -> Mapping[str, str]:
-    """Return the texts below the fields of a struct, by the names of the fields."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(record))).body
-    body = tree.body if isinstance(tree, ast.ClassDef) else []
+def _texts(record: type[Record]) -> Mapping[str, str]:
+    """Return the texts below the fields of a struct and its bases, by the names of the fields."""
     found = {}
-    for field, text in pairwise(body):
-        match field, text:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(words))),
-            ):
-                found[name] = " ".join(words.split())
+    for base in reversed([one for one in record.__mro__ if issubclass(one, Record) and one is not Record]):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        for field, text in pairwise(tree.body if isinstance(tree, ast.ClassDef) else ()):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                    found[name] = " ".join(words.split())
     return found
 
 
-def object_schema(record: type[Record], *, defaults: bool) -> Json:
+def _object(record: type[Record], defaults: bool) -> Json:
     """Return the schema of a struct, without a description; `defaults` is True if the server fills in defaults."""
     fields = msgspec.structs.fields(record)
+    properties = {}
+    for one in fields:
+        text = _texts(record).get(one.name) or description(one.type)
+        made = properties[one.encode_name] = {"description": text, **_schema(one.type, Meta(), defaults)}
+        default = one.default if one.default_factory is msgspec.NODEFAULT else one.default_factory()
+        if defaults and default not in (None, "", msgspec.NODEFAULT):
+            made["default"] = msgspec.to_builtins(default)
     required = [one.encode_name for one in fields if one.required]
-    return {
-        "type": "object",
-        **({"required": required} if required else {}),
-        **_validations(RULES.get(record, ())),
-        "properties": {one.encode_name: _field(record, one, defaults) for one in fields},
-    }
-
-
-def record_of(kind: Any) -> type[Record] | None:
-    """Return the struct of a type, or of the items of a list type."""
-    if isinstance(kind, type) and issubclass(kind, Record):
-        return kind
-    return next((found for one in get_args(kind) if (found := record_of(one)) is not None), None)
-
-
-def _field(record: type[Record], field: msgspec.structs.FieldInfo, defaults: bool) -> Json:
-    inner = record_of(field.type)
-    text = texts(record).get(field.name) or (description(inner) if inner is not None else "")
-    made = {"description": text, **_schema(field.type, Meta(), defaults)}
-    default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-    if defaults and default not in (None, "", msgspec.NODEFAULT):
-        made["default"] = msgspec.to_builtins(default)
-    return made
+    given = {"required": required} if required else {}
+    return {"type": "object", **given, **_validations(RULES.get(record, ())), "properties": properties}
 
 
 def _schema(kind: Any, limits: Meta, defaults: bool) -> Json:
     """Return the schema of a type within these limits."""
     extra = dict(limits.extra or {})
     if limits is POD_TEMPLATE:
-        return pod_template()
+        return _model(kubernetes.client.V1PodTemplateSpec, "")
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _schema(inner[0], inner[1], defaults)
     if origin in (Union, types.UnionType):
         given = [_schema(one, limits, defaults) for one in inner if one is not type(None)]
-        return given[0] if len(given) == 1 else _text_or_number(*given)
-    if record_of(origin or kind) is not None:
-        made = object_schema(kind, defaults=defaults)
+        if len(given) == 1:
+            return given[0]
+        limited = {name: limit for one in reversed(given) for name, limit in one.items()}
+        return _TEXT_OR_NUMBER | {name: limit for name, limit in limited.items() if name not in ("type", "format")}
+    if isinstance(kind, type) and issubclass(kind, Record):
+        made = _object(kind, defaults)
     elif origin is tuple:
         made = {"type": "array", **_given(minItems=limits.min_length, maxItems=limits.max_length)}
         made |= {"x-kubernetes-list-type": "atomic", "items": _schema(inner[0], Meta(), defaults)}
@@ -203,16 +191,6 @@ def _scalar(kind: Any, limits: Meta) -> Json:
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return {"type": "string", "enum": [one.value for one in kind]}
     raise TypeError(f"{kind} has no schema: teach scripts/crd.py about it")
-
-
-def _text_or_number(text: Json, number: Json) -> Json:
-    limits = {name: limit for name, limit in {**number, **text}.items() if name not in ("type", "format")}
-    return {"anyOf": [{"type": "integer"}, {"type": "string"}], "x-kubernetes-int-or-string": True, **limits}
-
-
-def pod_template() -> Json:
-    """Return the schema of a Pod's template: the allowed fields of the models of Kubernetes' own client."""
-    return _model(kubernetes.client.V1PodTemplateSpec, "")
 
 
 def _model(model: Any, path: str) -> Json:
@@ -244,7 +222,7 @@ def _of_client(kind: Any, path: str) -> Json:
     if origin is Annotated or (origin is Union and len(inner) == 1):
         return _of_client(inner[0], path)
     if origin is Union:
-        return {"anyOf": [{"type": "integer"}, {"type": "string"}], "x-kubernetes-int-or-string": True, "maxLength": 64}
+        return _TEXT_OR_NUMBER | {"maxLength": 64}
     if origin is list:
         field = path.rpartition(".")[2]
         keys = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [KEYS[field]]} if field in KEYS else {}
@@ -260,6 +238,7 @@ _ENGINES = "V1PodSpec.containers"
 MOST_ITEMS = 16
 """Bounds on list items and map keys, which the API server uses to estimate the cost of CEL rules."""
 _TEXT: Json = {"type": "string", "maxLength": 4096}
+_TEXT_OR_NUMBER: Json = {"anyOf": [{"type": "integer"}, {"type": "string"}], "x-kubernetes-int-or-string": True}
 
 
 def _given(**limits: Any) -> Json:
@@ -269,11 +248,6 @@ def _given(**limits: Any) -> Json:
 def _validations(rules: Iterable[Rule]) -> Json:
     written = [rule.as_written() for rule in rules]
     return {"x-kubernetes-validations": written} if written else {}
-
-
-def _column(name: str, kind: str, path: str, text: str) -> Json:
-    made = {"name": name, "type": kind, "jsonPath": path, "description": text}
-    return made | ({"priority": 1} if name in WIDE else {})
 
 
 class _Plain(yaml.SafeDumper):

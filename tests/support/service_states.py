@@ -15,7 +15,7 @@ import msgspec
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.state.objects import Parent, PodView
 from kvpilot_operator.state.questions import Question, unanswered
-from kvpilot_operator.state.status import Denied, dump_status
+from kvpilot_operator.state.status import Denied
 from support.kstatus import seen
 from support.model_cluster import ModelCluster
 from support.services import manifest
@@ -180,7 +180,7 @@ def _() -> dict[str, Any]:
         recent_tokens=spec.kv_cache.recent_tokens_of(NEW), message="worse", until=cluster.now + timedelta(days=7),
     )  # fmt: skip
     kept = msgspec.structs.replace(status.kv_cache, denied=(drifted,))
-    cluster.status = dump_status(msgspec.structs.replace(status, kv_cache=kept))
+    cluster.status = msgspec.structs.replace(status, kv_cache=kept).as_written()
     return after(cluster)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvpilot_operator.state.status import MAX_DECISIONS, MAX_DENIED, Status, dump_status
+from kvpilot_operator.state.status import MAX_DECISIONS, MAX_DENIED, Status
 from support.crd import root_schema, status_faults
 
 SCHEMA = root_schema()["properties"]["status"]
@@ -56,7 +56,7 @@ def value_of(hint: Any) -> Any:
 
 
 def on_the_wire(status: Status) -> Any:
-    return json.loads(json.dumps(dump_status(status)))
+    return json.loads(json.dumps(status.as_written()))
 
 
 def test_status_has_exactly_the_fields_of_the_crd() -> None:

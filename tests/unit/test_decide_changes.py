@@ -21,7 +21,7 @@ from kvpilot_operator.render.engine import pod_template
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.objects import DeploymentView
 from kvpilot_operator.state.snapshot import Snapshot
-from kvpilot_operator.state.status import Status, dump_status
+from kvpilot_operator.state.status import Status
 from support.services import KEY, NOW, manifest, pod, revision_of, running, spec_of
 from support.shown_services import PLAIN
 
@@ -80,7 +80,7 @@ def test_an_image_that_cannot_be_pulled_is_told_while_its_canary_hangs() -> None
     reason, message = told(later.status, "CanaryHealthy")
     assert reason == "ImageUnavailable"
     assert message == f"auto: {SAYS_IMAGE}; it waits: ImagePullBackOff"
-    obj = {**IMAGE, "status": json.loads(json.dumps(dump_status(later.status), default=str))}
+    obj = {**IMAGE, "status": json.loads(json.dumps(later.status.as_written(), default=str))}
     text = show.rendered([show.listed([service.read(obj)], everywhere=False)], PLAIN)
     assert "CanaryHealthy=Unknown (ImageUnavailable)" in text
     lines = show.rendered(show.timeline(service.read(obj), (), NOW, ()), PLAIN)

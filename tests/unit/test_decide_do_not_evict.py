@@ -126,7 +126,7 @@ def test_pods_on_their_way_out_and_searches_mark_nobody():
     ask = Measure("i", s.pods[0].name, url, "m", "fp8", "c")
 
     def left_alone(s, request):
-        return pod_marks.keep_judged(replace(Context.of(s, spec_of(obj)), request=request)).do_not_evict
+        return pod_marks.keep_judged(replace(Context.of(s, spec_of(obj)), probe=request)).do_not_evict
 
     assert left_alone(s, None) == left_alone(s, Find("i", "b", "c")) == frozenset()
     assert left_alone(s, ask) == {s.pods[0].name}

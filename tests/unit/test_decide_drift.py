@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvpilot_operator.probes.stats import AnswerPair
 from kvpilot_operator.state.decision import ProbeFailed
-from kvpilot_operator.state.status import MAX_MESSAGE, Denied, dump_status, parse_status
+from kvpilot_operator.state.status import MAX_MESSAGE, Denied, parse_status
 from support.model_cluster import measurement
 from support.services import revision_of
 from support.serving_fleet import GARBAGE, PERIOD, SOUND, fixed, serving
@@ -50,7 +50,7 @@ def test_a_drift_counts_beside_an_older_denial_for_latency():
     )  # fmt: skip
     status = parse_status(cluster.status)
     kept = msgspec.structs.replace(status.kv_cache, denied=(older,))
-    cluster.status = dump_status(msgspec.structs.replace(status, kv_cache=kept))
+    cluster.status = msgspec.structs.replace(status, kv_cache=kept).as_written()
     cluster.bad_pods = frozenset("0")
     decision = cluster.run_on(1)
     assert [d.reason for d in decision.status.kv_cache.denied] == ["AccuracyDrifted"]

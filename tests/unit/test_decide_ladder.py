@@ -23,8 +23,7 @@ SPEC = spec_of(manifest(kvCache={"ladder": ["fp8", "k8v4", "k4v4", "k2v2"]}))
 
 
 def reason(dtype, spec=SPEC, hardware=HOPPER, model=LLAMA):
-    found = infeasible(dtype, spec, hardware, model)
-    return None if found is None else found.reason
+    return infeasible(dtype, spec, hardware, model)
 
 
 def test_fp8_is_ruled_out_where_no_backend_of_vllm_reads_it():
@@ -41,9 +40,7 @@ def test_fp8_is_ruled_out_where_no_backend_of_vllm_reads_it():
 @pytest.mark.parametrize("dtype", ["fp8_e5m2", "int8_per_token_head", "turboquant_k8v4"])
 def test_a_dtype_that_no_latent_backend_of_vllm_takes_is_ruled_out_for_such_models(dtype):
     found = infeasible(dtype, SPEC, HOPPER, replace(LLAMA, mla=True))
-    assert found is not None
-    assert found.reason == "ModelUnsupported"
-    assert "use one of fp8, fp8_e4m3" in found.message
+    assert "use one of fp8, fp8_e4m3" in (found or "")
 
 
 @pytest.mark.parametrize("dtype", ["int4_per_token_head", "int8_per_token_head", "nvfp4", "turboquant_4bit_nc"])
@@ -69,14 +66,12 @@ def test_facts_that_are_not_known_rule_nothing_out():
 def test_latent_attention_has_dtypes_of_its_own():
     mla = replace(LLAMA, mla=True)
     against = infeasible("k4v4", SPEC, HOPPER, mla)
-    assert against is not None
-    assert against.reason == "ModelUnsupported"
-    assert "dtypes of its own (mla8 or mla4)" in against.message
+    assert "dtypes of its own (mla8 or mla4)" in (against or "")
     for dtype in ("fp8", "mla8", "mla4"):
         assert reason(dtype, model=mla) is None
         assert reason(dtype, model=None) is None
-    assert reason("mla4") == "ModelUnsupported"
-    assert reason("mla4", hardware=VOLTA, model=mla) == "HardwareUnsupported"
+    assert "needs a model with multi-head latent attention" in reason("mla4")
+    assert "needs compute capability" in reason("mla4", hardware=VOLTA, model=mla)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +83,7 @@ def test_latent_attention_has_dtypes_of_its_own():
 )
 def test_dtypes_of_latents_are_passed_over_beside_what_they_do_not_go_with(field, value):
     against = infeasible("mla4", spec_of(manifest(kvCache={field: value})), HOPPER, replace(LLAMA, mla=True))
-    assert against is not None
-    assert f"mla4 does not go together with kvCache.{field}" in against.message
+    assert against == f"mla4 does not go together with kvCache.{field}"
 
 
 def test_a_ladder_with_dtypes_of_both_kinds_serves_models_with_latents_and_without():
@@ -100,7 +94,7 @@ def test_a_ladder_with_dtypes_of_both_kinds_serves_models_with_latents_and_witho
 
 
 def test_a_head_dimension_that_our_formats_do_not_have_rules_them_out():
-    assert reason("k4v4", model=replace(LLAMA, head_dim=32)) == "ModelUnsupported"
+    assert reason("k4v4", model=replace(LLAMA, head_dim=32)).endswith("the model has 32")
     assert reason("fp8", model=replace(LLAMA, head_dim=32)) is None
 
 
@@ -118,7 +112,7 @@ def test_a_format_for_calibrated_models_is_ruled_out_where_calibration_is_off():
     assert reason("k2v2", by_name) is None
     assert reason("k2v2", by_option) is None
     off = spec_of(manifest(engine={"image": "i", "extraArgs": ["--calibration=off"]}))
-    assert reason("k2v2", off) == "NotCalibrated"
+    assert "is not accurate without calibration" in reason("k2v2", off)
     assert reason("k4v4", off) is None
     file_after_all = {"image": "i", "extraArgs": ["--calibration=/models/c"]}
     file_after_all["env"] = [{"name": "KVPILOT_CALIBRATION", "value": "off"}]
@@ -128,10 +122,8 @@ def test_a_format_for_calibrated_models_is_ruled_out_where_calibration_is_off():
 def test_sliding_window_layers_that_stay_in_16_bits_can_leave_too_little_to_gain():
     mostly = replace(LLAMA, layers=60, window_layers=50)
     found = infeasible("fp8", SPEC, HOPPER, mostly)
-    assert found is not None
-    assert found.reason == "LittleGain"
-    assert "1.09x" in found.message
-    assert "50 of 60 layers" in found.message
+    assert "1.09x" in (found or "")
+    assert "50 of 60 layers" in (found or "")
     all_layers = spec_of(manifest(kvCache={"ladder": ["fp8"], "skipLayers": []}))
     assert reason("fp8", all_layers, model=mostly) is None
 
@@ -209,9 +201,7 @@ def test_at_head_dim_256_fp8_comes_after_our_formats():
 def test_a_dtype_of_ours_is_ruled_out_beside_an_option_that_it_does_not_go_with(dtype, engine, named):
     spec = spec_of(manifest(engine={"image": "i", **engine}))
     found = infeasible(dtype, spec, HOPPER, None)
-    assert found is not None
-    assert found.reason == "OptionUnsupported"
-    assert named in found.message
+    assert named in (found or "")
     assert reason("fp8", spec, model=None) is None
     assert reason(dtype, spec_of(manifest(engine={"image": "i"})), model=None) is None
 
@@ -220,7 +210,6 @@ def test_fields_count_beside_options_as_the_arguments_that_are_made_of_them():
     drafts = {"image": "i", "extraArgs": ["--spec-model=org/draft"]}
     assert reason("k4v4", spec_of(manifest(engine=drafts)), model=None) is None
     offloading = spec_of(manifest(engine=drafts, kvCache={"offload": {"cpuMemoryGiB": 8}}))
-    assert reason("k4v4", offloading, model=None) == "OptionUnsupported"
-    assert (
-        reason("k4v4", spec_of(manifest(engine={**drafts, "tensorParallelSize": 2})), model=None) == "OptionUnsupported"
-    )
+    assert "a model that drafts" in reason("k4v4", offloading, model=None)
+    parallel = spec_of(manifest(engine={**drafts, "tensorParallelSize": 2}))
+    assert "a model that drafts" in reason("k4v4", parallel, model=None)

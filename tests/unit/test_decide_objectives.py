@@ -21,7 +21,6 @@ from kvpilot_operator.observe.windows import retention_of
 from kvpilot_operator.state.decision import Latency
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
-from kvpilot_operator.state.status import dump_status
 from support.crd import status_faults
 from support.policy_inputs import denied, policy_input, spec, step, workload
 from support.services import NOW, manifest, running, samples, spec_of
@@ -197,7 +196,7 @@ def test_whatever_engines_say_the_status_is_one_that_the_schema_takes() -> None:
     seen = tuple(replace(one, flows=replace(one.flows, ttft=huge)) for one in s.samples[s.traffic])
     status = decide(replace(s, samples={s.traffic: seen}, gpu_hour_micros=10**12)).status
     assert status.condition("ObjectivesHeld").reason == "Missed"
-    assert status_faults(json.loads(json.dumps(dump_status(status)))) == ()
+    assert status_faults(json.loads(json.dumps(status.as_written()))) == ()
 
 
 def test_a_service_without_objectives_has_no_such_condition_and_keeps_no_latencies() -> None:

@@ -14,7 +14,7 @@ from kvpilot_operator.decide.steps.policy import choose_step
 from kvpilot_operator.decide.steps.policy_input import PolicyInput
 from kvpilot_operator.state.samples import Flows
 from kvpilot_operator.state.snapshot import ModelFacts, Snapshot
-from kvpilot_operator.state.status import Option, dump_status, parse_status
+from kvpilot_operator.state.status import Option, parse_status
 from support.crd import status_faults
 from support.policy_inputs import LLAMA, policy_input, spec, workload
 from support.services import manifest, running, samples
@@ -136,8 +136,8 @@ def test_the_journal_has_it_with_its_reason() -> None:
     decision = decide(service(0.1, kvCache={"mode": "Auto", "ladder": ["fp8"]}))
     (one,) = (o for entry in decision.status.decisions for o in entry.options if o.action == "Offload")
     assert one.outcome == "NotOwner"
-    assert status_faults(json.loads(json.dumps(dump_status(decision.status)))) == ()
-    assert parse_status(dump_status(decision.status)).decisions == decision.status.decisions
+    assert status_faults(json.loads(json.dumps(decision.status.as_written()))) == ()
+    assert parse_status(decision.status.as_written()).decisions == decision.status.decisions
 
 
 def shown(s: Snapshot) -> dict[str, float]:

@@ -31,7 +31,7 @@ from kvpilot_operator.probes.answers import read_models, read_streamed, read_tok
 from kvpilot_operator.probes.client import http_client, served_models
 from kvpilot_operator.probes.errors import EngineRefused, ProbeError
 from kvpilot_operator.state.objects import Rejection
-from kvpilot_operator.state.status import clip, dump_status
+from kvpilot_operator.state.status import clip
 from kvpilot_runtime import serve
 from kvpilot_runtime.errors import PreflightError
 from support.answering_server import Server, status
@@ -180,7 +180,7 @@ def test_whatever_is_observed_status_and_events_are_readable(text: str, starting
     )
     rejections = (Rejection("Service", "chat", "Invalid", text, (("spec.ports", text),)),)
     decision = decide(replace(s, pods=views, rejections=rejections, backed_off={s.pods[0].name: text}))
-    check(dump_status(decision.status), decision.events)
+    check(decision.status.as_written(), decision.events)
 
 
 async def test_what_an_engine_sends_over_http() -> None:

@@ -32,7 +32,7 @@ from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.decision import Decision, Manifest, Objects
 from kvpilot_operator.state.objects import Rejection
 from kvpilot_operator.state.snapshot import Snapshot
-from kvpilot_operator.state.status import dump_status, without_figures
+from kvpilot_operator.state.status import without_figures
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Actor:
             return
         self._told = self._clock()
         metadata = {**s.key._asdict(), "resourceVersion": s.resource_version}
-        status = dump_status(decision.status)
+        status = decision.status.as_written()
         service = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "status": status}
         await self._cluster.apply(service, subresource="status")
 

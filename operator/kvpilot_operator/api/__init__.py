@@ -1,4 +1,1 @@
-"""The API: the spec as frozen structs, from which `make generate` writes the CRD, and the faults of an object.
-
-Nothing here talks to a cluster.
-"""
+"""The API: the spec as frozen structs, from which `make generate` writes the CRD, and the faults of an object."""

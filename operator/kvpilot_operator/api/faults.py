@@ -1,8 +1,5 @@
-"""Faults of an object that the API server let through: the last check before the operator acts.
-
-The server enforces the CRD. These checks need the operator: arguments in every spelling that vLLM takes, access to
-nodes, and objects that are older than a limit or a rule.
-"""
+"""Faults of an object that the API server let through: the last check before the operator acts. It reads arguments in
+every spelling that vLLM takes, knows the allowed access to nodes, and meets objects older than a limit or a rule."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -17,7 +14,7 @@ from kvpilot_operator.api.record import Json
 from kvpilot_operator.api.spec import Spec, parse
 
 MAX_SPEC_BYTES = 128 * 1024
-"""The largest spec, as JSON, that is kept: real ones have some KiB, and the operator holds every spec of the fleet."""
+"""The largest spec, as JSON: real ones have some KiB, and the operator holds every spec of the fleet."""
 
 MAX_FAULTS = 100
 """Faults that are listed of one object."""
@@ -25,26 +22,23 @@ MAX_FAULTS = 100
 _PRIVATE = re.compile(
     r"\bengine\.(extraArgs|(?:podTemplate\..*)?(?:env\[\d+\]\.value|command|args|volumeAttributes))\b"
 )
-"""Fields that may hold keys and tokens. Messages go into the status, events and logs, and do without them."""
+"""Fields that may hold keys and tokens: messages do without their values."""
 
 _BEFORE_QUERY = re.compile("^([^?]*://[^?]*|[^?]*([?]([^=]*$)?)?)")
 """Whole text, or the part of an address before `?`, because a query may hold a signature."""
 
 
 class Fault(NamedTuple):
-    """One thing that is wrong with an object."""
+    """One thing that is wrong with an object: the field (such as spec.a.b[0]), and its value, if it may be shown, with
+    the remedy."""
 
     field: str
-    """The faulty field, such as spec.a.b[0]."""
     message: str
-    """Value, if it may be shown, and remedy."""
 
 
 def judge(obj: Json, allowed: Collection[str] = ()) -> Spec | tuple[Fault, ...]:
-    """Return the spec of a QuantizedLLMService, or its faults.
-
-    `allowed` is the access to nodes (of pod_template.KINDS) that engines may have.
-    """
+    """Return the spec of a QuantizedLLMService, or its faults. `allowed` is the access to nodes (pod_template.KINDS)
+    that engines may have."""
     given = obj.get("spec") if isinstance(obj, Mapping) else None
     if not isinstance(given, Mapping):
         return (Fault("spec", "is missing: use a QuantizedLLMService manifest with a spec"),)
@@ -56,7 +50,13 @@ def judge(obj: Json, allowed: Collection[str] = ()) -> Spec | tuple[Fault, ...]:
         spec = parse(obj)
     except msgspec.ValidationError as error:
         return (_explained(str(error), obj),)
-    found = [*_rules(spec), *_arguments(spec), *_host_access(spec, allowed)]
+    found = list(_arguments(spec))
+    if spec.kv_cache.mode == "Fixed" and spec.kv_cache.dtype is None:
+        # The API server has this rule, too, but a stored object may be older.
+        text = "is missing, and kvCache.mode is Fixed: set dtype, or use another mode"
+        found.insert(0, Fault("spec.kvCache.dtype", text))
+    host = pod_template.host_access(spec.engine.pod_template, allowed)
+    found += (Fault(f"spec.engine.podTemplate{at}", text) for at, text in host)
     return tuple(found[:MAX_FAULTS]) or spec
 
 
@@ -73,9 +73,8 @@ def _explained(error: str, obj: Mapping[str, Json]) -> Fault:
     if missing := re.search("missing required field `(.*)`", wrong):
         field = f"{field}.{missing[1]}".lstrip(".")
         return Fault(field, f"is missing: set {missing[1]}")
-    return Fault(
-        field, f"is {_shown(_at(obj, field), field)}: use a value that the API accepts ({wrong[0].lower()}{wrong[1:]})"
-    )
+    remedy = f"use a value that the API accepts ({wrong[0].lower()}{wrong[1:]})"
+    return Fault(field, f"is {_shown(_at(obj, field), field)}: {remedy}")
 
 
 def _at(value: Json, field: str) -> Json:
@@ -94,24 +93,11 @@ def _shown(value: Json, field: str) -> str:
         return "a value that is not shown"
     if isinstance(value, Mapping | list):
         return "an object" if isinstance(value, Mapping) else "a list"
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, str):
         before = _BEFORE_QUERY.match(value)
         value = shown(before[0] if before else "")
-    text = repr(value)
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 100 else text[:97] + "..."
-
-
-def _rules(spec: Spec) -> Iterator[Fault]:
-    """Yield violations of CEL rules that code relies on, for stored objects that are older than the rule."""
-    if spec.kv_cache.mode == "Fixed" and spec.kv_cache.dtype is None:
-        yield Fault("spec.kvCache.dtype", "is missing, and kvCache.mode is Fixed: set dtype, or use another mode")
-
-
-def _host_access(spec: Spec, allowed: Collection[str]) -> Iterator[Fault]:
-    for at, text in pod_template.host_access(spec.engine.pod_template, allowed):
-        yield Fault(f"spec.engine.podTemplate{at}", text)
 
 
 _OFFLOAD = (rules.OFFLOAD, "--kv-offloading-backend", rules.TRANSFER, "--kv-offloading-disk-path",
@@ -124,25 +110,15 @@ _ADAPTERS = ("--lora-modules", "--enable-lora")
 
 def _arguments(spec: Spec) -> Iterator[Fault]:
     """Yield faults of extraArgs: reserved options in any spelling, and options that contradict another field.
-
-    kvpilot-serve judges its command line by the same rules. No value of an argument is repeated.
-    """
+    kvpilot-serve judges its command line by the same rules. No value of an argument is repeated."""
     arguments = spec.engine.arguments
-    found = [
-        *arguments.faults,
-        *rules.reserved(arguments),
-        *_contradictions(arguments, spec),
-        *_named_by_variables(spec),
-    ]
+    found = [*arguments.faults, *rules.reserved(arguments), *_contradictions(arguments, spec)]
+    for place, item in enumerate(spec.engine.extra_args):
+        # Kubernetes would complete such an option, past all rules.
+        if item.startswith("-") and "$(" in item.partition("=")[0]:
+            found.append((place, "a variable names the option: write the option in full, OPTION=$(NAME), in one item"))
     for place, message in sorted(found):
         yield Fault(f"spec.engine.extraArgs[{place}]", message)
-
-
-def _named_by_variables(spec: Spec) -> Iterator[tuple[int, str]]:
-    """Yield items whose option Kubernetes would complete from a variable, past all rules."""
-    for place, item in enumerate(spec.engine.extra_args):
-        if item.startswith("-") and "$(" in item.partition("=")[0]:
-            yield place, "a variable names the option: write the option in full, OPTION=$(NAME), in one item"
 
 
 def _contradictions(arguments: Arguments, spec: Spec) -> Iterator[tuple[int, str]]:

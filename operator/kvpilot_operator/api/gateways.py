@@ -6,14 +6,8 @@ from msgspec import Meta
 
 from kvpilot_operator.api.record import SET, Label, Name, Record, Rule, rules
 
-Hostname = Annotated[
-    str,
-    Meta(
-        min_length=1,
-        max_length=253,
-        pattern=r"^(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$",
-    ),
-]
+_HOST = r"^(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+Hostname = Annotated[str, Meta(min_length=1, max_length=253, pattern=_HOST)]
 
 _GATEWAYS_DIFFER = Rule(
     "",
@@ -23,9 +17,8 @@ _GATEWAYS_DIFFER = Rule(
 
 
 class RouteRef(Record, frozen=True):
-    """The Gateway API HTTPRoute that sends users to this service, in its namespace. With it the steps are set as
-    weights of its backends (the Service NAME, or the InferencePool NAME of spec.inferencePool); without it they are set
-    by the number of replicas behind the Service."""
+    """The Gateway API HTTPRoute that sends users to this service, in its namespace. Steps are set as weights of its
+    backends (the Service NAME, or the InferencePool NAME); without it, by the number of replicas behind the Service."""
 
     name: Name
     """The HTTPRoute's name."""
@@ -60,14 +53,12 @@ class EndpointPickerRef(Record, frozen=True):
     )
 )
 class InferencePool(Record, frozen=True):
-    """InferencePools of the Gateway API Inference Extension, v1: NAME selects what the Service NAME selects, and where
-    there is a route (route, or canary.routeRef), NAME-canary what a canary's share goes to. Without it there are none.
-    """
+    """InferencePools of the Gateway API Inference Extension, v1: NAME selects what the Service NAME selects, and with a
+    route (route, or canary.routeRef) NAME-canary takes a canary's share. Without it there are none."""
 
     endpoint_picker_ref: EndpointPickerRef | None = None
-    """The endpoint picker of the pool NAME, as in an InferencePool. A picker serves one pool, so that of NAME-canary is
-    another one. Releases v1.0 to v1.5 of the extension need it; as of v1.6 it may be left out, for a gateway that picks
-    itself."""
+    """The endpoint picker of the pool NAME alone. Releases v1.0 to v1.5 of the extension need it; as of v1.6 it may be
+    left out, for a gateway that picks itself."""
     canary_endpoint_picker_ref: EndpointPickerRef | None = None
     """The endpoint picker of the pool NAME-canary."""
 
@@ -83,15 +74,15 @@ class ParentRef(Record, frozen=True):
     """Name of one of its listeners. Without it the route asks for all of them."""
 
 
-class Route(Record, frozen=True):
-    """An HTTPRoute NAME of the Gateway API that kvpilot makes and owns: it sends to the InferencePool NAME with
-    inferencePool, else to the Service NAME, and the steps of a canary are set as its weights. It goes with the service,
-    or with this field. For a route of your own set canary.routeRef instead."""
+Parents = Annotated[tuple[ParentRef, ...], Meta(min_length=1, max_length=8, extra={"rules": (_GATEWAYS_DIFFER,)})]
 
-    parent_refs: Annotated[
-        tuple[ParentRef, ...], Meta(min_length=1, max_length=8, extra={"rules": (_GATEWAYS_DIFFER,)})
-    ]
+
+class Route(Record, frozen=True):
+    """An HTTPRoute NAME that kvpilot makes and owns, and deletes with this field. It sends to the InferencePool NAME
+    with inferencePool, else to the Service NAME; a canary's steps are its weights. For a route of your own set
+    canary.routeRef."""
+
+    parent_refs: Parents
     """The Gateways that the route asks to be attached to."""
     hostnames: Annotated[tuple[Hostname, ...], Meta(max_length=16, extra=SET)] = ()
-    """Hosts that the route answers for, as *.example.com or chat.example.com. Without any it answers for those of the
-    listeners."""
+    """Hosts that the route answers for, as *.example.com; without any, those of the listeners."""

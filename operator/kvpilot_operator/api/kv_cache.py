@@ -24,9 +24,11 @@ _DOWNWARDS = Rule(
     "bits per element to fewer, and name none twice",
 )
 
+Ladder = Annotated[tuple[SmallDtype, ...], Meta(min_length=1, max_length=8, extra={"rules": (_DOWNWARDS,)})]
+
 
 class Pressure(Record, frozen=True):
-    """Signs of too little KV memory. Any one sign, held for sustainedSeconds, turns the condition MemoryPressured True.
+    """Signs of too little KV memory. One that holds for sustainedSeconds turns the condition MemoryPressured True.
     Takes effect at the next reconcile."""
 
     high_percent: Annotated[int, Meta(ge=1, le=100)] = 85
@@ -50,33 +52,29 @@ class Pressure(Record, frozen=True):
     )
 )
 class OffloadDisk(Record, frozen=True):
-    """A tier of disk below host memory: what host memory drops stays there, in one file of each engine's own that no
-    other engine reads and that goes with it. Without claimName each pod has a volume of its own, made and deleted with
-    it (a generic ephemeral volume), of storageClassName or the cluster's default. Engines with vLLM 0.32 have it,
-    others refuse to start, as they do where the volume is full or cannot be written; one whose disk fails later serves
-    on without."""
+    """A tier of disk below host memory: what host memory drops stays in one file of each engine's own, which goes with
+    it. Without claimName each pod has a volume of its own (a generic ephemeral volume). Needs vLLM 0.32; an engine
+    refuses to start where the volume is full or read-only, and serves on without it if its disk fails later."""
 
     size_gib: Annotated[int, Meta(ge=1, le=131_072)]
-    """Size of each engine's file, at most, in GiB. A pod's own volume is asked for with a tenth more, which a file
-    system keeps for itself; a claim has to have it free for each pod."""
+    """Size of each engine's file, at most, in GiB. A pod's own volume asks for a tenth more, for its file system; a
+    claim needs it free for each pod."""
     storage_class_name: Name | None = None
-    """StorageClass of the pods' own volumes; without it, and without claimName, the cluster's default. A node's local
-    disks are the fastest."""
+    """StorageClass of the pods' own volumes; by default the cluster's. A node's local disks are the fastest."""
     claim_name: Name | None = None
-    """PersistentVolumeClaim of this namespace that all pods keep their files on, instead of volumes of their own. Pods
-    on several nodes need one that several nodes can write (ReadWriteMany)."""
+    """PersistentVolumeClaim of this namespace that all pods keep their files on instead. Pods on several nodes need
+    ReadWriteMany."""
 
 
 class Offload(Record, frozen=True):
-    """Host memory and disk for prefixes when the GPU needs their blocks: a later request that begins alike loads them
-    instead of computing them again. Every dtype can be offloaded, and a smaller one holds more tokens in the same
-    memory; int8, k8v4, k4v4, k4v2 and k2v2 not for a model with sliding-window layers, mla8 and mla4 not at all.
-    Without it they are dropped. A change starts a new revision."""
+    """Host memory and disk for prefixes when the GPU needs their blocks; without it they are dropped. A later request
+    that begins alike loads them instead of computing them. A smaller dtype holds more tokens; int8, k8v4, k4v4, k4v2
+    and k2v2 not for a model with sliding-window layers, mla8 and mla4 not at all. A change starts a new revision."""
 
     cpu_memory_gib: Annotated[int, Meta(ge=1, le=16_384)]
-    """Host memory of each replica that holds offloaded blocks, in GiB, shared by its GPUs. The pod asks for it beside
-    engine.resources: requests.memory and limits.memory grow by it where they are set, and requests.memory is set to it
-    where neither is. The engine takes all of it at its start, and refuses to start where it is not there."""
+    """Host memory of each replica for offloaded blocks, in GiB, shared by its GPUs. The pod asks for it beside
+    engine.resources: requests.memory and limits.memory grow by it where set, else requests.memory is set to it. The
+    engine takes all of it at its start, or refuses to start."""
     disk: OffloadDisk | None = None
 
 
@@ -98,12 +96,11 @@ class Offload(Record, frozen=True):
     ),
 )
 class Retention(Record, frozen=True):
-    """Tokens of a sequence that the KV cache keeps; all of them without it. With SinksAndWindow (StreamingLLM) the
-    first and the last ones: the pages between are freed while a request runs, so that it takes no more of them however
-    long it gets, and what was in them is forgotten. With HeavyHitters (H2O) the heaviest pages between are kept too, by
-    the attention that they had so far, up to a budget. kvpilot never chooses either. Engines refuse to start with it
-    for a model with sliding-window layers, beside offload, recentTokens above 0 and speculative decoding, and with
-    HeavyHitters for dtype auto on a GPU. A change starts a new revision."""
+    """Tokens of a sequence that the KV cache keeps; all of them without it. SinksAndWindow (StreamingLLM) keeps the
+    first and the last and frees the pages between, and what was in them is forgotten. HeavyHitters (H2O) also keeps
+    those between with the most attention so far, up to a budget. kvpilot never chooses either. Engines refuse it for
+    sliding-window layers, beside offload, recentTokens above 0 and speculative decoding, and HeavyHitters for dtype
+    auto on a GPU. A change starts a new revision."""
 
     policy: Literal["All", "SinksAndWindow", "HeavyHitters"]
     """All keeps every token; SinksAndWindow needs sinkTokens and windowTokens, HeavyHitters budgetTokens."""
@@ -112,51 +109,43 @@ class Retention(Record, frozen=True):
     window_tokens: Annotated[int, Meta(ge=1, le=16_777_216)] | None = None
     """The last tokens of a sequence that are kept, in whole pages."""
     budget_tokens: Annotated[int, Meta(ge=16, le=16_777_216)] | None = None
-    """For HeavyHitters, all tokens of a sequence that are kept before each step, in whole pages: sinkTokens (4 if left
-    out), windowTokens (half of the budget if left out) and, for the rest, the heaviest pages between. Engines refuse
-    one without room for a page beside sinks and window (512 tokens with pages of 128, which CPUs have unless
-    --block-size says otherwise)."""
+    """For HeavyHitters, all kept tokens of a sequence, in whole pages: sinkTokens (4 if left out), windowTokens (half
+    of the budget if left out) and the heaviest pages between. Engines refuse one without room for such a page (512
+    tokens with pages of 128, which CPUs have unless --block-size says otherwise)."""
 
 
 class KVCache(Record, frozen=True):
     """Choice of the KV cache's dtype, and what the cache keeps."""
 
     mode: Literal["Fixed", "Recommend", "Auto"] = "Recommend"
-    """The party that chooses the dtype. Fixed: you, with dtype. Recommend: kvpilot works out what it would choose and
-    writes it to status.kvCache.recommendedDtype and status.scaling.recommendedReplicas, and changes neither dtype nor
-    replicas, except that a dtype whose answers fail their probes is left. Auto: kvpilot moves along the ladder, one
-    canary at a time. Takes effect at the next reconcile, within seconds. A service that was created while Auto was the
-    default has it stored and keeps it."""
+    """The party that chooses the dtype. Fixed: you, with dtype. Recommend: kvpilot writes its choice to
+    status.kvCache.recommendedDtype and status.scaling.recommendedReplicas and changes nothing, except that it leaves a
+    dtype whose answers fail their probes. Auto: kvpilot moves along the ladder, one canary at a time. Takes effect at
+    the next reconcile, within seconds."""
     baseline: Literal["auto", "bfloat16", "float16"] = "auto"
     """The 16-bit dtype that the accuracy of every other one is measured against, and where Auto starts. auto is the
     model's own. Where the checkpoint chooses fewer bits for auto, name bfloat16 or float16, with --dtype of the same
     name in engine.extraArgs. A change captures the baseline anew."""
-    ladder: Annotated[tuple[SmallDtype, ...], Meta(min_length=1, max_length=8, extra={"rules": (_DOWNWARDS,)})] = (
-        "fp8",
-        "k8v4",
-        "k4v4",
-    )
+    ladder: Ladder = ("fp8", "k8v4", "k4v4")
     """The dtypes that Auto may choose and Recommend may name, from the safest to the smallest, after the baseline. A
     step that the GPU or the model does not support is passed over."""
     skip_layers: Annotated[tuple[SkippedLayer, ...], Meta(max_length=128, extra=SET)] = ("sliding_window",)
-    """Layers whose cache stays in the model's dtype whatever is chosen: layer numbers from 0, or sliding_window for all
-    layers with a sliding window (they hold little, so there is little to gain). A change starts a new revision."""
+    """Layers whose cache stays in the model's dtype: layer numbers from 0, or sliding_window for all layers with a
+    sliding window (they hold little). A change starts a new revision."""
     pressure: Pressure = Pressure()
     min_dwell_seconds: Annotated[int, Meta(ge=0, le=2_592_000)] = 21_600
-    """Seconds that a dtype serves before Auto may choose another. A change of dtype restarts and recompiles every
-    replica, so hours are right in production. Does not delay a rollback."""
+    """Seconds that a dtype serves before Auto may choose another. A change restarts every replica, so hours are right
+    in production. Does not delay a rollback."""
     dtype: Dtype | None = None
     """The dtype of the KV cache; required with mode Fixed, refused otherwise. auto is the model's own 16-bit dtype, or
-    what its checkpoint chooses; bfloat16 and float16 need --dtype with the same name in engine.extraArgs, since a model
-    of another dtype answers nonsense; mla8 and mla4 are for models with multi-head latent attention, and int8, k8v4,
-    k4v4, k4v2 and k2v2 for all others. It goes through a canary like any other change, and one that fails its probes is
-    denied and not served."""
+    what its checkpoint chooses; bfloat16 and float16 need --dtype with the same name in engine.extraArgs; mla8 and mla4
+    are for models with multi-head latent attention, int8, k8v4, k4v4, k4v2 and k2v2 for all others. It goes through a
+    canary, and one that fails its probes is denied."""
     recent_tokens: Literal[0, 64, 128, 256, 512] | None = None
     """Number of newest tokens of each sequence that are read at 8 bits, with k8v4, k4v4, k4v2 and k2v2; of no effect on
-    other dtypes. More is more accurate and takes more memory for each sequence (kvpilot plan counts it); 0 turns it
-    off. Without it each dtype's default: 64 for k8v4, 64 for k4v4, 128 for k4v2, 512 for k2v2. A shorter context cuts a
-    default down to the largest value that is not longer. A change starts a new revision of these dtypes, which goes
-    through a canary, and what was denied before may be tried again."""
+    other dtypes. More is more accurate and takes more memory for each sequence; 0 turns it off. Without it each dtype's
+    default: 64 for k8v4, 64 for k4v4, 128 for k4v2, 512 for k2v2. A shorter context cuts a default down to the largest
+    value that is not longer. A change starts a new revision of these dtypes, and denied ones may be tried again."""
     offload: Offload | None = None
     retention: Retention | None = None
 

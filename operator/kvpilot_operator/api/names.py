@@ -1,7 +1,5 @@
 """Names, labels and annotations of our objects: the contract that selectors, watches and users rely on."""
 
-from __future__ import annotations
-
 GROUP = "kvpilot.io"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
@@ -12,14 +10,13 @@ HTTP_ROUTE_API = "gateway.networking.k8s.io/v1"
 INFERENCE_POOL_API = "inference.networking.k8s.io/v1"
 LEADER_WORKER_SET_API = "leaderworkerset.x-k8s.io/v1"
 OPENSHIFT_SECURITY_API = "security.openshift.io/v1"
-"""API of OpenShift: a cluster that serves it gives each namespace its own users and groups."""
+"""Its namespaces have users and groups of their own."""
 
 SERVICE_LABEL = "kvpilot.io/service"
 REVISION_LABEL = "kvpilot.io/revision"
 DTYPE_LABEL = "kvpilot.io/dtype"
 GROUP_LABEL = "kvpilot.io/group"
-"""Label with the service's name on all pods of groups, leaders and workers. Workers have no SERVICE_LABEL, so that a
-selector for requests finds leaders alone."""
+"""On all pods of groups. Workers have no SERVICE_LABEL, so that a selector for requests finds leaders alone."""
 CLAIM_LABEL = "kvpilot.io/claim"
 """On pods that have to be on one node for the claim of this name."""
 PREFETCH_LABEL = "kvpilot.io/prefetch"

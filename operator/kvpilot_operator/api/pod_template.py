@@ -1,12 +1,8 @@
 """spec.engine.podTemplate: its allowed fields, those that the API server refuses, and those that an administrator
-allows.
-
-The schema has the shapes of Kubernetes' own client. It holds the fields in `ALLOWED` and is judged by `RULES`.
-Kubernetes itself refuses the rest, such as a volume of two kinds, when it is given the pods.
-"""
+allows. The schema has the shapes of Kubernetes' own client, the fields in `ALLOWED`, and `RULES`. Kubernetes refuses
+the rest."""
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 from msgspec import Meta
 
@@ -50,14 +46,8 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Fields by the model of Kubernetes' client; models that are not named here have all of theirs."""
 
-KEYS = {
-    "containers": "name",
-    "initContainers": "name",
-    "volumes": "name",
-    "resourceClaims": "name",
-    "claims": "name",
-    "volumeMounts": "mountPath",
-}
+_NAMED = ("containers", "initContainers", "volumes", "resourceClaims", "claims")
+KEYS = {**dict.fromkeys(_NAMED, "name"), "volumeMounts": "mountPath"}
 """Field of a list -> field that identifies its items for a merge; every other list is replaced as a whole."""
 
 _QUANTITY = {
@@ -67,35 +57,19 @@ _QUANTITY = {
     "maxLength": 32,
 }
 _LABEL = {"minLength": 1, "maxLength": 63, "pattern": f"^{LABEL}$"}
-_NAME = {
-    "minLength": 1,
-    "maxLength": 253,
-    "pattern": f"^{NAME}$",
-}
+_NAME = {"minLength": 1, "maxLength": 253, "pattern": f"^{NAME}$"}
+_LABEL_VALUE = {"type": "string", "maxLength": 63, "pattern": "^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"}
+_NAMES = (
+    "V1PodSpec.serviceAccountName", "V1PodSpec.priorityClassName", "V1PodSpec.runtimeClassName",
+    "V1PodSpec.schedulerName", "V1LocalObjectReference.name", "V1SecretVolumeSource.secretName",
+    "V1ConfigMapVolumeSource.name", "V1PersistentVolumeClaimVolumeSource.claimName",
+)  # fmt: skip
 LIMITS: Mapping[str, Mapping[str, Json]] = {
-    "V1ObjectMeta.labels": {
-        "additionalProperties": {
-            "type": "string",
-            "maxLength": 63,
-            "pattern": "^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$",
-        }
-    },
+    "V1ObjectMeta.labels": {"additionalProperties": _LABEL_VALUE},
     "V1Container.name": _LABEL,
     "V1Volume.name": _LABEL,
     "V1EnvVar.name": {"maxLength": 256},
-    **dict.fromkeys(
-        (
-            "V1PodSpec.serviceAccountName",
-            "V1PodSpec.priorityClassName",
-            "V1PodSpec.runtimeClassName",
-            "V1PodSpec.schedulerName",
-            "V1LocalObjectReference.name",
-            "V1SecretVolumeSource.secretName",
-            "V1ConfigMapVolumeSource.name",
-            "V1PersistentVolumeClaimVolumeSource.claimName",
-        ),
-        _NAME,
-    ),
+    **dict.fromkeys(_NAMES, _NAME),
     "V1ResourceRequirements.requests": {"additionalProperties": _QUANTITY},
     "V1ResourceRequirements.limits": {"additionalProperties": _QUANTITY},
     "V1VolumeResourceRequirements.requests": {"additionalProperties": _QUANTITY},
@@ -220,44 +194,32 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
 """Rules by the place in the template that they judge."""
 
 KINDS = ("capabilities", "hostIPC", "hostNetwork", "hostPID", "hostPath", "privileged")
-"""Access to nodes that Pod Security "baseline" refuses. An administrator may allow each kind by itself
-(`--allow-host-access`, the chart's engines.hostAccess)."""
+"""Access to nodes that Pod Security "baseline" refuses. An administrator may allow each kind
+(`--allow-host-access`)."""
 
-_BASELINE_CAPABILITIES = frozenset(
-    (
-        *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_BIND_SERVICE"),
-        *("SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
-    )
-)
+_BASELINE_CAPABILITIES = (
+    "AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_BIND_SERVICE", "SETFCAP",
+    "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT",
+)  # fmt: skip
 
 
 def host_access(pod_template: Mapping[str, Json], allowed: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (field, message) of each access to the node that is not among `allowed`.
-
-    `pod_template` is spec.engine.podTemplate; fields are relative to it, with a leading dot.
-    """
-    for kind, field, shown in _asked(pod_template.get("spec", {})):
-        if kind not in allowed:
-            yield (
-                f".spec{field}",
-                f"is {shown}: engines of this cluster may not reach into their node: remove it, or let its "
-                f"administrator add {kind} to engines.hostAccess of kvpilot's chart",
-            )
-
-
-def _asked(pod: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield (kind, field, value in words) of each access to the node."""
-    for kind in ("hostIPC", "hostNetwork", "hostPID"):
-        if pod.get(kind):
-            yield kind, f".{kind}", "true"
+    """Yield (field, message) of each access to the node that is not `allowed`; fields begin below the template."""
+    pod = pod_template.get("spec", {})
+    asked = [(kind, kind, "true") for kind in ("hostIPC", "hostNetwork", "hostPID") if pod.get(kind)]
     for index, volume in enumerate(pod.get("volumes", ())):
         if "hostPath" in volume:
-            yield "hostPath", f".volumes[{index}].hostPath", repr(volume["hostPath"]["path"])
-    for group in ("initContainers", "containers"):
-        for index, container in enumerate(pod.get(group, ())):
-            field, context = f".{group}[{index}].securityContext", container.get("securityContext", {})
-            if context.get("privileged"):
-                yield "privileged", f"{field}.privileged", "true"
-            added = [one for one in context.get("capabilities", {}).get("add", ()) if one not in _BASELINE_CAPABILITIES]
-            if added:
-                yield "capabilities", f"{field}.capabilities.add", ", ".join(added)
+            asked.append(("hostPath", f"volumes[{index}].hostPath", repr(volume["hostPath"]["path"])))
+    containers = [(group, *one) for group in ("initContainers", "containers") for one in enumerate(pod.get(group, ()))]
+    for group, index, container in containers:
+        field, context = f"{group}[{index}].securityContext", container.get("securityContext", {})
+        if context.get("privileged"):
+            asked.append(("privileged", f"{field}.privileged", "true"))
+        added = [one for one in context.get("capabilities", {}).get("add", ()) if one not in _BASELINE_CAPABILITIES]
+        if added:
+            asked.append(("capabilities", f"{field}.capabilities.add", ", ".join(added)))
+    for kind, field, shown in asked:
+        if kind not in allowed:
+            remedy = f"remove it, or let its administrator add {kind} to engines.hostAccess of kvpilot's chart"
+            text = f"is {shown}: engines of this cluster may not reach into their node: {remedy}"
+            yield f".spec.{field}", text

@@ -36,14 +36,12 @@ class KeyRef(Record, frozen=True):
     """Key in it."""
 
 
-class TokenRef(Record, frozen=True):
-    """Key of a Secret of this namespace with the hub's access token, for gated hf:// models. Given to the engine as
+class TokenRef(KeyRef, frozen=True):
+    """Key of a Secret of this namespace with the hub's access token, for gated hf:// models, which the engine gets as
     HF_TOKEN. A change starts a new revision."""
 
-    name: Name
-    """Name of the Secret."""
     key: Key = "token"
-    """Key within the Secret. Default token."""
+    """Key in it. Default token."""
 
 
 @rules(
@@ -84,20 +82,20 @@ class Model(Record, frozen=True):
 
     source: Annotated[str, Meta(min_length=1, max_length=512)]
     """Place of the weights: hf://ORG/MODEL (Hugging Face hub), pvc://CLAIM/PATH (a PersistentVolumeClaim of this
-    namespace), oci://REGISTRY/REPOSITORY:TAG (an image mounted as a volume) or file:///PATH (already in the engine's
-    image). A change starts a new revision."""
+    namespace), oci://REGISTRY/REPOSITORY:TAG (an image mounted as a volume) or file:///PATH (in the engine's image). A
+    change starts a new revision."""
     served_name: ServedName = ""
     """The model name that requests carry. Without it the name of this object. A change starts a new revision."""
     adapters: Annotated[tuple[Adapter, ...], Meta(max_length=16, extra=keyed_by("name"))] = ()
-    """LoRA adapters, each served under its own name beside the model. Loaded when an engine starts: a broken adapter
-    prevents the start. A change starts a new revision."""
+    """LoRA adapters, each served under its own name beside the model. A broken one prevents an engine's start. A change
+    starts a new revision."""
     revision: Revision | None = None
-    """Branch, tag or commit of an hf:// model; without it the hub's default branch. Pin a commit so that two pods can
-    never serve two models. A change starts a new revision."""
+    """Branch, tag or commit of an hf:// model; without it the hub's default branch. Pin a commit so that two pods never
+    serve two models. A change starts a new revision."""
     token_secret_ref: TokenRef | None = None
     max_model_len: Annotated[int, Meta(ge=16, le=16_777_216)] | None = None
-    """Longest context, in tokens, prompt and answer together. Without it the model's own limit. The engine refuses to
-    start when one such request cannot fit its KV cache. A change starts a new revision."""
+    """Longest context, in tokens, prompt and answer together; without it the model's own. The engine refuses to start
+    when one such request cannot fit its KV cache. A change starts a new revision."""
 
 
 class FieldRef(Record, frozen=True):
@@ -195,20 +193,18 @@ class Engine(Record, frozen=True):
     """GPUs of a node that one replica is spread over. Must divide the model's attention heads."""
     nodes: Annotated[int, Meta(ge=1, le=64)] = 1
     """Nodes that one replica is spread over: with more than 1 it is a group of as many pods, which a LeaderWorkerSet
-    makes (the cluster needs that definition). Tensor parallelism is within a node, pipeline parallelism across nodes: a
-    replica has nodes times tensorParallelSize GPUs, and each pod asks for what engine.resources says."""
+    makes (the cluster needs that definition), with tensor parallelism within a node and pipeline parallelism across.
+    Each pod asks for engine.resources."""
     gpu_memory_utilization_percent: Annotated[int, Meta(ge=10, le=99)] = 90
-    """Share of each GPU's memory, in percent, that the engine may take for weights, activations and KV cache. The rest
-    of it, after the first two, becomes KV cache. Without effect on CPU: VLLM_CPU_KVCACHE_SPACE in engine.env sets the
-    KV cache there in GiB."""
+    """Share of each GPU's memory, in percent, that the engine may take; what weights and activations leave of it is KV
+    cache. Without effect on CPU: VLLM_CPU_KVCACHE_SPACE in engine.env sets the KV cache there in GiB."""
     extra_args: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=1024)], ...], Meta(max_length=64)] = ()
-    """Further arguments for vllm serve, passed through unchanged, one list item each: OPTION=VALUE, or option and value
-    as two items. Refused, in every spelling that vLLM takes (underscores, beginnings of a name, short forms), are those
-    that kvpilot sets itself, that hide the engine from it (--api-key, --ssl-*, --root-path, --middleware, --grpc,
-    --headless, --disable-log-stats, --api-server-count=0), that spread one engine over several pods, that change what a
-    probe measures (--logprobs-mode), that hold a secret (--hf-token), --config, and those that do not go with another
-    field. The API server knows the full names; the operator reports the other spellings in the condition Stalled.
-    """
+    """Further arguments for vllm serve, unchanged, one list item each: OPTION=VALUE, or option and value as two items.
+    Refused, in every spelling that vLLM takes, are those that kvpilot sets itself, that hide the engine from it
+    (--api-key, --ssl-*, --root-path, --middleware, --grpc, --headless, --disable-log-stats, --api-server-count=0), that
+    spread one engine over several pods, that change what a probe measures (--logprobs-mode), that hold a secret
+    (--hf-token), --config, and those that do not go with another field. The API server knows the full names; the
+    condition Stalled reports other spellings."""
     env: Annotated[tuple[EnvVar, ...], Meta(max_length=64, extra=keyed_by("name"))] = ()
     """Environment variables of the engine container."""
     resources: Resources = Resources()
@@ -216,10 +212,9 @@ class Engine(Record, frozen=True):
     """Seconds that an engine may take to answer, loading included, before its kubelet starts it again."""
     pod_template: Annotated[dict[str, Json], POD_TEMPLATE] = msgspec.field(default_factory=dict)
     """Everything else about the engine's pods, in the shapes of a Pod's template: nodeSelector, affinity, tolerations,
-    topologySpreadConstraints, serviceAccountName, sidecars, volumes and more. It is merged into kvpilot's own template
-    by strategic merge: containers, volumes and claims by their names, volumeMounts by their mountPath. Fields that
-    kvpilot or another field of the spec sets are refused, and so is access to the node that the operator does not allow
-    (docs/pods.md)."""
+    topologySpreadConstraints, serviceAccountName, sidecars, volumes and more. It is merged into kvpilot's own by
+    strategic merge: containers, volumes and claims by name, volumeMounts by mountPath. Fields that kvpilot or the spec
+    sets are refused, and so is access to the node that the operator does not allow (docs/pods.md)."""
 
     @property
     def gpus(self) -> int:
@@ -233,14 +228,12 @@ class Engine(Record, frozen=True):
 
 
 class Claim(Record, frozen=True):
-    """The PersistentVolumeClaim NAME-weights, which kvpilot makes for the weights of an hf:// model. Engines keep
-    compiled code on it, too, unless compileClaimName is set. It goes with the service, and not when this field is
-    removed."""
+    """The PersistentVolumeClaim NAME-weights, which kvpilot makes for the weights of an hf:// model, and for compiled
+    code unless compileClaimName is set. It goes with the service, and not when this field is removed."""
 
     size: Annotated[str, Meta(min_length=2, max_length=9, pattern=r"^[1-9][0-9]{0,5}(M|G|T|Mi|Gi|Ti)$")]
-    """Storage to request, a whole number with a unit (200Gi). It may be raised if the class allows
-    expansion, and never lowered. The files of two revisions of a model, or of two models, have to fit while one follows
-    the other."""
+    """Storage to request, a whole number with a unit (200Gi). It may be raised if the class allows expansion, never
+    lowered. Two revisions or models have to fit while one follows the other."""
     access_mode: Literal["ReadWriteMany", "ReadWriteOnce"] = "ReadWriteMany"
     """ReadWriteMany lets replicas run on several nodes, if the storage class supports it (a shared file system).
     ReadWriteOnce (a disk) keeps all pods of the service on one node."""
@@ -253,17 +246,15 @@ class Cache(Record, frozen=True):
     but for a claim's size."""
 
     prefetch: bool = False
-    """Fill the claim of weights or weightsClaimName by a Job, NAME-prefetch, before engines are started; without it
-    engines download to it. The Job takes no GPU. The serving revision continues while another revision of the model is
-    fetched. A change restarts no engine."""
+    """Fill the claim of weights or weightsClaimName by a Job, NAME-prefetch, without a GPU, before engines start; else
+    engines download to it. The serving revision continues meanwhile. A change restarts no engine."""
     weights: Claim | None = None
     weights_claim_name: Name | None = None
     """PersistentVolumeClaim of this namespace, made by you, that keeps the weights of an hf:// model. Without it and
     weights every pod downloads them. Use ReadWriteMany for more than one replica."""
     compile_claim_name: Name | None = None
     """PersistentVolumeClaim of this namespace that keeps compiled code, an archive for each image, kind of GPU and set
-    of arguments; the next engine of the kind compiles nothing. Engines run its content. It may equal weightsClaimName
-    if only engines write to that claim."""
+    of arguments. Engines run its content. It may equal weightsClaimName if only engines write to that claim."""
 
     @property
     def on_one_node(self) -> bool:

@@ -1,7 +1,7 @@
 """Base of the API's structs, and the constraints of their fields for the generated CRD (`make generate`).
 
-A field's type, default and limits are the schema's; the text below the field is its description. A field without a
-docstring takes the docstring of its struct. CEL rules belong above a struct, or in the `Meta` of a field.
+A field's type, default and limits are the schema's. Its description is the text below it, else that of its type, else
+the docstring of its struct. CEL rules belong above a struct, or in the `Meta` of a field.
 """
 
 import re
@@ -42,18 +42,18 @@ class Rule(NamedTuple):
     holds: str
     """CEL expression that is true of a good value."""
     message: str
-    """The mistake and its remedy. `{EXPRESSION}` shows the value of a CEL expression, which must be a bounded
-    string: the server reckons string(integer) as unbounded."""
+    """The mistake and its remedy. `{EXPRESSION}` shows a bounded string: the server takes string(integer) as unbounded.
+    """
 
     def as_written(self) -> dict[str, str]:
         """Return the rule as the CRD has it."""
-        at = {"fieldPath": self.field} if self.field else {}
-        plain = re.sub(r" ?\{[^{}]*\}", "", self.message)
-        if plain == self.message:
-            return {"rule": self.holds, **at, "message": self.message}
+        written = {"rule": self.holds, **({"fieldPath": self.field} if self.field else {}), "message": self.message}
         parts = re.split(r"\{([^{}]*)\}", self.message)
-        shown = [part if index % 2 else f"'{part}'" for index, part in enumerate(parts) if part]
-        return {"rule": self.holds, **at, "messageExpression": " + ".join(shown), "message": plain}
+        if len(parts) > 1:
+            shown = [part if index % 2 else f"'{part}'" for index, part in enumerate(parts) if part]
+            written["message"] = re.sub(r" ?\{[^{}]*\}", "", self.message)
+            written["messageExpression"] = " + ".join(shown)
+        return written
 
 
 RULES: dict[type[Record], tuple[Rule, ...]] = {}
@@ -96,9 +96,10 @@ Quantity = Annotated[str, Meta(max_length=32, pattern=r"^[0-9]+([.][0-9]+)?(m|k|
 """Quantity of a resource."""
 Percent = Annotated[int, Meta(ge=0, le=100)]
 Thousand = Annotated[int, Meta(ge=0, le=1000)]
-Permille = Annotated[int, Meta(ge=0, le=1000)]
 Count = Annotated[int, Meta(ge=0)]
 Word = Annotated[str, Meta(max_length=63)]
 """One word of a status."""
-ReasonText = Annotated[str, Meta(max_length=128)]
-"""A CamelCase word of a status."""
+Text = Annotated[str, Meta(max_length=253)]
+"""A name or an address in a status."""
+ReasonText = Annotated[str, Meta(max_length=128, description="The cause, as one CamelCase word.")]
+Message = Annotated[str, Meta(max_length=4096, description="The cause, in words and numbers.")]

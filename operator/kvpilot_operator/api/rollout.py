@@ -7,10 +7,8 @@ from msgspec import Meta
 from kvpilot_operator.api.gateways import RouteRef
 from kvpilot_operator.api.record import NAME, SET, Percent, Record, Rule, Thousand
 
-ProbeSet = Annotated[
-    str,
-    Meta(max_length=263, pattern=f"^(builtin/(general|multi-turn|long-context|structured)|configmap/{NAME})$"),
-]
+_BUILT_IN = "builtin/(general|multi-turn|long-context|structured)"
+ProbeSet = Annotated[str, Meta(max_length=263, pattern=f"^({_BUILT_IN}|configmap/{NAME})$")]
 
 _UPWARDS = Rule(
     "",
@@ -32,11 +30,11 @@ class Canary(Record, frozen=True):
     """Trial of a new revision before it takes the traffic. Read anew for each canary."""
 
     capacity_policy: Literal["Surge", "ReplaceOne", "SurgeOrReplaceOne"] = "SurgeOrReplaceOne"
-    """Source of the canary's GPUs. Surge: from spare ones, and the canary waits for them. ReplaceOne: from one
-    stable replica, which leaves first. SurgeOrReplaceOne: from spare ones, or else from a stable replica."""
+    """Source of the canary's GPUs. Surge: spare ones, for which it waits. ReplaceOne: one stable replica, which leaves
+    first. SurgeOrReplaceOne: spare ones, or else a stable replica."""
     steps: Annotated[tuple[CanaryStep, ...], Meta(max_length=10, extra={"rules": (_UPWARDS,)})] = ()
-    """Shares of live traffic that a canary takes after its probes have passed, in increasing order. Without steps a
-    canary that has passed takes all traffic in one switch."""
+    """Shares of live traffic that a canary takes after its probes have passed, in increasing order. Without steps it
+    then takes all traffic in one switch."""
     warm_up_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 60
     """Seconds at the start of each step whose figures do not count: caches are cold and graphs are still compiled."""
     min_requests: Annotated[int, Meta(ge=10, le=1_000_000)] = 100
@@ -50,10 +48,9 @@ class Canary(Record, frozen=True):
     max_error_increase_percent: Percent = 1
     """By how many percentage points the share of failed requests may be above the stable side's."""
     progress_deadline_seconds: Annotated[int, Meta(ge=30, le=604_800)] = 3600
-    """Seconds that one stage of a canary may take without progress: to start (loading the model included), to be
-    probed, to put a step's share in effect, to reach a verdict after a step's warmUpSeconds and holdSeconds (or 30
-    seconds of figures, if longer), to move one replica in a promotion. Warm-up, holds and pauses do not count. After it
-    the canary is rolled back."""
+    """Seconds that one stage of a canary may take without progress: to start, to be probed, to put a step's share in
+    effect, to reach a verdict after a step's warmUpSeconds and holdSeconds (or 30 seconds of figures, if longer), to
+    move one replica in a promotion. Warm-up, holds and pauses do not count. After it the canary is rolled back."""
     route_ref: RouteRef | None = None
 
 
@@ -69,25 +66,23 @@ class Accuracy(Record, frozen=True):
     anew."""
     max_excess_kl_millinats: Annotated[int, Meta(ge=0, le=100_000)] = 20
     """By how many thousandths of a nat the mean KL divergence of the canary from the baseline may be above that of the
-    baseline from itself (the control run). Noise is not damage."""
+    baseline from itself (the control run)."""
     min_top1_agreement_percent: Percent = 97
     """Percentage of positions at which canary and baseline find the same token most likely, lowered by what the control
-    run itself disagrees. A canary is below it where so many positions leave no doubt, at an error of 1%: in 250 of them
-    some 4% below."""
+    run itself disagrees. A canary is below it only beyond doubt, at an error of 1%: in 250 positions some 4% below."""
     failure_limit: Annotated[int, Meta(ge=1, le=100)] = 1
     """Failed probe runs at which a canary is rolled back, and failed runs in a row at which onFailure takes effect for
-    the serving replicas. 1 means the first one."""
+    the serving replicas."""
     consecutive_error_limit: Annotated[int, Meta(ge=1, le=100)] = 4
-    """Probe runs in a row without a verdict (a timeout, a refused connection) at which a canary is rolled back. An
-    error is not a failure: the dtype may be tried again within the hour. For the serving replicas the condition
-    AccuracyVerified becomes Unknown and nothing else happens."""
+    """Probe runs in a row without a verdict (a timeout, a refused connection) at which a canary is rolled back; its
+    dtype may be tried again within the hour. For the serving replicas only AccuracyVerified becomes Unknown."""
     period_seconds: Annotated[int, Meta(ge=60, le=2_592_000)] = 900
-    """Seconds between two probe runs against the serving replicas after promotion, one replica a run. Nothing is probed
-    while the baseline dtype itself serves."""
+    """Seconds between two probe runs against the serving replicas, one replica a run; none while the baseline dtype
+    serves."""
     on_failure: Literal["Rollback", "Report"] = "Rollback"
-    """Reaction to a dtype that serves traffic and fails a probe run. Rollback: back to the last good dtype, and the
-    failed one is denied. Report: the condition AccuracyVerified says so, and nothing moves. A canary that fails is
-    rolled back in either case."""
+    """Reaction to a serving dtype that fails. Rollback: back to the last good dtype, and the failed one is denied.
+    Report: the condition AccuracyVerified says so, and nothing moves. A canary that fails is rolled back in either
+    case."""
 
 
 class Rollout(Record, frozen=True):

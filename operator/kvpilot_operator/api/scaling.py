@@ -26,7 +26,7 @@ class Scaling(Record, frozen=True):
 
     mode: Literal["Operator", "External"] = "Operator"
     """Operator: kvpilot weighs a replica more against a smaller dtype. External: an autoscaler (HPA, KEDA) or a person
-    writes /scale, and kvpilot never chooses a number itself. Never both: two writers of one number fight."""
+    writes /scale, and kvpilot never chooses a number. Never both: two writers of one number fight."""
     min_replicas: Thousand = 1
     """Fewest replicas. 0 lets /scale stop the service altogether."""
     max_replicas: Annotated[int, Meta(ge=1, le=1_000)] = 8
@@ -36,7 +36,7 @@ class Scaling(Record, frozen=True):
     objectives: Annotated[tuple[Objective, ...], Meta(max_length=8, extra=keyed_by("metric", "percentile"))] = ()
     """Latencies to hold, by vLLM's histograms over kvCache.pressure.sustainedSeconds. A missed one calls for a smaller
     dtype where memory binds, else for replicas; where all are held, and one is of TTFT, no replica is added for a
-    queue. Too few samples decide nothing."""
+    queue."""
 
     def clamp(self, replicas: int) -> int:
         """Return the nearest number of replicas within min_replicas and max_replicas."""
@@ -56,5 +56,5 @@ class Disruption(Record, frozen=True):
     """Replicas that node drains and upgrades must leave running. Takes effect at once."""
 
     min_available: Thousand = 1
-    """Ready replicas that a voluntary disruption must leave. A service with no more replicas than this has no
-    disruption budget, so that its nodes can be drained."""
+    """Ready replicas that a voluntary disruption must leave. A service with no more replicas has no disruption budget,
+    so that its nodes can be drained."""

@@ -1,8 +1,5 @@
-"""The spec of one QuantizedLLMService as frozen structs, one field for each field of the CRD.
-
-This module has the whole spec and the rules that span its parts; the modules beside it have the parts. Fields have the
-CRD's names in snake case. `make generate` writes the CRD from them (see `record`).
-"""
+"""The spec of one QuantizedLLMService as frozen structs: the whole, and the rules that span its parts, which the
+modules beside it have. `make generate` writes the CRD from them (see `record`)."""
 
 from collections.abc import Mapping
 from typing import Self
@@ -162,9 +159,9 @@ class Spec(Record, frozen=True):
     model: Model
     engine: Engine
     replicas: Thousand = 1
-    """Number of engine replicas. /scale writes it (kubectl scale, a HorizontalPodAutoscaler, KEDA), or you do. Kept
-    within scaling.minReplicas and scaling.maxReplicas. Leave it out of manifests that are applied again and again when
-    an autoscaler writes it. Takes effect at once, without a restart of running replicas."""
+    """Number of engine replicas, kept within scaling.minReplicas and scaling.maxReplicas. /scale writes it (kubectl
+    scale, a HorizontalPodAutoscaler, KEDA), or you do; leave it out of manifests that are applied again when an
+    autoscaler writes it. Takes effect at once, without a restart."""
     cache: Cache = Cache()
     kv_cache: KVCache = KVCache()
     scaling: Scaling = Scaling()
@@ -195,11 +192,8 @@ class Spec(Record, frozen=True):
 
 
 def parse(obj: Mapping[str, Json]) -> Spec:
-    """Read the spec of a QuantizedLLMService, with defaults filled in.
-
-    Raises:
-        msgspec.ValidationError: a field has the wrong type or is beyond its limits.
-    """
+    """Read the spec of a QuantizedLLMService, with defaults filled in; msgspec.ValidationError names what is beyond its
+    limits."""
     # The API server takes 3.0 for a whole number, and so does this.
     spec = msgspec.convert({"spec": obj.get("spec")}, _Service, strict=False).spec
     if spec.model.served_name:

@@ -1,6 +1,4 @@
-"""The words of the status. Each value is part of the API: a new one is added here and in crds/."""
-
-from __future__ import annotations
+"""The words of the status. Each value is part of the API."""
 
 from enum import StrEnum
 
@@ -100,11 +98,9 @@ class ConditionType(StrEnum):
 
 
 class Reason(StrEnum):
-    """Reasons of conditions, canaries, denials and decisions. Rules act on the first nine.
-
-    A reason may also be a `WorkloadKind`, an `ObjectiveState`, an `Outcome`, a stage, or a word of an engine, the
-    kubelet or the API server: docs/conditions.md lists them by condition.
-    """
+    """Reasons of conditions, canaries, denials and decisions. Rules act on the first nine. A reason may also be a
+    `WorkloadKind`, an `ObjectiveState`, an `Outcome`, a stage, or a word of an engine, the kubelet or the API server
+    (docs/conditions.md)."""
 
     ACCURACY_REGRESSED = "AccuracyRegressed"
     ACCURACY_DRIFTED = "AccuracyDrifted"
@@ -115,7 +111,6 @@ class Reason(StrEnum):
     ENGINE_BUSY = "EngineBusy"
     BASELINE_UNFIT = "BaselineUnfit"
     DTYPE_MISMATCH = "DtypeMismatch"
-
     # The service as a whole.
     SERVING = "Serving"
     ENGINES_STARTING = "EnginesStarting"
@@ -128,7 +123,6 @@ class Reason(StrEnum):
     SPEC_INVALID = "SpecInvalid"
     RECONCILE_INCOMPLETE = "ReconcileIncomplete"
     ROUTE_WAITING = "RouteWaiting"
-
     # Its engines, and the weights that they load.
     UNSCHEDULABLE = "Unschedulable"
     CLAIM_NOT_BOUND = "ClaimNotBound"
@@ -137,7 +131,6 @@ class Reason(StrEnum):
     ENGINE_CRASHED = "EngineCrashed"
     PREFETCHING = "Prefetching"
     PREFETCH_FAILED = "PrefetchFailed"
-
     # Its metrics, and the conclusions of the policy.
     SCRAPED = "Scraped"
     BUSY = "Busy"
@@ -146,7 +139,6 @@ class Reason(StrEnum):
     OBJECTIVE_MISSED = "ObjectiveMissed"
     END_OF_LADDER = "EndOfLadder"
     LOAD_LEFT = "LoadLeft"
-
     # Its canary: why it cannot start, and how it compares with the serving revision.
     DTYPE_DENIED = "DtypeDenied"
     REVISION_FAILED = "RevisionFailed"
@@ -155,7 +147,6 @@ class Reason(StrEnum):
     TOO_FEW_SAMPLES = "TooFewSamples"
     PERFORMANCE_REGRESSED = "PerformanceRegressed"
     ERRORS_INCREASED = "ErrorsIncreased"
-
     # Its answers.
     REFERENCE = "Reference"
     NOT_PROBED = "NotProbed"

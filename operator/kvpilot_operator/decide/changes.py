@@ -1,7 +1,5 @@
 """Describe differences other than the dtype between the spec and the serving revision, for people."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 
@@ -40,21 +38,17 @@ def move(canary: Canary) -> str:
 
 def _arguments(before: Sequence[object], after: Sequence[object]) -> list[str]:
     old, new = _options(before), _options(after)
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name) and name != "--model"]
-    return [f"argument {name}{_values(name, old.get(name), new.get(name))}" for name in names]
+    changed = (name for name in {**old, **new} if old.get(name) != new.get(name) and name != "--model")
+    return [f"argument {name}{_change(name, old.get(name), new.get(name))}" for name in changed]
 
 
-def _values(name: str, old: str | None, new: str | None) -> str:
+def _change(name: str, old: str | None, new: str | None) -> str:
     if _SECRET.search(name):
         return " changed"
+    was, now = (text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..." for text in (old or "", new or ""))
     if old is None:
-        return f" added{f' ({_short(new)})' if new else ''}"
-    return " removed" if new is None else f" {_short(old) or 'unset'} -> {_short(new) or 'unset'}"
-
-
-def _short(value: str | None) -> str:
-    text = value or ""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+        return f" added{f' ({now})' if now else ''}"
+    return " removed" if new is None else f" {was or 'unset'} -> {now or 'unset'}"
 
 
 def _options(arguments: Sequence[object]) -> dict[str, str]:

@@ -1,9 +1,7 @@
 """The whole decision of one reconcile: the rules and their order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Generic, TypeVar
 
 from kvpilot_operator.api.words import CachePhase
@@ -18,18 +16,14 @@ from kvpilot_operator.state.snapshot import Snapshot
 D = TypeVar("D", bound=Draft)
 
 
-def unchanged(draft: D) -> D:
-    """Return the results of earlier rules unchanged."""
-    return draft
-
-
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[D]):
-    """One step of a decision, a pure function. `otherwise`, which never fails, is the result if `answer` raises."""
+    """One step of a decision, a pure function. If `answer` raises, `otherwise`, which never fails, has the result."""
 
     question: Question
     answer: Callable[[D], D]
-    otherwise: Callable[[D], D] = unchanged
+    otherwise: Callable[[D], D] | None = None
+    """None keeps the results of earlier rules."""
 
 
 def fold(draft: D, rules: Sequence[Rule[D]]) -> D:
@@ -38,7 +32,8 @@ def fold(draft: D, rules: Sequence[Rule[D]]) -> D:
         try:
             draft = rule.answer(draft)
         except Exception as error:
-            draft = rule.otherwise(replace(draft, unanswered=(*draft.unanswered, unanswered(rule.question, error))))
+            draft = replace(draft, unanswered=(*draft.unanswered, unanswered(rule.question, error)))
+            draft = draft if rule.otherwise is None else rule.otherwise(draft)
     return draft
 
 
@@ -78,30 +73,16 @@ _AGAIN_SECONDS = 10.0
 def decide(s: Snapshot) -> Decision:
     """Decide on a snapshot. Never raise: every snapshot gets a decision, which names each question that failed."""
     if s.spec is None:
-        refused = fold(_seen(Draft(snapshot=s, status=s.status)), REFUSED)
-        return Decision(
-            refused.status,
-            events=refused.events,
-            gates=refused.gates,
-            do_not_evict=refused.do_not_evict,
-            unanswered=refused.unanswered,
-        )
+        return _decision(fold(_seen(Draft(status=s.status, snapshot=s)), REFUSED))
     c = fold(_seen(Context.of(s, s.spec)), RULES)
     fills = c.status.cache is not None and c.status.cache.phase != CachePhase.READY
-    return Decision(
-        status=c.status,
-        objects=c.objects,
-        baseline=c.captured,
-        probe=c.request,
-        events=c.events,
-        gates=c.gates,
-        do_not_evict=c.do_not_evict,
-        unanswered=c.unanswered,
-        figures=c.figures,
-        again_seconds=_AGAIN_SECONDS if c.canary is not None or fills else None,
-    )
+    return replace(_decision(c), again_seconds=_AGAIN_SECONDS if c.canary is not None or fills else None)
 
 
 def _seen(draft: D) -> D:
     s = draft.snapshot
     return replace(draft, unanswered=s.unanswered).set(observed_generation=s.generation)
+
+
+def _decision(draft: Draft) -> Decision:
+    return Decision(**{one.name: getattr(draft, one.name) for one in fields(Decision)})

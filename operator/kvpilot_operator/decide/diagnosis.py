@@ -1,9 +1,4 @@
-"""Faults of engines: why one does not start, and which of them have other calibration factors.
-
-The fault is in kvpilot-serve's refusal or at the end of the engine's log. Other calibration factors change answers.
-"""
-
-from __future__ import annotations
+"""Faults of engines: why one does not start, and which have other calibration factors."""
 
 import json
 import re
@@ -45,17 +40,15 @@ def refusal(exit_message: str | None) -> Cause | None:
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and record.get("kvpilot") == "refused":
-            return Cause(_reason(record.get("reason"), Reason.ENGINE_CRASHED), clip(_text(record.get("message"))))
+            said = record.get("message")
+            # JSON can escape lone surrogates, but a status cannot hold them.
+            text = said.encode("utf-8", "replace").decode() if isinstance(said, str) else ""
+            return Cause(_reason(record.get("reason"), Reason.ENGINE_CRASHED), clip(text))
     return None
 
 
 def _reason(said: object, otherwise: str) -> str:
     return said if isinstance(said, str) and _REASON.fullmatch(said) else otherwise
-
-
-def _text(said: object) -> str:
-    """Replace lone surrogates. JSON can escape them, but a status cannot hold them."""
-    return said.encode("utf-8", "replace").decode() if isinstance(said, str) else ""
 
 
 def engine_failure(pods: Sequence[PodView]) -> Cause | None:
@@ -103,12 +96,10 @@ def _missing(message: str) -> Cause | None:
     if found is None:
         return None
     kind = _MISSING[(found["kind"] or found["kind_of_key"]).lower()]
-    name, key = found["name"] or found["holder"], found["key"]
-    text = (
-        f"{kind} {name} has no key {key}: add it, or name another one in spec.engine.env"
-        if key
-        else f"{kind} {name} is not there: create it in the namespace of the service, or name another one in the spec"
-    )
+    text = f"{kind} {found['holder']} has no key {found['key']}: add it, or name another one in spec.engine.env"
+    if not found["key"]:
+        remedy = "create it in the namespace of the service, or name another one in the spec"
+        text = f"{kind} {found['name']} is not there: {remedy}"
     return Cause(Reason.CONFIG_MISSING, clip(f"{text} ({message.strip()})"))
 
 
@@ -127,18 +118,10 @@ def not_started(pod: PodView) -> str:
 
 
 def mixed_factors(s: Snapshot, revision: str) -> str | None:
-    """Name the pods of a revision with other factors than most, with the remedy; None if there are none.
-
-    Within a revision, model, text, context and tensor parallelism are the same, and so are the factors on one kind of
-    GPU (docs/calibration.md). Accuracy is measured on one pod, and the result is valid only for pods with the same
-    factors.
-    """
-    sample = s.last_sample(revision)
-    if sample is None:
-        return None
-    there = {pod.name for pod in s.pods_of(revision)}
-    others = [f"{pod} has {factors}" for pod, factors in sample.mixed if pod in there]
-    if not others:
+    """Name the pods of a revision with other factors than most, with the remedy; None if there are none."""
+    sample, there = s.last_sample(revision), {pod.name for pod in s.pods_of(revision)}
+    others = [] if sample is None else [f"{pod} has {factors}" for pod, factors in sample.mixed if pod in there]
+    if sample is None or not others:
         return None
     return (
         f"the calibration factors of revision {revision} differ: {', '.join(others)}, where others have "

@@ -1,18 +1,8 @@
-"""Differences between two sides' figures, with one-sided confidence limits.
-
-* a p95 from the engines' buckets: Woodruff's intervals (1952, JASA 47:635): the ranks q -+ t se(share above the
-  quantile) are converted back to values. MOVER joins the intervals of both sides on the log scale, for dependent
-  estimates (Zou and Donner 2008, Statistics in Medicine 27:1693).
-* means and rates: ratios of sums, with the variance of the linearised log ratio (Cochran 1977, Sampling Techniques,
-  section 6.3).
-* shares: their difference by Newcombe's method 10 (1998, Statistics in Medicine 17:873).
-
-Consecutive requests resemble each other (one burst, one batch), so the variances of p95s and ratios come from batch
-means (Schmeiser 1982, Operations Research 30:556) over equal slices of time, the same for both sides, with Student's t;
-the variance of a p95 is at least that of independent requests.
-"""
-
-from __future__ import annotations
+"""Differences between two sides' figures, with one-sided confidence limits. A p95 has Woodruff's interval (1952, JASA
+47:635), and MOVER joins those of both sides on the log scale (Zou and Donner 2008, Statistics in Medicine 27:1693).
+Means and rates are ratios of sums (Cochran 1977, Sampling Techniques, 6.3), shares differ by Newcombe's method 10
+(1998, Statistics in Medicine 17:873). Consecutive requests resemble each other, so variances come from batch means over
+equal slices of time (Schmeiser 1982, Operations Research 30:556), with Student's t."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -36,10 +26,7 @@ class Estimate:
 
 
 def p95_change(ours: Sequence[Histogram], theirs: Sequence[Histogram]) -> Callable[[float], Estimate | None]:
-    """Return the log ratio of two p95s, by level; None if one lies above every bucket.
-
-    The correlation between the sides' slices is included, so that load that hits both at once is not blamed on one.
-    """
+    """Return the log ratio of two p95s, by level; None if one lies above every bucket. Slices are correlated."""
     bounds = common(sum(ours, Histogram()), sum(theirs, Histogram()))
     c, s = (_woodruff([_coarsen(h, bounds) for h in batches]) for batches in (ours, theirs))
     if c is None or s is None:
@@ -89,11 +76,7 @@ def share_change(ours: tuple[float, float], theirs: tuple[float, float], alpha: 
 
 
 def log_quantile(h: Histogram, q: float) -> float:
-    """Return the log of the value below which a share `q` lies; inf above the last bound.
-
-    Values within a bucket are assumed to be log-normal. An even spread, as in histogram_quantile, would put a p95 in a
-    wide bucket much too high.
-    """
+    """Return the log of the value below which a share `q` lies (log-normal in a bucket); inf above the last one."""
     rank = q * h.count
     for i, reached in enumerate(accumulate(h.counts)):
         if reached < rank or h.counts[i] <= 0:

@@ -1,9 +1,7 @@
 """Refused objects, with the API server's field and message, and a remedy for objects that kvpilot renders."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, deployment_name
 from kvpilot_operator.render.workloads import KINDS
@@ -45,7 +43,15 @@ def rejected(s: Snapshot) -> tuple[Rejection, ...]:
         for view in s.deployments.values()
         if view.failure is not None
     ]
-    return (*(s.rejections or ()), *pods, *_not_served(s))
+    spec, absent = None if s.unread(Question.ROUTE) else s.spec, []
+    if spec is not None and spec.inference_pool is not None and not s.server.inference_pools:
+        absent.append(("InferencePool", "inferencePool", INFERENCE_POOL_API, "Gateway API Inference Extension"))
+    if spec is not None and spec.route is not None and not s.server.http_routes:
+        absent.append(("HTTPRoute", "route", HTTP_ROUTE_API, "Gateway API"))
+    for kind, field, api, needed in absent:
+        words = f"spec.{field}: this API server does not serve {api}: install the {needed}, or remove the field"
+        pods.append(Rejection(kind, s.key.name, f"{kind}sNotServed", words))
+    return (*(s.rejections or ()), *pods)
 
 
 def refused(s: Snapshot) -> tuple[str, ...]:
@@ -59,23 +65,6 @@ def of_workload(s: Snapshot, revision: str, rejections: Sequence[Rejection]) -> 
     return [one for one in rejections if one.kind in KINDS and one.name == name]
 
 
-def _not_served(s: Snapshot) -> Iterator[Rejection]:
-    """Yield the requested pools and routes of kinds that the API server does not serve."""
-    if s.spec is None or s.unread(Question.ROUTE):
-        return
-    if s.spec.inference_pool is not None and not s.server.inference_pools:
-        yield _kind_not_served(
-            s, "InferencePool", "spec.inferencePool", INFERENCE_POOL_API, "Gateway API Inference Extension"
-        )
-    if s.spec.route is not None and not s.server.http_routes:
-        yield _kind_not_served(s, "HTTPRoute", "spec.route", HTTP_ROUTE_API, "Gateway API")
-
-
-def _kind_not_served(s: Snapshot, kind: str, field: str, api: str, needed: str) -> Rejection:
-    words = f"{field}: this API server does not serve {api}: install the {needed}, or remove the field"
-    return Rejection(kind, s.key.name, f"{kind}sNotServed", words)
-
-
 def finding(rejections: Sequence[Rejection]) -> Cause:
     """Report all rejections (at least one) in one message, with the reason of the first."""
     reason = rejections[0].reason
@@ -83,16 +72,13 @@ def finding(rejections: Sequence[Rejection]) -> Cause:
 
 
 def _told(one: Rejection) -> str:
-    """Return the object, the fields and message of the server, and a remedy if one is known."""
+    """Return the fields and message of the server, the object, and a remedy if one is known."""
     # Newer servers add this note about their own checks, which helps nobody.
     causes = [cause for cause in one.causes if "some validation rules were not checked" not in cause[1]]
     words = ", ".join(dict.fromkeys(f"{field}: {text}" for field, text in causes)) or one.message or "no message"
-    remedy = _remedy(one, words)
+    if _FORBIDDEN.search(words):
+        remedy = f"give the operator this right ({_RIGHTS.get(one.kind, 'the roles of the same version')})"
+    else:
+        remedy = next((text for kind, part, text in _REMEDIES if kind in ("", one.kind) and part in words), "")
     shown = _STRUCTURE.sub("Invalid value", words)
     return f"{shown} ({one.kind} {one.name}){': ' + remedy if remedy else ''}"
-
-
-def _remedy(one: Rejection, words: str) -> str:
-    if _FORBIDDEN.search(words):
-        return f"give the operator this right ({_RIGHTS.get(one.kind, 'the roles of the same version')})"
-    return next((text for kind, part, text in _REMEDIES if kind in ("", one.kind) and part in words), "")

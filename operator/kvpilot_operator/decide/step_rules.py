@@ -1,7 +1,5 @@
 """Rules about the load, the replicas and the next step. They translate between the context and the policy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from kvpilot_operator.api.words import ConditionType, Reason, Stage, Verdict
@@ -52,6 +50,25 @@ def policy_input(c: Context) -> PolicyInput:
     """Return the service as the policy sees it."""
     s, last, known = c.snapshot, c.status.last_trial, c.status.scaling
     sample = s.last_sample(_serving(c))
+    trial, early = c.canary, (Stage.STARTING, Stage.PROBING, Stage.ROLLING_BACK)
+    # A surge may abort a canary that was started to free memory and has no traffic yet.
+    yields = trial is not None and trial.dtype != trial.from_dtype and trial.stage in early
+    yields = yields and c.spec.kv_cache.mode == "Auto" and not c.spec.rollout.paused
+    yields = yields and trial is not None and trial.reason != Reason.ACCURACY_DRIFTED
+    busy, closed, stable = None, None, c.stable
+    if trial is not None:
+        busy = f"{trial.dtype} is on trial"
+    elif stable is None or not stable.ever_ready:
+        busy = "the first engines are starting"
+    elif _serving(c) != stable.revision:
+        busy = "traffic is moving to another revision"
+    if c.spec.rollout.paused:
+        closed = "spec.rollout.paused is set"
+    elif stable is not None and c.render(stable.dtype).name != stable.revision:
+        # The effects of two changes in one canary cannot be separated.
+        closed = "the change of the spec is rolled out first"
+    elif (fault := start_fault(c)) is not None:
+        closed = fault.message
     undone = last is not None and last.verdict != Verdict.PASSED and last.reason != Reason.SUPERSEDED
     return PolicyInput(
         now=c.now,
@@ -71,9 +88,9 @@ def policy_input(c: Context) -> PolicyInput:
         replicas_changed=known.changed_time,
         scale_in_backoff=known.scale_in_backoff,
         rolled_back=last.time if last is not None and undone else None,
-        busy=_busy(c),
-        yields=_yields(c),
-        no_canary=_no_canary(c),
+        busy=busy,
+        yields=yields,
+        no_canary=closed,
     )
 
 
@@ -90,32 +107,3 @@ def was_pressured(draft: Draft) -> bool:
 
 def _serving(c: Context) -> str:
     return c.snapshot.traffic or (c.stable.revision if c.stable is not None else "")
-
-
-def _busy(c: Context) -> str | None:
-    if c.canary is not None:
-        return f"{c.canary.dtype} is on trial"
-    if c.stable is None or not c.stable.ever_ready:
-        return "the first engines are starting"
-    if _serving(c) != c.stable.revision:
-        return "traffic is moving to another revision"
-    return None
-
-
-def _yields(c: Context) -> bool:
-    """Return True if a surge may abort the canary: it was started to free memory and has no traffic yet."""
-    trial = c.canary
-    if trial is None or trial.stage not in (Stage.STARTING, Stage.PROBING, Stage.ROLLING_BACK):
-        return False
-    chosen = c.spec.kv_cache.mode == "Auto" and trial.dtype != trial.from_dtype
-    return chosen and trial.reason != Reason.ACCURACY_DRIFTED and not c.spec.rollout.paused
-
-
-def _no_canary(c: Context) -> str | None:
-    """Return the reason why no dtype change may begin. The effects of two changes in one canary cannot be separated."""
-    if c.spec.rollout.paused:
-        return "spec.rollout.paused is set"
-    if c.stable is not None and c.render(c.stable.dtype).name != c.stable.revision:
-        return "the change of the spec is rolled out first"
-    fault = start_fault(c)
-    return None if fault is None else fault.message

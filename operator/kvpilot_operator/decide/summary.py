@@ -1,11 +1,7 @@
-"""Write the figures of the status (for people, /scale and metrics) and the journal's entries about steps.
-
-Each step is recorded with all weighed options. Each hold is recorded when it begins.
-"""
-
-from __future__ import annotations
+"""Write the figures of the status, and each new step and hold into the journal."""
 
 from dataclasses import replace
+from typing import Any
 
 from kvpilot_operator.api.names import REVISION_LABEL, SERVICE_LABEL, service_url
 from kvpilot_operator.api.words import Action, WorkloadKind
@@ -18,25 +14,24 @@ from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.samples import Sample
 
 _MOST_ADAPTERS, _MOST_LETTERS = 16, 128
-# A workload of these kinds does not prove that pressure has ended.
-_QUIET = (
-    WorkloadKind.MEMORY_BOUND,
-    WorkloadKind.WARMING,
-    WorkloadKind.NO_METRICS,
-    WorkloadKind.ENGINES_STALLED,
-    WorkloadKind.IMBALANCED,
-)
+# Workloads of these kinds prove that pressure has ended.
+_ENDED = (WorkloadKind.IDLE, WorkloadKind.PREFILL_BOUND, WorkloadKind.COMPUTE_BOUND, WorkloadKind.RELAXED)
 
 
 def summarise(c: Context) -> Context:
     """Write the figures of the status, and post an event if memory pressure begins or ends."""
-    c = _announce_pressure(c)
+    kind, was = c.workload.kind, was_pressured(c)
+    if kind == WorkloadKind.MEMORY_BOUND and not was:
+        c = c.event("MemoryPressured", c.workload.message, warning=True)
+    elif was and kind in _ENDED:
+        c = c.event("MemoryRelaxed", c.workload.message)
     s, stable, kv = c.snapshot, c.stable, c.status.kv_cache
     if stable is None:
         return c
     names, serves = traffic.serving_revisions(c), s.deployments.get(stable.revision)
     sample = s.last_sample(traffic.selected(c) or stable.revision)
-    usage = c.workload.usage_percent if c.workload.pods else None
+    usage, told = c.workload.usage_percent if c.workload.pods else None, kv.usage_percent
+    steady = usage is not None and told is not None and abs(usage - told) < USAGE_STEP_PERCENT
     # While two revisions serve together, an autoscaler must count the pods of both.
     one = f",{REVISION_LABEL}={names[0]}" if len(names) == 1 else ""
     c = c.set(
@@ -55,7 +50,7 @@ def summarise(c: Context) -> Context:
         active_dtype=stable.dtype,
         recommended_dtype=c.target.recommended or c.target.dtype,
         capacity_tokens=sample.capacity_tokens if sample is not None else kv.capacity_tokens,
-        usage_percent=_steady(usage, kv.usage_percent),
+        usage_percent=kv.usage_percent if steady else usage,
     )
 
 
@@ -72,42 +67,28 @@ def _adapters(c: Context, revision: str, told: tuple[str, ...]) -> tuple[str, ..
 
 def _figures(c: Context, sample: Sample | None) -> Figures:
     """Return the measurements that only metrics show."""
-    an_hour, a_million = _costs(c)
+    w, offload, each, pods = c.workload, c.spec.kv_cache.offload, c.snapshot.gpu_hour_micros, c.snapshot.deployments
+    hits = {"gpu": w.gpu_hits, "host": None if w.host_hits is None else w.host_hits - (w.disk_hits or 0.0)}
+    hits["disk"] = w.disk_hits if offload is not None and offload.disk is not None else None
+    # All GPUs, including a canary's.
+    gpus = sum(view.replicas * view.nodes for view in pods.values()) * c.spec.engine.tensor_parallel_size
+    cost = None if each is None else gpus * each / 1e6
+    tokens = 3600 * (w.requests_per_second or 0.0) * (w.mean_generation or 0.0) * w.pods
+    known = {tier: min(1.0, max(0.0, share)) for tier, share in hits.items() if share is not None}
     return Figures(
         recent_tokens=sample.recent_tokens or 0 if sample is not None else None,
         retention=sample.retention if sample is not None else "",
-        hits=_hits(c),
-        cost_per_hour=an_hour,
-        cost_per_million_tokens=a_million,
+        hits={} if offload is None else known,
+        cost_per_hour=cost,
+        cost_per_million_tokens=1e6 * cost / tokens if cost is not None and tokens >= 1 else None,
         latencies=tuple(
-            Latency(one.objective.metric, one.objective.percentile, one.limit, one.seconds)
-            for one in c.workload.objectives
+            Latency(one.objective.metric, one.objective.percentile, one.limit, one.seconds) for one in w.objectives
         ),
     )
 
 
-def _hits(c: Context) -> dict[str, float]:
-    """Return the share of prompt tokens that each tier held; nothing if no prompt was looked up."""
-    w, offload = c.workload, c.spec.kv_cache.offload
-    if offload is None:
-        return {}
-    from_disk = w.disk_hits or 0.0
-    shares = {"gpu": w.gpu_hits, "host": None if w.host_hits is None else w.host_hits - from_disk}
-    if offload.disk is not None:
-        shares["disk"] = w.disk_hits
-    return {tier: min(1.0, max(0.0, share)) for tier, share in shares.items() if share is not None}
-
-
-def _steady(percent: int | None, said: int | None) -> int | None:
-    """Return a figure, or the last one if it hardly changed."""
-    if percent is None or said is None:
-        return percent
-    return said if abs(percent - said) < USAGE_STEP_PERCENT else percent
-
-
 def _kept(c: Context, kind: str, question: Question, before: str | None) -> str | None:
-    """Return the name of an object, from before its creation until its deletion, so that a restarted operator finds
-    it."""
+    """Return the name of an object until its deletion is seen, so that a restarted operator finds it."""
     s = c.snapshot
     there = {name: one.owned for (its, name), one in s.objects.items() if its == kind}
     pool, route = c.spec.inference_pool is not None, c.spec.route is not None
@@ -118,77 +99,35 @@ def _kept(c: Context, kind: str, question: Question, before: str | None) -> str 
     return s.key.name if asked or any(there.values()) or kept else None
 
 
-def _costs(c: Context) -> tuple[float | None, float | None]:
-    """Return the cost per hour of all GPUs (including a canary's), and the cost per million tokens in the last
-    window."""
-    each, w = c.snapshot.gpu_hour_micros, c.workload
-    if each is None:
-        return None, None
-    pods = sum(view.replicas * view.nodes for view in c.snapshot.deployments.values())
-    cost = pods * c.spec.engine.tensor_parallel_size * each / 1e6
-    tokens = 3600 * (w.requests_per_second or 0.0) * (w.mean_generation or 0.0) * w.pods
-    return cost, 1e6 * cost / tokens if tokens >= 1 else None
-
-
 def _counted(c: Context, serving: tuple[str, ...]) -> int:
-    """Return the replicas for /scale: the requested ones, serving or on trial.
-
-    A trial must not change this number, so its additional pod, or its temporarily empty place, does not count.
-    """
+    """Return the replicas for /scale: those asked for, serving or on trial. A trial must not change this number."""
     there = c.snapshot.deployments
     if c.canary is None and c.before.canary is None:
         return sum(there[name].replicas for name in serving if name in there)
     return min(c.replicas, max(sum(view.replicas for view in there.values()), c.before.replicas or 0))
 
 
-def _announce_pressure(c: Context) -> Context:
-    kind, was = c.workload.kind, was_pressured(c)
-    if kind == WorkloadKind.MEMORY_BOUND and not was:
-        return c.event("MemoryPressured", c.workload.message, warning=True)
-    if was and kind not in _QUIET:
-        return c.event("MemoryRelaxed", c.workload.message)
-    return c
-
-
 def explain(c: Context) -> Context:
-    """Write the policy's decision into the journal if it is new. A decision that starts a canary is written with the
-    canary."""
+    """Write the policy's decision into the journal if it is new and starts no canary."""
     if c.before.stable is None:
         return c if c.target.warning is None else c.event("PreflightWarning", c.target.warning, warning=True)
-    policy, step = c.policy, c.policy.chosen
+    policy, step, target = c.policy, c.policy.chosen, c.target
     if c.spec.kv_cache.mode == "Recommend":
-        c = _recommend(c)
+        c = _recommend(c, c.before.stable.dtype)
     elif step.action in (Action.SCALE_OUT, Action.SCALE_IN):
         event = f"{step.action}{policy.reason}"
         c = c.record(step.action, policy.reason, policy.message, options=policy.options, event=event)
-    return _note_hold(c)
-
-
-def _recommend(c: Context) -> Context:
-    step, stable = c.policy.wanted or c.policy.chosen, c.before.stable
-    now, before = (
-        (status.kv_cache.recommended_dtype, status.scaling.recommended_replicas) for status in (c.status, c.before)
-    )
-    if now == before or step.action == Action.STAY or stable is None:
-        return c
-    return c.record(
-        Action.RECOMMEND,
-        c.policy.reason,
-        f"recommended, not applied: {c.policy.message}",
-        from_dtype=stable.dtype,
-        to_dtype=step.dtype,
-        options=c.policy.options,
-        event="Recommended",
-    )
-
-
-def _note_hold(c: Context) -> Context:
-    """Record the reason once if nothing changes although the load or the spec needs a step."""
-    target, policy = c.target, c.policy
     if target.held is None or c.canary is not None:
         return c
-    if c.holds(target.reason):
+    chosen = target.held == policy.hold
+    return c.hold(target.reason, *((policy.message, policy.options) if chosen else (target.held,)))
+
+
+def _recommend(c: Context, dtype: str) -> Context:
+    policy, step, both = c.policy, c.policy.wanted or c.policy.chosen, (c.status, c.before)
+    now, before = ((one.kv_cache.recommended_dtype, one.scaling.recommended_replicas) for one in both)
+    if now == before or step.action == Action.STAY:
         return c
-    if policy.hold is not None and target.held == policy.hold:
-        return c.record(Action.HOLD, target.reason, policy.message, warning=True, options=policy.options)
-    return c.record(Action.HOLD, target.reason, target.held, warning=True)
+    text = f"recommended, not applied: {policy.message}"
+    more: dict[str, Any] = {"from_dtype": dtype, "to_dtype": step.dtype, "options": policy.options}
+    return c.record(Action.RECOMMEND, policy.reason, text, event="Recommended", **more)

@@ -1,9 +1,8 @@
 """The target revision: the user's dtype, or the policy's, rendered into a pod template."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 from kvpilot_operator.api.words import Action, Reason, Stage, Verdict
 from kvpilot_operator.decide.changes import spec_changes
@@ -11,29 +10,20 @@ from kvpilot_operator.decide.context import Context, Target
 from kvpilot_operator.decide.steps.capacity import smaller
 from kvpilot_operator.decide.steps.ladder import ACCURACY_REASONS, RETRY_SECONDS, infeasible, rungs
 from kvpilot_operator.render.engine import model_location
-from kvpilot_operator.state.status import Denied, Stable
 from kvpilot_operator.times import utc
 
 
 def choose(c: Context) -> Context:
     """Choose the target of this reconcile."""
-    left = _away_from_harm(c)
-    if left is None:
-        left = _fixed(c) if c.spec.kv_cache.mode == "Fixed" else _laddered(c)
-    return replace(c, target=_explained(c, left))
-
-
-def _explained(c: Context, target: Target) -> Target:
-    """Add the changes other than the dtype to the target's message."""
-    stable = c.stable
+    fixed = c.spec.kv_cache.mode == "Fixed"
+    target, stable = _away_from_harm(c) or (_fixed(c) if fixed else _laddered(c)), c.stable
     if stable is None or c.canary is not None or target.held is not None or target.revision == stable.revision:
-        return target
-    news = spec_changes(c, stable)
-    if not news:
-        return target
-    if target.dtype != stable.dtype:
-        return replace(target, message=f"{target.message}; the spec has changed, too: {news}")
-    return replace(target, reason=Reason.SPEC_CHANGED, message=f"the spec has changed: {news}")
+        return replace(c, target=target)
+    if news := spec_changes(c, stable):
+        more = f"{target.message}; the spec has changed, too: {news}"
+        target = replace(target, message=more if target.dtype != stable.dtype else f"the spec has changed: {news}")
+        target = target if target.dtype != stable.dtype else replace(target, reason=Reason.SPEC_CHANGED)
+    return replace(c, target=target)
 
 
 def after_rollback(c: Context) -> Context:
@@ -50,67 +40,46 @@ def stay(c: Context) -> Context:
 
 
 def _away_from_harm(c: Context) -> Target | None:
-    """Return a target with the next safer dtype if the serving dtype is denied for its answers. Mode and dwell do not
-    matter.
-
-    A canary with a safer dtype continues; one with a smaller dtype does not.
-    """
+    """Return the next safer dtype if the serving one is denied for its answers; a canary of one continues."""
     stable, canary = c.stable, c.canary
     if stable is None:
         return None
     standing = c.denial(stable.dtype)
     if standing is None or standing.reason not in ACCURACY_REASONS:
         return None
-    if c.spec.kv_cache.mode == "Fixed" and _has_another_engine(c, stable):
+    fixed, there, image = c.spec.kv_cache.mode == "Fixed", c.snapshot.deployments.get(stable.revision), standing.image
+    own = (None, c.spec.engine.image), (None, model_location(c.spec))
+    if fixed and there is not None and (there.image not in own[0] or there.model not in own[1]):
+        # The denial is about another image or model than the serving revision has.
         if c.spec.kv_cache.dtype != stable.dtype:
             return None
         held = (
-            f"{stable.dtype} with {standing.image} and {standing.model} {_denied(standing)}; what serves keeps its own "
-            "image and model. Choose another image, model or dtype, or set spec.rollout.denySeconds to 0 to try again"
+            f"{stable.dtype} with {image} and {standing.model} is denied until {utc(standing.until)}: "
+            f"{standing.message}; what serves keeps its own image and model. Choose another image, model or dtype, or "
+            "set spec.rollout.denySeconds to 0 to try again"
         )
         return Target(stable.dtype, stable.revision, Reason.DTYPE_DENIED, held, held, startable=False)
     if canary is not None and canary.stage != Stage.ROLLING_BACK and smaller(stable.dtype, canary.dtype):
         return _guarded(c, canary.dtype, canary.reason, canary.message, recommended=canary.dtype)
     why = f"{stable.dtype} serves and is denied for its answers: {standing.message}"
-    safer = _safer(c, stable)
+    ladder = rungs(c.spec, c.snapshot.node, c.snapshot.model, c.status.kv_cache.denied, c.now)
+    larger = [rung for rung in (ladder[:1] if fixed else ladder) if smaller(stable.dtype, rung.dtype)]
+    safer = next((rung.dtype for rung in reversed(larger) if rung.outcome is None), None)
     if safer is None:
         held = f"{why}; every safer dtype is denied, too. Set spec.rollout.denySeconds to 0 to try them again"
         return _guarded(c, stable.dtype, Reason.ACCURACY_DRIFTED, held, held=held)
     return _guarded(c, safer, Reason.ACCURACY_DRIFTED, f"{why}; {safer} takes its place", recommended=safer)
 
 
-def _has_another_engine(c: Context, stable: Stable) -> bool:
-    """Return True if the serving revision has another image or model than the spec. The denial does not apply to it
-    then."""
-    there = c.snapshot.deployments.get(stable.revision)
-    if there is None:
-        return False
-    return there.image not in (None, c.spec.engine.image) or there.model not in (None, model_location(c.spec))
-
-
-def _safer(c: Context, stable: Stable) -> str | None:
-    """Return the next larger dtype that is not ruled out; with a fixed dtype there is only the baseline."""
-    ladder = rungs(c.spec, c.snapshot.node, c.snapshot.model, c.status.kv_cache.denied, c.now)
-    if c.spec.kv_cache.mode == "Fixed":
-        ladder = ladder[:1]
-    larger = [rung.dtype for rung in ladder if rung.outcome is None and smaller(stable.dtype, rung.dtype)]
-    return larger[-1] if larger else None
-
-
-def _denied(standing: Denied) -> str:
-    return f"is denied until {utc(standing.until)}: {standing.message}"
-
-
 def _fixed(c: Context) -> Target:
     wanted, stable = c.spec.kv_cache.dtype, c.stable
     assert wanted is not None  # noqa: S101 - the API's rule: Fixed comes with a dtype
     standing = c.denial(wanted)
-    against = infeasible(wanted, c.spec, c.snapshot.node, c.snapshot.model)
-    warning = against.message if against is not None else None
+    warning = infeasible(wanted, c.spec, c.snapshot.node, c.snapshot.model)
     if standing is not None and standing.reason in ACCURACY_REASONS and stable is not None and stable.dtype != wanted:
         held = (
-            f"spec.kvCache.dtype {wanted} {_denied(standing)}; {stable.dtype} keeps serving. "
-            "Choose another dtype, or set spec.rollout.denySeconds to 0 to try again"
+            f"spec.kvCache.dtype {wanted} is denied until {utc(standing.until)}: {standing.message}; "
+            f"{stable.dtype} keeps serving. Choose another dtype, or set spec.rollout.denySeconds to 0 to try again"
         )
         return _guarded(c, stable.dtype, Reason.DTYPE_DENIED, held, held=held, warning=warning)
     return _guarded(c, wanted, Reason.SPEC_CHANGED, f"spec.kvCache.dtype is {wanted}", warning=warning)
@@ -134,24 +103,14 @@ def _laddered(c: Context) -> Target:
     return _guarded(c, stable.dtype, Reason.SETTLED, "no other dtype is called for", recommended=best)
 
 
-def _guarded(
-    c: Context,
-    dtype: str,
-    reason: str,
-    message: str,
-    *,
-    held: str | None = None,
-    recommended: str | None = None,
-    warning: str | None = None,
-) -> Target:
+def _guarded(c: Context, dtype: str, reason: str, message: str, **more: Any) -> Target:
     """Make the target with its revision. If that revision has just failed, keep the stable one."""
-    name, stable = c.render(dtype).name, c.stable
-    failed = _failed_before(c, name)
-    if failed is not None and stable is not None and stable.revision != name:
-        return Target(
-            stable.dtype, stable.revision, Reason.REVISION_FAILED, failed, failed, recommended, warning, startable=False
-        )
-    return Target(dtype, name, reason, message, held, recommended, warning)
+    made, stable = Target(dtype, c.render(dtype).name, reason, message, **more), c.stable
+    failed = _failed_before(c, made.revision)
+    if failed is None or stable is None or stable.revision == made.revision:
+        return made
+    kept = replace(made, dtype=stable.dtype, revision=stable.revision, startable=False)
+    return replace(kept, reason=Reason.REVISION_FAILED, message=failed, held=failed)
 
 
 def _failed_before(c: Context, name: str) -> str | None:

@@ -1,7 +1,5 @@
 """The plan of a canary's traffic: its steps, and the numbers of pods that may exist and must answer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from kvpilot_operator.api.spec import Spec
@@ -60,24 +58,17 @@ def one_can_leave(spec: Spec, replicas: int) -> bool:
 
 
 def total(spec: Spec, replaces_one: bool, replicas: int) -> int:
-    """Return the pods that a trial may ask for: one more than the service has, unless the canary took a place.
-
-    If minAvailable was raised meanwhile so that no replica may go, the revisions need one more pod to change places.
-    That pod may wait for a GPU, but the trial can end.
-    """
+    """Return the pods that a trial may ask for: one more than the service has, unless the canary took a place. If
+    minAvailable was raised meanwhile so that none may go, the trial needs one more pod to end."""
     return replicas if replaces_one and one_can_leave(spec, replicas) else replicas + 1
 
 
 def rolling_step(
     growing: Counts, goal: int, shrinking: Counts, *, total: int, floor: int, both_serve: bool, others: int = 0
 ) -> tuple[int, int]:
-    """Return the replicas of the growing and the shrinking revision, while they change places one by one.
-
-    The growing revision gets another pod once all its pods answer, and only in a place that was observed to be free. So
-    both revisions and `others` never ask for more than `total`, even if a reconcile is interrupted. The shrinking
-    revision loses pods as long as `floor` pods still answer. With `both_serve`, pods of the growing revision count,
-    too.
-    """
+    """Return the replicas of the growing and the shrinking revision, while they change places one by one. The growing
+    one gets a pod once all its pods answer, and only in a place seen to be free, so that nothing ever asks for more
+    than `total`. The shrinking one loses pods while `floor` pods answer, with `both_serve` those of either."""
     want = min(goal, max(growing.replicas, growing.ready + 1))
     room = total - shrinking.replicas - others
     grown = min(want, max(room, growing.replicas, 0))
@@ -113,11 +104,9 @@ def _by_route(s: Snapshot, spec: Spec, pods: int, most: int) -> TrafficPlan:
     if held is not None:
         return TrafficPlan(TrafficMode.HTTP_ROUTE, held=f"{route.field_of(spec)}{held}")
     steps = tuple(
-        TrafficStep(
-            i, step.weight_percent, step.hold_seconds, min(most, max(1, round(step.weight_percent * pods / 100)))
-        )
-        for i, step in enumerate(spec.canary.steps)
-        if step.weight_percent < 100
+        TrafficStep(i, one.weight_percent, one.hold_seconds, min(most, max(1, round(one.weight_percent * pods / 100))))
+        for i, one in enumerate(spec.canary.steps)
+        if one.weight_percent < 100
     )
     return TrafficPlan(TrafficMode.HTTP_ROUTE, steps, f"by weights of HTTPRoute {spec.route_of(s.key.name)}")
 
@@ -138,6 +127,5 @@ def _by_ratio(spec: Spec, pods: int, most: int) -> TrafficPlan:
             "routeRef for smaller shares): its probes alone decide"
         )
     left_out = f"; steps that {pods} pods cannot show, {', '.join(skipped)}, are left out" if skipped else ""
-    return TrafficPlan(
-        TrafficMode.REPLICA_RATIO, tuple(steps), f"by the number of replicas behind the Service{left_out}"
-    )
+    text = f"by the number of replicas behind the Service{left_out}"
+    return TrafficPlan(TrafficMode.REPLICA_RATIO, tuple(steps), text)

@@ -1,23 +1,18 @@
-"""`.status.accuracy`: the reference, the last measurement, and the count of periodic ones.
-
-KL divergences are integers in micronats, shares in permille, times in UTC.
-"""
-
-from __future__ import annotations
+"""`.status.accuracy`: the reference, the last measurement, and the count of periodic ones."""
 
 from datetime import datetime
 from typing import Annotated
 
 from msgspec import Meta
 
-from kvpilot_operator.api.record import Count, Permille, Record, Word
+from kvpilot_operator.api.record import Count, Record, Text, Thousand, Word
 from kvpilot_operator.api.words import Verdict
 
 
 class Baseline(Record, frozen=True, kw_only=True):
     """The 16-bit reference and its control run against itself."""
 
-    config_map: Annotated[str, Meta(max_length=253)]
+    config_map: Text
     """The ConfigMap that holds it."""
     identity: Annotated[str, Meta(max_length=128)]
     """Hash of model, revision, baseline dtype and the probe sets' content; a change captures anew."""
@@ -25,7 +20,7 @@ class Baseline(Record, frozen=True, kw_only=True):
     """Token positions that were compared."""
     control_mean_kl_micronats: Count
     """Mean KL divergence of the control run."""
-    control_top1_agreement_permille: Permille
+    control_top1_agreement_permille: Thousand
     """Positions, in thousandths, at which the control run finds the same token most likely."""
 
 
@@ -42,9 +37,9 @@ class Measured(Record, frozen=True, kw_only=True):
     """Time at which it ended."""
     excess_kl_micronats: int
     """Mean KL divergence above that of the control run; negative when below it."""
-    top1_agreement_permille: Permille
+    top1_agreement_permille: Thousand
     """Positions, in thousandths, at which both find the same token most likely."""
-    pod: Annotated[str, Meta(max_length=253)] | None = None
+    pod: Text | None = None
     """The replica that was asked."""
 
 

@@ -1,9 +1,4 @@
-"""The decision of one reconcile: data for `act`. The status has the cause of each step.
-
-A decision may ask for a probe. A later reconcile gets its result, so both are defined here.
-"""
-
-from __future__ import annotations
+"""The decision of one reconcile: data for `act`. It may ask for a probe, and a later reconcile gets its result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +10,8 @@ from kvpilot_operator.state.questions import Unanswered
 from kvpilot_operator.state.status import Status
 
 Manifest = Mapping[str, Any]
+Ref = tuple[str, str, str]
+"""(apiVersion, kind, name) of an object of the service's namespace."""
 
 
 class Cause(NamedTuple):
@@ -30,7 +27,6 @@ class Find:
 
     identity: str
     baseline: str
-    """Identity of the baseline."""
     config_map: str
 
 
@@ -40,11 +36,9 @@ class Capture:
 
     identity: str
     pod: str
-    """Name of the pod that is asked."""
     url: str
     model: str
     baseline: str
-    """Identity of the baseline to capture."""
     config_map: str
     serving: bool = False
     """True if the pod serves users. The probe gives way to their requests for a while."""
@@ -56,11 +50,9 @@ class Measure:
 
     identity: str
     pod: str
-    """Name of the pod that is asked. The result is about this pod alone."""
     url: str
     model: str
     dtype: str
-    """Its KV-cache dtype."""
     config_map: str
     serving: bool = False
     """True if the pod serves users. The probe gives way to their requests, or ends without a verdict."""
@@ -112,29 +104,23 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """The objects that the service owns from now on.
-
-    First `scale` raises the replicas of Deployments that an older spec rendered; `apply` goes to the server in order
-    (of an HTTPRoute with a resourceVersion, which is the user's, only the rules are replaced, and only if it is as it
-    was observed); then `scale` lowers replicas, and last owned Deployments whose revision is not in `keep` and what is
-    `absent` are deleted.
-    """
+    """The objects that the service owns from now on. First `scale` raises replicas of Deployments that an older spec
+    rendered; `apply` goes out in order (of a user's HTTPRoute only the rules, if it is as observed); then `scale`
+    lowers replicas; last, Deployments whose revision is not in `keep` and all `absent` objects are deleted."""
 
     apply: tuple[Manifest, ...]
     scale: Mapping[str, int]
-    """Replicas by revision."""
     keep: frozenset[str]
-    absent: tuple[tuple[str, str, str], ...] = ()
-    """(apiVersion, kind, name) of our objects that must not exist."""
-    named: tuple[tuple[str, str, str], ...] = ()
-    """(apiVersion, kind, name) of our objects that pods need before they start."""
+    absent: tuple[Ref, ...] = ()
+    """Our objects that must not exist."""
+    named: tuple[Ref, ...] = ()
+    """Our objects that pods need before they start."""
 
 
 class Latency(NamedTuple):
     """A latency objective, and the latency that engines reached."""
 
     metric: str
-    """TTFT or ITL."""
     percentile: int
     limit_seconds: float
     observed_seconds: float | None

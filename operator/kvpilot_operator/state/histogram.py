@@ -1,7 +1,5 @@
 """A Prometheus histogram as counts per bucket: a window of latencies or lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -9,10 +7,8 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Observations by bucket: `counts[i]` lie in (bounds[i-1], bounds[i]], the last count lies above every bound.
-
-    `bounds` are finite and rise; `counts` has one item more; `total` is the sum of the observed values.
-    """
+    """Observations by bucket: `counts[i]` lie in (bounds[i-1], bounds[i]], the last count above every bound. `bounds`
+    are finite and rise; `total` is the sum of the observed values."""
 
     bounds: tuple[float, ...] = ()
     counts: tuple[float, ...] = (0.0,)
@@ -28,11 +24,7 @@ class Histogram:
         return sum(self.counts)
 
     def quantile(self, q: float) -> float:
-        """Return the value below which a share `q` lies, interpolated as PromQL's histogram_quantile does.
-
-        The lowest bucket starts at 0. A quantile in the open bucket is that bucket's lower bound. Return NaN without
-        observations.
-        """
+        """Return the value below which a share `q` lies, as PromQL's histogram_quantile; NaN for nothing."""
         if self.count <= 0:
             return float("nan")
         rank = q * self.count
@@ -44,9 +36,8 @@ class Histogram:
                 return low + (self.bounds[i] - low) * (rank - (reached - self.counts[i])) / self.counts[i]
         return self.bounds[-1] if self.bounds else float("nan")
 
-    def __add__(self, other: Histogram) -> Histogram:
-        """Add both. An empty histogram adopts the other's buckets. Raise ValueError if the buckets of two filled ones
-        differ."""
+    def __add__(self, other: "Histogram") -> "Histogram":
+        """Add both. An empty histogram adopts the other's buckets; buckets of two filled ones must be the same."""
         if self.bounds == other.bounds:
             counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
             return Histogram(self.bounds, counts, self.total + other.total)
@@ -57,7 +48,7 @@ class Histogram:
         raise ValueError(f"bounds: {other.bounds}; only histograms of the same buckets add up ({self.bounds})")
 
     @classmethod
-    def together(cls, histograms: Sequence[Histogram]) -> Histogram:
+    def together(cls, histograms: Sequence["Histogram"]) -> "Histogram":
         """Return their sum. Those with other buckets than the last filled one (another engine version) are left out."""
         full = [h for h in histograms if h.count]
         same = [h for h in full if h.bounds == full[-1].bounds]

@@ -1,7 +1,5 @@
 """A service's objects in the API server: its pods, workloads, Services and route. Frozen, no I/O."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,35 +18,31 @@ class PodView:
     ip: str | None
     node: str | None
     ready: bool
-    """True if the pod is Ready, so that it gets requests. This needs open readiness gates."""
+    """True if the pod is Ready, gates included, so that it gets requests."""
     terminating: bool
     restarts: int
     waiting_reason: str | None
-    """Reason for which the container waits (ErrImagePull, CrashLoopBackOff, ...)."""
     exit_message: str | None
     """The message of the engine's last exit (kvpilot-serve's refusal, or the end of its log)."""
     unschedulable: str | None
     """The scheduler's message while no node fits, or a queue holds the pod back."""
     unheard_since: datetime | None = None
-    """Time since when it has neither a node nor a message of the scheduler. The scheduler is silent while a volume is
-    made."""
+    """Time since when it has neither a node nor a message of the scheduler, which is silent while a volume is made."""
     held_up: tuple[str, str] | None = None
     """Reason and message of an init container or sidecar that keeps the pod from being ready."""
     needs: tuple[str, ...] | None = None
     """Objects that its volumes need, such as "Secret certificates"; None once a container has started."""
     uid: str = ""
     do_not_evict: bool = False
-    """True if kvpilot has asked cluster autoscalers not to evict it."""
     mesh: bool = False
-    """True if it is reached by the mesh's mutual TLS."""
     containers_ready: bool = False
     admitted: bool | None = None
     """True if kvpilot's readiness gate is open; None if the pod has none."""
-    workers: tuple[PodView, ...] = ()
+    workers: tuple["PodView", ...] = ()
     """Other pods of the group that it leads. They take no requests."""
 
     @property
-    def group(self) -> tuple[PodView, ...]:
+    def group(self) -> tuple["PodView", ...]:
         """All pods of its replica, itself first."""
         return (self, *self.workers)
 
@@ -66,10 +60,9 @@ class PrefetchView:
     """Its annotation: a hash of the claim's content and one of the Job."""
     done: bool
     failure: str | None
-    """Cause of its failure; None if it has not failed."""
     pods: tuple[PodView, ...]
     downloaded_bytes: int | None
-    """Downloaded bytes that its pod reports now, or None if no pod answers."""
+    """Bytes that its pod reports now, or None if no pod answers."""
     total_bytes: int | None
 
 
@@ -84,16 +77,12 @@ class DeploymentView:
     """The API server's reason why missing pods cannot be created (from ReplicaFailure or Events)."""
     image: str | None = None
     model: str | None = None
-    """Model argument of its engines."""
     arguments: tuple[str, ...] = ()
-    """All arguments of its engines."""
     adapters: tuple[str, ...] = ()
-    """LoRA adapters that its engines load at start."""
     has_gate: bool = True
-    """True if its pods have kvpilot's readiness gate."""
     kind: str = "Deployment"
     nodes: int = 1
-    """Number of pods of each replica."""
+    """Pods of each replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +93,9 @@ class ObjectView:
     owned: bool
     """True if an owner reference has the service's uid. A label alone proves nothing."""
     version: str
-    """Version that changes with the object's specification."""
     selects: str | None = None
     """The revision that a Service selects, or "" for all revisions. None if the selector is not ours."""
     picker: Mapping[str, Any] | None = None
-    """The endpoint picker of an InferencePool, unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +108,7 @@ class Rejection:
     """The reason in the server's Status: Invalid, Forbidden, ...; may be empty."""
     message: str
     causes: tuple[tuple[str, str], ...] = ()
-    """Fields and messages, if the server names any."""
+    """Fields and messages."""
 
 
 class Parent(NamedTuple):
@@ -132,7 +119,6 @@ class Parent(NamedTuple):
     accepted: bool | None
     """None until the Gateway has judged the present route."""
     message: str = ""
-    """The Gateway's reason for a refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +128,4 @@ class RouteView:
     name: str
     resource_version: str
     rules: tuple[Mapping[str, Any], ...]
-    """`spec.rules`, raw."""
     parents: tuple[Parent, ...] = ()
-    """Answers in the order of `spec.parentRefs`."""

@@ -1,6 +1,4 @@
-"""The questions of one reconcile, and the failed ones. An error in one question does not affect the others."""
-
-from __future__ import annotations
+"""The questions of one reconcile, and the failed ones. An error in one does not affect the others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,12 +1,10 @@
 """The load that the engines of one revision report, scrape by scrape. Frozen, no I/O."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from datetime import datetime
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 from kvpilot_operator.state.histogram import Histogram
 
@@ -17,10 +15,7 @@ ROOMY = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Flows:
-    """Increments of one revision's pods since the previous scrape, never counters.
-
-    A pod counts once two pages of one engine process exist. After a restart, counters start from zero.
-    """
+    """Increments of one revision's pods since the previous scrape. A pod counts from its engine's second page on."""
 
     seconds: float = 0.0
     """Pod-seconds that the increments cover; 0 while nothing is known."""
@@ -28,36 +23,48 @@ class Flows:
     prompt_tokens: float = 0.0
     generation_tokens: float = 0.0
     prefix_queries: float = 0.0
-    """Prompt tokens that were looked up in the prefix cache."""
+    """Prompt tokens that were looked up in the prefix cache; `prefix_hits` were in it."""
     prefix_hits: float = 0.0
-    """Prompt tokens that the prefix cache held."""
     host_hits: float = 0.0
-    """Prompt tokens that were loaded from host memory or disk instead."""
+    """Prompt tokens that were loaded from host memory or disk instead; `disk_hits` is the disk's part."""
+    disk_hits: float = 0.0
     finished: float = 0.0
     """Requests that ended, failed ones included."""
     failed: float = 0.0
     """Requests that ended in an error of the engine; a client that left does not count."""
     prefill_seconds: float = 0.0
-    """Request-seconds spent in prefill."""
     decode_seconds: float = 0.0
-    """Request-seconds spent in decode."""
+    """Request-seconds, as those of `prefill_seconds`."""
     ttft: Histogram = NOTHING_OBSERVED
-    """Time to first token, seconds."""
     itl: Histogram = NOTHING_OBSERVED
-    """Inter-token latency, seconds."""
     generation_lengths: Histogram = NOTHING_OBSERVED
-    disk_hits: float = 0.0
-    """The part of `host_hits` that came from a disk below host memory."""
 
     @classmethod
-    def together(cls, flows: Sequence[Flows]) -> Flows:
+    def together(cls, flows: Sequence[Self]) -> Self:
         """Return their sum. Histograms with other buckets than the last (another engine version) are left out."""
         columns: Iterator[tuple[Any, ...]] = zip(*map(_FIGURES, flows), strict=True)
         sums: list[Any] = [Histogram.together(c) if isinstance(c[0], Histogram) else sum(c) for c in columns]
         return cls(*sums)
 
+    @classmethod
+    def counted(cls, flows: Sequence[Self]) -> Self:
+        """Return their sum without histograms, which take far longer to add up."""
+        sums: list[Any] = [sum(column) for column in zip(*map(_NUMBERS, flows), strict=True)]
+        return cls(*sums)
+
+    @property
+    def hits(self) -> float:
+        """Return the prompt tokens that a cache held."""
+        return self.prefix_hits + self.host_hits
+
+    @property
+    def computed(self) -> float:
+        """Return the prompt tokens that no cache held."""
+        return max(0.0, self.prefix_queries - self.hits) if self.prefix_queries else self.prompt_tokens
+
 
 _FIGURES = attrgetter(*(one.name for one in fields(Flows)))
+_NUMBERS = attrgetter(*(one.name for one in fields(Flows) if one.default == 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +75,14 @@ class Spread:
     usage: float
     waiting: float
     mean: float
-    """Mean use of all engines: the use of each if requests were spread evenly."""
+    """Mean use of all engines."""
     roomy: float
     """Share of the engines that are at most half as full."""
     roomy_waiting: float
     """Mean number of waiting requests at each of these engines."""
 
     @classmethod
-    def of(cls, engines: Sequence[tuple[str, float, float]]) -> Spread | None:
+    def of(cls, engines: Sequence[tuple[str, float, float]]) -> Self | None:
         """Compare engines, given as name, use and waiting requests; None for fewer than two."""
         if len(engines) < 2:
             return None
@@ -84,24 +91,20 @@ class Spread:
         mean = sum(usage for _, usage, _ in engines) / len(engines)
         return cls(*fullest, mean, len(roomy) / len(engines), sum(roomy) / len(roomy) if roomy else 0.0)
 
-    def mixed(self, other: Spread, share: float) -> Spread:
+    def mixed(self, other: Self, share: float) -> Self:
         """Return the weighted mean of both, in which `other` has the weight `share`. The name is that of `other`."""
         ours, theirs = astuple(self)[1:], astuple(other)[1:]
-        return Spread(other.name, *(a + (b - a) * share for a, b in zip(ours, theirs, strict=True)))
+        return type(self)(other.name, *(a + (b - a) * share for a, b in zip(ours, theirs, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One scrape of one revision: sums over the pods with plausible pages and working engines.
-
-    Use is their token-weighted mean. A pod with several engines counts with its fullest one.
-    """
+    """One scrape of one revision: sums over the pods with plausible pages and working engines. Use is their
+    token-weighted mean; a pod with several engines counts with its fullest one."""
 
     time: datetime
     pods: int
-    """Pods that answered with a plausible page."""
     usage: float
-    """Share of KV blocks in use, 0 to 1."""
     running: float
     waiting: float
     capacity_tokens: int
@@ -111,17 +114,12 @@ class Sample:
     implausible: tuple[str, ...] = ()
     """Pods that answered with an implausible page, each as "NAME: why"."""
     unanswered: int = 0
-    """Ready pods that gave no page."""
     stalled: tuple[str, ...] = ()
     """Pods whose engines have work but make no progress, each as "NAME: why". The sums leave them out."""
     spread: Spread | None = None
-    """Distribution of the load over the engines; None if there is only one engine."""
     recent_tokens: int | None = None
-    """The recent window of most pods, in tokens; None if none reports any."""
     retention: str = ""
-    """The policy by which most pods free pages of a sequence; empty if most keep all."""
     factors: str = ""
-    """Hash of the calibration factors of most pods; empty if none reports any."""
     other_dtypes: tuple[tuple[str, str], ...] = ()
     """The first few pods, by name, with another dtype, and that dtype."""
     mixed: tuple[tuple[str, str], ...] = ()

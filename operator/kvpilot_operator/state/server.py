@@ -1,7 +1,5 @@
 """The optional APIs of an API server."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """All knowledge about one service at one moment: `observe` gathers it, `decide` reads it. Frozen, no I/O."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -35,7 +33,6 @@ class ModelFacts:
     kv_heads: int
     layers: int
     window_layers: int
-    """Layers with a sliding window."""
     mla: bool
 
 
@@ -44,13 +41,11 @@ class NodeFacts:
     """The accelerator of the nodes that run the service."""
 
     gpu: str = "cpu"
-    """The value of the node label nvidia.com/gpu.product. For other vendors, the name of the resource, such as
-    amd.com/gpu."""
+    """The node label nvidia.com/gpu.product; for other vendors the resource, such as amd.com/gpu."""
     compute_capability: tuple[int, int] | None = None
     memory_mib: int | None = None
-    """Memory of one GPU, or of one slice where the GPUs are divided (MIG)."""
+    """Memory of one GPU, or of one slice of it (MIG)."""
     cuda: bool = True
-    """False for an accelerator of another vendor than NVIDIA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +65,21 @@ class Snapshot:
     uid: str
     generation: int
     resource_version: str
-    """Resource version of the object. Its status is written only if this is still the newest."""
+    """Its status is written only if this is still the newest."""
     faults: tuple[Fault, ...]
     spec: Spec | None
-    """The parsed spec; None if it has faults."""
     status: Status
     deployments: Mapping[str, DeploymentView] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
     traffic: str | None = None
-    """Revision that the Service (and the pool, if any) selects now; "" for every one, or if both differ; None while
-    our Service selects none."""
+    """Revision that the Service and the pool select; "" for every one, or if they differ; None for none."""
     objects: Mapping[tuple[str, str], ObjectView] = field(default_factory=dict)
-    """Workloads and Services with the service's label, and InferencePools and HTTPRoutes of its names; by kind and
-    name."""
+    """Workloads and Services with the service's label, and pools and routes of its names; by kind and name."""
     rejections: tuple[Rejection, ...] | None = None
     """Refusals of the last writes by the API server; None before anything was written."""
     samples: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
-    """Scrapes by revision, oldest first."""
     node: NodeFacts = NodeFacts()
     model: ModelFacts | None = None
-    """The model's architecture; None until an engine reports it."""
     route: RouteView | None = None
     """None if no route is asked for, it does not exist, or it is not ours."""
     prefetch: PrefetchView | None = None
@@ -98,13 +88,13 @@ class Snapshot:
     probes: ProbePlan = ProbePlan()
     probe_result: ProbeResult | None = None
     unanswered: tuple[Unanswered, ...] = ()
-    """Questions whose observation failed this time. Their fields are empty because of that, not as a finding."""
+    """Questions whose observation failed, which left their fields empty."""
     backed_off: Mapping[str, str] = field(default_factory=dict)
-    """Pods that are scraped less often, by name, with the cause: their scrapes failed repeatedly."""
+    """Pods that are scraped less often, by name, with the cause."""
     adapters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """LoRA adapters that pods report as loaded, by pod name. Only pods with adapters are asked."""
+    """LoRA adapters that pods report as loaded, by pod name."""
     gpu_hour_micros: int | None = None
-    """Price of one of its GPUs an hour, in millionths of the currency; None if unknown."""
+    """Price of one of its GPUs an hour, in millionths of the currency."""
 
     def unread(self, question: Question) -> Unanswered | None:
         """Return the error that prevented this observation, or None if it succeeded."""
@@ -115,8 +105,7 @@ class Snapshot:
         return tuple(p for p in self.pods if p.revision == revision and not p.terminating)
 
     def pod_to_ask(self, pods: tuple[PodView, ...]) -> PodView:
-        """Return the pod that is already being probed, so that a new pod does not end that probe. Otherwise return the
-        first pod."""
+        """Return the pod that is already being probed, so that a new pod does not end that probe, else the first."""
         request = self.probe_result.request if self.probe_result is not None else None
         asked = None if request is None or isinstance(request, Find) else request.pod
         return next((pod for pod in pods if pod.name == asked), pods[0])

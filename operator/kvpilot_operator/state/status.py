@@ -1,9 +1,4 @@
-"""`.status` of a QuantizedLLMService as frozen structs: the only state that outlives the operator's process.
-
-Field names are the CRD's in snake case. KL divergences are integers in micronats, shares in permille, times in UTC.
-"""
-
-from __future__ import annotations
+"""`.status` of a QuantizedLLMService as frozen structs: the only state that outlives the operator's process."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -12,16 +7,8 @@ import msgspec
 from msgspec import Meta
 
 from kvpilot_formats import untrusted
-from kvpilot_operator.api.record import Count, Percent, ReasonText, Record, Word, keyed_by
-from kvpilot_operator.api.words import (
-    Action,
-    CachePhase,
-    ConditionType,
-    Outcome,
-    Stage,
-    TrafficMode,
-    Verdict,
-)
+from kvpilot_operator.api.record import Count, Message, Percent, ReasonText, Record, Text, Word, keyed_by
+from kvpilot_operator.api.words import Action, CachePhase, ConditionType, Outcome, Stage, TrafficMode, Verdict
 from kvpilot_operator.state.accuracy import Accuracy
 
 MAX_DECISIONS = 10
@@ -31,6 +18,11 @@ MAX_HISTORY = 16
 MAX_SATURATIONS = 20
 MAX_MESSAGE = 1024
 
+Model = Annotated[str, Meta(max_length=700, description="The model.")]
+Image = Annotated[str, Meta(max_length=512, description="The engine image.")]
+Gpu = Annotated[str, Meta(max_length=128, description="The GPU, or cpu.")]
+RecentTokens = Annotated[int, Meta(ge=0, description="The spec.kvCache.recentTokens; absent where none was set.")]
+
 
 class Stable(Record, frozen=True, kw_only=True):
     """The revision that serves the traffic."""
@@ -38,7 +30,7 @@ class Stable(Record, frozen=True, kw_only=True):
     revision: Word
     """The revision's name, 8 hexadecimal digits."""
     dtype: Word
-    """The KV cache dtype of this revision."""
+    """Its KV cache dtype."""
     since: datetime
     """Time at which it took the traffic."""
     ever_ready: bool = False
@@ -46,22 +38,16 @@ class Stable(Record, frozen=True, kw_only=True):
 
 
 class Denied(Record, frozen=True, kw_only=True):
-    """A dtype that must not be tried with this model, image, GPU and recent window before `until`."""
+    """A dtype that failed, and must not be tried with this model, image, GPU and recent window before `until`."""
 
     dtype: Word
     """The dtype that failed."""
-    model: Annotated[str, Meta(max_length=700)]
-    """The model it failed with."""
-    image: Annotated[str, Meta(max_length=512)]
-    """The engine image it failed with."""
-    gpu: Annotated[str, Meta(max_length=128)]
-    """The GPU it failed on, or cpu."""
-    recent_tokens: Count | None = None
-    """The spec.kvCache.recentTokens it failed with; absent where none was set."""
+    model: Model
+    image: Image
+    gpu: Gpu
+    recent_tokens: RecentTokens | None = None
     reason: ReasonText
-    """The cause, as one CamelCase word."""
-    message: Annotated[str, Meta(max_length=2048)]
-    """The cause, in words and numbers."""
+    message: Message
     until: datetime
     """Time from which it may be tried again."""
 
@@ -83,13 +69,13 @@ class KVCache(Record, frozen=True, kw_only=True):
     recommended_dtype: Word | None = None
     """The dtype that kvpilot would choose now."""
     capacity_tokens: Count | None = None
-    """Tokens that the KV caches of all serving replicas hold together, in sequences of the longest context, by the
-    engines' reports. Recent windows are already subtracted."""
+    """Tokens that the KV caches of all serving replicas hold together, in sequences of the longest context, without
+    recent windows, by the engines' reports."""
     usage_percent: Percent | None = None
     """Use of the fullest serving replica's KV cache, in percent."""
     changed_time: datetime | None = None
     """Time at which activeDtype last changed; the dwell time counts from here."""
-    denied: Annotated[tuple[Denied, ...], Meta(max_length=32)] = ()
+    denied: Annotated[tuple[Denied, ...], Meta(max_length=MAX_DENIED)] = ()
     """Dtypes that failed, and are not tried again for a while."""
 
 
@@ -135,35 +121,40 @@ class Scaling(Record, frozen=True, kw_only=True):
     scaled_in_time: datetime | None = None
     """Time at which a replica was last given back."""
     scale_in_backoff: ScaleInBackoff | None = None
-    saturations: Annotated[tuple[Saturation, ...], Meta(max_length=20, extra=keyed_by("dtype"))] = ()
-    """Loads at which requests queued, by dtype. A step back to that dtype, or to fewer replicas, waits until the load
-    is well below."""
+    saturations: Annotated[tuple[Saturation, ...], Meta(max_length=MAX_SATURATIONS, extra=keyed_by("dtype"))] = ()
+    """Loads at which requests queued. A step back to that dtype, or to fewer replicas, waits for a far lower load."""
 
 
-class Canary(Record, frozen=True, kw_only=True):
-    """A revision on trial. Changes are in percent of the stable side."""
+class Trial(Record, frozen=True, kw_only=True):
+    """A trial of a revision. Changes are in percent of the stable side."""
 
     revision: Word
     """The revision on trial."""
     dtype: Word
     """Its KV cache dtype."""
     from_dtype: Word
-    """The dtype of the stable revision at the start."""
+    """The dtype that served at the start."""
+    generation: Count | None = None
+    """The metadata.generation that started the trial."""
+    reason: ReasonText = ""
+    message: Message = ""
+    verdict: Verdict = Verdict.PENDING
+    """Passed, Failed (accuracy or latency), Error (no measurement), Inconclusive (too few), or Pending."""
+    traffic_mode: TrafficMode | None = None
+    """Way of live traffic to it. With ProbeOnly it gets none before its promotion."""
+    itl_p95_change_percent: int | None = None
+    """Change of the 95th percentile of the time between two tokens, in percent."""
+
+
+class Canary(Trial, frozen=True, kw_only=True):
+    """A revision on trial. Changes are in percent of the stable side."""
+
     stage: Stage
     """The stage of the trial."""
     started_time: datetime
     """Time at which it was started."""
     stage_time: datetime
     """Time at which it reached this stage, or last made progress in it."""
-    generation: Count | None = None
-    """The metadata.generation for which it was last tried."""
-    reason: ReasonText = ""
-    """The cause of this stage, as one CamelCase word."""
-    message: Annotated[str, Meta(max_length=4096)] = ""
-    """The cause of this stage, in words and numbers."""
-    verdict: Verdict = Verdict.PENDING
-    """Verdict of its probes, then of its steps. Failed: bad accuracy or latency. Error: no measurement. Inconclusive:
-    too few measurements."""
     errors: Count = 0
     """Probe runs in a row without a verdict."""
     failures: Count = 0
@@ -174,16 +165,12 @@ class Canary(Record, frozen=True, kw_only=True):
     """Tokens that one stable replica's KV cache holds."""
     replaces_one: bool = False
     """True if it took the place of one stable replica, because there was no spare capacity."""
-    traffic_mode: TrafficMode | None = None
-    """Way of live traffic to it. With ProbeOnly it gets none before its promotion."""
     step: Count | None = None
     """Index of the current item of spec.canary.steps, from 0."""
     step_time: datetime | None = None
     """Time at which it reached that step."""
     weight_percent: Percent | None = None
     """Share of live traffic that it takes now, in percent."""
-    itl_p95_change_percent: int | None = None
-    """Change of the 95th percentile of the time between two tokens against the stable side, in percent."""
 
     @property
     def capacity_ratio(self) -> float | None:
@@ -192,39 +179,17 @@ class Canary(Record, frozen=True, kw_only=True):
         return ours / theirs if ours and theirs else None
 
 
-class Experience(Record, frozen=True, kw_only=True):
-    """The end of a trial. The policy expects the same of this dtype next time."""
+class Experience(Trial, frozen=True, kw_only=True):
+    """The end of a trial. The policy expects the same of this dtype next time. Only the newest has its message."""
 
-    revision: Word
-    """The revision that was tried."""
-    dtype: Word
-    """The dtype that was tried."""
-    from_dtype: Word
-    """The dtype that served during the trial."""
-    model: Annotated[str, Meta(max_length=700)]
-    """The model."""
-    image: Annotated[str, Meta(max_length=512)]
-    """The engine image."""
-    gpu: Annotated[str, Meta(max_length=128)]
-    """The GPU, or cpu."""
-    recent_tokens: Count | None = None
-    """The spec.kvCache.recentTokens; absent where none was set."""
+    model: Model
+    image: Image
+    gpu: Gpu
+    recent_tokens: RecentTokens | None = None
     time: datetime
     """End of the trial; while it is rolled back, the time of its verdict."""
-    verdict: Verdict
-    """The verdict."""
-    reason: ReasonText
-    """The cause, as one CamelCase word."""
-    message: Annotated[str, Meta(max_length=1024)] = ""
-    """The cause with its figures; empty in all rows but the newest."""
-    generation: Count | None = None
-    """The metadata.generation that started the trial."""
-    traffic_mode: TrafficMode | None = None
-    """Way of live traffic to it."""
     capacity_percent: Count | None = None
     """Tokens that a replica held, in percent of a stable one's."""
-    itl_p95_change_percent: int | None = None
-    """Change of the 95th percentile of the time between two tokens against the stable side, in percent."""
 
 
 class Option(Record, frozen=True, kw_only=True):
@@ -239,7 +204,7 @@ class Option(Record, frozen=True, kw_only=True):
     outcome: Outcome
     """Chosen, Possible, Insufficient, or the cause that rules it out: Vetoed, Denied, NotMemory, NoCanary, CoolingDown,
     ReplicasFirst, ReplicasMissing, NotOwner, AtLimit, TooTight, BackingOff or ObjectivesHeld."""
-    message: Annotated[str, Meta(max_length=1024)]
+    message: Message
     """The expected effect with its figures, and the cause that rules it out."""
     capacity_tokens: Count | None = None
     """Tokens that all replicas would hold together."""
@@ -251,17 +216,15 @@ class JournalEntry(Record, frozen=True, kw_only=True):
     time: datetime
     """Time of the decision."""
     action: Action
-    """The decision: Serve, StartCanary, ReplaceOne, Judge, Promote, Promoted, RollBack, KeepBaseline, Recommend,
-    Hold, ScaleOut or ScaleIn."""
+    """Serve, StartCanary, ReplaceOne, Judge, Promote, Promoted, RollBack, KeepBaseline, Recommend, Hold, ScaleOut or
+    ScaleIn."""
     reason: ReasonText
-    """The cause, as one CamelCase word."""
-    message: Annotated[str, Meta(max_length=4096)]
-    """The cause, in words and numbers."""
+    message: Message
     from_dtype: Word | None = None
     """The dtype before."""
     to_dtype: Word | None = None
     """The dtype after."""
-    options: Annotated[tuple[Option, ...], Meta(max_length=12)] = ()
+    options: Annotated[tuple[Option, ...], Meta(max_length=MAX_OPTIONS)] = ()
     """The steps that were weighed, the chosen one first."""
 
 
@@ -273,7 +236,7 @@ class Condition(Record, frozen=True, kw_only=True):
     status: Literal["True", "False", "Unknown"]
     """True, False or Unknown."""
     reason: Annotated[str, Meta(min_length=1, max_length=1024, pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
-    """The cause in one CamelCase word."""
+    """The cause, as one CamelCase word."""
     last_transition_time: datetime
     """Time of the last change of status."""
     observed_generation: Count
@@ -289,15 +252,14 @@ class Status(Record, frozen=True, kw_only=True):
     """The metadata.generation that this status describes."""
     observed_revision: Word | None = None
     """Name of the revision that the spec of observedGeneration asks for: with kvCache.dtype in mode Fixed, else with
-    the dtype on trial or serving. It serves if stable.revision is the same. A refused spec asks for nothing, and the
-    name stays."""
-    inference_pool: Annotated[str, Meta(max_length=253)] | None = None
+    the dtype on trial or serving. It serves if stable.revision is the same. A refused spec leaves it."""
+    inference_pool: Text | None = None
     """Name of the InferencePool that selects the serving pods; without spec.inferencePool, absent once it is gone."""
-    route: Annotated[str, Meta(max_length=253)] | None = None
+    route: Text | None = None
     """Name of the HTTPRoute that kvpilot keeps; without spec.route, absent once it is gone."""
-    url: Annotated[str, Meta(max_length=128)] | None = None
-    """Address of the service in the cluster, http://NAME.NAMESPACE.svc; vLLM's API is below /v1. Absent while the
-    Service does not exist, or belongs to somebody else."""
+    url: Text | None = None
+    """Address in the cluster, http://NAME.NAMESPACE.svc; vLLM's API is below /v1. Absent while the Service does not
+    exist, or belongs to somebody else."""
     replicas: Count | None = None
     """Target number of replicas, serving or on trial, without the additional pod of a trial."""
     ready_replicas: Count | None = None
@@ -305,17 +267,17 @@ class Status(Record, frozen=True, kw_only=True):
     selector: Annotated[str, Meta(max_length=1024)] | None = None
     """Label selector of the engine pods, as text, for /scale."""
     adapters: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=16)] = ()
-    """Names of the LoRA adapters that all pods of the serving revision have loaded, by their own reports."""
+    """LoRA adapters that all pods of the serving revision have loaded, by their own reports."""
     stable: Stable | None = None
     cache: WeightsCache | None = None
     kv_cache: KVCache = KVCache()
     scaling: Scaling = Scaling()
     canary: Canary | None = None
     """The canary in flight; absent if there is none."""
-    history: Annotated[tuple[Experience, ...], Meta(max_length=16)] = ()
+    history: Annotated[tuple[Experience, ...], Meta(max_length=MAX_HISTORY)] = ()
     """Ends of trials, newest first. The policy expects the same result of the same step."""
     accuracy: Accuracy = Accuracy()
-    decisions: Annotated[tuple[JournalEntry, ...], Meta(max_length=10)] = ()
+    decisions: Annotated[tuple[JournalEntry, ...], Meta(max_length=MAX_DECISIONS)] = ()
     """The last decisions, newest first."""
     conditions: Annotated[tuple[Condition, ...], Meta(max_length=32, extra=keyed_by("type"))] = ()
     """Ready is True while the service does what its newest spec asks for and nothing is under way. Serving is True
@@ -334,28 +296,18 @@ class Status(Record, frozen=True, kw_only=True):
         return next((c for c in self.conditions if c.type == kind), None)
 
 
-_QUOTING = (
-    ConditionType.METRICS_AVAILABLE, ConditionType.MEMORY_PRESSURED, ConditionType.OBJECTIVES_HELD,
-)  # fmt: skip
+_QUOTING = (ConditionType.METRICS_AVAILABLE, ConditionType.MEMORY_PRESSURED, ConditionType.OBJECTIVES_HELD)
 
 
 def without_figures(status: Status) -> Status:
-    """Return a status in which every known figure of the engines is 0, and messages that quote figures are empty.
-
-    Decisions stay, and so do the status and reason of each condition.
-    """
-    kv = status.kv_cache
+    """Return a status with known figures of the engines at 0, and without messages that quote figures. Decisions
+    stay."""
+    kv, replace = status.kv_cache, msgspec.structs.replace
     known: dict[str, Any] = {
         name: None if getattr(kv, name) is None else 0 for name in ("capacity_tokens", "usage_percent")
     }
-    return msgspec.structs.replace(
-        status,
-        kv_cache=msgspec.structs.replace(kv, **known),
-        adapters=(),
-        conditions=tuple(
-            msgspec.structs.replace(one, message="") if one.type in _QUOTING else one for one in status.conditions
-        ),
-    )
+    conditions = tuple(replace(one, message="") if one.type in _QUOTING else one for one in status.conditions)
+    return replace(status, kv_cache=replace(kv, **known), adapters=(), conditions=conditions)
 
 
 def parse_status(raw: Any) -> Status:
@@ -373,12 +325,6 @@ def parse_status(raw: Any) -> Status:
                 continue
             readable[key] = value
         return msgspec.convert(readable, Status)
-
-
-def dump_status(status: Status) -> dict[str, Any]:
-    """Return the JSON object for the API server."""
-    dumped: dict[str, Any] = msgspec.to_builtins(status)
-    return dumped
 
 
 def clip(text: str, limit: int = MAX_MESSAGE) -> str:

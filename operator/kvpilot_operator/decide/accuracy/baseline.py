@@ -1,11 +1,4 @@
-"""The baseline: stored 16-bit answers if they exist, else answers captured from a 16-bit replica.
-
-A baseline belongs to a model, its revision, the baseline dtype and the probe sets' content, never to an image. It is
-captured only from the revision that the present spec renders with that dtype, because another revision may serve
-another model.
-"""
-
-from __future__ import annotations
+"""The baseline: stored 16-bit answers, else those of a 16-bit replica of the present spec, whatever its image."""
 
 from dataclasses import replace
 
@@ -26,7 +19,7 @@ def known(c: Context) -> Baseline | None:
     baseline = c.status.accuracy.baseline
     if baseline is None or baseline.identity != c.snapshot.probes.identity:
         return None
-    return baseline if _unfit(c, baseline) is None else None
+    return baseline if (misreported(c) or control_fault(baseline, c.spec.accuracy)) is None else None
 
 
 def misreported(c: Context) -> Cause | None:
@@ -36,13 +29,11 @@ def misreported(c: Context) -> Cause | None:
 
 
 def reference_fault(c: Context) -> Cause | None:
-    """Explain why the 16-bit engine cannot be a reference for the present model and probe sets; None if nothing is
-    known."""
+    """Explain why the 16-bit engine cannot be a reference for the present probe sets; None if unknown."""
     named, result = c.status.accuracy.baseline, c.snapshot.probe_result
     if known(c) is not None:
         return None
-    other = misreported(c)
-    if other is not None:
+    if (other := misreported(c)) is not None:
         return other
     outcome = result.outcome if result is not None and isinstance(result.request, Capture) else None
     if isinstance(outcome, ProbeFailed) and outcome.reason == Reason.BASELINE_UNFIT:
@@ -58,17 +49,12 @@ def reference_fault(c: Context) -> Cause | None:
 def on_trial(c: Context) -> bool:
     """Return True if a canary still needs a verdict on its accuracy."""
     canary = c.canary
-    if canary is None or canary.stage not in (Stage.STARTING, Stage.PROBING):
-        return False
-    return canary.verdict == Verdict.PENDING
+    probed = canary is not None and canary.stage in (Stage.STARTING, Stage.PROBING)
+    return canary is not None and probed and canary.verdict == Verdict.PENDING
 
 
 def wanted(c: Context) -> Find | Capture | None:
-    """Return the request for a missing baseline, or None if no baseline is needed.
-
-    Mode Auto captures a baseline early, while 16-bit replicas serve. Other modes need one only for the first canary. If
-    the status was lost, a serving dtype can only be watched if a stored baseline is found.
-    """
+    """Return the request for a missing baseline, or None. Mode Auto captures early, others before a canary."""
     s, canary, stable = c.snapshot, c.canary, c.stable
     pods = s.answering_pods(c.reference) if as_asked(s, c.reference, c.spec.kv_cache.baseline) else ()
     config_map = baseline_name(s.key.name, s.probes.identity)
@@ -96,13 +82,13 @@ def measure(c: Context, kept: Baseline, pod: PodView, dtype: str, identity: str,
 
 def borrowed(c: Context) -> str | None:
     """Return the 16-bit revision to borrow for capturing a baseline, if none is stored and none serves."""
-    s = c.snapshot
-    if s.probes.fault is not None or not on_trial(c) or known(c) is not None:
+    s, result = c.snapshot, c.snapshot.probe_result
+    if s.probes.fault is not None or not on_trial(c) or known(c) is not None or c.reference in c.sides:
         return None
-    if c.reference in c.sides:
-        return None
+    nothing = result is not None and isinstance(result.outcome, NothingKept)
+    searched = nothing and result is not None and result.request.identity == f"find/{_sought(c)}"
     # Keep a borrowed replica until the baseline is captured. Do not search for a stored baseline again.
-    return c.reference if c.reference in s.deployments or _nothing_kept(c) else None
+    return c.reference if c.reference in s.deployments or searched else None
 
 
 def adopt(c: Context, found: Captured) -> Context:
@@ -111,7 +97,7 @@ def adopt(c: Context, found: Captured) -> Context:
     if control is None or found.baseline.identity != probes.identity or known(c) is not None:
         return c
     baseline = described(found.baseline, baseline_name(c.snapshot.key.name, probes.identity))
-    if _unfit(c, baseline) is not None:
+    if (misreported(c) or control_fault(baseline, c.spec.accuracy)) is not None:
         return c
     when = f", captured at {utc(control.captured)}" if found.adopted else ""
     c = c.set_accuracy(baseline=baseline).record(
@@ -121,7 +107,7 @@ def adopt(c: Context, found: Captured) -> Context:
         f"mean KL {control.mean_kl_micronats / 1000:.2f} millinats, top-1 agreement "
         f"{control.top1_agreement_permille / 10:.1f}%",
     )
-    return c if found.adopted else replace(c, captured=found.baseline)
+    return c if found.adopted else replace(c, baseline=found.baseline)
 
 
 def described(kept: codec.Baseline, config_map: str) -> Baseline:
@@ -137,18 +123,7 @@ def described(kept: codec.Baseline, config_map: str) -> Baseline:
     )
 
 
-def _unfit(c: Context, baseline: Baseline) -> Cause | None:
-    return misreported(c) or control_fault(baseline, c.spec.accuracy)
-
-
 def _sought(c: Context) -> str:
     """Name the baseline and the limits of its control. Changed limits make a new search necessary."""
     limits = c.spec.accuracy
     return f"{c.snapshot.probes.identity}/{limits.max_excess_kl_millinats}/{limits.min_top1_agreement_percent}"
-
-
-def _nothing_kept(c: Context) -> bool:
-    result = c.snapshot.probe_result
-    if result is None or result.request.identity != f"find/{_sought(c)}":
-        return False
-    return isinstance(result.outcome, NothingKept)

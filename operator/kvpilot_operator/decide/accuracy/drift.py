@@ -1,19 +1,9 @@
-"""Drift of the serving dtype: one replica is probed each period after its promotion.
-
-    watching --Failed, failureLimit in a row--> drifted --Passed--> watching
-        |  any run without a verdict: errors + 1, nothing else
-
-The state is `status.accuracy` alone (checkedTime, failures, errors, last), written once a run, so an operator restart
-does not lose a count or count twice. No probe runs while a canary uses the prober. None runs either while the baseline
-dtype itself serves, because there is no safer dtype to compare with. No probe runs either while the spec asks for
-another revision than the serving one, because the kept answers may be another model's.
-"""
-
-from __future__ import annotations
+"""Drift of the serving dtype: one replica is probed each period after its promotion. `failureLimit` failures in a row
+are drift; a run without a verdict only counts as an error. `status.accuracy` is the whole state, written once a run. No
+probe runs beside a canary, or while the baseline or another revision than the spec's serves."""
 
 import hashlib
 from collections.abc import Sequence
-from datetime import datetime
 
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.api.words import Action, Reason, Verdict
@@ -26,20 +16,18 @@ from kvpilot_operator.state.accuracy import Accuracy, Baseline, Measured
 from kvpilot_operator.state.decision import Measure, ProbeFailed
 from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.state.snapshot import Snapshot
-from kvpilot_operator.state.status import Stable
 
 
 def begin(c: Context) -> Context:
     """Reset the counts when another revision serves, and drop them if no watch is requested."""
-    accuracy, stable = c.status.accuracy, c.stable
+    accuracy, checked, stable = c.status.accuracy, c.status.accuracy.checked_time, c.stable
     if stable is None:
         return c
     if stable.dtype == c.spec.kv_cache.baseline:
-        counted = (accuracy.checked_time, accuracy.failures, accuracy.errors) != (None, 0, 0)
+        counted = checked is not None or accuracy.failures or accuracy.errors
         return c.set_accuracy(checked_time=None, failures=0, errors=0) if counted else c
-    if accuracy.checked_time is None or accuracy.checked_time < stable.since:
-        return c.set_accuracy(checked_time=stable.since, failures=0, errors=0)
-    return c
+    begun = checked is not None and checked >= stable.since
+    return c if begun else c.set_accuracy(checked_time=stable.since, failures=0, errors=0)
 
 
 def drifted(c: Context) -> bool:
@@ -49,15 +37,21 @@ def drifted(c: Context) -> bool:
 
 def check(c: Context, kept: Baseline) -> Measure | None:
     """Return the run that is due, or None."""
-    stable, accuracy, running = c.stable, c.status.accuracy, c.snapshot.probe_result
-    pods = _watched(c)
-    if stable is None or not pods or not due(c.snapshot, c.spec, accuracy):
+    s, stable, accuracy = c.snapshot, c.stable, c.status.accuracy
+    # Another revision than the spec's may have another model than the kept answers.
+    if stable is None or not s.traffic == stable.revision == c.render(stable.dtype).name:
         return None
+    pods, checked = s.ready_pods(stable.revision), accuracy.checked_time
+    if not pods or checked is None or not due(s, c.spec, accuracy):
+        return None
+    if stable.dtype == c.spec.kv_cache.baseline or not as_asked(s, stable.revision, stable.dtype):
+        return None
+    run = f"check/{kept.identity}/{stable.revision}/{{}}/{int(checked.timestamp())}"
     # Continue the run on its replica, even if other replicas are added or removed.
-    pod = c.snapshot.pod_to_ask(pods)
-    if running is None or running.request.identity != _identity(kept, stable, pod, accuracy):
+    pod = s.pod_to_ask(pods)
+    if s.probe_result is None or s.probe_result.request.identity != run.format(pod.name):
         pod = next_pod(pods, accuracy, stable.revision)
-    return baseline.measure(c, kept, pod, stable.dtype, _identity(kept, stable, pod, accuracy), serving=True)
+    return baseline.measure(c, kept, pod, stable.dtype, run.format(pod.name), serving=True)
 
 
 def count(c: Context, last: Measured, judgement: Judgement) -> Context:
@@ -88,36 +82,20 @@ def count_error(c: Context, pod: str, failed: ProbeFailed) -> Context:
 
 
 def due(s: Snapshot, spec: Spec, accuracy: Accuracy) -> bool:
-    """Return True if a new period has begun since the last run.
-
-    Periods start at a different time for each service, so that services promoted together are not probed together.
-    """
-    return accuracy.checked_time is not None and _period(s, spec, s.now) > _period(s, spec, accuracy.checked_time)
+    """Return True if a new period has begun since the last run. A hash of the uid spreads the services' periods."""
+    seconds = spec.accuracy.period_seconds
+    shift = int.from_bytes(hashlib.sha256(s.uid.encode()).digest()[:8], "big") % seconds
+    now, last = ((int(time.timestamp()) - shift) // seconds for time in (s.now, accuracy.checked_time or s.now))
+    return now > last
 
 
 def next_pod(pods: Sequence[PodView], accuracy: Accuracy, revision: str) -> PodView:
-    """Return the next replica in the order of names, so that every GPU gets its turn.
-
-    Probe a failed replica again first, because a pass of another replica would hide the failure.
-    """
-    ordered = sorted(pods, key=lambda pod: pod.name)
-    last = accuracy.last
-    before = last.pod if last is not None and last.revision == revision and last.pod is not None else ""
-    if accuracy.failures and not accuracy.errors:
-        again = next((pod for pod in ordered if pod.name == before), None)
-        if again is not None:
-            return again
+    """Return the next replica by name. A failed one comes first: another's pass would hide the failure."""
+    ordered, last = sorted(pods, key=lambda pod: pod.name), accuracy.last
+    before = (last.pod or "") if last is not None and last.revision == revision else ""
+    again = [pod for pod in ordered if pod.name == before and accuracy.failures and not accuracy.errors]
     done = sum(pod.name <= before for pod in ordered)
-    return ordered[(done + accuracy.errors) % len(ordered)]
-
-
-def _watched(c: Context) -> tuple[PodView, ...]:
-    """Return the serving replicas if they run the spec's revision and not the baseline."""
-    s, stable = c.snapshot, c.stable
-    if stable is None or stable.dtype == c.spec.kv_cache.baseline:
-        return ()
-    asked = s.traffic == stable.revision == c.render(stable.dtype).name
-    return s.ready_pods(stable.revision) if asked and as_asked(s, stable.revision, stable.dtype) else ()
+    return again[0] if again else ordered[(done + accuracy.errors) % len(ordered)]
 
 
 def _act_on_drift(c: Context, dtype: str, text: str, *, new: bool) -> Context:
@@ -132,15 +110,3 @@ def _act_on_drift(c: Context, dtype: str, text: str, *, new: bool) -> Context:
         return c.deny(dtype, reason, text, seconds)
     why = "accuracy.onFailure is Report" if seconds > 0 else "rollout.denySeconds is 0, nothing is denied"
     return c.event(reason, f"{text}; {dtype} keeps serving: {why}", warning=True) if new else c
-
-
-def _identity(kept: Baseline, stable: Stable, pod: PodView, accuracy: Accuracy) -> str:
-    since = int(accuracy.checked_time.timestamp()) if accuracy.checked_time is not None else 0
-    return f"check/{kept.identity}/{stable.revision}/{pod.name}/{since}"
-
-
-def _period(s: Snapshot, spec: Spec, time: datetime) -> int:
-    """Return the number of the period that `time` lies in; a hash of the uid shifts its start."""
-    seconds = spec.accuracy.period_seconds
-    shift = int.from_bytes(hashlib.sha256(s.uid.encode()).digest()[:8], "big") % seconds
-    return (int(time.timestamp()) - shift) // seconds

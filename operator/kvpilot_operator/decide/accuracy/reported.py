@@ -1,10 +1,4 @@
-"""The dtype that engines report (`cache_dtype` on their metrics pages), compared with the dtype in the spec.
-
-An image, an argument or a checkpoint may select another dtype, and the engine still looks healthy. Measurements of such
-an engine say nothing about the requested dtype.
-"""
-
-from __future__ import annotations
+"""The dtype that engines report, compared with the spec's. An image or a checkpoint may select another one."""
 
 from kvpilot_formats import dtypes
 from kvpilot_operator.state.snapshot import Snapshot

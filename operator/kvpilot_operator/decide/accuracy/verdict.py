@@ -1,10 +1,4 @@
-"""The verdict on a measurement, by its control and the limits of `spec.accuracy`.
-
-The control compares the 16-bit engine with its own answers, and must keep the limits itself. Its difference is
-subtracted from a candidate's damage, so an unbounded control would excuse any damage.
-"""
-
-from __future__ import annotations
+"""The verdict on a measurement. The control (16 bits against themselves) must keep the spec's limits, too."""
 
 from dataclasses import dataclass
 
@@ -12,9 +6,8 @@ from kvpilot_operator.api.rollout import Accuracy
 from kvpilot_operator.api.words import Reason, Verdict
 from kvpilot_operator.decide.intervals import share_change
 from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.state.accuracy import Baseline, Measured
+from kvpilot_operator.state.accuracy import Baseline
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import clip
 
 # At this length, the end of a prompt and two answers fit into an Event.
@@ -41,13 +34,8 @@ class Judgement:
 
 
 def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
-    """Judge the damage beyond the 16-bit-against-16-bit control, so that a dtype is not blamed for the engine's own
-    noise.
-
-    The control's own disagreement lowers the agreement limit, too. A candidate misses that limit only if chance does
-    not explain the difference, given the number of positions in both runs. If the control itself misses the limits,
-    nothing can pass or fail against it.
-    """
+    """Judge the damage beyond the control, whose disagreement lowers the agreement limit, too. That limit is missed
+    only beyond chance. Without a fit control nothing passes or fails."""
     excess = max(0, found.mean_kl_micronats - control.control_mean_kl_micronats)
     allowed = limits.max_excess_kl_millinats * 1000
     fault = control_fault(control, limits)
@@ -57,7 +45,7 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
     agreement = found.top1_agreement_permille
     needed = limits.min_top1_agreement_percent * 10 - noise
     against = (control.control_top1_agreement_permille, control.positions)
-    disagrees = surely_below((agreement, found.positions), against, limits.min_top1_agreement_percent)
+    disagrees = _surely_below((agreement, found.positions), against, limits.min_top1_agreement_percent)
     chance = ", within chance" if agreement < needed and not disagrees else ""
     numbers = (
         f"excess KL {excess / 1000:.1f} millinats (limit {limits.max_excess_kl_millinats}), "
@@ -69,26 +57,9 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
     if (excess > allowed or disagrees) and (not few or excess > 10 * allowed):
         return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, numbers, excess)
     if few:
-        return Judgement(
-            Verdict.INCONCLUSIVE,
-            Reason.TOO_FEW_SAMPLES,
-            f"{numbers}; at least {MIN_POSITIONS} are needed, and as many of the control ({control.positions})",
-            excess,
-        )
+        text = f"{numbers}; at least {MIN_POSITIONS} are needed, and as many of the control ({control.positions})"
+        return Judgement(Verdict.INCONCLUSIVE, Reason.TOO_FEW_SAMPLES, text, excess)
     return Judgement(Verdict.PASSED, Reason.WITHIN_LIMITS, numbers, excess)
-
-
-def measured(s: Snapshot, m: Measurement, judgement: Judgement, *, revision: str, dtype: str, pod: str) -> Measured:
-    """Return `status.accuracy.last` for a probe run of this pod."""
-    return Measured(
-        revision=revision,
-        dtype=dtype,
-        pod=pod,
-        verdict=judgement.verdict,
-        probe_time=s.now,
-        excess_kl_micronats=judgement.excess_kl_micronats,
-        top1_agreement_permille=m.top1_agreement_permille,
-    )
 
 
 def control_fault(control: Baseline, limits: Accuracy) -> Cause | None:
@@ -99,7 +70,7 @@ def control_fault(control: Baseline, limits: Accuracy) -> Cause | None:
     mean, agreement = control.control_mean_kl_micronats, control.control_top1_agreement_permille
     allowed = max(limits.max_excess_kl_millinats * 1000, SOUND_MICRONATS)
     needed = min(limits.min_top1_agreement_percent, SOUND_AGREEMENT_PERCENT)
-    if mean <= allowed and not surely_below((agreement, control.positions), (1000, control.positions), needed):
+    if mean <= allowed and not _surely_below((agreement, control.positions), (1000, control.positions), needed):
         return None
     return Cause(
         Reason.BASELINE_UNFIT,
@@ -109,11 +80,8 @@ def control_fault(control: Baseline, limits: Accuracy) -> Cause | None:
     )
 
 
-def surely_below(found: tuple[int, int], against: tuple[int, int], percent: int) -> bool:
-    """Return True if agreement is below this limit by more than chance explains.
-
-    Each side is a pair: its agreement in permille, and its number of positions.
-    """
+def _surely_below(found: tuple[int, int], against: tuple[int, int], percent: int) -> bool:
+    """Return True if agreement (permille, positions) is below this limit by more than chance explains."""
     if not found[1] or not against[1]:
         return False
     shares = [(permille * positions / 1000, positions) for permille, positions in (found, against)]
@@ -124,7 +92,6 @@ def both_answers(m: Measurement, dtype: str) -> str | None:
     """Return the prompt with the largest damage and both answers, for an Event. Return None if no prompt was sent."""
     if m.sample is None:
         return None
-    prompt, stable, canary = (
-        clip(text, MAX_SHOWN) for text in (m.sample.prompt[-MAX_SHOWN:], m.sample.stable, m.sample.canary)
-    )
+    shown = (m.sample.prompt[-MAX_SHOWN:], m.sample.stable, m.sample.canary)
+    prompt, stable, canary = (clip(text, MAX_SHOWN) for text in shown)
     return f"asked: …{prompt} | 16-bit: {stable} | {dtype}: {canary}"

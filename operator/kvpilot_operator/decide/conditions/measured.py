@@ -1,7 +1,5 @@
 """The conditions that report measurements: metrics, load, canary and answers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -13,6 +11,7 @@ from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.diagnosis import mixed_factors
 from kvpilot_operator.decide.load.workload import USAGE_STEP_PERCENT
 from kvpilot_operator.decide.rollout.starting import held_up_by, why_waiting
+from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.samples import names
 
 _WORST_FIRST = (ObjectiveState.MISSED, ObjectiveState.UNSETTLED, ObjectiveState.NO_SAMPLES, ObjectiveState.HELD)
@@ -26,6 +25,11 @@ class Line(NamedTuple):
     status: Word
     reason: str
     message: str
+
+    @property
+    def cause(self) -> Cause:
+        """Return its reason and message."""
+        return Cause(self.reason, self.message)
 
 
 def metrics(c: Context) -> Line:
@@ -50,20 +54,16 @@ def metrics(c: Context) -> Line:
 
 def memory_pressured(c: Context) -> Line:
     """Report the resource that limits the service, and whether it is memory."""
-    workload, before, usage = (
-        c.workload,
-        c.before.condition(ConditionType.MEMORY_PRESSURED),
-        c.before.kv_cache.usage_percent,
-    )
+    workload, usage = c.workload, c.before.kv_cache.usage_percent
+    before = c.before.condition(ConditionType.MEMORY_PRESSURED)
     if workload.kind in (WorkloadKind.NO_METRICS, WorkloadKind.ENGINES_STALLED):
         return Line("Unknown", workload.kind, workload.message)
     held = workload.kind == WorkloadKind.WARMING and before is not None and before.status == "True"
     word: Word = "True" if workload.kind == WorkloadKind.MEMORY_BOUND or held else "False"
     same = before is not None and (before.status, before.reason) == (word, workload.kind)
-    if before is not None and same and usage is not None and abs(usage - workload.usage_percent) < USAGE_STEP_PERCENT:
-        # Keep the message while its figures hardly change, to avoid a write of the status.
-        return Line(word, workload.kind, before.message)
-    return Line(word, workload.kind, workload.message)
+    # Keep the message while its figures hardly change, to avoid a write of the status.
+    steady = same and usage is not None and abs(usage - workload.usage_percent) < USAGE_STEP_PERCENT
+    return Line(word, workload.kind, before.message if before is not None and steady else workload.message)
 
 
 def objectives(c: Context) -> Line | None:
@@ -71,16 +71,13 @@ def objectives(c: Context) -> Line | None:
     measured = c.workload.objectives
     if not measured:
         return None
-    found = "; ".join(str(replace(one, seconds=_two_digits(one.seconds))) for one in measured)
+    # Rounded, so that small changes do not cause a write of the status.
+    rounded = [None if one.seconds is None else float(f"{one.seconds:.2g}") for one in measured]
+    found = "; ".join(str(replace(one, seconds=seconds)) for one, seconds in zip(measured, rounded, strict=True))
     states = {one.state for one in measured}
     worst = next(state for state in _WORST_FIRST if state in states)
     words: dict[ObjectiveState, Word] = {ObjectiveState.HELD: "True", ObjectiveState.MISSED: "False"}
     return Line(words.get(worst, "Unknown"), worst, found)
-
-
-def _two_digits(seconds: float | None) -> float | None:
-    """Round a latency, so that small changes do not cause a write of the status."""
-    return None if seconds is None else float(f"{seconds:.2g}")
 
 
 def waiting(c: Context) -> str:
@@ -111,11 +108,9 @@ def accuracy(c: Context) -> Line:
     """Report whether the serving dtype still answers as 16 bits do, on every pod."""
     found = [text for revision in c.sides if (text := mixed_factors(c.snapshot, revision)) is not None]
     line = _verified(c)
-    if not found:
-        return line
-    if line.status == "False":
-        return line._replace(message="; ".join([line.message, *found]))
-    return Line("False", Reason.MIXED_FACTORS, "; ".join([*found, line.message]))
+    if found and line.status != "False":
+        return Line("False", Reason.MIXED_FACTORS, "; ".join([*found, line.message]))
+    return line._replace(message="; ".join([line.message, *found]))
 
 
 def _verified(c: Context) -> Line:

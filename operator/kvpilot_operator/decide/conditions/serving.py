@@ -1,32 +1,30 @@
 """The condition `Serving`: do requests get answers?"""
 
-from __future__ import annotations
-
 from kvpilot_operator.api.words import Reason, Stage, TrafficMode
 from kvpilot_operator.decide.conditions.measured import Line
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.diagnosis import engine_failure
 from kvpilot_operator.decide.objects import storage, traffic
 from kvpilot_operator.decide.rejections import finding, of_workload, rejected
-from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Canary
 
 _WAYS = {TrafficMode.HTTP_ROUTE: " by HTTPRoute", TrafficMode.REPLICA_RATIO: " by replica ratio"}
 
 
 def serving(c: Context) -> Line:
-    """Report whether engines answer, and whether our Service selects them.
-
-    The operator does not watch EndpointSlices, because they only repeat the readiness of the pods, which it watches.
-    """
+    """Report whether engines answer, by their pods' readiness, and whether our Service selects them."""
     s, replicas, canary = c.snapshot, c.replicas, c.canary
     if c.stable is None:
         waits = storage.wait(c)
         return Line("False", *((Reason.ENGINES_STARTING, "nothing serves yet") if waits is None else waits.cause))
     revisions = traffic.serving_revisions(c)
     ready = sum(len(s.ready_pods(revision)) for revision in revisions)
+    refused = s.rejection("Service", s.key.name)
+    if ready and s.traffic is None and refused is not None:
+        return Line("False", *finding([refused]))
     if ready and s.traffic is None:
-        return _unserved(s, ready)
+        text = f"{ready} replicas answer, but kvpilot's Service {s.key.name} does not select them yet"
+        return Line("False", Reason.TRAFFIC_MOVING, text)
     if ready:
         trial = f"; {canary.dtype} is on trial{share(canary)}" if canary is not None else ""
         return Line("True", Reason.SERVING, f"{c.stable.dtype} serves{trial}")
@@ -40,15 +38,6 @@ def serving(c: Context) -> Line:
     if why is not None:
         return Line("False", *why)
     return Line("False", Reason.ENGINES_STARTING, f"0 of {replicas} replicas answer yet")
-
-
-def _unserved(s: Snapshot, ready: int) -> Line:
-    """Return the reason why engines answer, but our Service sends them no requests."""
-    refused = s.rejection("Service", s.key.name)
-    if refused is not None:
-        return Line("False", *finding([refused]))
-    text = f"{ready} replicas answer, but kvpilot's Service {s.key.name} does not select them yet"
-    return Line("False", Reason.TRAFFIC_MOVING, text)
 
 
 def share(canary: Canary) -> str:

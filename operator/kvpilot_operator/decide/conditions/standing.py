@@ -1,13 +1,7 @@
-"""The conditions that tools wait for, `Reconciling` and `Stalled`, as kstatus (sigs.k8s.io/cli-utils) defines them.
+"""The conditions that tools wait for, as kstatus (sigs.k8s.io/cli-utils) has them: `Reconciling` and `Stalled`."""
 
-`Reconciling` is True while the service is on its way to its newest spec, `Stalled` if only a person can help. They
-are never both True; if both are False, the newest spec is reached. docs/conditions.md lists the states.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvpilot_operator.api.words import ConditionType, Reason, Stage
 from kvpilot_operator.decide.changes import move, spec_changes
@@ -27,52 +21,49 @@ BOTH = (ConditionType.RECONCILING, ConditionType.STALLED)
 _SETTLED = Cause(Reason.SETTLED, "the spec is acted on, and nothing is under way")
 
 
-@dataclass(frozen=True, slots=True)
-class Problems:
+class Problems(NamedTuple):
     """Everything that keeps a service from its newest spec, in any condition."""
 
     objects: Cause | None
     """Objects and pods that the API server refuses."""
     probes: Cause | None
     """Probe sets that cannot be used."""
-    route: Line | None
-    """A route that Gateways refuse (False) or have not accepted yet (Unknown)."""
+    route: Cause | None
+    """A route that Gateways refuse."""
+    silent: Cause | None
+    """A route that Gateways have not accepted yet."""
     progress: Line
     """Rollout: True while it progresses by itself, False if it is held or complete."""
-
-    @property
-    def announced(self) -> tuple[Cause, ...]:
-        """Causes that are worth an event; the journal has the others."""
-        refused = _cause(self.route) if self.route is not None and self.route.status == "False" else None
-        return tuple(one for one in (self.objects, refused) if one is not None)
 
 
 def problems(c: Context) -> Problems:
     """Find everything that may keep the service from its newest spec."""
-    refused, fault = rejected(c.snapshot), c.snapshot.probes.fault
+    refused, fault, route = rejected(c.snapshot), c.snapshot.probes.fault, _route(c)
+    accepted = route is None or route.status == "Unknown"
     return Problems(
-        finding(refused) if refused else None,
-        Cause(Reason.PROBE_SET_INVALID, fault) if fault is not None else None,
-        _route(c),
-        _progress(c),
+        objects=finding(refused) if refused else None,
+        probes=Cause(Reason.PROBE_SET_INVALID, fault) if fault is not None else None,
+        route=None if route is None or accepted else route.cause,
+        silent=route.cause if route is not None and accepted else None,
+        progress=_progress(c),
     )
 
 
 def lines(c: Context, found: Problems, serving: Line) -> dict[ConditionType, Line]:
     """Decide both conditions. The reason is the first cause's, and the message lists all causes."""
-    stalled = _stalled(c, found)
+    stalled = [one for one in _stalled(c, found) if one is not None]
     if stalled:
         return both(ConditionType.STALLED, _joined(stalled))
     before, s = c.before.condition(ConditionType.STALLED), c.snapshot
-    unwritten = s.rejections is None and before is not None and before.observed_generation == s.generation
-    if unwritten and before is not None and before.status == "True" and c.canary is None:
+    unwritten = s.rejections is None and c.canary is None
+    if unwritten and before is not None and (before.status, before.observed_generation) == ("True", s.generation):
         # Nothing was written since startup, so earlier rejections probably still apply.
         return both(ConditionType.STALLED, Cause(before.reason, before.message))
     under_way = _under_way(c, found, serving)
     if under_way is None:
         return both()
-    route = _cause(found.route) if found.route is not None else None
-    return both(ConditionType.RECONCILING, _joined([under_way, found.objects, found.probes, route]))
+    causes = (under_way, found.objects, found.probes, found.route, found.silent)
+    return both(ConditionType.RECONCILING, _joined([one for one in causes if one is not None]))
 
 
 def both(kind: ConditionType | None = None, cause: Cause = _SETTLED) -> dict[ConditionType, Line]:
@@ -81,79 +72,74 @@ def both(kind: ConditionType | None = None, cause: Cause = _SETTLED) -> dict[Con
     return {one: Line("True", *cause) if one == kind else Line("False", *other) for one in BOTH}
 
 
-def notes(c: Context) -> list[str]:
+def notes(c: Context, progress: Line) -> list[str]:
     """List notes on a ready service, such as fields without full effect or a step on hold."""
-    found = [note for note in (_window_note(c),) if note is not None]
-    progress = _progress(c)
-    return found if progress.reason == Reason.SETTLED else [*found, progress.message]
+    found = [] if progress.reason == Reason.SETTLED else [progress.message]
+    sample = c.snapshot.last_sample(c.stable.revision) if c.stable is not None else None
+    if c.stable is None or sample is None or c.stable.revision != c.target.revision:
+        return found
+    asked = c.spec.kv_cache.recent_tokens_of(c.stable.dtype)
+    if asked is None or sample.recent_tokens in (None, asked):
+        return found
+    note = (
+        f"spec.kvCache.recentTokens is {asked}, but the engines read the last {sample.recent_tokens} tokens at 8 bits; "
+        "an engine's metric kvpilot_recent_window_info says why: use an image whose vLLM can, or set what it serves"
+    )
+    return [note, *found]
 
 
-def _joined(causes: Iterable[Cause | None]) -> Cause:
+def _joined(causes: Sequence[Cause]) -> Cause:
     """Join the causes (at least one) under the reason of the first; each keeps its share of the message's length."""
-    found = [one for one in causes if one is not None]
     texts: list[str] = []
-    for one in found:
+    for one in causes:
         if not any(one.message in text for text in texts):
             texts.append(one.message)
     most = (MAX_MESSAGE - 2 * len(texts)) // len(texts)
     short = sum(map(len, texts)) + 2 * len(texts) <= MAX_MESSAGE
-    return Cause(found[0].reason, "; ".join(text if short else clip(text, most) for text in texts))
+    return Cause(causes[0].reason, "; ".join(text if short else clip(text, most) for text in texts))
 
 
 def _stalled(c: Context, found: Problems) -> list[Cause | None]:
-    """List the problems that a person must solve. A trial is listed only if it is paused: otherwise its deadline ends
-    it."""
+    """List the problems that a person must solve. A trial is listed only if paused: otherwise its deadline ends it."""
     progress = found.progress
-    held = _cause(progress) if progress.status == "False" and progress.reason != Reason.SETTLED else None
+    held = progress.cause if progress.status == "False" and progress.reason != Reason.SETTLED else None
     if c.canary is not None:
         return [] if held is None else [held, found.objects, found.probes]
-    route = _cause(found.route) if found.route is not None and found.route.status == "False" else None
     failure = engine_failure(c.snapshot.pods_of(c.stable.revision)) if c.stable is not None else None
-    causes = [found.objects, found.probes, None if _reached(c) else held, route, failure]
-    return causes if any(one is not None for one in causes) else []
+    return [found.objects, found.probes, None if _reached(c) else held, found.route, failure]
 
 
 def _under_way(c: Context, found: Problems, serving: Line) -> Cause | None:
     s, stable, replicas = c.snapshot, c.stable, c.replicas
     if c.canary is not None:
-        return _cause(found.progress)
+        return found.progress.cause
     if stable is None:
-        return _cause(serving)
+        return serving.cause
     if not _reached(c):
         if found.progress.status == "True":
-            return _cause(found.progress)
+            return found.progress.cause
         return Cause(Reason.SPEC_CHANGED, f"the newest spec is not served yet: {c.target.message or c.target.held}")
     if replicas and serving.status != "True":
-        return _cause(serving)
+        return serving.cause
     ready = len(s.ready_pods(stable.revision))
     if ready != replicas:
         why = storage.held_up(c, s.pods_of(stable.revision))
         return Cause(Reason.SCALING, f"{ready} of {replicas} replicas answer{f': {why.message}' if why else ''}")
     if s.traffic != stable.revision:
-        text = f"the Service does not select revision {stable.revision} alone yet"
-        return Cause(Reason.TRAFFIC_MOVING, text)
-    if found.route is not None and found.route.status == "Unknown":
-        return _cause(found.route)
+        return Cause(Reason.TRAFFIC_MOVING, f"the Service does not select revision {stable.revision} alone yet")
+    if found.silent is not None:
+        return found.silent
     leaving = traffic.orphans(c)
     text = f"{len(leaving)} of other revisions are still there: {leaving[0]}" if leaving else ""
     return Cause(Reason.TRAFFIC_MOVING, text) if leaving else None
 
 
 def _reached(c: Context) -> bool:
-    """Return True if the spec asks for the serving revision, and its dtype is not denied for its answers.
-
-    A blocked step of mode Auto to another dtype does not count, because the spec does not ask for it.
-    """
-    stable = c.stable
-    if stable is None:
+    """Return True if the spec asks for the serving revision (it asks for no step of mode Auto) and it does no harm."""
+    if c.stable is None or c.asked != c.stable.revision:
         return False
-    standing = c.denial(stable.dtype)
-    harmful = standing is not None and standing.reason in ACCURACY_REASONS
-    return c.asked == stable.revision and not harmful
-
-
-def _cause(line: Line) -> Cause:
-    return Cause(line.reason, line.message)
+    standing = c.denial(c.stable.dtype)
+    return standing is None or standing.reason not in ACCURACY_REASONS
 
 
 def _route(c: Context) -> Line | None:
@@ -175,8 +161,7 @@ def _route(c: Context) -> Line | None:
 
 
 def _progress(c: Context) -> Line:
-    """Report the progress of the rollout (True), or the cause that holds it; the reason is Settled if there is nothing
-    to do."""
+    """Report the progress of the rollout (True), or what holds it; Settled is the reason if nothing is to do."""
     canary, stable, target, paused = c.canary, c.stable, c.target, c.spec.rollout.paused
     if canary is not None:
         stopped = paused and canary.stage != Stage.ROLLING_BACK
@@ -199,17 +184,3 @@ def _progress(c: Context) -> Line:
     if stable is not None and not stable.ever_ready:
         return Line("True", Reason.ENGINES_STARTING, f"revision {stable.revision} ({stable.dtype}) is starting")
     return Line("False", Reason.SETTLED, target.message)
-
-
-def _window_note(c: Context) -> str | None:
-    """Return a note if engines serve another recent window than the spec asks for."""
-    sample = c.snapshot.last_sample(c.stable.revision) if c.stable is not None else None
-    if c.stable is None or sample is None or c.stable.revision != c.target.revision:
-        return None
-    asked = c.spec.kv_cache.recent_tokens_of(c.stable.dtype)
-    if asked is None or sample.recent_tokens in (None, asked):
-        return None
-    return (
-        f"spec.kvCache.recentTokens is {asked}, but the engines read the last {sample.recent_tokens} tokens at 8 bits; "
-        "an engine's metric kvpilot_recent_window_info says why: use an image whose vLLM can, or set what it serves"
-    )

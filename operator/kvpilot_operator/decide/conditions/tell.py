@@ -1,7 +1,5 @@
 """The conditions of a service, each with its reason and figures, and the events that announce them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
@@ -23,10 +21,10 @@ def tell(c: Context) -> Context:
     problems, answers, verified = standing.problems(c), serving.serving(c), measured.accuracy(c)
     both = standing.lines(c, problems, answers)
     if keeps_probe(c.unanswered):
-        verified = _line(c.before.condition(ConditionType.ACCURACY_VERIFIED)) or verified
+        verified = _lines(c).get(ConditionType.ACCURACY_VERIFIED, verified)
     held = measured.objectives(c)
     lines: dict[ConditionType, Line] = {
-        ConditionType.READY: _ready(c, both, answers, verified),
+        ConditionType.READY: _ready(c, both, answers, verified, problems.progress),
         ConditionType.SERVING: answers,
         **both,
         ConditionType.METRICS_AVAILABLE: measured.metrics(c),
@@ -36,10 +34,11 @@ def tell(c: Context) -> Context:
         ConditionType.ACCURACY_VERIFIED: verified,
     }
     c = _written(c, lines)
-    for cause in problems.announced:
-        c = _announce(c, cause, (ConditionType.RECONCILING, ConditionType.STALLED))
+    # The journal has the other problems.
+    for cause in (problems.objects, problems.route):
+        c = c if cause is None else _announce(c, cause, standing.BOTH)
     if verified.reason in (*NOT_OF_THE_DTYPE, Reason.MIXED_FACTORS) and verified.status == "False":
-        c = _announce(c, Cause(verified.reason, verified.message), (ConditionType.ACCURACY_VERIFIED,))
+        c = _announce(c, verified.cause, (ConditionType.ACCURACY_VERIFIED,))
     return c
 
 
@@ -54,48 +53,41 @@ def refuse(draft: Draft) -> Draft:
         ConditionType.SERVING: Line("True", Reason.SERVING, kept) if serves else refused,
         **standing.both(ConditionType.STALLED, Cause(Reason.SPEC_INVALID, message)),
     }
-    before = {one.type: line for one in s.status.conditions if (line := _line(one)) is not None}
-    return _announce(_written(draft, {**lines, **before, **lines}), Cause(Reason.SPEC_INVALID, message))
+    written = _written(draft, {**lines, **_lines(draft), **lines})
+    return _announce(written, Cause(Reason.SPEC_INVALID, message), (ConditionType.STALLED,))
 
 
 def leave(draft: D) -> D:
     """Keep every condition if none could be decided. Report that in the conditions that tools wait for."""
-    lines = {one.type: line for one in draft.status.conditions if (line := _line(one)) is not None}
     none = standing.both()
-    first = {ConditionType.READY: none[ConditionType.RECONCILING], **none}
-    return _written(draft, {**first, **lines})
+    return _written(draft, {ConditionType.READY: none[ConditionType.RECONCILING], **none, **_lines(draft)})
 
 
 def _written(draft: D, lines: Mapping[ConditionType, Line]) -> D:
     """Set the conditions. Failed reads and failed rules (`unanswered`) come first in the message."""
     if draft.unanswered:
-        cause = _unanswered(draft)
+        named = ", ".join(dict.fromkeys(map(str, draft.unanswered)))
+        text = (
+            f"not answered: {named}. What these questions decide stays unchanged, and everything else goes on. The "
+            "operator's log has details; if the API server gave no error of its own, please report it"
+        )
         of_spec = lines[ConditionType.STALLED] if draft.snapshot.spec is None else None
         if of_spec is not None and of_spec.status == "True":
-            more = Cause(of_spec.reason, f"{of_spec.message}; {cause.message}")
+            more = Cause(of_spec.reason, f"{of_spec.message}; {text}")
             both = standing.both(ConditionType.STALLED, more)
         else:
             true = (one for kind in standing.BOTH if (one := lines[kind]).status == "True")
-            more = Cause(cause.reason, "; ".join([cause.message, *(one.message for one in true)]))
+            more = Cause(Reason.RECONCILE_INCOMPLETE, "; ".join([text, *(one.message for one in true)]))
             both = standing.both(ConditionType.RECONCILING, more)
         lines = {**lines, **both, ConditionType.READY: Line("False", *more)}
     return draft.set(conditions=tuple(_stamped(draft.snapshot, lines)))
 
 
-def _unanswered(draft: Draft) -> Cause:
-    named = ", ".join(dict.fromkeys(map(str, draft.unanswered)))
-    return Cause(
-        Reason.RECONCILE_INCOMPLETE,
-        f"not answered: {named}. What these questions decide stays unchanged, and everything else goes on. The "
-        "operator's log has details; if the API server gave no error of its own, please report it",
-    )
+def _lines(draft: Draft) -> dict[ConditionType, Line]:
+    return {one.type: Line(one.status, one.reason, one.message) for one in draft.before.conditions}
 
 
-def _line(one: Condition | None) -> Line | None:
-    return None if one is None else Line(one.status, one.reason, one.message)
-
-
-def _announce(draft: D, cause: Cause, kinds: tuple[ConditionType, ...] = (ConditionType.STALLED,)) -> D:
+def _announce(draft: D, cause: Cause, kinds: tuple[ConditionType, ...]) -> D:
     """Post an event unless one of these conditions named the same cause before."""
     before = [one.message for kind in kinds if (one := draft.before.condition(kind)) is not None]
     # A long list of causes may truncate this message.
@@ -119,12 +111,12 @@ def _stamped(s: Snapshot, lines: Mapping[ConditionType, Line]) -> Iterator[Condi
         )
 
 
-def _ready(c: Context, both: Mapping[ConditionType, Line], answers: Line, verified: Line) -> Line:
+def _ready(c: Context, both: Mapping[ConditionType, Line], answers: Line, verified: Line, progress: Line) -> Line:
     """Say whether the service matches its newest spec, with no change in progress or blocked."""
     for kind in (ConditionType.STALLED, ConditionType.RECONCILING):
         if both[kind].status == "True":
             return both[kind]._replace(status="False")
-    notes = [answers.message, *standing.notes(c)]
+    notes = [answers.message, *standing.notes(c, progress)]
     if verified.reason == Reason.MIXED_FACTORS:
         notes.append("its engines do not all quantize alike, see AccuracyVerified")
     if verified.reason == Reason.DTYPE_MISMATCH:

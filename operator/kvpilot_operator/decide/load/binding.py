@@ -1,7 +1,5 @@
 """Name the limiting resource from the sums of a window of scrapes, with the evidence in words and numbers. Pure."""
 
-from __future__ import annotations
-
 from kvpilot_operator.api.kv_cache import Pressure
 from kvpilot_operator.api.words import WorkloadKind
 from kvpilot_operator.decide.load.window import SPAN, Sums
@@ -45,11 +43,9 @@ def what_binds(
             return WorkloadKind.WARMING, f"{memory}: not sustained for {pressure.sustained_seconds} s yet"
         if thrown_out is not None:
             return WorkloadKind.MEMORY_BOUND, f"{memory}; {thrown_out}: memory binds"
-        if seen.mostly_prompts or (seen.prompt_tokens_per_step or 0.0) >= _FULL_STEP * step_tokens:
-            return (
-                WorkloadKind.PREFILL_BOUND,
-                f"{memory}; {_prompts(seen)}: more KV memory would not compute them sooner",
-            )
+        if seen.mostly_prompts or seen.prompt_tokens_per_step >= _FULL_STEP * step_tokens:
+            text = f"{memory}; {_prompts(seen)}: more KV memory would not compute them sooner"
+            return WorkloadKind.PREFILL_BOUND, text
         return WorkloadKind.MEMORY_BOUND, f"{memory}: memory {'binds' if full else 'still binds'}"
     if full:
         return WorkloadKind.RELAXED, f"{memory}: the cache is full, but no request waits for it"
@@ -75,8 +71,8 @@ def _uneven(one: Spread) -> str:
 
 
 def _prompts(seen: Sums) -> str:
-    mean = f" of {seen.prompted / seen.finished:.0f} tokens" if seen.finished else ""
+    mean = f" of {seen.flows.prompt_tokens / seen.flows.finished:.0f} tokens" if seen.flows.finished else ""
     return (
-        f"a replica has {seen.prefill / seen.seconds if seen.seconds else 0.0:.1f} prompts{mean} in hand and computes "
-        f"{seen.prompt_tokens_per_step or 0.0:.0f} prompt tokens a step"
+        f"a replica has {seen.prompts_in_hand:.1f} prompts{mean} in hand and computes "
+        f"{seen.prompt_tokens_per_step:.0f} prompt tokens a step"
     )

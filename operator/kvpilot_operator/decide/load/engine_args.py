@@ -1,6 +1,6 @@
 """The token budget of an engine's step, from spec.engine.extraArgs or vLLM 0.32's defaults."""
 
-from __future__ import annotations
+from contextlib import suppress
 
 from kvpilot_formats.arguments import whole_number
 from kvpilot_operator.api.spec import Spec
@@ -14,20 +14,12 @@ _MAX_TOKENS = 2**31 - 1
 
 def step_tokens(spec: Spec, node: NodeFacts) -> int:
     """Return max_num_batched_tokens: from spec.engine.extraArgs, else vLLM 0.32's default for a server."""
-    asked = _tokens(spec.engine.arguments.value("--max-num-batched-tokens") or "")
-    if asked is not None:
-        return asked
+    with suppress(ValueError):  # vLLM would refuse such a text.
+        asked = whole_number(spec.engine.arguments.value("--max-num-batched-tokens") or "")
+        if 0 < asked <= _MAX_TOKENS:
+            return asked
     gpu = by_product(node.gpu)
     memory = node.memory_mib or (gpu.memory_mib if gpu is not None else 0)
     if memory >= _LARGEST_MIB:
         return 16_384
     return 8192 if memory >= _LARGE_MIB and "a100" not in node.gpu.lower() else 2048
-
-
-def _tokens(text: str) -> int | None:
-    """Parse a number of tokens as vLLM does. Return None for a text that vLLM would refuse."""
-    try:
-        tokens = whole_number(text)
-    except ValueError:
-        return None
-    return tokens if 0 < tokens <= _MAX_TOKENS else None

@@ -1,11 +1,6 @@
-"""Latency objectives (spec.scaling.objectives), judged by vLLM's histograms over the workload's window.
-
-A percentile equals the result of PromQL's histogram_quantile. An objective is missed if both halves of the window miss
-it, so that a burst in one half causes no step. It is met if the whole window meets it, and undecided otherwise.
-Percentiles of too few samples are ignored.
-"""
-
-from __future__ import annotations
+"""Latency objectives (spec.scaling.objectives), judged by vLLM's histograms over the workload's window. One is missed
+if both halves of the window miss it, met if the whole window meets it, else undecided. Percentiles of too few samples
+are ignored."""
 
 import math
 from collections.abc import Sequence
@@ -44,21 +39,21 @@ def judge_objectives(
 ) -> tuple[ObjectiveResult, ...]:
     """Judge each objective by `window` (oldest first), if it is `sustained`, that is, covers its whole time."""
     flows = [s.flows for s in window if plausible(s)] if objectives and sustained else []
-    half = len(flows) // 2
-    return tuple(_measured(one, flows[:half], flows[half:]) for one in objectives)
+    half, found = len(flows) // 2, []
+    for one in objectives:
+        halves = [latencies(part, one) for part in (flows[:half], flows[half:])]
+        q, limit = one.percentile / 100, one.milliseconds / 1000
+        seconds = Histogram.together(halves).quantile(q)
+        if min(h.count for h in halves) < max(LEAST, 100 / (100 - one.percentile)) or math.isnan(seconds):
+            found.append(ObjectiveResult(one, ObjectiveState.NO_SAMPLES))
+        elif min(h.quantile(q) for h in halves) > limit:
+            found.append(ObjectiveResult(one, ObjectiveState.MISSED, seconds))
+        else:
+            state = ObjectiveState.HELD if seconds <= limit else ObjectiveState.UNSETTLED
+            found.append(ObjectiveResult(one, state, seconds))
+    return tuple(found)
 
 
 def latencies(flows: Sequence[Flows], objective: Objective) -> Histogram:
     """Add up the latencies that an objective is about."""
     return Histogram.together([f.ttft if objective.metric == "TTFT" else f.itl for f in flows])
-
-
-def _measured(objective: Objective, first: Sequence[Flows], second: Sequence[Flows]) -> ObjectiveResult:
-    halves = [latencies(half, objective) for half in (first, second)]
-    q, limit = objective.percentile / 100, objective.milliseconds / 1000
-    seconds = Histogram.together(halves).quantile(q)
-    if min(h.count for h in halves) < max(LEAST, 100 / (100 - objective.percentile)) or math.isnan(seconds):
-        return ObjectiveResult(objective, ObjectiveState.NO_SAMPLES)
-    if min(h.quantile(q) for h in halves) > limit:
-        return ObjectiveResult(objective, ObjectiveState.MISSED, seconds)
-    return ObjectiveResult(objective, ObjectiveState.HELD if seconds <= limit else ObjectiveState.UNSETTLED, seconds)

@@ -1,16 +1,7 @@
-"""The memory of earlier steps: the load at which requests queued, and a backoff after a scale-in.
-
-Cache use says little about a replica's distance to its limit. Faster requests hold their blocks for a shorter time, so
-a second replica can cut the first one's use by far more than half. The rate of requests does not depend on the dtype or
-on the number of replicas. So each step against a queue records, for the dtype, the best recent rate of finished
-requests per replica. A step back to that dtype, or to fewer replicas, waits for a lower load.
-
-Cache use does not show either that a replica was removed too early. Prefixes without a running request do not count as
-use, but a service that loses them computes every prompt anew. So a number of replicas that was soon too few is not
-tried again for a day.
-"""
-
-from __future__ import annotations
+"""The memory of earlier steps: the load at which requests queued, and a backoff after a scale-in. Cache use says little
+about a replica's distance to its limit, but the rate of requests depends on neither dtype nor replicas. So each step
+against a queue records the best recent rate of a replica, and the step back waits for a lower load. A number of
+replicas that was soon too few is not tried again for a day."""
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
@@ -33,18 +24,11 @@ HOLD = timedelta(days=1)
 
 
 def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Saturation, ...]:
-    """Return `known` with the highest recent request rate of `w` for this dtype; unchanged if `w` has no rate or no
-    pods.
-
-    A surge is detected before requests queue, so it never lowers the known rate of similar requests. The computed
-    prompt tokens, on which larger scale-ins depend, are recorded only for services with objectives. Objectives show
-    early that a scale-in went too far; a queue shows it late.
-    """
-    now, best = (
-        (w.requests_per_second or 0.0, w.computed_prompt),
-        (w.best_requests_per_second or 0.0, w.best_computed_prompt),
-    )
-    rate, computed = max(now, best, key=lambda pair: pair[0])
+    """Return `known` with the highest recent request rate of `w` for this dtype. A surge is found before requests
+    queue, so it never lowers a known rate. Only services with objectives record computed prompt tokens, on which larger
+    scale-ins depend."""
+    now, best = w.requests_per_second or 0.0, w.best_requests_per_second or 0.0
+    rate, computed = (best, w.best_computed_prompt) if best > now else (now, w.computed_prompt)
     if not rate or not w.pods:
         return tuple(known)
     seen = Saturation(
@@ -63,11 +47,8 @@ def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Satur
 
 
 def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, replicas: int) -> str | None:
-    """Return the reason why this number of replicas of this dtype would be too small again, or None.
-
-    If replicas of this dtype now handle clearly more than the recorded rate, the record is wrong and is ignored.
-    """
-    limit = queued_at(known, w, dtype)
+    """Return the reason why so few replicas of this dtype would be too small by its recorded rate, or None."""
+    limit = next((k for k in known if k.dtype == dtype and _alike(k, w)), None)
     if limit is None or w.requests_per_second is None:
         return None
     each = w.requests_per_second * 3600 * w.pods / max(1, replicas)
@@ -80,17 +61,8 @@ def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, r
     )
 
 
-def queued_at(known: Sequence[Saturation], w: Workload, dtype: str) -> Saturation | None:
-    """Return the load at which requests like the present ones queued with this dtype."""
-    return next((k for k in known if k.dtype == dtype and _alike(k, w)), None)
-
-
 def able(known: Sequence[Saturation], w: Workload, dtype: str) -> float | None:
-    """Return a request rate (per second) that one replica can certainly handle: the rate at which equal or heavier
-    requests queued.
-
-    Return None if no such rate is known, or if it was recorded without the number of computed prompt tokens.
-    """
+    """Return a rate (requests a second) that one replica can handle: equal or heavier requests queued at it."""
     lighter = (k for k in known if k.dtype == dtype and k.computed_prompt is not None and _alike(k, w, lighter=True))
     return next((k.requests_per_hour / 3600 for k in lighter), None)
 
@@ -114,8 +86,7 @@ def backing_off(now: datetime, dtype: str, replicas: int, known: ScaleInBackoff 
 
 
 def _alike(limit: Saturation, w: Workload | Saturation, *, lighter: bool = False) -> bool:
-    """Return True if mean lengths and computed prompt tokens are similar. With `lighter`, `w` may compute fewer
-    tokens."""
+    """Return True if mean lengths and computed tokens are similar. With `lighter`, `w` may compute fewer tokens."""
     pairs = [(limit.mean_prompt, w.mean_prompt), (limit.mean_generation, w.mean_generation)]
     if limit.computed_prompt is not None:
         less = min(limit.computed_prompt, w.computed_prompt or 0.0) if lighter else limit.computed_prompt

@@ -1,13 +1,6 @@
-"""Surges: a load that grows faster than the replicas can follow. As in burn-rate alerts, a fifth of the window is
-enough to find one.
-
-Queues or late tokens must persist for the whole window before they cause a step. If the last fifth of the window alone
-has spent the budget of the whole window, waiting is useless: a replica takes minutes to start, and users leave
-meanwhile. A surge only adds replicas, because a canary takes far longer. Without objectives no latency counts as late,
-so there are no surges. Then a smaller dtype, which needs no additional GPU, may end a growing queue.
-"""
-
-from __future__ import annotations
+"""Surges: a load that grows faster than replicas can follow. If the last fifth of the window alone has spent the whole
+window's budget of late requests, waiting is useless: a replica takes minutes to start. A surge only adds replicas,
+because a canary takes far longer. Without objectives nothing counts as late, so there are no surges."""
 
 import math
 from bisect import bisect_right
@@ -22,90 +15,81 @@ from kvpilot_operator.decide.load.objectives import LEAST, latencies
 from kvpilot_operator.state.samples import Flows, Sample
 
 DRAIN_SECONDS = 120.0
-"""Time in seconds in which a queue must drain, about as long as clients are willing to wait."""
+"""Seconds in which a queue must drain, about as long as clients wait."""
 # The short window is one fifth of the long one. In a surge it spends the long window's budget five times too fast.
 _PART = 5
 # Shortest short window. A long window below five times this length is short enough itself.
 _LEAST_SECONDS = 30.0
 _LEAST_SCRAPES = 3
 _SIGMAS = 3.0
-_TIME, _DECODE, _GENERATED = attrgetter("time"), attrgetter("decode_seconds"), attrgetter("generation_tokens")
+_TIME = attrgetter("time")
 
 
 @dataclass(frozen=True, slots=True)
 class Surge:
-    """The requests of all replicas together in the short window."""
+    """All replicas' requests in the short window; `waiting` are those at its end."""
 
     message: str
     arrivals: float
     """Forecast of requests per second one whole window from now, about when a new replica answers."""
     waiting: float
-    """Waiting requests at its end."""
 
 
 def find(samples: Sequence[Sample], pressure: Pressure, objectives: Sequence[Objective]) -> Surge | None:
-    """Find a surge in `samples` (oldest first, the newest plausible) since the newest replica answered.
-
-    Return None without objectives.
-    """
+    """Find a surge in `samples` (oldest first, the newest plausible) since the newest replica answered."""
     seconds = pressure.sustained_seconds / _PART
     if seconds < _LEAST_SECONDS or not samples or not objectives:
         return None
     last = samples[-1]
     at = bisect_right(samples, last.time - timedelta(seconds=seconds), key=_TIME)
-    window = samples[at:]
+    window, flows = samples[at:], [s.flows for s in samples[at:]]
     whole = all(s.pods == last.pods and not s.implausible and not s.unanswered for s in window)
     passed = (last.time - window[0].time).total_seconds()
     if len(window) < _LEAST_SCRAPES or not whole or passed < seconds / 2:
         return None
-    now, before = _Rates.of(window), _Rates.of(samples[:at])
-    if now is None or not any(s.flows.prompt_tokens + s.flows.generation_tokens for s in window):
+    arrivals, before = _arrivals(window), _arrivals(samples[:at])
+    if arrivals is None or not any(one.prompt_tokens + one.generation_tokens for one in flows):
         return None
-    if _drains(window):
-        return None
-    why = _late([s.flows for s in window], objectives, seconds) or _left_behind(window, now, pressure, objectives)
+    load = tuple(s.running + s.waiting for s in (window[0], window[len(window) // 2], last))
+    if load[0] > load[1] > load[2]:
+        return None  # It drains: late requests are leftovers of an earlier queue.
+    chance, grown = _SIGMAS * math.sqrt(arrivals * passed), load[2] - load[0]
+    why = _late(flows, objectives, seconds)
+    if not why and load[0] < load[1] < load[2] and grown > max(chance, pressure.waiting_per_replica * last.pods):
+        done = Flows.counted(flows)
+        finished, allowed = done.finished / done.seconds * last.pods, _allowed(done, objectives)
+        # By Little's law, a request that comes a window from now takes too long.
+        if load[2] + grown / passed * pressure.sustained_seconds * (1 - 1 / _PART) > allowed * finished:
+            why = (
+                f"in the last {passed:.0f} s {arrivals:.1f} requests a second came and {finished:.1f} were finished: "
+                f"{load[2]:.0f} are in hand, and in {pressure.sustained_seconds} s one would take longer than "
+                f"{allowed:.0f} s"
+            )
     if not why:
         return None
-    ahead, risen = pressure.sustained_seconds, 0.0
-    if before is not None:
-        risen = now.arrivals - before.arrivals
-        # Count only a rise beyond chance: three standard deviations of independent arrivals.
-        risen = risen if risen > _SIGMAS * math.sqrt(now.arrivals / passed) else 0.0
-    return Surge(why, now.arrivals + risen * ahead / ((ahead + seconds) / 2), last.waiting)
+    ahead, risen = pressure.sustained_seconds, 0.0 if before is None else arrivals - before
+    # Count only a rise beyond chance: three standard deviations of independent arrivals.
+    risen = risen if risen > chance / passed else 0.0
+    return Surge(why, arrivals + risen * ahead / ((ahead + seconds) / 2), last.waiting)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rates:
-    """Rates of all replicas: requests that came and finished a second, and the decoding time of one."""
-
-    arrivals: float
-    finished: float
-    decode: float
-    generated: float
-
-    @classmethod
-    def of(cls, window: Sequence[Sample]) -> _Rates | None:
-        """Compute the rates of a window, or return None if it has too few samples."""
-        pod_seconds = sum(s.flows.seconds for s in window)
-        passed = (window[-1].time - window[0].time).total_seconds() if window else 0.0
-        if pod_seconds <= 0 or passed <= 0:
-            return None
-        count, pods = sum(s.flows.finished for s in window), window[-1].pods
-        finished = count / pod_seconds * pods
-        grown = (_in_hand(window[-1]) - _in_hand(window[0])) / passed
-        each = (sum(f(s.flows) for s in window) / count if count else 0.0 for f in (_DECODE, _GENERATED))
-        return cls(max(0.0, finished + grown), finished, *each)
+def _arrivals(window: Sequence[Sample]) -> float | None:
+    """Return the requests that came a second, at all replicas, or None if there are too few samples."""
+    pod_seconds = sum(s.flows.seconds for s in window)
+    passed = (window[-1].time - window[0].time).total_seconds() if window else 0.0
+    if pod_seconds <= 0 or passed <= 0:
+        return None
+    first, last = window[0], window[-1]
+    grown = (last.running + last.waiting - first.running - first.waiting) / passed
+    return max(0.0, sum(s.flows.finished for s in window) / pod_seconds * last.pods + grown)
 
 
-def _in_hand(s: Sample) -> float:
-    return s.running + s.waiting
-
-
-def _drains(window: Sequence[Sample]) -> bool:
-    """Return True if unfinished requests decrease all the time. Late requests are then leftovers of an earlier
-    queue."""
-    first, middle, last = (_in_hand(window[i]) for i in (0, len(window) // 2, -1))
-    return first > middle > last
+def _allowed(done: Flows, objectives: Sequence[Objective]) -> float:
+    """Return the seconds that a request may take; without an objective the time for a queue to drain, or to decode."""
+    limits = {m: [o.milliseconds / 1000 for o in objectives if o.metric == m] for m in ("TTFT", "ITL")}
+    first, count = max(limits["TTFT"], default=DRAIN_SECONDS), done.finished
+    rest = max(limits["ITL"]) * done.generation_tokens if limits["ITL"] else done.decode_seconds
+    return first + (rest / count if count else 0.0)
 
 
 def _late(flows: Sequence[Flows], objectives: Sequence[Objective], seconds: float) -> str:
@@ -123,29 +107,3 @@ def _late(flows: Sequence[Flows], objectives: Sequence[Objective], seconds: floa
                 f"ms, {_PART} times what may"
             )
     return ""
-
-
-def _left_behind(window: Sequence[Sample], rates: _Rates, pressure: Pressure, objectives: Sequence[Objective]) -> str:
-    """Report that a request at the window's end would take too long, because running requests grow (Little's law)."""
-    first, middle, last = (_in_hand(window[i]) for i in (0, len(window) // 2, -1))
-    passed = (window[-1].time - window[0].time).total_seconds()
-    chance = _SIGMAS * math.sqrt(rates.arrivals * passed)
-    if not first < middle < last or last - first <= max(chance, pressure.waiting_per_replica * window[-1].pods):
-        return ""
-    growth = (last - first) / passed
-    ahead = last + growth * pressure.sustained_seconds * (1 - 1 / _PART)
-    allowed = _allowed(rates, objectives)
-    if ahead <= allowed * rates.finished:
-        return ""
-    return (
-        f"in the last {passed:.0f} s {rates.arrivals:.1f} requests a second came and {rates.finished:.1f} were "
-        f"finished: {last:.0f} are in hand, and in {pressure.sustained_seconds} s one would take longer than "
-        f"{allowed:.0f} s"
-    )
-
-
-def _allowed(rates: _Rates, objectives: Sequence[Objective]) -> float:
-    """Return the seconds that a request may take; without an objective the time for a queue to drain, or to decode."""
-    limits = {m: [o.milliseconds / 1000 for o in objectives if o.metric == m] for m in ("TTFT", "ITL")}
-    first = max(limits["TTFT"], default=DRAIN_SECONDS)
-    return first + (max(limits["ITL"]) * rates.generated if limits["ITL"] else rates.decode)

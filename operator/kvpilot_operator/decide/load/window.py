@@ -1,9 +1,7 @@
 """A window of scrapes: its sums, its means, and how much of it was seen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from kvpilot_operator.api.kv_cache import Pressure
@@ -46,72 +44,49 @@ class Sums:
     waiting: float = 0.0
     growth: float = 0.0
     """Waiting requests at the end, minus waiting requests at the start."""
-    seconds: float = 0.0
-    preempted: float = 0.0
-    prompted: float = 0.0
-    generated: float = 0.0
-    finished: float = 0.0
-    prefill: float = 0.0
-    decode: float = 0.0
-    queried: float = 0.0
-    gpu_hits: float = 0.0
-    host_hits: float = 0.0
-    disk_hits: float = 0.0
-
-    def add(self, flows: Flows) -> None:
-        """Add the changes between two scrapes."""
-        self.seconds += flows.seconds
-        self.preempted += flows.preemptions
-        self.prompted += flows.prompt_tokens
-        self.generated += flows.generation_tokens
-        self.finished += flows.finished
-        self.prefill += flows.prefill_seconds
-        self.decode += flows.decode_seconds
-        self.queried += flows.prefix_queries
-        self.gpu_hits += flows.prefix_hits
-        self.host_hits += flows.host_hits
-        self.disk_hits += flows.disk_hits
-
-    @property
-    def hits(self) -> float:
-        """Return the prompt tokens that were not computed."""
-        return self.gpu_hits + self.host_hits
+    flows: Flows = field(default_factory=Flows)
+    """Work of the engines, without histograms."""
 
     @property
     def preemptions(self) -> float:
         """Return the preemptions a minute of one replica."""
-        return self.preempted * 60 / self.seconds if self.seconds else 0.0
+        return self.flows.preemptions * 60 / self.flows.seconds if self.flows.seconds else 0.0
 
     @property
     def reuse(self) -> float | None:
         """Return the share of prompt tokens that a cache held. Return None if no prompt was looked up."""
-        return self.hits / self.queried if self.queried else None
+        return self.flows.hits / self.flows.prefix_queries if self.flows.prefix_queries else None
 
     @property
-    def prompt_tokens_per_step(self) -> float | None:
-        """Return the prompt tokens per step: their rate times the time between two tokens, which is the duration of a
-        step."""
-        if not self.seconds or not self.generated:
-            return None
-        return max(0.0, self.prompted - self.hits) / self.seconds * self.decode / self.generated
+    def prompts_in_hand(self) -> float:
+        """Return the mean number of prompts that a replica computes at a time; 0 if unknown."""
+        return self.flows.prefill_seconds / self.flows.seconds if self.flows.seconds else 0.0
+
+    @property
+    def prompt_tokens_per_step(self) -> float:
+        """Return the prompt tokens per step: their rate times the time between two tokens, the duration of a step."""
+        f = self.flows
+        if not f.seconds or not f.generation_tokens:
+            return 0.0
+        return max(0.0, f.prompt_tokens - f.hits) / f.seconds * f.decode_seconds / f.generation_tokens
 
     @property
     def stands_still(self) -> bool:
         """Return True if the engines had work at every scrape and made no progress."""
-        done = self.prompted + self.generated + self.finished + self.preempted
-        return self.seconds > 0 and not done and self.running + self.waiting > 0
+        f = self.flows
+        done = f.prompt_tokens + f.generation_tokens + f.finished + f.preemptions
+        return f.seconds > 0 and not done and self.running + self.waiting > 0
 
     @property
     def mostly_prompts(self) -> bool:
         """Return True if prompts take most of the requests' time, and False if that is unknown."""
-        return self.prefill > 0 and self.prefill >= _PREFILL_SHARE * (self.prefill + self.decode)
+        prefill, decode = self.flows.prefill_seconds, self.flows.decode_seconds
+        return prefill > 0 and prefill >= _PREFILL_SHARE * (prefill + decode)
 
     @property
     def always_prompts(self) -> bool:
-        """Return True if a replica nearly always computes prompts, with many tokens in each step. Return False if that
-        is unknown."""
-        in_hand = self.prefill / self.seconds if self.seconds else 0.0
-        return in_hand >= _PROMPTS_IN_HAND and (self.prompt_tokens_per_step or 0.0) >= _PROMPT_TOKENS_A_STEP
+        """Return True if a replica nearly always computes prompts, with many tokens in each step; False if unknown."""
+        return self.prompts_in_hand >= _PROMPTS_IN_HAND and self.prompt_tokens_per_step >= _PROMPT_TOKENS_A_STEP
 
 
 def plausible(s: Sample) -> bool:
@@ -127,10 +102,7 @@ def ready_pods(s: Sample) -> int:
 
 
 def uneven(s: Sample, pressure: Pressure) -> bool:
-    """Return True if requests wait for a full engine that an even share would leave with room.
-
-    Some of them must have room and an empty queue: if requests wait for every engine, an even share does not help.
-    """
+    """Return True if requests wait for a full engine, and engines with room and an empty queue could take them."""
     one, queue = s.spread, pressure.waiting_per_replica
     if one is None or not one.mean * 100 < pressure.high_percent <= one.usage * 100 or one.waiting < queue:
         return False
@@ -149,6 +121,7 @@ def add_up(window: Sequence[Sample], pressure: Pressure) -> Sums:
     """Add up a window that ends with a plausible scrape. Implausible scrapes are left out and count as gaps."""
     limit, queue = pressure.high_percent / 100, pressure.waiting_per_replica
     sums, before, first_waiting, s = Sums(), None, 0.0, window[-1]
+    flows: list[Flows] = []
     for s in window:
         scale = 1.0
         if s.implausible or s.unanswered or not s.pods:
@@ -169,7 +142,8 @@ def add_up(window: Sequence[Sample], pressure: Pressure) -> Sums:
         sums.running += s.running * scale
         sums.waiting += s.waiting * scale
         if s.flows.seconds:
-            sums.add(s.flows)
+            flows.append(s.flows)
+    sums.flows = Flows.counted(flows)
     sums.pods = ready_pods(s)
     sums.capacity = s.capacity_tokens * sums.pods // s.pods
     sums.growth = s.waiting * sums.pods / s.pods - first_waiting
@@ -183,31 +157,19 @@ _LOST_REUSE = 0.2
 
 
 def best_rate(samples: Sequence[Sample], seconds: int) -> tuple[float | None, float | None]:
-    """Return the best rate of one replica (requests per second), and the uncached prompt tokens of a request at that
-    rate."""
-    found = _best(samples, seconds, lambda f: (f.finished, f.seconds, computed(f)))
+    """Return the best rate of one replica (requests per second), and the uncached prompt tokens of a request then."""
+    found = _best(samples, seconds, lambda f: (f.finished, f.seconds, f.computed))
     return (None, None) if found is None else (found[0] / found[1], found[2] / found[0] if found[0] else None)
 
 
-def computed(flows: Flows | Sums) -> float:
-    """Return the prompt tokens that no cache held."""
-    if isinstance(flows, Sums):
-        return max(0.0, flows.queried - flows.hits) if flows.queried else flows.prompted
-    held = flows.prefix_hits + flows.host_hits
-    return max(0.0, flows.prefix_queries - held) if flows.prefix_queries else flows.prompt_tokens
-
-
 def thrown_out(seen: Sums, samples: Sequence[Sample], seconds: int) -> str | None:
-    """Return the evidence for evicted prefixes (the prefix cache recently hit more of the prompts), or None.
-
-    None if the window wrote less than the cache has free: nothing was evicted then, and the users' prompts have
-    changed.
-    """
-    if seen.reuse is None or not (seen.waiting or seen.preempted):
+    """Return the evidence for evicted prefixes (the cache recently hit more of the prompts), or None. If the window
+    wrote less than the cache has free, nothing was evicted: the prompts have changed."""
+    if seen.reuse is None or not (seen.waiting or seen.flows.preemptions):
         return None
-    if computed(seen) + seen.generated < seen.capacity - seen.held:
+    if seen.flows.computed + seen.flows.generation_tokens < seen.capacity - seen.held:
         return None
-    found = _best(samples, seconds, lambda f: (f.prefix_hits + f.host_hits, f.prefix_queries, 0.0))
+    found = _best(samples, seconds, lambda f: (f.hits, f.prefix_queries, 0.0))
     before = found[0] / found[1] if found is not None else 0.0
     if before - seen.reuse < _LOST_REUSE:
         return None
@@ -220,8 +182,7 @@ def thrown_out(seen: Sums, samples: Sequence[Sample], seconds: int) -> str | Non
 def _best(
     samples: Sequence[Sample], seconds: int, of: Callable[[Flows], tuple[float, float, float]]
 ) -> tuple[float, float, float] | None:
-    """Find the part of the samples, as long as the window, with the best ratio of the first two sums. Return its three
-    sums."""
+    """Return three sums over the part of the samples, as long as the window, with the best ratio of the first two."""
     best: tuple[float, float, float] | None = None
     sums, later = (0.0, 0.0, 0.0), samples[-1].time
     for s in reversed(samples):

@@ -1,45 +1,28 @@
-"""The objects of a service: workloads by revision, Services, the disruption budget, the route.
-
-At every moment, a trial asks for at most one pod more than the service's replicas, over all workloads. If the canary
-replaces a replica, it asks for no additional pod. A pod is added only after its place was observed to be free.
-"""
-
-from __future__ import annotations
+"""The objects of a service: workloads, Services, the disruption budget, the route. A trial asks for at most one pod
+more than the service's replicas, and only in a place seen to be free."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 
-from kvpilot_operator.api.names import HTTP_ROUTE_API, canary_service
+from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, canary_service
 from kvpilot_operator.api.words import Stage, TrafficMode
 from kvpilot_operator.decide.accuracy import baseline
 from kvpilot_operator.decide.context import Context, Placed, in_flight
-from kvpilot_operator.decide.objects import pools, traffic
+from kvpilot_operator.decide.objects import traffic
 from kvpilot_operator.decide.rejections import of_workload
 from kvpilot_operator.decide.traffic_plan import counts, floor, rolling_step, total
-from kvpilot_operator.render.objects import (
-    disruption_budget,
-    http_route,
-    named_by_pods,
-    route_rules,
-    service,
-    workload,
-)
-from kvpilot_operator.render.route import backend, own_rules, weighted
-from kvpilot_operator.state.decision import Manifest, Objects
+from kvpilot_operator.render import objects as render
+from kvpilot_operator.render.route import POOLS, Backend, backend, carries, own_rules, weighted
+from kvpilot_operator.state.decision import Manifest, Objects, Ref
 from kvpilot_operator.state.questions import Question
-from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Stable
 
 
 def in_order(c: Context) -> Context:
-    """Put the objects of the decided status into the order in which they go out.
-
-    The serving objects (claim, engines, Service, budget) come first, so that a failed write of the canary does not
-    block them. The canary's objects and its share of the traffic follow. Engines that shrink come last. If Deployments
-    cannot be rendered, existing ones are still scaled.
-    """
-    named = named_by_pods(c.snapshot.key.name, c.spec)
+    """Put the objects of the decided status in the order of their writes. Serving objects (claim, engines, Service,
+    budget) come first, so that a failed write of the canary's does not block them; engines that shrink come last."""
+    named = render.named_by_pods(c.snapshot.key.name, c.spec)
     if c.stable is None:
         # Without a revision, place only the claim and Job for the weights, and delete nothing.
         there = frozenset(c.snapshot.deployments)
@@ -50,24 +33,18 @@ def in_order(c: Context) -> Context:
     shrinking = [manifest for name, manifest in c.engines.items() if name in fewer]
     kept = [manifest for name, manifest in c.engines.items() if name in serving - fewer]
     tried = [manifest for name, manifest in c.engines.items() if name not in serving | fewer]
-    return replace(c, objects=_objects(c, (*kept, *c.own.apply, *tried, *c.shared.apply, *shrinking), named))
+    return _placed(c, (*kept, *c.own.apply, *tried, *c.shared.apply, *shrinking), named)
 
 
 def in_any_order(c: Context) -> Context:
     """Keep all objects of a serving service if their order could not be decided."""
-    if c.stable is None:
-        return c
-    return replace(c, objects=_objects(c, (*c.engines.values(), *c.own.apply, *c.shared.apply), ()))
+    return c if c.stable is None else _placed(c, (*c.engines.values(), *c.own.apply, *c.shared.apply), ())
 
 
-def _objects(c: Context, apply: tuple[Manifest, ...], named: tuple[tuple[str, str, str], ...]) -> Objects:
-    return Objects(
-        apply=(*c.storage.apply, *apply),
-        scale={name: count for name, count in c.wanted.items() if name not in c.engines},
-        keep=frozenset(c.wanted),
-        absent=(*c.storage.absent, *c.own.absent, *c.shared.absent),
-        named=named,
-    )
+def _placed(c: Context, apply: tuple[Manifest, ...], named: tuple[Ref, ...]) -> Context:
+    scale = {name: count for name, count in c.wanted.items() if name not in c.engines}
+    absent = (*c.storage.absent, *c.own.absent, *c.shared.absent)
+    return replace(c, objects=Objects((*c.storage.apply, *apply), scale, frozenset(c.wanted), absent, named))
 
 
 def replicas(c: Context) -> Context:
@@ -81,9 +58,8 @@ def replicas(c: Context) -> Context:
 def as_they_are(c: Context) -> Context:
     """Keep the present replicas. Without a trial, the stable revision still gets its target number."""
     there = {name: view.replicas for name, view in c.snapshot.deployments.items()}
-    if c.stable is not None:
-        kept = there.get(c.stable.revision, c.replicas) if c.canary is not None else c.replicas
-        there[c.stable.revision] = kept
+    if c.stable is not None and (c.canary is None or c.stable.revision not in there):
+        there[c.stable.revision] = c.replicas
     return replace(c, wanted=there)
 
 
@@ -91,19 +67,16 @@ def deployments(c: Context) -> Context:
     """Render the workloads of the wanted revisions; the spec cannot render older ones, which are only scaled."""
     if c.stable is None:
         return c
-    s, seconds, nodes = c.snapshot, c.spec.engine.startup_timeout_seconds, c.spec.engine.nodes
-    dtypes = {c.target.dtype, c.stable.dtype}
-    if c.canary is not None:
-        dtypes.add(c.canary.dtype)
-    rendered = dict([*(c.render(dtype) for dtype in sorted(dtypes)), c.render_reference()])
-    return replace(
-        c,
-        engines={
-            name: workload(s.key, s.uid, rendered[name], count, seconds, nodes=nodes, has_gate=_has_gate(s, name))
-            for name, count in c.wanted.items()
-            if name in rendered
-        },
-    )
+    s, engine, there = c.snapshot, c.spec.engine, c.snapshot.deployments
+    dtypes = {c.target.dtype, c.stable.dtype, *((c.canary.dtype,) if c.canary is not None else ())}
+    rendered = dict([*(c.render(dtype) for dtype in sorted(dtypes)), c.sixteen_bits])
+    engines, seconds, nodes = {}, engine.startup_timeout_seconds, engine.nodes
+    for name, count in c.wanted.items():
+        if name in rendered:
+            # A gate that is added restarts the pods.
+            gate = name not in there or there[name].has_gate
+            engines[name] = render.workload(s.key, s.uid, rendered[name], count, seconds, nodes=nodes, has_gate=gate)
+    return replace(c, engines=engines)
 
 
 def own_service(c: Context) -> Context:
@@ -111,15 +84,20 @@ def own_service(c: Context) -> Context:
     if c.stable is None:
         return c
     s, selected, kept = c.snapshot, traffic.selected(c), c.spec.disruption.min_available
-    own: list[Manifest] = [service(s.key, s.uid, s.key.name, selected)]
-    pool = pools.own_pool(c, selected)
-    if pool is not None:
-        own.append(pool)
-    covered = sum(count for name, count in c.wanted.items() if selected in (traffic.EVERY_REVISION, name))
-    if not _lets_go(c, covered):
+    own: list[Manifest] = [render.service(s.key, s.uid, s.key.name, selected)]
+    if c.spec.inference_pool is not None and s.server.inference_pools:
+        picker = c.spec.inference_pool.endpoint_picker_ref
+        own.append(render.inference_pool(s.key, s.uid, s.key.name, selected, picker))
+    names = [name for name in c.wanted if selected in (traffic.EVERY_REVISION, name)]
+    covered = sum(c.wanted[name] for name in names)
+    # A replica that a canary has replaced returns with the trial's end, so it counts unless the trial is paused.
+    if kept >= (min(c.replicas, covered) if c.spec.rollout.paused else c.replicas):
+        # A budget that lets no pod leave would block node drains for ever.
         return replace(c, own=Placed(tuple(own), (("policy/v1", "PodDisruptionBudget", s.key.name),)))
-    workers = covered * (_nodes(c, selected) - 1)
-    budget = disruption_budget(s.key, s.uid, selected, kept, workers=workers)
+    rendered = {name for name in names if name in c.engines or name not in s.deployments}
+    nodes = {c.spec.engine.nodes if name in rendered else s.deployments[name].nodes for name in names}
+    workers = covered * (nodes.pop() - 1) if len(nodes) == 1 else 0
+    budget = render.disruption_budget(s.key, s.uid, selected, kept, workers=workers)
     return replace(c, own=Placed((*own, budget)))
 
 
@@ -129,28 +107,48 @@ def share_traffic(c: Context) -> Context:
         return c
     s, canary, lent = c.snapshot, c.canary, canary_service(c.snapshot.key.name)
     selected, percent = traffic.selected(c), traffic.canary_percent(c)
-    apply: list[Manifest] = []
-    absent: tuple[tuple[str, str, str], ...] = ()
-    shifting = canary is not None and canary.stage == Stage.SHIFTING
-    if canary is not None and shifting and canary.traffic_mode == TrafficMode.HTTP_ROUTE:
+    apply: list[Manifest | None] = []
+    absent: tuple[Ref, ...] = ()
+    shifts = canary is not None and (canary.stage, canary.traffic_mode) == (Stage.SHIFTING, TrafficMode.HTTP_ROUTE)
+    if canary is not None and shifts:
         selected = canary.revision
-        apply.append(service(s.key, s.uid, lent, selected))
-    elif _lingers(c):
-        # A gateway may still send requests to the canary's Service: they reach the stable revision.
-        apply.append(service(s.key, s.uid, lent, selected))
+    # A gateway may still send requests to the canary's Service: they reach the stable revision.
+    if shifts or _lingers(c):
+        apply.append(render.service(s.key, s.uid, lent, selected))
     elif c.spec.route_of(s.key.name) is not None and s.unread(Question.ROUTE) is None:
         absent = (("v1", "Service", lent),)
-    lent_pool = pools.canarys(c, selected)
-    if lent_pool is not None:
-        apply.append(lent_pool)
-    absent += pools.left_over(c)
-    route = _route(c, percent)
-    if route is not None:
-        apply.append(route)
+    apply += [_canary_pool(c, selected), _route(c, percent)]
+    absent += _pools_left_over(c)
     left = s.objects.get(("HTTPRoute", s.key.name))
     if c.spec.route is None and left is not None and left.owned:
         absent += ((HTTP_ROUTE_API, "HTTPRoute", s.key.name),)
-    return replace(c, shared=Placed(tuple(apply), absent))
+    return replace(c, shared=Placed(tuple(one for one in apply if one is not None), absent))
+
+
+def _canary_pool(c: Context, selected: str) -> Manifest | None:
+    """Render the canary's pool (docs/decisions/0031). It exists before any trial: gateways need time to notice it."""
+    s, asked, name = c.snapshot, c.spec.inference_pool, canary_service(c.snapshot.key.name)
+    routed, there = c.spec.route_of(s.key.name) is not None, s.objects.get(("InferencePool", name))
+    if asked is None or not s.server.inference_pools or not (routed or there is not None):
+        return None
+    made = render.inference_pool(s.key, s.uid, name, selected, asked.canary_endpoint_picker_ref)
+    unnamed = asked.endpoint_picker_ref is not None and asked.canary_endpoint_picker_ref is None
+    if not routed and unnamed and there is not None and there.picker is not None:
+        # The spec names no picker any more, but an earlier route may still use the pool, so keep its picker.
+        return {**made, "spec": {**made["spec"], "endpointPickerRef": dict(there.picker)}}
+    return made
+
+
+def _pools_left_over(c: Context) -> tuple[Ref, ...]:
+    """Return the pools to delete if the spec asks for none. A pool stays while the route names it."""
+    s = c.snapshot
+    if c.spec.inference_pool is not None:
+        return ()
+    pools = [name for kind, name in s.objects if kind == "InferencePool" and s.objects[kind, name].owned]
+    named = {canary_service(s.key.name)} if traffic.routed(s) else set()
+    if c.spec.route is not None and carries(s.route, Backend(*s.key, POOLS)):
+        named.add(s.key.name)
+    return tuple((INFERENCE_POOL_API, "InferencePool", name) for name in pools if name not in named)
 
 
 def _route(c: Context, percent: int) -> Manifest | None:
@@ -163,36 +161,12 @@ def _route(c: Context, percent: int) -> Manifest | None:
         return None
     shared = weighted(rules, backend(s), percent)
     if asked is not None:
-        return http_route(s.key, s.uid, asked, shared)
-    return route_rules(s.key, s.route, shared) if s.route is not None and shared != tuple(rules) else None
-
-
-def _nodes(c: Context, selected: str) -> int:
-    """Return the pods per selected replica, or 1 if replicas differ."""
-    spread, there = c.spec.engine.nodes, c.snapshot.deployments
-    names = [name for name in c.wanted if selected in (traffic.EVERY_REVISION, name)]
-    found = {spread if name in c.engines or name not in there else there[name].nodes for name in names}
-    return found.pop() if len(found) == 1 else 1
-
-
-def _has_gate(s: Snapshot, revision: str) -> bool:
-    """Return True if a revision's pods have our readiness gate: adding it would restart them."""
-    there = s.deployments.get(revision)
-    return there is None or there.has_gate
-
-
-def _lets_go(c: Context, covered: int) -> bool:
-    """Return True if a budget over so many pods can let one leave. Otherwise it would block node drains for ever.
-
-    A replica that a canary has replaced returns when the trial ends, so it counts unless the trial is paused.
-    """
-    waits = min(c.replicas, covered) if c.spec.rollout.paused else c.replicas
-    return waits > c.spec.disruption.min_available
+        return render.http_route(s.key, s.uid, asked, shared)
+    return render.route_rules(s.key, s.route, shared) if s.route is not None and shared != tuple(rules) else None
 
 
 def _lingers(c: Context) -> bool:
-    """Return True if a gateway may still send requests to the canary's Service: until preStopSeconds after the route
-    dropped it."""
+    """Return True if a gateway may still use the canary's Service, for preStopSeconds after the route dropped it."""
     s, canary, last = c.snapshot, c.canary, c.status.last_trial
     if s.unread(Question.ROUTE) is None and traffic.routed(s):
         return True
@@ -214,7 +188,11 @@ def _replicas_on_trial(c: Context, stable: Stable) -> Mapping[str, int]:
     sides = (stable.revision, canary.revision)
     others = sum(view.replicas for name, view in s.deployments.items() if name not in sides)
     reference = baseline.borrowed(c) if s.traffic == stable.revision else None
-    waits = [name for name in (reference, canary.revision) if name is not None and _is_refused(s, name)]
+    waits = [
+        name
+        for name in (reference, canary.revision)
+        if name is not None and name not in s.deployments and of_workload(s, name, s.rejections or ())
+    ]
     if waits:
         # Keep all stable replicas while the API server refuses the canary's engines. The operator retries the write.
         kept = {canary.revision: ours.replicas, stable.revision: min(c.replicas, most - others)}
@@ -233,11 +211,6 @@ def _replicas_on_trial(c: Context, stable: Stable) -> Mapping[str, int]:
         goal = min(goal, ours.replicas)
     grown, left = rolling_step(ours, goal, theirs, total=most, floor=least, both_serve=both, others=others)
     return {canary.revision: grown, stable.revision: min(left, c.replicas)}
-
-
-def _is_refused(s: Snapshot, revision: str) -> bool:
-    """Return True if a revision has no pods because the API server refuses its workload."""
-    return revision not in s.deployments and bool(of_workload(s, revision, s.rejections or ()))
 
 
 def _goal(c: Context) -> int:

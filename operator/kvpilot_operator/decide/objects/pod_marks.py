@@ -1,13 +1,5 @@
-"""Marks on pods: readiness gates, and the request to autoscalers not to evict a pod.
-
-A readiness gate (docs/decisions/0030) keeps a pod out of everything that selects pods: our Services, a user's Service
-or InferencePool, a mesh. It opens only after the status has said that the revision may serve.
-
-Pods on trial, borrowed pods and the probed pod should not be evicted: an eviction ruins minutes of measuring. The mark
-is only a request. It ends with the verdict, a trial without progress loses it soon, and `kubectl drain` ignores it.
-"""
-
-from __future__ import annotations
+"""Marks on pods: readiness gates, which open once the status says that a revision may serve (docs/decisions/0030), and
+the request to autoscalers to leave pods that are measured."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -20,7 +12,6 @@ from kvpilot_operator.decide.objects import traffic
 from kvpilot_operator.state.decision import Find
 from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.state.questions import keeps_probe
-from kvpilot_operator.state.snapshot import Snapshot
 
 D = TypeVar("D", bound=Draft)
 
@@ -38,11 +29,8 @@ def admit(c: Context) -> Context:
 def admit_serving(draft: D) -> D:
     """Open the gates of revisions that already get requests, and close none. Used when all objects stay unchanged."""
     s, stable, canary = draft.snapshot, draft.stable, draft.canary
-    serving = {s.traffic}
-    if stable is not None:
-        serving.add(stable.revision)
-    if canary is not None and canary.stage in _SENT_REQUESTS:
-        serving.add(canary.revision)
+    sent = canary is not None and canary.stage in _SENT_REQUESTS
+    serving = {s.traffic, *(one.revision for one in (stable, canary if sent else None) if one is not None)}
     pods = (pod for pod in s.pods if pod.admitted is False and not pod.terminating)
     return replace(draft, gates={pod.name: True for pod in pods if pod.revision in serving})
 
@@ -67,19 +55,20 @@ _SOON = timedelta(minutes=10)
 
 def keep_judged(c: Context) -> Context:
     """Mark the pods that are judged now, but no pods of a paused trial."""
-    asked = None if c.request is None or isinstance(c.request, Find) else c.request.pod
-    judged: set[str | None] = set()
-    if c.canary is not None and c.canary.stage in _JUDGED and not c.spec.rollout.paused:
-        judged = {c.canary.revision, baseline.borrowed(c)}
+    asked = None if c.probe is None or isinstance(c.probe, Find) else c.probe.pod
+    canary = None if c.spec.rollout.paused else c.canary
+    judged = (canary.revision, baseline.borrowed(c)) if canary is not None and canary.stage in _JUDGED else ()
     pods = [p for p in c.snapshot.pods if not p.terminating]
     names = frozenset(p.name for p in pods if p.revision in judged or p.name == asked)
     # Do not disturb a running probe.
-    return replace(c, do_not_evict=names | _marked(c.snapshot) if keeps_probe(c.unanswered) else names)
+    kept = keep_as_now(c).do_not_evict if keeps_probe(c.unanswered) else frozenset()
+    return replace(c, do_not_evict=names | kept)
 
 
 def keep_as_now(draft: D) -> D:
     """Keep the present marks."""
-    return replace(draft, do_not_evict=_marked(draft.snapshot))
+    pods = draft.snapshot.pods
+    return replace(draft, do_not_evict=frozenset(p.name for p in pods if p.do_not_evict and not p.terminating))
 
 
 def keep_while_refused(draft: Draft) -> Draft:
@@ -88,7 +77,3 @@ def keep_while_refused(draft: Draft) -> Draft:
     refused = told is not None and (told.status, told.reason) == ("True", Reason.SPEC_INVALID)
     since = told.last_transition_time if told is not None and refused else draft.now
     return keep_as_now(draft) if draft.canary is not None and draft.now - since < _SOON else draft
-
-
-def _marked(s: Snapshot) -> frozenset[str]:
-    return frozenset(p.name for p in s.pods if p.do_not_evict and not p.terminating)

@@ -1,13 +1,6 @@
-"""The weights: the claim that the spec asks for, and the Job that fills it before engines start.
-
-    none --spec.cache.prefetch--> Pending --its pod says how much--> Prefetching --the Job is complete--> Ready
-
-`status.cache` is the state. The required content of the claim has an identity, and a new identity (for example a new
-revision of the model) starts a new Job. No engine of the new revision starts until the claim is Ready; the serving
-revision continues. A Job cannot be changed, so the Job of an older spec is deleted and then created again.
-"""
-
-from __future__ import annotations
+"""The weights: the claim that the spec asks for, and the Job that fills it before engines start. `status.cache` goes
+from Pending over Prefetching (its pod says how much) to Ready. New content of the claim has a new identity and needs a
+new Job; no engine that needs it starts before. A Job cannot be changed, so an older one is deleted first."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +14,7 @@ from kvpilot_operator.decide.diagnosis import pending_reason, refusal
 from kvpilot_operator.render.objects import claim
 from kvpilot_operator.render.prefetch import claim_name, identity, job
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.objects import PodView, PrefetchView
+from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import WeightsCache, clip
 from kvpilot_operator.times import utc
@@ -48,13 +41,10 @@ def keep(c: Context) -> Context:
 
 def ready(c: Context) -> bool:
     """Return True if engines find their weights on the claim, or have to download them themselves."""
-    if not c.spec.cache.prefetch:
-        return True
     kept = c.status.cache
-    return kept is not None and (kept.phase, kept.identity) == (
-        CachePhase.READY,
-        identity(c.snapshot.key.name, c.spec),
-    )
+    if not c.spec.cache.prefetch or kept is None:
+        return not c.spec.cache.prefetch
+    return (kept.phase, kept.identity) == (CachePhase.READY, identity(c.snapshot.key.name, c.spec))
 
 
 def wait(c: Context) -> Wait | None:
@@ -62,25 +52,27 @@ def wait(c: Context) -> Wait | None:
     if ready(c):
         return None
     view, kept, name = c.snapshot.prefetch, c.status.cache, prefetch_job(c.snapshot.key.name)
+    claimed = f"PersistentVolumeClaim {claim_name(c.snapshot.key.name, c.spec)}"
     if view is None:
-        return Wait(Cause(Reason.PREFETCHING, f"Job {name} is to fill {_claim(c)} before an engine is started"), False)
+        return Wait(Cause(Reason.PREFETCHING, f"Job {name} is to fill {claimed} before an engine is started"), False)
     if view.failure is not None:
         text = f"Job {name} has failed: {view.failure}. Delete it, and it is made anew"
         return Wait(Cause(Reason.PREFETCH_FAILED, clip(text)), True)
-    fetching = kept is not None and kept.phase == CachePhase.PREFETCHING
-    stopped = _stopped(view) if view.downloaded_bytes is None else None
-    if stopped is not None:
+    there, total, amount = view.downloaded_bytes, view.total_bytes, ""
+    # A container that has stopped waits for its next attempt.
+    stopped = next((cause for pod in view.pods if (cause := refusal(pod.exit_message)) is not None), None)
+    if stopped is not None and there is None:
         way = "or set spec.cache.prefetch to false, and engines download for themselves"
         return Wait(stopped._replace(message=clip(f"Job {name}: {stopped.message} ({way})")), True)
-    if fetching:
-        return Wait(Cause(Reason.PREFETCHING, f"Job {name} fills {_claim(c)}{_amount(view)}"), False)
-    pending = held_up(c, view.pods)
-    if pending is not None:
+    if kept is not None and kept.phase == CachePhase.PREFETCHING:
+        # In whole percent, so that the status is not written for each byte.
+        amount = f": {100 * there // total}% of {total / 1e9:.1f} GB" if there is not None and total else ""
+    elif (pending := held_up(c, view.pods)) is not None:
         return Wait(pending._replace(message=clip(f"Job {name}: {pending.message}")), False)
-    if not view.pods:
+    elif not view.pods:
         text = f"Job {name} has no pod yet; if it persists, `kubectl describe job {name}` says why"
         return Wait(Cause(Reason.PREFETCHING, text), False)
-    return Wait(Cause(Reason.PREFETCHING, f"Job {name} fills {_claim(c)}"), False)
+    return Wait(Cause(Reason.PREFETCHING, f"Job {name} fills {claimed}{amount}"), False)
 
 
 def held_up(c: Context, pods: Sequence[PodView]) -> Cause | None:
@@ -115,7 +107,8 @@ def _fill(c: Context) -> Context:
     view, content = s.prefetch, next(iter(manifest["metadata"]["annotations"].values()))
     if view is not None and view.done and view.content.startswith(f"{wanted}-"):
         c = c.set(cache=WeightsCache(identity=wanted, phase=CachePhase.READY))
-        return c.event("WeightsPrefetched", f"{_claim(c)} is filled")
+        name = claim_name(s.key.name, c.spec)
+        return c.event("WeightsPrefetched", f"PersistentVolumeClaim {name} is filled")
     if view is not None and view.content != content:
         return replace(c, storage=c.storage._replace(absent=((*_KIND, prefetch_job(s.key.name)),)))
     c = replace(c, storage=c.storage._replace(apply=(*c.storage.apply, manifest)))
@@ -133,24 +126,8 @@ def _leave(c: Context) -> Context:
     return replace(c, storage=c.storage._replace(absent=((*_KIND, prefetch_job(s.key.name)),)))
 
 
-def _stopped(view: PrefetchView) -> Cause | None:
-    """Return the cause of the container's last failure. The container waits for its next attempt."""
-    return next((cause for pod in view.pods if (cause := refusal(pod.exit_message)) is not None), None)
-
-
-def _claim(c: Context) -> str:
-    return f"PersistentVolumeClaim {claim_name(c.snapshot.key.name, c.spec)}"
-
-
-def _amount(view: PrefetchView) -> str:
-    """Return the progress in whole percent, so that the status is not written for each byte."""
-    there, total = view.downloaded_bytes, view.total_bytes
-    return f": {100 * there // total}% of {total / 1e9:.1f} GB" if there is not None and total else ""
-
-
 def _unbound(c: Context) -> str:
-    """Explain an unbound claim: the scheduler does not name the claim, and Kubernetes does not list a class's access
-    modes."""
+    """Explain an unbound claim: the scheduler does not name it, and Kubernetes lists no access modes of a class."""
     text = "a claim of its pods has no volume: `kubectl get pvc` shows which, and `kubectl describe pvc` why."
     asked = c.spec.cache.weights
     if asked is None:
@@ -160,8 +137,9 @@ def _unbound(c: Context) -> str:
     field, many = "spec.cache.weights", asked.access_mode == "ReadWriteMany"
     wrong = "its volumes cannot be shared (disks cannot)" if many else "it can make none where the pods may run"
     or_else = ", or with accessMode ReadWriteOnce, which keeps all pods on one node" if many else ""
+    name = claim_name(c.snapshot.key.name, c.spec)
     return (
-        f"{text} {_claim(c)} asks for {asked.size} as {asked.access_mode} of {of}: there is no such class, or {wrong}. "
-        f"A claim keeps both: take {field} out of the spec, delete the claim, and put {field} back with the "
-        f"storageClassName of {'a shared file system' if many else 'another class'}{or_else}."
+        f"{text} PersistentVolumeClaim {name} asks for {asked.size} as {asked.access_mode} of {of}: there is no such "
+        f"class, or {wrong}. A claim keeps both: take {field} out of the spec, delete the claim, and put {field} back "
+        f"with the storageClassName of {'a shared file system' if many else 'another class'}{or_else}."
     )

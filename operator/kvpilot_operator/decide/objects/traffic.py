@@ -1,15 +1,8 @@
-"""The traffic of a service: the Service's selector, and the share in the HTTPRoute.
-
-The selector normally names one revision. While two serve together (steps by replica ratio, rolling steps of a
-promotion), it names none and so selects both. It always names one while other pods of the service exist, so that a
-borrowed 16-bit replica gets no request. See docs/decisions/0008.
-"""
-
-from __future__ import annotations
+"""The traffic of a service: the Service's selector (docs/decisions/0008), and the share in the HTTPRoute."""
 
 from kvpilot_operator.api.names import canary_service
 from kvpilot_operator.api.words import Stage, TrafficMode
-from kvpilot_operator.decide.context import Context, Draft, in_flight
+from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.traffic_plan import floor
 from kvpilot_operator.render import route
 from kvpilot_operator.state.questions import Question
@@ -21,17 +14,24 @@ EVERY_REVISION = ""
 
 def selected(c: Context) -> str:
     """Return the revision that the Service selects, or EVERY_REVISION."""
-    stable, canary = c.stable, c.canary
+    s, stable, canary, paused = c.snapshot, c.stable, c.canary, c.spec.rollout.paused
     if stable is None:
         raise LookupError("a service without a stable revision has no traffic")
     if canary is None:
         return stable.revision
-    wanted = _wanted(c, stable.revision)
-    if wanted == EVERY_REVISION and orphans(c):
-        ready = {name: len(c.snapshot.ready_pods(name)) for name in (stable.revision, canary.revision)}
-        promoting = canary.stage == Stage.PROMOTING and ready[canary.revision] > ready[stable.revision]
-        return canary.revision if promoting else stable.revision
-    return wanted
+    ours, theirs = len(s.ready_pods(canary.revision)), len(s.ready_pods(stable.revision))
+    promoting, both = canary.stage == Stage.PROMOTING, False
+    if promoting:
+        if s.traffic == canary.revision or (ours >= c.replicas and not paused):
+            return canary.revision
+        both = s.traffic != stable.revision or (ours > 0 and not paused)
+    elif canary.stage == Stage.SHIFTING:
+        both = canary.traffic_mode == TrafficMode.REPLICA_RATIO
+    elif canary.stage == Stage.ROLLING_BACK and s.traffic != stable.revision:
+        both = theirs < (max(floor(c.spec, c.replicas), 1) if c.replicas else 0)
+    if both and orphans(c):
+        return canary.revision if promoting and ours > theirs else stable.revision
+    return EVERY_REVISION if both else stable.revision
 
 
 def orphans(c: Context) -> tuple[str, ...]:
@@ -68,19 +68,3 @@ def canary_percent(c: Context) -> int:
     ready = len(c.snapshot.ready_pods(canary.revision))
     reached = [p for p in c.plan.steps if p.index <= canary.step and p.replicas <= ready]
     return reached[-1].weight_percent if reached else 0
-
-
-def _wanted(c: Context, stable: str) -> str:
-    s, canary, paused = c.snapshot, in_flight(c), c.spec.rollout.paused
-    unmoved = s.traffic == stable
-    if canary.stage == Stage.SHIFTING:
-        return EVERY_REVISION if canary.traffic_mode == TrafficMode.REPLICA_RATIO else stable
-    if canary.stage == Stage.PROMOTING:
-        ready = len(s.ready_pods(canary.revision))
-        if s.traffic == canary.revision or (ready >= c.replicas and not paused):
-            return canary.revision
-        return stable if unmoved and (ready == 0 or paused) else EVERY_REVISION
-    if canary.stage == Stage.ROLLING_BACK and not unmoved:
-        needed = max(floor(c.spec, c.replicas), 1) if c.replicas else 0
-        return stable if len(s.ready_pods(stable)) >= needed else EVERY_REVISION
-    return stable

@@ -1,10 +1,4 @@
-"""Choose the probe that is due, and judge its answer.
-
-`probe` computes the probe that is due once. `_judge` compares an answer with the baseline (`accuracy/verdict.py`). It
-counts for the canary here, or for the serving replicas in `accuracy/drift.py`.
-"""
-
-from __future__ import annotations
+"""Choose the probe that is due, and judge its answer, for serving replicas with `accuracy/drift.py`."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -12,12 +6,12 @@ from datetime import timedelta
 from kvpilot_operator.api.words import Action, Reason, Stage, Verdict
 from kvpilot_operator.decide.accuracy import baseline, drift
 from kvpilot_operator.decide.accuracy.reported import as_asked
-from kvpilot_operator.decide.accuracy.verdict import Judgement, both_answers, judge, measured
+from kvpilot_operator.decide.accuracy.verdict import Judgement, both_answers, judge
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.rejections import finding
 from kvpilot_operator.decide.rollout.ending import NOT_OF_THE_DTYPE, roll_back
 from kvpilot_operator.probes.stats import Measurement
-from kvpilot_operator.state.accuracy import Baseline
+from kvpilot_operator.state.accuracy import Baseline, Measured
 from kvpilot_operator.state.decision import Captured, Find, Found, Measure, ProbeFailed, Request
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import Canary
@@ -27,10 +21,7 @@ ERROR_BACKOFF_SECONDS = 10
 
 
 def probe(c: Context) -> Context:
-    """Judge the answer of the probe that is due, or ask for it.
-
-    An answer that changes the status is used only once. The next reconcile names the next probe.
-    """
+    """Judge the answer of the probe that is due, or ask for it. An answer that changes the status is used only once."""
     if c.snapshot.unread(Question.PROBE_SETS) is not None:
         return c
     c = drift.begin(c)
@@ -41,16 +32,20 @@ def probe(c: Context) -> Context:
     kept, result = baseline.known(c), c.snapshot.probe_result
     due = _due(c, kept)
     if due is None or result is None or result.outcome is None or result.request.identity != due.identity:
-        return replace(c, request=due)
+        return replace(c, probe=due)
     after = _judge(c, due, result.outcome, kept)
-    return after if after.status != c.status else replace(c, request=due)
+    return after if after.status != c.status else replace(c, probe=due)
 
 
 def _due(c: Context, kept: Baseline | None) -> Request | None:
     """Return the request that is due now: first a baseline, then the canary, then the serving replicas."""
-    canary = c.canary
-    if canary is not None and (_backing_off(c, canary) or _waits_for_pause_to_end(c, canary)):
-        return None
+    canary, limits = c.canary, c.spec.accuracy
+    if canary is not None:
+        used_up = canary.failures >= limits.failure_limit or canary.errors >= limits.consecutive_error_limit
+        wait = timedelta(seconds=ERROR_BACKOFF_SECONDS * canary.errors)
+        # Only a pause can keep a canary that has used up its limits.
+        if (c.spec.rollout.paused and used_up) or (canary.errors and c.now < canary.stage_time + wait):
+            return None
     if kept is None:
         return baseline.wanted(c)
     if canary is None:
@@ -75,7 +70,15 @@ def _judge(c: Context, asked: Request, outcome: Found, kept: Baseline | None) ->
         judgement = judge(outcome, kept, c.spec.accuracy)
         answers = both_answers(outcome, side.dtype) if judgement.verdict == Verdict.FAILED else None
         c = c if answers is None else c.event("AnswersDiffer", answers, warning=True)
-        last = measured(c.snapshot, outcome, judgement, revision=side.revision, dtype=side.dtype, pod=asked.pod)
+        last = Measured(
+            revision=side.revision,
+            dtype=side.dtype,
+            pod=asked.pod,
+            verdict=judgement.verdict,
+            probe_time=c.now,
+            excess_kl_micronats=judgement.excess_kl_micronats,
+            top1_agreement_permille=outcome.top1_agreement_permille,
+        )
         return drift.count(c, last, judgement) if c.canary is None else _count(c.set_accuracy(last=last), judgement)
     if not isinstance(outcome, ProbeFailed) or isinstance(asked, Find):
         return c
@@ -112,15 +115,3 @@ def _count_error(c: Context, failed: ProbeFailed, verdict: Verdict) -> Context:
 
 def _is_probed(canary: Canary) -> bool:
     return canary.stage == Stage.PROBING and canary.verdict == Verdict.PENDING
-
-
-def _waits_for_pause_to_end(c: Context, canary: Canary) -> bool:
-    """Return True if the canary has used up its limits and only a pause prevents its rollback."""
-    limits = c.spec.accuracy
-    used_up = canary.failures >= limits.failure_limit or canary.errors >= limits.consecutive_error_limit
-    return c.spec.rollout.paused and used_up
-
-
-def _backing_off(c: Context, canary: Canary) -> bool:
-    wait = timedelta(seconds=ERROR_BACKOFF_SECONDS * canary.errors)
-    return canary.errors > 0 and c.now < canary.stage_time + wait

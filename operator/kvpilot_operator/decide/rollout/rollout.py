@@ -5,12 +5,9 @@
                                 +-------------------+-------------------+-------------------------------+
                                                     +--> RollingBack --traffic back, pods gone--> none
 
-Each step is written to the status before its objects change, and is derived only from observations. So an interrupted
-reconcile is simply repeated. `starting` decides when a canary may start and why its pods wait, `shifting` judges a
-step, and `placement` derives the objects.
+Each step is written to the status before its objects change, and is derived only from observations, so an interrupted
+reconcile is simply repeated.
 """
-
-from __future__ import annotations
 
 from datetime import timedelta
 
@@ -21,12 +18,12 @@ from kvpilot_operator.decide.accuracy import baseline
 from kvpilot_operator.decide.accuracy.reported import mismatch
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.diagnosis import engine_failure, made_anew, mixed_factors
-from kvpilot_operator.decide.objects import pools, storage, traffic
+from kvpilot_operator.decide.objects import storage, traffic
 from kvpilot_operator.decide.rollout import shifting, starting
 from kvpilot_operator.decide.rollout.ending import finish_promotion, finish_rollback, roll_back
 from kvpilot_operator.decide.rollout.starting import SURGE_SECONDS, pods_on_trial, unschedulable, why_waiting
 from kvpilot_operator.decide.traffic_plan import counts, one_can_leave
-from kvpilot_operator.state.status import Stable
+from kvpilot_operator.state.status import Canary, Stable
 
 # The stable side counts as down if none of its pods answers for this long.
 DOWN_SECONDS = 60
@@ -48,15 +45,16 @@ def advance(c: Context) -> Context:
         return _serve(c, "Started", f"first revision with {target.dtype}: {target.message}")
     if target.revision == stable.revision:
         return c
-    if not stable.ever_ready:
-        return _serve(c, "Replaced", f"{stable.revision} never became ready; {target.revision} takes its place")
-    if stable.revision not in c.snapshot.deployments:
-        gone = f"the engines of {stable.revision} are gone; {target.revision} takes its place"
-        return _serve(c, "Replaced", gone)
-    if c.spec.rollout.paused or pools.unwritten(c):
+    if not stable.ever_ready or stable.revision not in c.snapshot.deployments:
+        gone = f"the engines of {stable.revision} are gone"
+        why = gone if stable.ever_ready else f"{stable.revision} never became ready"
+        return _serve(c, "Replaced", f"{why}; {target.revision} takes its place")
+    # Until something is written since the operator's start, refusals of the pool are unknown.
+    unknown = c.spec.inference_pool is not None and c.snapshot.rejections is None
+    if c.spec.rollout.paused or unknown:
         return c
     fault = starting.start_fault(c, target)
-    return starting.start(c, stable) if fault is None else starting.hold(c, fault)
+    return starting.start(c, stable) if fault is None else c.hold(*fault)
 
 
 def _mark_ready(c: Context) -> Context:
@@ -68,11 +66,8 @@ def _mark_ready(c: Context) -> Context:
 
 
 def _take_back(c: Context) -> Context:
-    """Make a replaced revision stable again if it answers after all, while requests still go to it.
-
-    Its successor then starts as a canary, like every other change: an immediate switch would leave no pod to answer.
-    If the status was lost, the answering revision becomes stable, with its replicas.
-    """
+    """Make an answering revision stable again while requests still go to it: one that was replaced before it answered,
+    or one that a lost status does not name. Its successor then starts as a canary, so that pods keep answering."""
     s, stable, asked = c.snapshot, c.stable, c.spec.scaling
     if c.canary is not None or (stable is not None and stable.ever_ready):
         return c
@@ -87,8 +82,8 @@ def _take_back(c: Context) -> Context:
             return c
         text = f"{there.revision} ({there.dtype}) answers after all, before {stable.revision} does"
     elif asked.mode == "Operator":
-        c = c.set(scaling=msgspec.structs.replace(c.status.scaling, desired_replicas=asked.clamp(there.replicas)))
-    before = stable.dtype if stable is not None else None
+        c = c.set_scaling(desired_replicas=asked.clamp(there.replicas))
+    before = None if stable is None else stable.dtype
     c = c.set(stable=Stable(revision=there.revision, dtype=there.dtype, since=c.now))
     return c.record(Action.SERVE, "TakenBack", text, from_dtype=before, to_dtype=there.dtype)
 
@@ -106,62 +101,65 @@ def _advance_canary(c: Context) -> Context:
         return c if traffic.routed(s) else finish_promotion(c)
     overdue = c.now > shifting.deadline(c.spec, canary)
     if c.spec.rollout.paused:
-        if overdue:
-            # A pause stops the clock; restart it if it ran out.
-            return c.set_canary(stage_time=c.now, step_time=None if canary.step_time is None else c.now)
-        return c
-    if c.target.revision != canary.revision:
-        return roll_back(c, Verdict.ERROR, Reason.SUPERSEDED, "the spec changed during the canary")
-    if c.replicas == 0 and canary.stage != Stage.PROMOTING:
-        zero = "the service was scaled to 0 during the canary"
-        return roll_back(c, Verdict.ERROR, Reason.SUPERSEDED, zero)
-    if c.policy.chosen.action == Action.SCALE_OUT and c.spec.kv_cache.mode == "Auto":
-        # The policy adds replicas during a trial only in a surge that may abort the trial.
-        surge = f"the load runs away: {c.replicas} replicas come first"
-        return roll_back(c, Verdict.ERROR, Reason.SUPERSEDED, surge)
-    judged = canary.verdict not in (Verdict.PENDING, Verdict.PASSED)
-    if canary.stage in (Stage.STARTING, Stage.PROBING) and judged:
-        return roll_back(c, canary.verdict, canary.reason, canary.message)
-    failure = engine_failure([*pods_on_trial(c), *made_anew(s, canary.revision)])
-    if failure is not None:
-        return roll_back(c, Verdict.ERROR, *failure)
-    # Probes of one pod would say nothing about pods with other factors.
-    differ = mixed_factors(s, canary.revision)
-    if differ is not None:
-        return roll_back(c, Verdict.ERROR, Reason.MIXED_FACTORS, differ)
-    other = mismatch(s, canary.revision, canary.dtype)
-    if other is not None:
-        return roll_back(c, Verdict.ERROR, Reason.DTYPE_MISMATCH, other)
-    unfit = baseline.misreported(c) if baseline.on_trial(c) and baseline.known(c) is None else None
-    if unfit is not None:
-        return roll_back(c, Verdict.INCONCLUSIVE, *unfit)
-    c = _note_capacity(c)
+        # A pause stops the clock; restart it if it ran out.
+        again = None if canary.step_time is None else c.now
+        return c.set_canary(stage_time=c.now, step_time=again) if overdue else c
+    if (fault := _fault(c, canary)) is not None:
+        return roll_back(c, *fault)
+    sample = s.last_sample(canary.revision)
+    c = c if sample is None else c.set_canary(capacity_tokens=sample.capacity_tokens // sample.pods)
     if overdue:
         return _give_up(c)
     no_node = unschedulable(c)
     return _advance_stage(c) if no_node is None else _replace_one(c, no_node)
 
 
+def _fault(c: Context, canary: Canary) -> tuple[Verdict, str, str] | None:
+    """Return the verdict, reason and message that end the trial now, or None."""
+    s, untried = c.snapshot, baseline.on_trial(c) and baseline.known(c) is None
+    if c.target.revision != canary.revision:
+        return Verdict.ERROR, Reason.SUPERSEDED, "the spec changed during the canary"
+    if c.replicas == 0 and canary.stage != Stage.PROMOTING:
+        return Verdict.ERROR, Reason.SUPERSEDED, "the service was scaled to 0 during the canary"
+    if c.policy.chosen.action == Action.SCALE_OUT and c.spec.kv_cache.mode == "Auto":
+        # The policy adds replicas during a trial only in a surge that may abort the trial.
+        return Verdict.ERROR, Reason.SUPERSEDED, f"the load runs away: {c.replicas} replicas come first"
+    if canary.stage in (Stage.STARTING, Stage.PROBING) and canary.verdict not in (Verdict.PENDING, Verdict.PASSED):
+        return canary.verdict, canary.reason, canary.message
+    if (failure := engine_failure([*pods_on_trial(c), *made_anew(s, canary.revision)])) is not None:
+        return Verdict.ERROR, *failure
+    # Probes of one pod would say nothing about pods with other factors.
+    if (differ := mixed_factors(s, canary.revision)) is not None:
+        return Verdict.ERROR, Reason.MIXED_FACTORS, differ
+    if (other := mismatch(s, canary.revision, canary.dtype)) is not None:
+        return Verdict.ERROR, Reason.DTYPE_MISMATCH, other
+    unfit = baseline.misreported(c) if untried else None
+    return None if unfit is None else (Verdict.INCONCLUSIVE, *unfit)
+
+
 def _advance_stage(c: Context) -> Context:
     canary = in_flight(c)
     if canary.stage == Stage.STARTING:
-        return _begin_probing(c)
+        answering = [pod for pod in pods_on_trial(c) if pod.answers]
+        if not answering:
+            return c
+        who = f"canary {canary.revision} ({canary.dtype})"
+        if answering[0].revision != canary.revision:
+            who = f"the {c.spec.kv_cache.baseline} replica that {who} is measured against"
+        text = f"{who} answers; it is probed before any traffic"
+        return c.set_canary(stage=Stage.PROBING).event("CanaryReady", text)
     if canary.stage == Stage.PROBING and canary.verdict == Verdict.PASSED:
         return _share_traffic(c)
     if canary.stage == Stage.SHIFTING:
+        # The user may have removed all steps.
         c = shifting.advance_step(c) if c.spec.canary.steps else c
-        return _promote(c) if shifting.over(c) else c
-    return _note_shares(c) if canary.stage == Stage.PROMOTING else c
-
-
-def _begin_probing(c: Context) -> Context:
-    canary, answering = in_flight(c), [pod for pod in pods_on_trial(c) if pod.answers]
-    if not answering:
-        return c
-    who = f"canary {canary.revision} ({canary.dtype})"
-    if answering[0].revision != canary.revision:
-        who = f"the {c.spec.kv_cache.baseline} replica that {who} is measured against"
-    return c.set_canary(stage=Stage.PROBING).event("CanaryReady", f"{who} answers; it is probed before any traffic")
+        return _promote(c) if not c.spec.canary.steps or in_flight(c).verdict == Verdict.PASSED else c
+    here = counts(c.snapshot, canary.revision)
+    reached = min(100, 100 * here.ready // max(c.replicas, 1))
+    moved = here.ready >= here.replicas > 0 and canary.weight_percent != reached
+    # Every replaced replica has its own progress deadline.
+    promoting = canary.stage == Stage.PROMOTING and moved
+    return c.set_canary(weight_percent=reached, stage_time=c.now) if promoting else c
 
 
 def _share_traffic(c: Context) -> Context:
@@ -170,7 +168,9 @@ def _share_traffic(c: Context) -> Context:
         return shifting.noted(c, c.plan.held, reason=Reason.ROUTE_UNUSABLE)
     if c.plan.mode == TrafficMode.PROBE_ONLY:
         return _promote(c.set_canary(traffic_mode=TrafficMode.PROBE_ONLY))
-    if _stable_is_down(c):
+    serving = c.before.condition(ConditionType.SERVING)
+    long_ago = c.now - timedelta(seconds=DOWN_SECONDS)
+    if serving is not None and serving.status == "False" and serving.last_transition_time <= long_ago:
         # There is no stable side to compare with, and the canary may be the repair.
         down = "no stable replica answers: the canary's probes decide"
         c = c.set_canary(traffic_mode=TrafficMode.PROBE_ONLY).event("NothingToCompare", down, warning=True)
@@ -178,28 +178,10 @@ def _share_traffic(c: Context) -> Context:
     return shifting.begin_steps(c) if c.stable is not None and c.snapshot.ready_pods(c.stable.revision) else c
 
 
-def _stable_is_down(c: Context) -> bool:
-    """Return True if no pod of the stable revision has answered for DOWN_SECONDS."""
-    serving = c.before.condition(ConditionType.SERVING)
-    if serving is None or serving.status != "False":
-        return False
-    return c.now >= serving.last_transition_time + timedelta(seconds=DOWN_SECONDS)
-
-
 def _promote(c: Context) -> Context:
     text = f"scaling to {c.replicas} and switching traffic: {in_flight(c).message}"
     c = c.set_canary(stage=Stage.PROMOTING, step_time=None, verdict=Verdict.PASSED)
     return c.record_trial(Action.PROMOTE, "Promoting", text)
-
-
-def _note_shares(c: Context) -> Context:
-    """Record progress: every replaced replica has its own progress deadline."""
-    canary = in_flight(c)
-    here = counts(c.snapshot, canary.revision)
-    reached = min(100, 100 * here.ready // max(c.replicas, 1))
-    if here.ready >= here.replicas > 0 and canary.weight_percent != reached:
-        return c.set_canary(weight_percent=reached, stage_time=c.now)
-    return c
 
 
 def _replace_one(c: Context, no_node: str) -> Context:
@@ -224,9 +206,3 @@ def _give_up(c: Context) -> Context:
     if canary.stage == Stage.SHIFTING or canary.reason == Reason.ROUTE_UNUSABLE:
         text = f"{text}: {canary.message}"
     return roll_back(c, Verdict.ERROR, Reason.PROGRESS_DEADLINE_EXCEEDED, text)
-
-
-def _note_capacity(c: Context) -> Context:
-    canary = in_flight(c)
-    sample = c.snapshot.last_sample(canary.revision)
-    return c.set_canary(capacity_tokens=sample.capacity_tokens // sample.pods) if sample is not None else c

@@ -1,15 +1,7 @@
-"""Stage Shifting: the canary goes through the steps of live traffic, and each is judged before the next.
-
-    not in effect --pods ready, traffic as wanted--> warm-up --> measured --Passed--> next step, or promotion
-                                                                     |--Failed--> rolled back
-                                                                     |--Inconclusive--> stays, until the deadline
-
-A step is judged when its holdSeconds are over, and again each time the measured span has doubled. Look k may err with
-probability ALPHA / 2^(k+1), so all looks together err with less than ALPHA. Between the looks, every scrape is checked
-for a clear failure at level EARLY_ALPHA, which adds little error (Haybittle 1971, British Journal of Radiology 44:793).
-"""
-
-from __future__ import annotations
+"""Stage Shifting: the canary goes through the steps of live traffic. A step is judged once its pods serve, its warm-up
+and its holdSeconds are over, and again each time the measured span has doubled: look k may err with probability ALPHA /
+2^(k+1). Between the looks, every scrape is checked for a clear failure at level EARLY_ALPHA (Haybittle 1971, British
+Journal of Radiology 44:793)."""
 
 import math
 from datetime import datetime, timedelta
@@ -32,9 +24,7 @@ MIN_SECONDS = 30
 
 def begin_steps(c: Context) -> Context:
     """Enter the stage at its first step."""
-    plan = c.plan
-    c = c.set_canary(traffic_mode=plan.mode, errors=0, failures=0, verdict=Verdict.PENDING)
-    return _enter(c, plan, 0)
+    return _enter(c.set_canary(traffic_mode=c.plan.mode, errors=0, failures=0, verdict=Verdict.PENDING), c.plan, 0)
 
 
 def advance_step(c: Context) -> Context:
@@ -42,10 +32,8 @@ def advance_step(c: Context) -> Context:
     plan, canary = c.plan, in_flight(c)
     if plan.held is not None or not plan.steps:
         # A canary that has not passed a step is not promoted: the deadline ends it.
-        reason, text = (
-            (Reason.ROUTE_UNUSABLE, plan.held) if plan.held is not None else (Reason.WITHIN_LIMITS, plan.message)
-        )
-        return noted(c, text, verdict=Verdict.PENDING, reason=reason)
+        reason = Reason.WITHIN_LIMITS if plan.held is None else Reason.ROUTE_UNUSABLE
+        return noted(c, plan.held or plan.message, verdict=Verdict.PENDING, reason=reason)
     place = max((i for i, p in enumerate(plan.steps) if p.index <= (canary.step or 0)), default=0)
     step = plan.steps[place]
     if canary.weight_percent != step.weight_percent:
@@ -54,12 +42,6 @@ def advance_step(c: Context) -> Context:
         return _wait(c, plan, step)
     found = look(c, step)
     return c if found is None else _conclude(c, plan, place, found)
-
-
-def over(c: Context) -> bool:
-    """Return True if the last step has passed, or the user has removed all steps."""
-    canary = in_flight(c)
-    return not c.spec.canary.steps or canary.verdict == Verdict.PASSED
 
 
 def noted(c: Context, message: str, **changes: object) -> Context:
@@ -133,9 +115,8 @@ def _wait(c: Context, plan: TrafficPlan, step: TrafficStep) -> Context:
         return noted(c, f"{_named(plan, step)}: {missing}")
     start = c.now + timedelta(seconds=c.spec.canary.warm_up_seconds)
     judged = start + timedelta(seconds=_first(c.spec, step.hold_seconds))
-    return c.set_canary(
-        step_time=c.now, message=f"{_named(plan, step)}: measured from {start:%H:%M:%SZ}, judged at {judged:%H:%M:%SZ}"
-    )
+    text = f"{_named(plan, step)}: measured from {start:%H:%M:%SZ}, judged at {judged:%H:%M:%SZ}"
+    return c.set_canary(step_time=c.now, message=text)
 
 
 def _not_in_effect(c: Context, step: TrafficStep) -> str | None:

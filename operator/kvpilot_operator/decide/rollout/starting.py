@@ -1,17 +1,12 @@
 """Start of a canary: its preconditions, and causes that keep its pods from starting."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
-
-import msgspec
 
 from kvpilot_operator.api.words import Action, Reason, Stage, TrafficMode
 from kvpilot_operator.decide.accuracy import baseline
 from kvpilot_operator.decide.context import Context, Target, in_flight
 from kvpilot_operator.decide.diagnosis import not_started, pending_reason, waits_for_volume
-from kvpilot_operator.decide.objects import pools
 from kvpilot_operator.decide.rejections import finding, of_workload, rejected
 from kvpilot_operator.decide.traffic_plan import one_can_leave
 from kvpilot_operator.state.decision import Cause
@@ -24,8 +19,7 @@ URGENT = Reason.ACCURACY_DRIFTED
 
 
 def start_fault(c: Context, target: Target | None = None) -> Cause | None:
-    """Return the cause that keeps a canary for this target (None: any target) from starting, or None if it may
-    start."""
+    """Return the cause that keeps a canary for this target (None: any) from starting, or None if it may start."""
     spec, replicas = c.spec, c.replicas
     canary = f"a canary for {target.dtype}" if target is not None else "a canary"
     needed = (Question.POOLS, Question.PROBE_SETS, Question.NODE)
@@ -34,9 +28,8 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
         return Cause(Reason.RECONCILE_INCOMPLETE, f"no canary starts while its needs are unknown: {unread}")
     broken = c.snapshot.probes.fault
     if broken is not None:
-        return Cause(
-            Reason.PROBE_SET_INVALID, f"the probe sets cannot be used, and {canary} starts once they can: {broken}"
-        )
+        text = f"the probe sets cannot be used, and {canary} starts once they can: {broken}"
+        return Cause(Reason.PROBE_SET_INVALID, text)
     if replicas == 0:
         return Cause(Reason.SCALED_TO_ZERO, f"spec.replicas is 0: {canary} starts once there are replicas again")
     if spec.canary.capacity_policy == "ReplaceOne" and not one_can_leave(spec, replicas):
@@ -50,12 +43,13 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
     if unfit is not None:
         return Cause(unfit.reason, f"{canary} would have no reference: {unfit.message}")
     held = None if target is not None and target.reason == URGENT else c.plan.held
-    return pools.pool_fault(c) if held is None else Cause(Reason.ROUTE_UNUSABLE, held)
-
-
-def hold(c: Context, fault: Cause) -> Context:
-    """Record the reason once why no canary is started."""
-    return c if c.holds(fault.reason) else c.record(Action.HOLD, fault.reason, fault.message, warning=True)
+    name = c.snapshot.key.name
+    pool = c.snapshot.objects.get(("InferencePool", name))
+    refused = pool is not None and pool.owned and c.snapshot.rejection("InferencePool", name) is not None
+    if held is None and refused:
+        # Such a pool cannot be switched to another revision, so no trial could end.
+        held = f"no canary is started while InferencePool {name} is refused: Stalled says why"
+    return None if held is None else Cause(Reason.ROUTE_UNUSABLE, held)
 
 
 def start(c: Context, stable: Stable) -> Context:
@@ -75,11 +69,9 @@ def start(c: Context, stable: Stable) -> Context:
         replaces_one=c.spec.canary.capacity_policy == "ReplaceOne",
         traffic_mode=TrafficMode.PROBE_ONLY if target.reason == URGENT else None,
     )
-    known = msgspec.structs.replace(c.status.scaling, saturations=c.policy.saturations)
-    c = c.set(canary=canary, scaling=known)
-    c = c.record_trial(
-        Action.START_CANARY, target.reason, target.message, event="CanaryStarted", options=target.options
-    )
+    c = c.set(canary=canary).set_scaling(saturations=c.policy.saturations)
+    text, more = target.message, target.options
+    c = c.record_trial(Action.START_CANARY, target.reason, text, event="CanaryStarted", options=more)
     return c if target.warning is None else c.event("PreflightWarning", target.warning, warning=True)
 
 
@@ -119,20 +111,12 @@ def why_waiting(c: Context) -> str:
     refused = of_workload(c.snapshot, in_flight(c).revision, rejected(c.snapshot))
     if refused:
         return f": {finding(refused).message}"
-    unread = _dtype_not_told(c)
-    if unread:
-        return f": {unread}"
-    pods = [one for pod in pods_on_trial(c) if not pod.answers for one in pod.group]
-    return next((f": {reason}" for reason in map(_held_back, pods) if reason), "")
-
-
-def _dtype_not_told(c: Context) -> str:
-    """Report that the canary is not probed because its metrics have not shown its dtype for a while."""
     canary, s = in_flight(c), c.snapshot
     waits = canary.stage == Stage.PROBING and c.now >= canary.stage_time + timedelta(seconds=TOLD_SECONDS)
-    if not waits or not s.answering_pods(canary.revision) or s.reported_dtype(canary.revision) is not None:
-        return ""
-    return "its engine has not reported its dtype (vllm:cache_config_info on /metrics), and is not probed yet"
+    if waits and s.answering_pods(canary.revision) and s.reported_dtype(canary.revision) is None:
+        return ": its engine has not reported its dtype (vllm:cache_config_info on /metrics), and is not probed yet"
+    pods = [one for pod in pods_on_trial(c) if not pod.answers for one in pod.group]
+    return next((f": {reason}" for reason in map(_held_back, pods) if reason), "")
 
 
 def _held_back(pod: PodView) -> str:

@@ -1,7 +1,5 @@
 """The capacity of a dtype: tokens of KV cache in the same memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -28,22 +26,15 @@ def gain(
     skip_layers: Sequence[str] = (),
     rings: tuple[float, float] = (0.0, 0.0),
 ) -> float:
-    """Return how many times more tokens the same memory holds, by the mean bits of an element over the layers.
-
-    Layers that `skip_layers` (spec.kvCache.skipLayers) keeps in 16 bits do not shrink. The result applies to contexts
-    shorter than the sliding window; longer contexts gain more, because their window layers stop growing. Without
-    `model`, all layers are assumed to shrink. `rings` are the additional shares of recent windows before and after
-    (`ring_share`).
-    """
+    """Return how many times more tokens the same memory holds, by the mean bits of an element over the layers. It holds
+    for contexts shorter than the sliding window; longer ones gain more. `rings` are the shares of recent windows before
+    and after."""
     before = bits_per_element(from_dtype, model, skip_layers, rings[0])
     return before / bits_per_element(to_dtype, model, skip_layers, rings[1])
 
 
 def ring_share(dtype: str, model: ModelFacts | None, recent_tokens: int, held: int | None) -> float:
-    """Return the pages of the recent window per page of the `held` tokens, or 0 if these are unknown.
-
-    A sequence shorter than the window only holds the window pages that its tokens need.
-    """
+    """Return the pages of the recent window per page of the `held` tokens; 0 if these are unknown."""
     stored = dtypes.parse(dtype)
     head_dim = 128 if model is None else model.head_dim
     if held is None or not stored.has_ring or formats.stored_dim(head_dim) is None:
@@ -55,10 +46,7 @@ def ring_share(dtype: str, model: ModelFacts | None, recent_tokens: int, held: i
 def bits_per_element(
     dtype: str, model: ModelFacts | None = None, skip_layers: Sequence[str] = (), ring: float = 0.0
 ) -> float:
-    """Return the mean bits of a stored element over the layers, scales and zero points included.
-
-    `ring` is the additional share of layers with a recent window (`ring_share`).
-    """
+    """Return the mean bits of a stored element over the layers, scales and zero points included."""
     stored = dtypes.parse(dtype)
     supported = model is not None and (not stored.ours or formats.stored_dim(model.head_dim)) and model.head_dim > 0
     bits = stored.bits_per_element(model.head_dim) if model is not None and supported else stored.bits_per_element()

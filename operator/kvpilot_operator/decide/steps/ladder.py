@@ -1,22 +1,15 @@
-"""The ladder of dtypes, and those that are ruled out for this service now.
-
-The hardware, the model's architecture, a missing calibration or a denial can rule a dtype out, at any load. Unknown
-facts do not rule out a dtype, because the engine's own preflight still refuses unsupported ones.
-"""
-
-from __future__ import annotations
+"""The ladder of dtypes, and those that are ruled out now. Unknown facts rule out none: the engine may refuse."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from kvpilot_formats import dtypes, formats, hardware
 from kvpilot_formats.arguments import read, rules
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.api.words import Outcome, Reason
 from kvpilot_operator.decide.steps.capacity import gain, kept_layers
-from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Denied
 from kvpilot_operator.times import utc
@@ -52,52 +45,36 @@ def _unfit_option(dtype: str, spec: Spec) -> str | None:
     return None if found is None else f"{dtype} does not go together with {found[0]} ({found[1]})"
 
 
-def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None) -> Cause | None:
-    """Return the cause that this dtype cannot, or should not, serve this model on this hardware; or None."""
-    if (fault := hardware_fault(dtype, node, model)) is not None:
-        return Cause("HardwareUnsupported", fault)
+def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None) -> str | None:
+    """Return the reason why this dtype cannot, or should not, serve this model on this hardware; or None."""
     stored = dtypes.parse(dtype)
+    if (fault := hardware_fault(dtype, node, model)) is not None:
+        return fault
     if stored.calibrated_only and uncalibrated(spec):
-        return Cause(
-            "NotCalibrated",
-            f"{dtype} is not accurate without calibration: leave --calibration and KVPILOT_CALIBRATION out",
-        )
+        return f"{dtype} is not accurate without calibration: leave --calibration and KVPILOT_CALIBRATION out"
     if stored.latent and (spec.offloads or spec.kv_cache.bounded):
-        option = "kvCache.offload" if spec.offloads else "kvCache.retention"
-        return Cause("OptionUnsupported", f"{dtype} does not go together with {option}")
+        return f"{dtype} does not go together with kvCache.{'offload' if spec.offloads else 'retention'}"
     if (unfit := _unfit_option(dtype, spec)) is not None:
-        return Cause("OptionUnsupported", unfit)
+        return unfit
     if model is None or stored.bits_per_element() >= 16:
         return None
     if model.mla and (unserved := hardware.latent_fault(dtype)) is not None:
-        return Cause("ModelUnsupported", f"{dtype} {unserved}")
+        return f"{dtype} {unserved}"
     if stored.ours and stored.latent != model.mla:
         others = " or ".join(dtypes.own_names(latent=True))
         instead = f"which has dtypes of its own ({others})" if model.mla else "which is all that it is for"
         lacks = "does not support" if model.mla else "needs a model with"
-        return Cause("ModelUnsupported", f"{dtype} {lacks} multi-head latent attention, {instead}")
+        return f"{dtype} {lacks} multi-head latent attention, {instead}"
     if stored.ours and not stored.latent and formats.stored_dim(model.head_dim) is None:
-        return Cause("ModelUnsupported", f"{dtype} supports head_dim {formats.SERVED}; the model has {model.head_dim}")
-    return _little_gain(dtype, spec, model)
-
-
-def _little_gain(dtype: str, spec: Spec, model: ModelFacts) -> Cause | None:
+        return f"{dtype} supports head_dim {formats.SERVED}; the model has {model.head_dim}"
     skip = spec.kv_cache.skip_layers
     effective = gain(spec.kv_cache.baseline, dtype, model, skip)
     if effective >= MIN_GAIN:
         return None
-    return Cause(
-        "LittleGain",
+    return (
         f"{dtype} would hold {effective:.2f}x the tokens of {spec.kv_cache.baseline}: {kept_layers(model, skip)} of "
-        f"{model.layers} layers stay in 16 bits (spec.kvCache.skipLayers); {MIN_GAIN}x is the least worth a restart",
+        f"{model.layers} layers stay in 16 bits (spec.kvCache.skipLayers); {MIN_GAIN}x is the least worth a restart"
     )
-
-
-def slow_fp8(dtype: str, model: ModelFacts | None) -> str | None:
-    """Return the reason to prefer one of our dtypes to this FP8 dtype, or None."""
-    if not dtype.startswith("fp8") or model is None or model.head_dim < _FP8_SLOW_HEAD_DIM:
-        return None
-    return f"{dtype} attention is slower than 16 bits at head_dim {model.head_dim}: our formats come first"
 
 
 def hardware_fault(dtype: str, node: NodeFacts, model: ModelFacts | None = None) -> str | None:
@@ -137,9 +114,8 @@ def rungs(
     """Return the baseline and the ladder, from the safest to the smallest."""
 
     def rung(dtype: str) -> Rung:
-        ruled_out = infeasible(dtype, spec, node, model)
-        if ruled_out is not None:
-            return Rung(dtype, Outcome.VETOED, ruled_out.message)
+        if (fault := infeasible(dtype, spec, node, model)) is not None:
+            return Rung(dtype, Outcome.VETOED, fault)
         standing = denial(dtype, spec, node.gpu, denied, now)
         if standing is None:
             return Rung(dtype)
@@ -147,10 +123,11 @@ def rungs(
 
     found = [rung(dtype) for dtype in (spec.kv_cache.baseline, *spec.kv_cache.ladder)]
     ours_open = any(one.outcome is None and not one.dtype.startswith("fp8") for one in found[1:])
+    slow = ours_open and model is not None and model.head_dim >= _FP8_SLOW_HEAD_DIM
     for i, one in enumerate(found):
-        slow = slow_fp8(one.dtype, model)
-        if one.outcome is None and slow is not None and ours_open:
-            found[i] = Rung(one.dtype, Outcome.VETOED, slow)
+        if model is not None and slow and one.outcome is None and one.dtype.startswith("fp8"):
+            text = f"{one.dtype} attention is slower than 16 bits at head_dim {model.head_dim}: our formats come first"
+            found[i] = Rung(one.dtype, Outcome.VETOED, text)
     return tuple(found)
 
 
@@ -163,19 +140,18 @@ class Subject(NamedTuple):
     gpu: str
     recent_tokens: int | None
 
+    @classmethod
+    def of(cls, dtype: str, spec: Spec, gpu: str) -> Self:
+        """Return the subject of a new denial of this dtype."""
+        return cls(dtype, spec.model.source, spec.engine.image, gpu, spec.kv_cache.recent_tokens_of(dtype))
+
+    def matches(self, d: Denied) -> bool:
+        """Return True if a denial is about this subject."""
+        return self == (d.dtype, d.model, d.image, d.gpu, d.recent_tokens)
+
 
 def denial(dtype: str, spec: Spec, gpu: str | None, denied: Sequence[Denied], now: datetime) -> Denied | None:
     """Return the denial of this dtype for this model, image, GPU (None: any) and recent window, if there is one."""
     if spec.rollout.deny_seconds == 0:
         return None
-    return next((d for d in denied if about(d) == subject(dtype, spec, gpu or d.gpu) and d.until > now), None)
-
-
-def subject(dtype: str, spec: Spec, gpu: str) -> Subject:
-    """Return the subject of a new denial of this dtype."""
-    return Subject(dtype, spec.model.source, spec.engine.image, gpu, spec.kv_cache.recent_tokens_of(dtype))
-
-
-def about(d: Denied) -> Subject:
-    """Return the subject of a denial."""
-    return Subject(d.dtype, d.model, d.image, d.gpu, d.recent_tokens)
+    return next((d for d in denied if d.until > now and Subject.of(dtype, spec, gpu or d.gpu).matches(d)), None)

@@ -1,19 +1,11 @@
-"""Forecast latency from the canary history, else from the bytes that attention reads, and from the prompts.
-
-A decode step reads every token of the running requests from the cache once, which is limited by memory bandwidth:
-attention = cached bytes of one GPU / (peak bandwidth * efficiency). The rest of the step (weights, launches) does not
-depend on the cache. So if t is the observed time between two tokens and a is attention's part of it, a step to another
-dtype or another number of replicas changes t by a' - a.
-"""
-
-from __future__ import annotations
+"""Forecast latency from the canary history, else from the cache that attention reads in a decode step, whose seconds
+are bytes / (peak bandwidth * efficiency). The rest of a step does not depend on the cache."""
 
 import math
 from dataclasses import dataclass
 from datetime import timedelta
 
 from kvpilot_operator.api.words import Action, Verdict
-from kvpilot_operator.decide.load.workload import Workload
 from kvpilot_operator.decide.steps.capacity import bits_per_element
 from kvpilot_operator.decide.steps.policy_input import PolicyInput
 from kvpilot_operator.gpus import by_product
@@ -62,11 +54,8 @@ def expected_itl_change(s: PolicyInput, to_dtype: str, load: float = 1.0) -> Exp
         return Expected(None, "nothing is known of the time between two tokens: no token was seen")
     part = min(now, _MOST * observed)
     percent = round(100 * (part * (after / now) * load - part) / observed) if now > 0 else 0
-    return Expected(
-        percent,
-        f"{percent:+d}% between two tokens, from {observed * 1000:.1f} ms of which attention reads the cache for "
-        f"{part * 1000:.1f} ms (efficiencies as measured on an H200)",
-    )
+    of = f"{observed * 1000:.1f} ms of which attention reads the cache for {part * 1000:.1f} ms"
+    return Expected(percent, f"{percent:+d}% between two tokens, from {of} (efficiencies as measured on an H200)")
 
 
 def _stands(s: PolicyInput, e: Experience) -> bool:
@@ -76,13 +65,9 @@ def _stands(s: PolicyInput, e: Experience) -> bool:
 
 
 def would_miss(s: PolicyInput, action: Action, itl: Expected, load: float = 1.0) -> str | None:
-    """Name the objective that a step would leave missed, with `load` times the requests a replica; or None.
-
-    Steps that free a resource (ScaleIn, DtypeUp) leave a margin. Percentiles are assumed to change like means: the time
-    between two tokens by `itl`, and not at all if `itl` is unknown. A smaller dtype in which the demand fits takes away
-    the wait for memory, and leaves the prompts' own time. Fewer replicas make a first token wait longer as a queue
-    does, by the share of time in which prompts are in hand.
-    """
+    """Name the objective that a step would leave missed, with `load` times the requests a replica; or None. Steps that
+    free a resource leave a margin. Percentiles change like means: ITL by `itl`. A smaller dtype leaves TTFT only the
+    prompts' own time; with fewer replicas it grows as a queue does, by the share of time with prompts in hand."""
     w, share = s.workload, 1.0 if action == Action.DTYPE_DOWN else _MARGIN
     for one in w.objectives:
         if one.seconds is None:
@@ -90,7 +75,8 @@ def would_miss(s: PolicyInput, action: Action, itl: Expected, load: float = 1.0)
         if one.objective.metric == "ITL":
             after = one.seconds * (1 + (itl.percent or 0) / 100)
         elif action == Action.DTYPE_DOWN:
-            after = min(one.seconds, _prompt_seconds(w))
+            # By Little's law, the mean seconds of a request's prompt.
+            after = min(one.seconds, (w.prompts_in_hand or 0.0) / (w.requests_per_second or math.inf))
         else:
             busy = w.prompts_in_hand or 0.0
             after = one.seconds * (1 - busy) / (1 - busy * load) if busy * load < 1 else math.inf
@@ -98,11 +84,6 @@ def would_miss(s: PolicyInput, action: Action, itl: Expected, load: float = 1.0)
             margin = "" if share == 1 else f" ({share * 100:.0f}% of that is the limit)"
             return f"{one.objective} would be {after * 1000:.0f} ms, objective {one.objective.milliseconds} ms{margin}"
     return None
-
-
-def _prompt_seconds(w: Workload) -> float:
-    """Return the mean seconds of a request's prompt, by Little's law; 0 if it is unknown."""
-    return w.prompts_in_hand / w.requests_per_second if w.prompts_in_hand and w.requests_per_second else 0.0
 
 
 def _attention_seconds(s: PolicyInput, dtype: str) -> float | str:
@@ -115,9 +96,8 @@ def _attention_seconds(s: PolicyInput, dtype: str) -> float | str:
         return "the engine has not reported the model's architecture"
     if model.mla:
         return "the model has multi-head latent attention"
-    efficiency = EFFICIENCY.get(dtype)
-    if dtype.startswith("fp8") and model.head_dim >= 256 and efficiency is not None:
-        efficiency = _FP8_HEAD_DIM_256
+    slow = dtype.startswith("fp8") and model.head_dim >= 256 and dtype in EFFICIENCY
+    efficiency = _FP8_HEAD_DIM_256 if slow else EFFICIENCY.get(dtype)
     if efficiency is None:
         return f"{dtype} was never measured"
     tokens = s.workload.usage_percent / 100 * s.workload.capacity_per_pod

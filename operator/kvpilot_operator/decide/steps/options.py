@@ -1,7 +1,5 @@
 """The steps that are possible, each with its capacity, its use, and the time between two tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +18,17 @@ from kvpilot_operator.state.status import MAX_OPTIONS, Option, clip
 
 # The schema's limit of a figure.
 _MOST_PERCENT = 1_000_000
+# A scale-out at most doubles the replicas, because the present demand is only an estimate.
+_MOST_GROWTH = 2
+# In a surge, a step may add this many replicas even if that more than doubles them: late replicas do not help.
+_QUICK = 4
+# Largest mean number of prompts in hand per replica after a scale-in. At 1, an engine computes prompts all the time and
+# can take no more (Little's law; docs/pilot-rules.md). The number grows faster than the load.
+_MOST_PROMPTS = 0.6
+ALONE = "less than one request runs on each replica: another would not make them faster"
 Closed = tuple[Outcome, str]
 """The outcome of a step that is ruled out, and the reason in words."""
+_EXTERNAL = (Outcome.NOT_OWNER, "scaling.mode is External: an autoscaler or a person writes /scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +42,10 @@ class Weighed:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """A forecast of a step: the capacity, its use against a limit, and the latency."""
+    """A forecast of a step: the capacity, its use in percent against a limit, and the latency."""
 
     tokens: int
     use: int
-    """Forecast use, in percent of the capacity."""
     limit: int
     itl: Expected
     times: float | None = None
@@ -47,20 +53,16 @@ class Effect:
     late: str | None = None
     """The objective that would be missed."""
 
-    @property
-    def fits(self) -> bool:
-        """Return True if the load fits and no objective is missed."""
-        return self.use <= self.limit and self.late is None
-
 
 def weighed(action: Action, dtype: str, replicas: int, effect: Effect, closed: Closed | None) -> Weighed:
     """Describe a step: the reason if it is ruled out, and its expected result."""
-    outcome, why = closed or (Outcome.POSSIBLE if effect.fits else Outcome.INSUFFICIENT, effect.late or "")
+    fits = effect.use <= effect.limit and effect.late is None
+    outcome, why = closed or (Outcome.POSSIBLE if fits else Outcome.INSUFFICIENT, effect.late or "")
     who, gained = (f"{replicas} replicas", "") if effect.times is None else (dtype, f" ({effect.times:.2f}x)")
     when = " at the peak" if action in (Action.SCALE_IN, Action.DTYPE_UP) else ""
     text = f"{who} would hold {effect.tokens} tokens{gained} and be {effect.use}% full{when}; {effect.itl.message}"
-    option = option_of(action, (dtype, replicas), outcome, f"{why}; {text}" if why else text, effect.tokens)
-    return Weighed(option, closed is None, effect.fits)
+    option = _option(action, (dtype, replicas), outcome, f"{why}; {text}" if why else text, effect.tokens)
+    return Weighed(option, closed is None, fits)
 
 
 def percent(part: float, whole: float) -> int:
@@ -70,31 +72,14 @@ def percent(part: float, whole: float) -> int:
     return min(_MOST_PERCENT, math.ceil(100 * part / whole - 1e-9))
 
 
-def option_of(action: Action, to: tuple[str, int], outcome: Outcome, message: str, tokens: int) -> Option:
-    """Return a step to a dtype and a number of replicas."""
-    dtype, replicas = to
-    return Option(
-        action=action, dtype=dtype, replicas=replicas, outcome=outcome, message=clip(message), capacity_tokens=tokens
-    )
-
-
-# A scale-out at most doubles the replicas, because the present demand is only an estimate.
-_MOST_GROWTH = 2
-# In a surge, a step may add this many replicas even if that more than doubles them: late replicas do not help.
-_QUICK = 4
-# Largest mean number of prompts in hand per replica after a scale-in. At 1, an engine computes prompts all the time and
-# can take no more (Little's law; docs/pilot-rules.md). The number grows faster than the load.
-_MOST_PROMPTS = 0.6
-
-
-ALONE = "less than one request runs on each replica: another would not make them faster"
-_EXTERNAL = (Outcome.NOT_OWNER, "scaling.mode is External: an autoscaler or a person writes /scale")
+def _option(action: Action, to: tuple[str, int], outcome: Outcome, message: str, tokens: int) -> Option:
+    text = clip(message)
+    return Option(action=action, dtype=to[0], replicas=to[1], outcome=outcome, message=text, capacity_tokens=tokens)
 
 
 def stay(s: PolicyInput, outcome: Outcome, message: str) -> Option:
     """Change nothing."""
-    tokens = int(s.workload.capacity_per_pod * s.counted)
-    return option_of(Action.STAY, (s.dtype, s.replicas), outcome, message, tokens)
+    return _option(Action.STAY, (s.dtype, s.replicas), outcome, message, int(s.workload.capacity_per_pod * s.counted))
 
 
 def down(s: PolicyInput) -> list[Weighed]:
@@ -103,114 +88,33 @@ def down(s: PolicyInput) -> list[Weighed]:
 
 
 def instead_of_replicas(s: PolicyInput) -> list[Weighed]:
-    """Weigh smaller dtypes, the safest first, for a calm service that scaled out because memory ran out.
-
-    A dtype is open if it needs at least one replica less, because memory is the reason for the replica.
-    """
+    """Weigh smaller dtypes, the safest first, that would save a calm service a replica which only memory needs."""
     w, scaling = s.workload, s.spec.scaling
     known = next((k for k in s.saturations if k.dtype == s.dtype), None)
     if known is None or not known.memory or not known.requests_per_hour or scaling.mode == "External":
         return []
     if not w.requests_per_second or _too_many_prompts(s, s.replicas - 1) is not None:
         return []
-    total = w.requests_per_second * 3600 * w.pods / SHARE
-    return [_instead(s, rung, total / known.requests_per_hour) for rung in _rungs(s) if smaller(rung.dtype, s.dtype)]
+    enough = w.requests_per_second * 3600 * w.pods / SHARE / known.requests_per_hour
+    return [_down(s, rung, enough) for rung in _rungs(s) if smaller(rung.dtype, s.dtype)]
 
 
-def _instead(s: PolicyInput, rung: Rung, enough: float) -> Weighed:
-    """Weigh a smaller dtype. With the serving dtype, `enough` replicas would carry the load."""
-    effect = _in_dtype(s, rung.dtype, Action.DTYPE_DOWN, s.spec.kv_cache.pressure.high_percent, peak=True)
+def _down(s: PolicyInput, rung: Rung, enough: float | None = None) -> Weighed:
+    """Weigh a smaller dtype for more memory, or for the load that `enough` replicas carry with the serving dtype."""
+    limit = s.spec.kv_cache.pressure.high_percent
+    effect = _in_dtype(s, rung.dtype, Action.DTYPE_DOWN, limit, peak=enough is not None)
     closed = _dtype_closed(s, rung, effect.itl, climb=False)
-    if closed is None and max(1, s.spec.scaling.min_replicas, math.ceil(enough / (effect.times or 1))) >= s.replicas:
-        closed = Outcome.INSUFFICIENT, "it would save no replica"
+    if closed is None and enough is None and s.workload.kind != WorkloadKind.MEMORY_BOUND:
+        closed = Outcome.NOT_MEMORY, "memory is not the limit"
+    if closed is None and enough is not None:
+        left = max(1, s.spec.scaling.min_replicas, math.ceil(enough / (effect.times or 1)))
+        closed = (Outcome.INSUFFICIENT, "it would save no replica") if left >= s.replicas else None
     return weighed(Action.DTYPE_DOWN, rung.dtype, s.replicas, effect, closed)
-
-
-def _in_dtype(s: PolicyInput, dtype: str, action: Action, limit: int, *, peak: bool) -> Effect:
-    """Forecast another dtype under the present load, or at the `peak` of a calm service."""
-    times, itl = _gain(s, dtype), expected_itl_change(s, dtype)
-    tokens = int(s.workload.capacity_per_pod * s.counted * times)
-    parts = (s.workload.peak_load, s.counted * times) if peak else (s.workload.demand_tokens, tokens)
-    return Effect(tokens, percent(*parts), limit, itl, times, would_miss(s, action, itl))
 
 
 def up(s: PolicyInput) -> list[Weighed]:
     """Weigh every larger dtype of the ladder, the largest first; none in mode Fixed."""
     return [_up(s, rung) for rung in _rungs(s) if smaller(s.dtype, rung.dtype)]
-
-
-def out(s: PolicyInput) -> Weighed:
-    """Weigh more replicas for the demand: at most twice as many as now, or four more in a surge if that is more."""
-    most = max(s.replicas * _MOST_GROWTH, s.replicas + (_QUICK if s.workload.surge else 1))
-    wanted = min(max(s.replicas + 1, needed(s)), most)
-    replicas = max(s.replicas + 1, min(s.spec.scaling.max_replicas, wanted))
-    tokens = int(s.workload.capacity_per_pod * replicas)
-    use, limit = percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent
-    itl = expected_itl_change(s, s.dtype, s.counted / replicas)
-    return weighed(Action.SCALE_OUT, s.dtype, replicas, Effect(tokens, use, limit, itl), _out_closed(s))
-
-
-def offload(s: PolicyInput) -> list[Weighed]:
-    """Weigh host memory for as many tokens as the GPUs hold, if prefixes are evicted. Only a person can take this
-    step."""
-    if not s.workload.thrown_out:
-        return []
-    tokens = int(2 * s.workload.capacity_per_pod * s.counted)
-    use, limit = percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent
-    outcome, why = _offload_closed(s)
-    text = f"{why}; with {_host_memory(s)} GPUs and hosts would hold {tokens} tokens of prefixes"
-    option = option_of(Action.OFFLOAD, (s.dtype, s.replicas), outcome, text, tokens)
-    return [Weighed(option, open=False, fits=use <= limit)]
-
-
-def scale_in(s: PolicyInput) -> Weighed:
-    """Weigh one replica fewer. If the rate of one replica is known, weigh down to half of them, if these can handle the
-    load."""
-    least = s.replicas - 1
-    if able(s.saturations, s.workload, s.dtype) is not None:
-        least = min(least, max(math.ceil(s.replicas / _MOST_GROWTH), s.spec.scaling.min_replicas))
-    fewer = [_scale_in(s, max(0, replicas)) for replicas in range(least, s.replicas)]
-    return next((step for step in fewer if step.open), fewer[-1])
-
-
-def _scale_in(s: PolicyInput, replicas: int) -> Weighed:
-    pressure = s.spec.kv_cache.pressure
-    left = max(1, min(replicas, s.ready))
-    tokens, use = int(s.workload.capacity_per_pod * left), percent(s.workload.peak_load, left)
-    margin = (pressure.low_percent + pressure.high_percent) // 2
-    itl = expected_itl_change(s, s.dtype, s.counted / left)
-    closed = _in_closed(s, replicas, left, use, margin, would_miss(s, Action.SCALE_IN, itl, s.counted / left))
-    return weighed(Action.SCALE_IN, s.dtype, replicas, Effect(tokens, use, margin, itl), closed)
-
-
-def costs(s: PolicyInput, steps: Sequence[Option]) -> str:
-    """Give the cost of each step per hour; empty if no price is known. The price of a host's memory is not."""
-    if s.gpu_hour_micros is None:
-        return ""
-    each = s.gpu_hour_micros * s.spec.engine.gpus / 1e6
-    priced = [one for one in steps if one.action != Action.OFFLOAD]
-    told = [f"{one.dtype} at {one.replicas} {each * one.replicas:.2f}" for one in priced]
-    return f"; an hour costs: {', '.join(told)}" if told else ""
-
-
-def listed(chosen: Option, steps: list[Weighed]) -> tuple[Option, ...]:
-    """List the chosen option first, then the others, as many as the journal holds."""
-    others = [step.option for step in steps if step.option is not chosen]
-    return (chosen, *others)[:MAX_OPTIONS]
-
-
-def _rungs(s: PolicyInput) -> tuple[Rung, ...]:
-    if s.spec.kv_cache.mode == "Fixed":
-        return ()
-    return rungs(s.spec, s.node, s.model, s.denied, s.now)
-
-
-def _down(s: PolicyInput, rung: Rung) -> Weighed:
-    effect = _in_dtype(s, rung.dtype, Action.DTYPE_DOWN, s.spec.kv_cache.pressure.high_percent, peak=False)
-    closed = _dtype_closed(s, rung, effect.itl, climb=False)
-    if closed is None and s.workload.kind != WorkloadKind.MEMORY_BOUND:
-        closed = Outcome.NOT_MEMORY, "memory is not the limit"
-    return weighed(Action.DTYPE_DOWN, rung.dtype, s.replicas, effect, closed)
 
 
 def _up(s: PolicyInput, rung: Rung) -> Weighed:
@@ -226,6 +130,30 @@ def _up(s: PolicyInput, rung: Rung) -> Weighed:
     return weighed(Action.DTYPE_UP, rung.dtype, s.replicas, effect, closed)
 
 
+def _rungs(s: PolicyInput) -> tuple[Rung, ...]:
+    return () if s.spec.kv_cache.mode == "Fixed" else rungs(s.spec, s.node, s.model, s.denied, s.now)
+
+
+def _in_dtype(s: PolicyInput, dtype: str, action: Action, limit: int, *, peak: bool) -> Effect:
+    """Forecast another dtype under the present load, or at the `peak` of a calm service."""
+    times, itl = _gain(s, dtype), expected_itl_change(s, dtype)
+    tokens = int(s.workload.capacity_per_pod * s.counted * times)
+    parts = (s.workload.peak_load, s.counted * times) if peak else (s.workload.demand_tokens, tokens)
+    return Effect(tokens, percent(*parts), limit, itl, times, would_miss(s, action, itl))
+
+
+def _gain(s: PolicyInput, dtype: str) -> float:
+    """Return the factor by which the capacity grows: a canary's measurement, else by bits per element."""
+    measured = next((e.capacity_percent for e in s.experience(dtype) if e.capacity_percent), None)
+    if measured:
+        return measured / 100
+    kv_cache, w = s.spec.kv_cache, s.workload
+    tokens = None if w.mean_prompt is None or w.mean_generation is None else int(w.mean_prompt + w.mean_generation / 2)
+    asked = dtypes.parse(dtype).recent_tokens(kv_cache.recent_tokens, s.spec.model.max_model_len)
+    rings = ring_share(s.dtype, s.model, s.recent_tokens, tokens), ring_share(dtype, s.model, asked, tokens)
+    return gain(s.dtype, dtype, s.model, kv_cache.skip_layers, rings)
+
+
 def _dtype_closed(s: PolicyInput, rung: Rung, itl: Expected, *, climb: bool) -> Closed | None:
     if rung.outcome is not None:
         return rung.outcome, rung.message
@@ -236,73 +164,35 @@ def _dtype_closed(s: PolicyInput, rung: Rung, itl: Expected, *, climb: bool) -> 
     return s.canary_closed(climb=climb)
 
 
+def out(s: PolicyInput) -> Weighed:
+    """Weigh more replicas for the demand: at most twice as many as now, or four more in a surge if that is more."""
+    most = max(s.replicas * _MOST_GROWTH, s.replicas + (_QUICK if s.workload.surge else 1))
+    wanted = min(max(s.replicas + 1, needed(s)), most)
+    replicas = max(s.replicas + 1, min(s.spec.scaling.max_replicas, wanted))
+    tokens = int(s.workload.capacity_per_pod * replicas)
+    use, limit = percent(s.workload.demand_tokens, tokens), s.spec.kv_cache.pressure.high_percent
+    itl = expected_itl_change(s, s.dtype, s.counted / replicas)
+    return weighed(Action.SCALE_OUT, s.dtype, replicas, Effect(tokens, use, limit, itl), _out_closed(s))
+
+
 def _out_closed(s: PolicyInput) -> Closed | None:
-    scaling = s.spec.scaling
+    scaling, w = s.spec.scaling, s.workload
     if scaling.mode == "External":
         return _EXTERNAL
     if s.replicas >= scaling.max_replicas:
         return Outcome.AT_LIMIT, f"scaling.maxReplicas is {scaling.max_replicas}"
     if s.ready < s.replicas and not s.loading:
-        more = "more of them would not come up either"
-        return Outcome.REPLICAS_MISSING, f"{s.ready} of {s.replicas} replicas answer; {more}"
-    if s.workload.in_time:
+        text = f"{s.ready} of {s.replicas} replicas answer; more of them would not come up either"
+        return Outcome.REPLICAS_MISSING, text
+    if w.in_time:
         return Outcome.OBJECTIVES_HELD, "every objective is held without one"
-    w = s.workload
     if (w.missed or w.surge) and w.running + w.waiting < w.pods and not w.bound:
         return Outcome.INSUFFICIENT, ALONE
     return None
 
 
-def _offload_closed(s: PolicyInput) -> Closed:
-    asked, engine, kept = s.spec.kv_cache.offload, s.spec.engine, s.spec.kv_cache.retention
-    if kept is not None and s.spec.kv_cache.bounded:
-        return Outcome.VETOED, f"kvCache.retention {kept.policy} frees pages that offloading would look for"
-    if s.spec.offloads:
-        size = f" {asked.cpu_memory_gib} GiB of" if asked is not None else ""
-        share = 100 * (s.workload.host_hits or 0.0)
-        brought = f"{share:.0f}% of the prompts' tokens come from{size} host memory"
-        return Outcome.INSUFFICIENT, f"{brought}, and prefixes are thrown out all the same"
-    if any(engine.arguments.on(option) for option in rules.SEVERAL_ENGINES):
-        return Outcome.VETOED, "kvCache.offload is for one engine in a pod, and engine.extraArgs starts several"
-    if dtypes.parse(s.dtype).ours and s.model is not None and s.model.window_layers:
-        return Outcome.VETOED, f"{s.dtype} cannot be offloaded in a model with sliding-window layers"
-    return Outcome.NOT_OWNER, "kvCache.offload is not set, and the memory of your hosts is yours to give"
-
-
-def _host_memory(s: PolicyInput) -> str:
-    """Name the host memory that would hold as many tokens as the GPUs of one replica."""
-    model = s.model
-    if model is None or model.mla or model.head_dim <= 0:
-        return "as much host memory as the caches of its GPUs take"
-    bits = bits_per_element(s.dtype, model, s.spec.kv_cache.skip_layers)
-    taken = s.workload.capacity_per_pod * model.layers * model.kv_heads * 2 * model.head_dim * bits / 8
-    return f"cpuMemoryGiB {math.ceil(taken / 2**30)}"
-
-
-def _in_closed(s: PolicyInput, replicas: int, left: int, use: int, margin: int, late: str | None) -> Closed | None:
-    scaling = s.spec.scaling
-    if s.replicas <= scaling.min_replicas or s.replicas <= 1:
-        return Outcome.AT_LIMIT, f"scaling.minReplicas is {scaling.min_replicas}"
-    # The calm period must be observed again with the present number of replicas.
-    seconds = max(s.spec.kv_cache.pressure.sustained_seconds, scaling.scale_down_stabilization_seconds)
-    if s.replicas_changed is not None and s.now < s.replicas_changed + timedelta(seconds=seconds):
-        return Outcome.COOLING_DOWN, "the number of replicas has just changed"
-    if use > margin:
-        return Outcome.TOO_TIGHT, f"the peak would fill {use}%, above the {margin}% between lowPercent and highPercent"
-    crowded = beyond(s.saturations, s.workload, s.dtype, s.dtype, left) or _too_many_prompts(s, left) or late
-    if crowded is not None:
-        return Outcome.TOO_TIGHT, crowded
-    early = backing_off(s.now, s.dtype, replicas, s.scale_in_backoff)
-    if early is not None:
-        return Outcome.BACKING_OFF, early
-    return _EXTERNAL if scaling.mode == "External" else None
-
-
 def needed(s: PolicyInput) -> int:
-    """Return the replicas that the demand needs. If memory binds, cache use then stays below `highPercent`.
-
-    In a surge, add as many replicas as arriving and waiting requests need at the best known rate of a replica.
-    """
+    """Return the replicas for the demand: below `highPercent` if memory binds, at the best known rate in a surge."""
     w = s.workload
     if w.surge is not None:
         each = max(w.best_requests_per_second or 0.0, able(s.saturations, w, s.dtype) or 0.0)
@@ -317,23 +207,99 @@ def needed(s: PolicyInput) -> int:
     return math.ceil(s.replicas * w.demand_tokens / held) if held > 0 else 0
 
 
+def offload(s: PolicyInput) -> list[Weighed]:
+    """Weigh host memory for as many tokens as the GPUs hold, if prefixes are evicted. Only a person can take it."""
+    if not s.workload.thrown_out:
+        return []
+    model, per_pod = s.model, s.workload.capacity_per_pod
+    tokens = int(2 * per_pod * s.counted)
+    memory = "as much host memory as the caches of its GPUs take"
+    if model is not None and not model.mla and model.head_dim > 0:
+        bits = bits_per_element(s.dtype, model, s.spec.kv_cache.skip_layers)
+        taken = per_pod * model.layers * model.kv_heads * 2 * model.head_dim * bits / 8
+        memory = f"cpuMemoryGiB {math.ceil(taken / 2**30)}"
+    outcome, why = _offload_closed(s)
+    text = f"{why}; with {memory} GPUs and hosts would hold {tokens} tokens of prefixes"
+    fits = percent(s.workload.demand_tokens, tokens) <= s.spec.kv_cache.pressure.high_percent
+    option = _option(Action.OFFLOAD, (s.dtype, s.replicas), outcome, text, tokens)
+    return [Weighed(option, open=False, fits=fits)]
+
+
+def _offload_closed(s: PolicyInput) -> Closed:
+    asked, engine, kept = s.spec.kv_cache.offload, s.spec.engine, s.spec.kv_cache.retention
+    if kept is not None and s.spec.kv_cache.bounded:
+        return Outcome.VETOED, f"kvCache.retention {kept.policy} frees pages that offloading would look for"
+    if s.spec.offloads:
+        size = f" {asked.cpu_memory_gib} GiB of" if asked is not None else ""
+        brought = f"{100 * (s.workload.host_hits or 0.0):.0f}% of the prompts' tokens come from{size} host memory"
+        return Outcome.INSUFFICIENT, f"{brought}, and prefixes are thrown out all the same"
+    if any(engine.arguments.on(option) for option in rules.SEVERAL_ENGINES):
+        return Outcome.VETOED, "kvCache.offload is for one engine in a pod, and engine.extraArgs starts several"
+    if dtypes.parse(s.dtype).ours and s.model is not None and s.model.window_layers:
+        return Outcome.VETOED, f"{s.dtype} cannot be offloaded in a model with sliding-window layers"
+    return Outcome.NOT_OWNER, "kvCache.offload is not set, and the memory of your hosts is yours to give"
+
+
+def scale_in(s: PolicyInput) -> Weighed:
+    """Weigh one replica fewer; if the rate of one replica is known, down to half of them."""
+    least = s.replicas - 1
+    if able(s.saturations, s.workload, s.dtype) is not None:
+        least = min(least, max(math.ceil(s.replicas / _MOST_GROWTH), s.spec.scaling.min_replicas))
+    fewer = [_scale_in(s, max(0, replicas)) for replicas in range(least, s.replicas)]
+    return next((step for step in fewer if step.open), fewer[-1])
+
+
+def _scale_in(s: PolicyInput, replicas: int) -> Weighed:
+    pressure = s.spec.kv_cache.pressure
+    left = max(1, min(replicas, s.ready))
+    tokens, use = int(s.workload.capacity_per_pod * left), percent(s.workload.peak_load, left)
+    effect = Effect(
+        tokens,
+        use,
+        (pressure.low_percent + pressure.high_percent) // 2,
+        expected_itl_change(s, s.dtype, s.counted / left),
+    )
+    return weighed(Action.SCALE_IN, s.dtype, replicas, effect, _in_closed(s, replicas, left, effect))
+
+
+def _in_closed(s: PolicyInput, replicas: int, left: int, effect: Effect) -> Closed | None:
+    scaling, margin = s.spec.scaling, effect.limit
+    if s.replicas <= scaling.min_replicas or s.replicas <= 1:
+        return Outcome.AT_LIMIT, f"scaling.minReplicas is {scaling.min_replicas}"
+    # The calm period must be observed again with the present number of replicas.
+    seconds = max(s.spec.kv_cache.pressure.sustained_seconds, scaling.scale_down_stabilization_seconds)
+    if s.replicas_changed is not None and s.now < s.replicas_changed + timedelta(seconds=seconds):
+        return Outcome.COOLING_DOWN, "the number of replicas has just changed"
+    if effect.use > margin:
+        text = f"the peak would fill {effect.use}%, above the {margin}% between lowPercent and highPercent"
+        return Outcome.TOO_TIGHT, text
+    crowded = beyond(s.saturations, s.workload, s.dtype, s.dtype, left) or _too_many_prompts(s, left)
+    crowded = crowded or would_miss(s, Action.SCALE_IN, effect.itl, s.counted / left)
+    if crowded is not None:
+        return Outcome.TOO_TIGHT, crowded
+    early = backing_off(s.now, s.dtype, replicas, s.scale_in_backoff)
+    if early is not None:
+        return Outcome.BACKING_OFF, early
+    return _EXTERNAL if scaling.mode == "External" else None
+
+
 def _too_many_prompts(s: PolicyInput, replicas: int) -> str | None:
     """Return the reason why the prompts would overload so few replicas, at any cache use, or None."""
-    w = s.workload
-    each = (w.prompts_in_hand or 0.0) * w.pods / max(1, replicas)
+    each = (s.workload.prompts_in_hand or 0.0) * s.workload.pods / max(1, replicas)
     if each <= _MOST_PROMPTS:
         return None
     return f"each of {max(1, replicas)} replicas would have {each:.2f} prompts in hand ({_MOST_PROMPTS} is the limit)"
 
 
-def _gain(s: PolicyInput, dtype: str) -> float:
-    """Return the factor by which the capacity grows: a canary's measurement, else a calculation from bits per
-    element."""
-    measured = next((e.capacity_percent for e in s.experience(dtype) if e.capacity_percent), None)
-    if measured:
-        return measured / 100
-    kv_cache, w = s.spec.kv_cache, s.workload
-    tokens = None if w.mean_prompt is None or w.mean_generation is None else int(w.mean_prompt + w.mean_generation / 2)
-    asked = dtypes.parse(dtype).recent_tokens(kv_cache.recent_tokens, s.spec.model.max_model_len)
-    rings = ring_share(s.dtype, s.model, s.recent_tokens, tokens), ring_share(dtype, s.model, asked, tokens)
-    return gain(s.dtype, dtype, s.model, kv_cache.skip_layers, rings)
+def costs(s: PolicyInput, steps: Sequence[Option]) -> str:
+    """Give the cost of each step per hour; empty if no price is known. The price of a host's memory is not."""
+    if s.gpu_hour_micros is None:
+        return ""
+    each = s.gpu_hour_micros * s.spec.engine.gpus / 1e6
+    told = [f"{one.dtype} at {one.replicas} {each * one.replicas:.2f}" for one in steps if one.action != Action.OFFLOAD]
+    return f"; an hour costs: {', '.join(told)}" if told else ""
+
+
+def listed(chosen: Option, steps: list[Weighed]) -> tuple[Option, ...]:
+    """List the chosen option first, then the others, as many as the journal holds."""
+    return (chosen, *(step.option for step in steps if step.option is not chosen))[:MAX_OPTIONS]

@@ -1,18 +1,8 @@
-"""The choice of a step: a smaller dtype is cheaper than a GPU, and a GPU is safer than a dtype.
-
-* Under memory pressure: the safest dtype in which the demand fits; else as many replicas as the demand needs; else the
-  smallest dtype, which is better than nothing. If prefixes are evicted, host memory is weighed, too, but only the user
-  can choose it.
-* If another resource is the limit, or a latency objective is missed: a replica, never a dtype. A queue alone needs no
-  replica if all objectives are met and one of them is about the first token.
-* In a surge: replicas immediately, whatever the limiting resource is.
-* When pressure has ended: fewer replicas first. If only memory needs the replica, a smaller dtype replaces it. A step
-  back up the ladder follows once no replica can be removed.
-
-The policy takes one step at a time, and none if the metrics are insufficient.
-"""
-
-from __future__ import annotations
+"""The choice of a step: a smaller dtype is cheaper than a GPU, and a GPU is safer than a dtype. Under memory pressure
+it is the safest dtype in which the demand fits, else the replicas that it needs, else the smallest dtype. For another
+limit, or a missed objective, it is a replica, unless all objectives are met and one is about the first token. A surge
+adds replicas at once. After pressure, replicas go first (or a smaller dtype replaces one that only memory needs), then
+the dtype climbs. It takes one step at a time, and none on insufficient metrics."""
 
 from dataclasses import dataclass
 
@@ -28,12 +18,11 @@ from kvpilot_operator.state.status import Option, Saturation
 
 @dataclass(frozen=True, slots=True)
 class PolicyDecision:
-    """Step to take (`chosen`, which may be Stay) and the alternatives."""
+    """Step to take (`chosen`, which may be Stay) and the alternatives, which are listed only if a step was needed."""
 
     options: tuple[Option, ...]
-    """The chosen option first. Others are listed only if a step was needed."""
+    """The chosen option first."""
     reason: str
-    """The reason as one CamelCase word."""
     message: str
     hold: str | None = None
     """The reason to do nothing although a step is needed. The text has no figures that change over time."""
@@ -73,19 +62,20 @@ def nothing_weighed(dtype: str, replicas: int, saturations: tuple[Saturation, ..
 
 
 def _stay(s: PolicyInput, reason: str, message: str, wanted: Option | None = None) -> PolicyDecision:
-    return PolicyDecision(
-        (options.stay(s, Outcome.CHOSEN, message),), reason, message, wanted=wanted, saturations=s.saturations
-    )
+    chosen = options.stay(s, Outcome.CHOSEN, message)
+    return PolicyDecision((chosen,), reason, message, wanted=wanted, saturations=s.saturations)
 
 
 def _relieve(s: PolicyInput) -> PolicyDecision:
     """Choose more memory or a replica, because requests wait or are late."""
-    w = s.workload
-    downs, more = options.down(s), options.out(s)
-    steps = [*downs, *options.offload(s), more]
-    picked = _if_open(more) if w.surge or w.kind != WorkloadKind.MEMORY_BOUND else None
-    if picked is None and w.kind == WorkloadKind.MEMORY_BOUND:
-        picked = _for_memory(downs, more)
+    w, downs, more = s.workload, options.down(s), options.out(s)
+    steps, memory = [*downs, *options.offload(s), more], w.kind == WorkloadKind.MEMORY_BOUND
+    picked = more if more.open and (w.surge or not memory) else None
+    if picked is None and memory:
+        # The safest dtype that is enough, else replicas, else the smallest dtype unless all objectives are met.
+        picked = next((step for step in downs if step.open and step.fits), None)
+        if picked is None and more.option.outcome != Outcome.OBJECTIVES_HELD:
+            picked = next((step for step in (more, *reversed(downs)) if step.open), None)
     if picked is not None:
         reason = Reason.MEMORY_PRESSURED if picked is not more else Reason.SURGE if w.surge else w.kind
         return _take(s, picked, steps, Reason.OBJECTIVE_MISSED if w.missed else reason, _evidence(s))
@@ -94,32 +84,25 @@ def _relieve(s: PolicyInput) -> PolicyDecision:
     return _held(s, downs, more, steps)
 
 
-def _for_memory(downs: list[Weighed], more: Weighed) -> Weighed | None:
-    """Take the safest dtype that is enough, else replicas, else the smallest dtype unless all objectives are met."""
-    enough = next((step for step in downs if step.open and step.fits), None)
-    if enough is not None or more.option.outcome == Outcome.OBJECTIVES_HELD:
-        return enough
-    return _if_open(more) or next((step for step in reversed(downs) if step.open), None)
-
-
-def _if_open(step: Weighed) -> Weighed | None:
-    return step if step.open else None
-
-
 def _held(s: PolicyInput, downs: list[Weighed], more: Weighed, steps: list[Weighed]) -> PolicyDecision:
     """Stay, and name the preferred step and its obstacle, because no step is open."""
+    w, closed, memory = s.workload, s.canary_closed(), s.workload.kind == WorkloadKind.MEMORY_BOUND
+    none = {
+        Outcome.NOT_OWNER: "replicas are written by another (scaling.mode External)",
+        Outcome.AT_LIMIT: f"{s.replicas} replicas are the most (scaling.maxReplicas {s.spec.scaling.max_replicas})",
+        Outcome.INSUFFICIENT: options.ALONE,
+    }.get(more.option.outcome, _answering(s))
     waiting = [step for step in downs if step.option.outcome in (Outcome.COOLING_DOWN, Outcome.NO_CANARY)]
-    closed = s.canary_closed()
-    if s.workload.kind == WorkloadKind.MEMORY_BOUND and waiting and closed is not None:
+    if memory and waiting and closed is not None:
         wanted = next((step for step in waiting if step.fits), waiting[-1])
-        return _hold(s, steps, wanted, closed[0], f"{closed[1]}; {_no_replica(s, more)}")
-    if s.workload.kind == WorkloadKind.MEMORY_BOUND and s.spec.kv_cache.mode != "Fixed":
+        return _hold(s, steps, wanted, closed[0], f"{closed[1]}; {none}")
+    if memory and s.spec.kv_cache.mode != "Fixed":
         left = "; ".join(f"{step.option.dtype}: {step.option.outcome}" for step in downs) or "none is smaller"
-        return _hold(s, steps, more, Reason.END_OF_LADDER, f"no smaller dtype is left ({left}); {_no_replica(s, more)}")
-    if not s.workload.bound and not s.workload.missed:
-        return _stay(s, Reason.SURGE, f"{_evidence(s)}; {_no_replica(s, more)}", more.option)
-    what = "an objective is missed" if s.workload.missed else s.workload.kind
-    return _hold(s, steps, more, more.option.outcome, f"{what}, but {_no_replica(s, more)}")
+        return _hold(s, steps, more, Reason.END_OF_LADDER, f"no smaller dtype is left ({left}); {none}")
+    if not w.bound and not w.missed:
+        return _stay(s, Reason.SURGE, f"{_evidence(s)}; {none}", more.option)
+    what = "an objective is missed" if w.missed else w.kind
+    return _hold(s, steps, more, more.option.outcome, f"{what}, but {none}")
 
 
 def _evidence(s: PolicyInput) -> str:
@@ -127,20 +110,12 @@ def _evidence(s: PolicyInput) -> str:
     return "; ".join(part for part in (w.surge.message if w.surge else "", w.missed, w.message) if part)
 
 
-def _no_replica(s: PolicyInput, more: Weighed) -> str:
-    return {
-        Outcome.NOT_OWNER: "replicas are written by another (scaling.mode External)",
-        Outcome.AT_LIMIT: f"{s.replicas} replicas are the most (scaling.maxReplicas {s.spec.scaling.max_replicas})",
-        Outcome.INSUFFICIENT: options.ALONE,
-    }.get(more.option.outcome, _answering(s))
-
-
 def _answering(s: PolicyInput) -> str:
     return f"{s.ready} of {s.replicas} replicas answer"
 
 
 def _release(s: PolicyInput) -> PolicyDecision:
-    """Choose a resource to free, because hardly any request waits."""
+    """Choose a resource to free, because hardly any request waits: a replica, one by a smaller dtype, or the dtype."""
     low = s.spec.kv_cache.pressure.low_percent
     text = f"{s.workload.message}; below lowPercent {low}% for {s.spec.scaling.scale_down_stabilization_seconds} s"
     fewer = options.scale_in(s)
@@ -151,11 +126,10 @@ def _release(s: PolicyInput) -> PolicyDecision:
         smaller = next((step for step in downs if step.open and step.fits), None)
         if smaller is not None:
             return _take(s, smaller, [*downs, fewer], Reason.LOAD_LEFT, text)
-    if s.canary_closed(climb=True) is None:
-        ups = options.up(s)
-        higher = next((step for step in ups if step.open), None)
-        if higher is not None:
-            return _take(s, higher, [*ups, fewer], Reason.LOAD_LEFT, text)
+    ups = options.up(s)
+    higher = next((step for step in ups if step.open), None)
+    if higher is not None:
+        return _take(s, higher, [*ups, fewer], Reason.LOAD_LEFT, text)
     would = fewer.option if fewer.option.outcome == Outcome.NOT_OWNER else None
     return _stay(s, s.workload.kind, s.workload.message, would)
 
@@ -164,16 +138,14 @@ def _take(s: PolicyInput, step: Weighed, steps: list[Weighed], reason: str, evid
     chosen = msgspec.structs.replace(step.option, outcome=Outcome.CHOSEN)
     others = [other for other in steps if other is not step]
     nothing = Weighed(options.stay(s, Outcome.POSSIBLE, "nothing changes"), open=False, fits=False)
-    known = s.saturations
-    if s.workload.bound or s.workload.missed or s.workload.surge:
-        known = learned(known, s.workload, s.dtype)
+    pressed = s.workload.bound or s.workload.missed or s.workload.surge
     weighed = options.listed(chosen, [*others, nothing])
     message = f"{evidence}{options.costs(s, weighed)}; {chosen.message}"
+    known = learned(s.saturations, s.workload, s.dtype) if pressed else s.saturations
     return PolicyDecision(weighed, reason, message, saturations=known)
 
 
 def _hold(s: PolicyInput, steps: list[Weighed], wanted: Weighed, reason: str, why: str) -> PolicyDecision:
-    chosen = options.stay(s, Outcome.CHOSEN, why)
-    weighed = options.listed(chosen, steps)
+    weighed = options.listed(options.stay(s, Outcome.CHOSEN, why), steps)
     message = f"{_evidence(s)}; {why}{options.costs(s, weighed)}"
     return PolicyDecision(weighed, reason, message, hold=why, wanted=wanted.option, saturations=s.saturations)

@@ -1,7 +1,5 @@
 """The input of the policy: all that it knows of a service, apart from any cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -70,28 +68,22 @@ class PolicyInput:
 
     def experience(self, dtype: str) -> Iterator[Experience]:
         """Yield earlier canaries of this dtype with this model, image, GPU and recent window, newest first."""
-        spec = self.spec
-        about = (spec.model.source, spec.engine.image, self.node.gpu, spec.kv_cache.recent_tokens)
-        for e in self.history:
-            if e.reason == Reason.SUPERSEDED:
-                continue
-            if (e.dtype, e.from_dtype, e.model, e.image, e.gpu, e.recent_tokens) == (dtype, self.dtype, *about):
-                yield e
+        engine, window = self.spec.engine, self.spec.kv_cache.recent_tokens
+        about = (dtype, self.dtype, self.spec.model.source, engine.image, self.node.gpu, window)
+        known = (e for e in self.history if e.reason != Reason.SUPERSEDED)
+        return (e for e in known if (e.dtype, e.from_dtype, e.model, e.image, e.gpu, e.recent_tokens) == about)
 
     def canary_closed(self, *, climb: bool = False) -> tuple[Outcome, str] | None:
         """Return the reason why no dtype change may begin, as an outcome and a text without moving figures; or None."""
         if self.no_canary is not None:
             return Outcome.NO_CANARY, self.no_canary
-        cool = min(COOL_DOWN_SECONDS, self.spec.kv_cache.min_dwell_seconds)
-        until = _after(self.rolled_back, cool)
-        if until is not None and self.now < until:
-            return Outcome.COOLING_DOWN, f"a canary was rolled back; the next dtype change may come at {utc(until)}"
-        dwell = self.spec.kv_cache.min_dwell_seconds * (CLIMB_DWELLS if climb else 1)
-        changed, until = self.dtype_changed, _after(self.dtype_changed, dwell)
-        if changed is not None and until is not None and self.now < until:
-            return Outcome.COOLING_DOWN, f"the dtype changed at {utc(changed)}; the next may come at {utc(until)}"
+        changed, dwell = self.dtype_changed, self.spec.kv_cache.min_dwell_seconds
+        if self.rolled_back is not None:
+            until = self.rolled_back + timedelta(seconds=min(COOL_DOWN_SECONDS, dwell))
+            if self.now < until:
+                return Outcome.COOLING_DOWN, f"a canary was rolled back; the next dtype change may come at {utc(until)}"
+        if changed is not None:
+            until = changed + timedelta(seconds=dwell * (CLIMB_DWELLS if climb else 1))
+            if self.now < until:
+                return Outcome.COOLING_DOWN, f"the dtype changed at {utc(changed)}; the next may come at {utc(until)}"
         return None
-
-
-def _after(time: datetime | None, seconds: int) -> datetime | None:
-    return None if time is None else time + timedelta(seconds=seconds)

@@ -1,7 +1,5 @@
 """The number of replicas: the user's, or the policy's, always within the limits of the spec."""
 
-from __future__ import annotations
-
 from datetime import datetime
 
 import msgspec
@@ -16,26 +14,19 @@ _STEPS = (Action.SCALE_OUT, Action.SCALE_IN)
 
 
 def kept(spec: Spec, before: Scaling, now: datetime) -> Scaling:
-    """Decide the replicas before a step is chosen.
-
-    In mode External the number is `spec.replicas`, which `/scale` writes. In mode Operator it is the operator's last
-    choice, which starts from `spec.replicas` and is reset whenever the user changes that field. Both stay within
-    minReplicas and maxReplicas. 0 is only possible with minReplicas 0 and stays 0, because the user has stopped the
-    service on purpose.
-    """
-    edited = before.spec_replicas != spec.replicas
-    owned = spec.scaling.mode == "Operator"
-    if edited or owned != (before.desired_replicas is not None):
-        wanted = spec.scaling.clamp(spec.replicas) if owned else None
-        changed = now if edited else before.changed_time
-        return msgspec.structs.replace(
-            before, desired_replicas=wanted, spec_replicas=spec.replicas, changed_time=changed
-        )
-    if before.desired_replicas is None:
-        return before
-    wanted = spec.scaling.clamp(before.desired_replicas)
-    changed = before.changed_time if wanted == before.desired_replicas else now
-    return msgspec.structs.replace(before, desired_replicas=wanted, changed_time=changed)
+    """Decide the replicas before a step is chosen. In mode External they are `spec.replicas`, which /scale writes; in
+    mode Operator the last choice, which restarts from a changed `spec.replicas`. 0 needs minReplicas 0 and stays: the
+    user has stopped the service."""
+    edited, owned, last = (
+        before.spec_replicas != spec.replicas,
+        spec.scaling.mode == "Operator",
+        before.desired_replicas,
+    )
+    start = spec.replicas if edited or last is None else last
+    wanted = spec.scaling.clamp(start) if owned else None
+    clamped = owned and last is not None and wanted != last
+    changed = now if edited or clamped else before.changed_time
+    return msgspec.structs.replace(before, desired_replicas=wanted, spec_replicas=spec.replicas, changed_time=changed)
 
 
 def target_replicas(spec: Spec, scaling: Scaling) -> int:
