@@ -24,11 +24,10 @@ from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.lease import Candidate, Timing
 from kvpilot_operator.control.election import Election
 from kvpilot_operator.control.http import MetricsAccess, serve_http
-from kvpilot_operator.control.leader import FleetOptions, Leader, Replica, prepare
+from kvpilot_operator.control.leader import Leader, Replica, prepare
 from kvpilot_operator.control.logs import configure
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import LeadershipLost
-from kvpilot_operator.mesh import Identity
 from kvpilot_operator.options import parse_arguments
 from kvpilot_operator.tracing import NO_TRACER, TracingError, span_sender
 
@@ -144,15 +143,7 @@ class Operator:
         await self._closing.aclose()
 
     async def _begin(self) -> Leader:
-        options = self._options
-        fleet = FleetOptions(
-            namespaces=options.namespace,
-            host_access=options.allow_host_access,
-            scrape_seconds=options.scrape_seconds,
-            prices=options.prices,
-            identity=Identity(options.mesh_certificates) if options.mesh_certificates is not None else None,
-        )
-        return await Leader(self._cluster, self._fence, self._telemetry, fleet, self._ready).start()
+        return await Leader(self._cluster, self._fence, self._telemetry, self._options, self._ready).start()
 
     async def _until_ended(self) -> None:
         try:

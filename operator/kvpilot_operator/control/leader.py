@@ -1,7 +1,4 @@
-"""Lifecycle of one replica: it waits as a standby, leads while it holds the Lease, and hands over.
-
-Only the leading replica has watches, reconciles, scrapes and probes.
-"""
+"""Lifecycle of one replica: it waits as a standby, leads while it holds the Lease, and hands over."""
 
 from __future__ import annotations
 
@@ -9,7 +6,8 @@ import asyncio
 import gc
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -36,54 +34,40 @@ _PAUSE_SECONDS = 1.0
 DRAIN_SECONDS = 20.0
 
 
-@dataclass(frozen=True)
-class FleetOptions:
-    """The services that an operator manages, and its access to them."""
-
-    namespaces: Sequence[str]
-    """Watched namespaces; empty for all namespaces."""
-    host_access: Collection[str]
-    """Access to their nodes that engines may have (api.pod_template.KINDS)."""
-    scrape_seconds: float
-    prices: Mapping[str, int]
-    """The price of a GPU of each kind, as gpus.prices gives it."""
-    identity: Identity | None
-    """Certificates for engines in a mesh, or None if all engines are reached without TLS."""
-
-
 @dataclass(eq=False)
 class Leader:
-    """The work of a leading replica. A new object is made for each term, so that it has no outdated state."""
+    """The watches, reconciles, scrapes and probes of a leading replica."""
 
     cluster: Cluster
     fence: WriteFence
     telemetry: Telemetry
-    fleet: FleetOptions
+    options: Namespace
+    """The command line."""
     ready: asyncio.Event
     """Set once all watched objects have been read, if not before."""
 
     async def start(self) -> Leader:
         """Begin to lead."""
-        cluster, telemetry = self.cluster, self.telemetry
+        cluster, telemetry, options = self.cluster, self.telemetry, self.options
         server = ServerFacts(assigns_users=await cluster.serves(OPENSHIFT_SECURITY_API))
-        fleet, mesh = self.fleet, self.fleet.identity is not None
-        cache = InformerCache(cluster, fleet.namespaces, fleet.host_access, mesh=mesh)
+        identity = Identity(options.mesh_certificates) if options.mesh_certificates is not None else None
+        cache = InformerCache(cluster, options.namespace, options.allow_host_access, mesh=identity is not None)
         self.services = cache.feed
-        self._scraper = Scraper(fleet.identity)
+        self._scraper = Scraper(identity)
         clock, scraped = partial(datetime.now, UTC), telemetry.engine_scraped
         observer = Observer(
-            cluster, cache, self._scraper, server, clock, scraped, prices=fleet.prices, tracer=telemetry.tracer
+            cluster, cache, self._scraper, server, clock, scraped, prices=options.prices, tracer=telemetry.tracer
         )
         make_actor = partial(Actor, cluster.telling(cache.wrote))
         prober = Prober(cluster, self._scraper, telemetry.tracer)
-        pilot = Pilot(cache, observer, make_actor, prober, telemetry, fleet.scrape_seconds)
+        pilot = Pilot(cache, observer, make_actor, prober, telemetry, options.scrape_seconds)
         self._registry = pilot.registry
         self._work = asyncio.create_task(pilot.run(self.ready))
         telemetry.leads(True)
         return self
 
     async def ended(self) -> None:
-        """Wait until the work ends, which should go on for ever."""
+        """Wait until the work fails."""
         await asyncio.shield(self._work)
 
     async def quiet(self, seconds: float = DRAIN_SECONDS) -> bool:
