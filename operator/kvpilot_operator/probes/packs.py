@@ -23,13 +23,17 @@ CPU cores a small model decodes 10 to 25 tokens a second, so 8 prompts of 32 tok
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Annotated, Any, Literal
 
+import msgspec
 import yaml
+from msgspec import Meta
 
 from kvpilot_formats.untrusted import lines
 from kvpilot_operator.probes.errors import EmptyPack, MalformedPack, PackTooLarge, UnknownPack
@@ -47,22 +51,41 @@ MAX_NAME = 40
 # Fill at most this many tokens, even in longer contexts: a probe must not occupy the engine with prefills.
 MAX_FILL_TOKENS = 8192
 DEFAULT_CONTEXT_TOKENS = 4096
-_ROLES = ("system", "user", "assistant")
 _FILLER = "{{filler}}"
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 2, 4, 60, 60
-_PROMPT_KEYS = {"name", "messages", "tools", "fact", "fillPercent", "depthPercent"}
-_TOOL_KEYS = {"name", "description", "parameters"}
 # English prose is about 1.3 tokens a word; 1.6 leaves room for tokenizers with small vocabularies.
 _TOKENS_PER_WORD = 1.6
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+_Text = Annotated[str, Meta(pattern=r"\S")]
+_Percent = Annotated[int, Meta(ge=0, le=90)]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One turn of a chat."""
 
-    role: str
-    content: str
+    role: Literal["system", "user", "assistant"]
+    content: _Text
+
+
+class _Tool(msgspec.Struct, forbid_unknown_fields=True):
+    name: _Text
+    description: _Text
+    parameters: dict[str, Any]
+
+
+class _Entry(msgspec.Struct, rename="camel", forbid_unknown_fields=True):
+    name: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[_Tool], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+    fact: _Text | None = None
+    fill_percent: _Percent | None = None
+    depth_percent: _Percent | None = None
+
+
+class _Pack(msgspec.Struct, forbid_unknown_fields=True):
+    prompts: list[_Entry] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +132,7 @@ def load(
     return tuple(prompts)
 
 
-def _entries(probe_set: str, config_maps: Mapping[str, Mapping[str, str]]) -> Sequence[object]:
+def _entries(probe_set: str, config_maps: Mapping[str, Mapping[str, str]]) -> Sequence[_Entry]:
     kind, _, name = probe_set.partition("/")
     if kind == "builtin" and name in BUILTIN:
         return _builtin(name)
@@ -117,7 +140,7 @@ def _entries(probe_set: str, config_maps: Mapping[str, Mapping[str, str]]) -> Se
 
 
 @cache
-def _builtin(name: str) -> Sequence[object]:
+def _builtin(name: str) -> Sequence[_Entry]:
     return _parse(f"builtin/{name}", (files(__package__) / "data" / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
@@ -140,7 +163,7 @@ def _text(probe_set: str, config_maps: Mapping[str, Mapping[str, str]]) -> str:
     raise UnknownPack(f"spec.accuracy.probeSets: {probe_set[:80]!r} is unknown; use {known} or configmap/NAME")
 
 
-def _parse(source: str, text: str) -> Sequence[object]:
+def _parse(source: str, text: str) -> Sequence[_Entry]:
     size = len(text.encode("utf-8", "replace"))
     if size > MAX_PACK_BYTES:
         raise PackTooLarge(f"{source}: {size} bytes of YAML; a pack holds at most {MAX_PACK_BYTES}: shorten its texts")
@@ -151,12 +174,23 @@ def _parse(source: str, text: str) -> Sequence[object]:
         raise MalformedPack(f"{source}: not plain YAML: {why}; see docs/accuracy.md for the form") from error
     if loaded is None:
         raise EmptyPack(f"{source}: the pack is empty; add at least one entry under prompts")
-    if not isinstance(loaded, dict) or set(loaded) != {"prompts"} or not isinstance(loaded["prompts"], list | None):
-        raise MalformedPack(f"{source}: found {_show(loaded)}; a pack is one mapping with the key prompts, a list")
-    entries: Sequence[object] = loaded["prompts"] or ()
+    try:
+        entries = msgspec.convert(loaded, _Pack).prompts
+    except msgspec.ValidationError as error:
+        why, _, path = str(error).partition(" - at `$")
+        where = path.rstrip("`").removeprefix(".") or "the pack"
+        words = f"{source}: {where}: {_show(_value_at(loaded, path))}: {why[:160]}"
+        raise MalformedPack(f"{words}; put texts in quotes, and see docs/accuracy.md for the form") from None
     if not entries:
         raise EmptyPack(f"{source}: prompts is empty; add at least one entry")
     return entries
+
+
+def _value_at(value: Any, path: str) -> object:
+    """Return the value at a path of msgspec, such as `.prompts[0].name`."""
+    for field, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        value = value[field] if field else value[int(index)]
+    return value
 
 
 class _Loader(yaml.CSafeLoader):
@@ -198,70 +232,28 @@ def _refused(event: yaml.Event, why: str) -> ValueError:
     return ValueError(f"{at}{why}")
 
 
-def _prompts(source: str, entries: Sequence[object], context_tokens: int) -> list[ProbePrompt]:
-    prompts = [_prompt(source, i, entry, context_tokens) for i, entry in enumerate(entries)]
-    names = [p.name for p in prompts]
+def _prompts(source: str, entries: Sequence[_Entry], context_tokens: int) -> list[ProbePrompt]:
+    names = [entry.name for entry in entries]
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is not None:
         raise MalformedPack(f"{source}: the name {twice!r} is used twice; give every prompt its own")
-    return prompts
+    return [_prompt(source, i, entry, context_tokens) for i, entry in enumerate(entries)]
 
 
-def _prompt(source: str, index: int, entry: object, context_tokens: int) -> ProbePrompt:
-    where = f"{source}: prompts[{index}]"
-    if not isinstance(entry, dict) or not {"name", "messages"} <= set(entry) or not set(entry) <= _PROMPT_KEYS:
-        raise MalformedPack(f"{where}: found {_show(entry)}; a prompt has name, messages and nothing unknown")
-    name, turns = entry["name"], entry["messages"]
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-        raise MalformedPack(f"{where}.name: {_show(name)}; give a text of 1 to {MAX_NAME} characters")
-    if not isinstance(turns, list) or not 0 < len(turns) <= MAX_MESSAGES:
-        raise MalformedPack(f"{where}.messages: found {_show(turns)}; give a list of 1 to {MAX_MESSAGES} messages")
-    messages = tuple(_message(f"{where}.messages[{i}]", turn) for i, turn in enumerate(turns))
+def _prompt(source: str, index: int, entry: _Entry, context_tokens: int) -> ProbePrompt:
+    where, messages = f"{source}: prompts[{index}]", entry.messages
     if messages[-1].role != "user":
         raise MalformedPack(f"{where}.messages: the last role is {messages[-1].role!r}; end with a user's turn")
-    if sum(m.content.count(_FILLER) for m in messages) == 1:
-        messages = _filled(where, entry, messages, context_tokens)
-    return ProbePrompt(source, name, messages, _tools(where, entry["tools"]) if "tools" in entry else "")
-
-
-def _message(where: str, turn: object) -> Message:
-    if not isinstance(turn, dict) or set(turn) != {"role", "content"}:
-        raise MalformedPack(f"{where}: found {_show(turn)}; a message has role and content")
-    role, content = turn["role"], turn["content"]
-    if role not in _ROLES:
-        raise MalformedPack(f"{where}.role: {_show(role)}; use one of {', '.join(_ROLES)}")
-    if not isinstance(content, str) or not content.strip():
-        raise MalformedPack(f"{where}.content: {_show(content)}; give a text (quote numbers)")
-    return Message(role, content.strip())
-
-
-def _tools(where: str, given: object) -> str:
-    if not isinstance(given, list) or not 0 < len(given) <= MAX_TOOLS:
-        raise MalformedPack(
-            f"{where}.tools: found {_show(given)}; give a list of 1 to {MAX_TOOLS} tools, or no such key"
-        )
-    for i, tool in enumerate(given):
-        if not isinstance(tool, dict) or set(tool) != _TOOL_KEYS:
-            raise MalformedPack(f"{where}.tools[{i}]: found {_show(tool)}; a tool has {', '.join(sorted(_TOOL_KEYS))}")
-        for key in ("name", "description"):
-            if not isinstance(tool[key], str) or not tool[key].strip():
-                raise MalformedPack(f"{where}.tools[{i}].{key}: {_show(tool[key])}; give a text")
-        if not isinstance(tool["parameters"], dict):
-            raise MalformedPack(f"{where}.tools[{i}].parameters: {_show(tool['parameters'])}; give a JSON schema")
-    return json.dumps(given, ensure_ascii=False, separators=(",", ":"))
-
-
-def _filled(where: str, entry: dict[str, object], messages: tuple[Message, ...], context: int) -> tuple[Message, ...]:
-    fact, fill, depth = entry.get("fact"), entry.get("fillPercent"), entry.get("depthPercent")
-    if not isinstance(fact, str) or not fact.strip():
-        raise MalformedPack(f"{where}.fact: {_show(fact)}; a prompt with {_FILLER} gives the fact to hide in it")
-    for key, value in (("fillPercent", fill), ("depthPercent", depth)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 90:
-            raise MalformedPack(f"{where}.{key}: {_show(value)}; give a whole number from 0 to 90")
-    assert isinstance(fill, int) and isinstance(depth, int)  # noqa: S101 - the loop above has checked them
-    words = int(min(context, MAX_FILL_TOKENS) * fill / 100 / _TOKENS_PER_WORD)
-    text = _filler(words, fact.strip(), depth)
-    return tuple(Message(m.role, m.content.replace(_FILLER, text)) for m in messages)
+    text = ""
+    if filled := sum(m.content.count(_FILLER) for m in messages) == 1:
+        if entry.fact is None or entry.fill_percent is None or entry.depth_percent is None:
+            raise MalformedPack(f"{where}: a prompt with {_FILLER} needs fact, fillPercent and depthPercent")
+        words = int(min(context_tokens, MAX_FILL_TOKENS) * entry.fill_percent / 100 / _TOKENS_PER_WORD)
+        text = _filler(words, entry.fact.strip(), entry.depth_percent)
+    contents = (m.content.strip().replace(_FILLER, text) if filled else m.content.strip() for m in messages)
+    chat = tuple(Message(m.role, content) for m, content in zip(messages, contents, strict=True))
+    tools = json.dumps(msgspec.to_builtins(entry.tools), ensure_ascii=False, separators=(",", ":"))
+    return ProbePrompt(source, entry.name, chat, tools if entry.tools is not None else "")
 
 
 _PLACES = ("harbour", "orchard", "station", "library", "mill", "observatory", "quarry", "market", "bridge", "school")
