@@ -19,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from kvpilot_operator.budget import TOKEN_REVIEW, Permits
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.errors import ClusterError, PermitLost
+from kvpilot_operator.errors import ClusterError
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +75,6 @@ class MetricsAccess:
         except ClusterError as error:
             log.warning("a token for %s could not be reviewed: %s", PATH, error)
             return Verdict(503, "the API server could not be asked about the token: try again\n")
-        except PermitLost:
-            return _BUSY
         self._kept.pop(key, None)
         if verdict.status == 200:
             self._kept[key] = (self._clock() + KEPT_SECONDS, verdict)
@@ -89,7 +87,7 @@ class MetricsAccess:
             return _BUSY
         self._of_peer[peer] += 1
         try:
-            async with self._reviews.of(peer, peer):
+            async with self._reviews.of(peer):
                 return await self._ask(token)
         finally:
             self._of_peer[peer] -= 1

@@ -133,8 +133,9 @@ class Probe:
         self._on_result(self._key)
 
 
-# A probe loses its permit if its engine is silent for too long while others wait. It then restarts with twice the
+# A probe loses its permit if its engine is silent for this long while others wait. It then restarts with twice the
 # patience, so that a probe of a slow engine can finish.
+PATIENCE_SECONDS = 5.0
 MAX_PATIENCE_SECONDS = 80.0
 # Longest total time that a probe waits for queued user requests.
 GIVE_WAY_SECONDS = 120.0
@@ -167,13 +168,13 @@ class Prober:
 
     async def _placed(self, key: ServiceKey, uid: str, spec: Spec, request: Request, told: Span) -> Found:
         permits = self._checks if isinstance(request, Measure) and request.serving else self._probes
-        patience = permits.limits.patience_seconds
+        patience = PATIENCE_SECONDS
         while True:
             try:
-                async with permits.of(key, key.namespace, patience) as permit:
+                async with permits.of(key.namespace, patience) as progress:
                     tls = None if isinstance(request, Find) else self._scraper.tls(request.url)
                     asked = self._settings(key, spec, request)
-                    settings = replace(asked, progress=permit.progress, tls=tls, headers=trace_headers(told))
+                    settings = replace(asked, progress=progress, tls=tls, headers=trace_headers(told))
                     return await self._run(key, uid, spec, request, settings, told)
             except PermitLost as lost:
                 log.info("probe begins anew: %s", lost, extra={"service": str(key), "probe": request.identity})

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TypeVar
 
 import aiohttp
 
@@ -18,12 +19,14 @@ from kvpilot_operator.budget import (
     METRICS_STEPS,
     METRICS_WORK_BYTES,
     Permits,
+    read_body,
 )
 from kvpilot_operator.engine_http import EngineConnector
-from kvpilot_operator.errors import NoIdentity, PermitLost, ScrapeError, ScrapeTimeout
+from kvpilot_operator.errors import NoIdentity, OverBudget, ScrapeError, ScrapeTimeout
 from kvpilot_operator.mesh import Identity
 from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.observe.pod_metrics import PodMetrics
+from kvpilot_operator.observe.series import SeriesReader
 from kvpilot_operator.probes.answers import read_models
 from kvpilot_operator.probes.errors import MalformedAnswer
 from kvpilot_operator.state.snapshot import ServiceKey
@@ -31,49 +34,10 @@ from kvpilot_operator.state.snapshot import ServiceKey
 # Limit of the whole answer, so that a server that sends a byte a second cannot block a scrape.
 TIMEOUT_SECONDS = 5.0
 _EXCERPT = 200
-_MODELS_PATH = "/v1/models"
 # One model takes about 500 bytes.
 _MAX_MODELS_BYTES = 64 * 1024
 
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Page(Protocol[T_co]):
-    """Reads a page in chunks, as PageReader does."""
-
-    @property
-    def work(self) -> int:
-        """The work of the bytes so far."""
-
-    def steps(self, chunk: bytes) -> Iterator[None]:
-        """Read the next bytes, a small step at a time."""
-
-    def close(self) -> T_co:
-        """Return the result of the complete page."""
-
-
-class _ModelsPage:
-    """Keeps an answer of /v1/models until it is whole."""
-
-    def __init__(self) -> None:
-        self._text = bytearray()
-
-    @property
-    def work(self) -> int:
-        return len(self._text) // METRICS_WORK_BYTES
-
-    def steps(self, chunk: bytes) -> Iterator[None]:
-        if len(self._text) + len(chunk) > _MAX_MODELS_BYTES:
-            raise ScrapeError(f"more than {_MAX_MODELS_BYTES} bytes")
-        self._text += chunk
-        yield
-
-    def close(self) -> tuple[str, ...]:
-        try:
-            models = read_models(_MODELS_PATH, bytes(self._text))
-        except MalformedAnswer as error:
-            raise ScrapeError(f"not a list of models: {error}") from error
-        return tuple(shown(one.id) for one in models if one.parent is not None)
+T = TypeVar("T")
 
 
 class Scraper:
@@ -103,7 +67,7 @@ class Scraper:
     async def scrape(self, service: ServiceKey, url: str, spend: Callable[[int], None]) -> PodMetrics:
         """Fetch and read the page of one engine of a service; every failure is a ScrapeError that names the address.
 
-        `spend` gets the work (`PageReader.work`) of the page, after a failure, too.
+        `spend` gets the work (`SeriesReader.work`) of the page, after a failure, too.
         """
         page = PageReader()
         try:
@@ -116,26 +80,25 @@ class Scraper:
 
         At /v1/models they are models that have a parent.
         """
-        page = _ModelsPage()
-        try:
-            return await self.read(service, url, page, _MODELS_PATH)
-        finally:
-            spend(page.work)
+        address = f"{url}/v1/models"
+        async with self._answer(service, address) as (answer, _):
+            body = await read_body(answer.content.iter_any(), _MAX_MODELS_BYTES, "models")
+            spend(len(body) // METRICS_WORK_BYTES)
+            return tuple(shown(one.id) for one in read_models(address, body) if one.parent is not None)
 
-    async def read(self, service: ServiceKey, url: str, page: Page[T_co], path: str = "/metrics") -> T_co:
-        """Fetch a page and have it read; every failure is a ScrapeError that names the address."""
-        address = f"{url}{path}"
-        try:
-            async with self._permits.of(service, service.namespace):
-                await self._fetch(address, page)
-                return page.close()
-        except (ScrapeError, PermitLost, NoIdentity) as error:
-            raise ScrapeError(f"{address}: {error}") from error
-        except TimeoutError as error:
-            raise ScrapeTimeout(f"{address}: no whole page within {TIMEOUT_SECONDS:g} s") from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            # The text may include data from the server.
-            raise ScrapeError(f"{address}: {type(error).__name__}: {shown(str(error))[:_EXCERPT]}") from error
+    async def read(self, service: ServiceKey, url: str, page: SeriesReader[T]) -> T:
+        """Fetch a page of metrics and have it read; every failure is a ScrapeError that names the address."""
+        clock = asyncio.get_running_loop().time
+        async with self._answer(service, f"{url}/metrics") as (answer, limit):
+            if (answer.content_length or 0) > METRICS.read_bytes:
+                raise ScrapeError(f"{answer.content_length} bytes, more than {METRICS.read_bytes}")
+            async for chunk in answer.content.iter_chunked(METRICS_CHUNK_BYTES):
+                # Extend the timeout by this wait, which the engine did not cause.
+                came, until = clock(), limit.when() or 0.0
+                limit.reschedule(None)
+                await self._read(page.steps(chunk))
+                limit.reschedule(until + clock() - came)
+            return page.close()
 
     async def waiting(self, service: ServiceKey, url: str) -> float:
         """Return the requests that wait for room in one pod; 0 if the answer does not give it, 1 if the engine is too
@@ -156,26 +119,33 @@ class Scraper:
         """
         return self.identity.tls() if self.identity is not None and url.startswith("https:") else None
 
-    async def _fetch(self, address: str, page: Page[object]) -> None:
-        clock = asyncio.get_running_loop().time
-        limit = asyncio.timeout(TIMEOUT_SECONDS)
-        tls = self.tls(address) or True
-        async with limit, self._http.get(address, allow_redirects=False, ssl=tls) as answer:
-            if answer.status != 200:
-                raise ScrapeError(f"HTTP {answer.status}")
-            encoding = answer.headers.get("Content-Encoding", "identity")
-            if encoding != "identity":
-                raise ScrapeError(
-                    f"the page is encoded ({shown(encoding)[:_EXCERPT]}), though plain text was asked for"
-                )
-            if (answer.content_length or 0) > METRICS.read_bytes:
-                raise ScrapeError(f"{answer.content_length} bytes, more than {METRICS.read_bytes}")
-            async for chunk in answer.content.iter_chunked(METRICS_CHUNK_BYTES):
-                # Extend the timeout by this wait, which the engine did not cause.
-                came, until = clock(), limit.when() or 0.0
-                limit.reschedule(None)
-                await self._read(page.steps(chunk))
-                limit.reschedule(until + clock() - came)
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self, service: ServiceKey, address: str
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
+        """Yield an engine's plain answer and its time limit. Turn every failure, the reader's too, into a
+        ScrapeError."""
+        try:
+            async with (
+                self._permits.of(service.namespace),
+                asyncio.timeout(TIMEOUT_SECONDS) as limit,
+                self._http.get(address, allow_redirects=False, ssl=self.tls(address) or True) as answer,
+            ):
+                if answer.status != 200:
+                    raise ScrapeError(f"HTTP {answer.status}")
+                encoding = answer.headers.get("Content-Encoding", "identity")
+                if encoding != "identity":
+                    raise ScrapeError(
+                        f"the page is encoded ({shown(encoding)[:_EXCERPT]}), though plain text was asked for"
+                    )
+                yield answer, limit
+        except (ScrapeError, NoIdentity, OverBudget, MalformedAnswer) as error:
+            raise ScrapeError(f"{address}: {error}") from error
+        except TimeoutError as error:
+            raise ScrapeTimeout(f"{address}: no whole page within {TIMEOUT_SECONDS:g} s") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            # The text may include data from the server.
+            raise ScrapeError(f"{address}: {type(error).__name__}: {shown(str(error))[:_EXCERPT]}") from error
 
     async def _read(self, steps: Iterator[None]) -> None:
         """Iterate over these steps, and let other tasks run between them."""

@@ -8,7 +8,9 @@ line that a chunk ends in is held. docs/decisions/0013 compares it with promethe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Set
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Set
+from typing import Generic, TypeVar
 
 from kvpilot_formats.untrusted import shown
 from kvpilot_operator.budget import (
@@ -20,8 +22,7 @@ from kvpilot_operator.budget import (
 )
 from kvpilot_operator.errors import ScrapeError
 
-# Called for each wanted series: its name, the text between the braces, and the value.
-OnSeries = Callable[[str, str, float], None]
+T = TypeVar("T")
 
 EXCERPT = 100
 
@@ -35,12 +36,11 @@ _LINE = re.compile(
 _PAIR = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*+)[ \t]*+=[ \t]*+"([^"\\]*+(?:\\.[^"\\]*+)*+)"', re.DOTALL)
 
 
-class SeriesReader:
-    """Takes a page in chunks, and calls `on_series` for each series with a `wanted` name."""
+class SeriesReader(ABC, Generic[T]):
+    """Takes a page in chunks, and calls `add` for each series with a `wanted` name."""
 
-    def __init__(self, wanted: Set[bytes], on_series: OnSeries) -> None:
+    def __init__(self, wanted: Set[bytes]) -> None:
         self._wanted = wanted
-        self._on_series = on_series
         self._rest = b""
         """Unfinished last line of the last chunk."""
         self._bytes = 0
@@ -74,9 +74,18 @@ class SeriesReader:
             for line in step:
                 self._read(line)
 
-    def close(self) -> None:
-        """Read the last line; raises ScrapeError, as `steps` does."""
+    def close(self) -> T:
+        """Return the result of the complete page; raise ScrapeError, as `steps` does."""
         self._read(self._rest)
+        return self.result()
+
+    @abstractmethod
+    def add(self, name: str, labels: str, value: float) -> None:
+        """Add a series; `labels` is the text between the braces."""
+
+    @abstractmethod
+    def result(self) -> T:
+        """Return the result of all series."""
 
     def _read(self, line: bytes) -> None:
         name = _NAME.match(line)
@@ -90,7 +99,7 @@ class SeriesReader:
             value = float(parts[2])
         except ValueError as error:
             raise ScrapeError(f"not Prometheus text: {_excerpt(line)}: {shown(str(error))[:EXCERPT]}") from error
-        self._on_series(name[0].decode(), parts[1] or "", value)
+        self.add(name[0].decode(), parts[1] or "", value)
 
 
 def labels_of(text: str) -> dict[str, str]:
