@@ -1,8 +1,5 @@
-"""Limits on the input of one service, and so on its cost for the operator.
+"""Limits on the bytes, the work and the concurrency of each tenant's input, and so on its cost for the operator.
 
-Three things are bounded. Bytes: an answer beyond `read_bytes` is refused while it is read. Work: parsers are linear in
-their input, which has a bounded size; pages of metrics, which are read again and again, also have a rate
-(`METRICS_WORK_PER_SECOND`). Concurrency: a tenant (a namespace) holds at most `share` permits (`Permits`).
 docs/benchmarks/operator-parsers.md has the cost of each input.
 """
 
@@ -30,21 +27,19 @@ class InputLimits:
     share: int
 
 
-# A page of vLLM is about 50 KiB for each data parallel rank, so this is 20 ranks behind one server. It is read by
-# chunks and never held whole: the socket's buffers, a chunk and a line take about 192 KiB. A healthy engine answers
-# within 10 ms; 450 pages a second (control/pilot.py) then take 5 permits, which leaves the others for slow engines.
+# A page of vLLM is about 50 KiB for each data parallel rank, so this is 20 ranks behind one server. Reading one takes
+# about 192 KiB. A healthy engine answers within 10 ms, so 450 pages a second (control/pilot.py) take 5 permits.
 METRICS = InputLimits("a page of metrics", 1 * _MIB, permits=256, share=64)
 METRICS_SOCKET_BYTES = 32 * _KIB
 # The longest line of a vLLM 0.32 (its cache_config_info) has 1.1 KiB. A rank has about 300 lines.
 METRICS_LINE_BYTES = 16 * _KIB
 METRICS_LINES = 16_384
 METRICS_CHUNK_BYTES = 32 * _KIB
-# Read a chunk in steps of this many lines: a step takes at most 0.7 ms of the event loop, or 0.3 ms for a real page.
-# Other ready tasks run between steps. A fleet of 2,000 services has about 1,400 steps a second.
+# Read a chunk in steps of this many lines, which take at most 0.7 ms. Other ready tasks run between steps.
 METRICS_STEP_LINES = 256
 METRICS_STEPS = 4
-# Work is counted in lines (2.5 us each), plus a line for each 128 bytes. This is the rate for each pod of a service: a
-# pod with 20 ranks (9,000 lines) is scraped every 4.5 s, and one with the largest allowed page every 12 s.
+# Work is counted in lines (2.5 us each), plus a line for each 128 bytes. At this rate a pod with 20 ranks (9,000 lines)
+# is scraped every 4.5 s, and one with the largest allowed page every 12 s.
 METRICS_WORK_BYTES = 128
 METRICS_WORK_PER_SECOND = 2_000
 
@@ -56,16 +51,13 @@ CONFIG_MAPS = 4
 # Limit of all custom packs of one service together.
 PACKS_BYTES = 128 * _KIB
 
-# A run holds its prompts (0.5 MiB of text, or a baseline of 1.1 MiB), one question, and a line of the answer or the
-# tokens of a prompt, 2 MiB at most; with the built-in packs some 0.5 MiB. It takes seconds on a GPU and half a minute
-# on a CPU. Only an engine that hangs or computes a very long prompt is silent for longer than the patience. No prompt
-# has more than the 65,536 tokens that a baseline keeps, of 10 bytes each.
+# A run takes 2 MiB at most, and with the built-in packs some 0.5 MiB. It takes seconds on a GPU and half a minute on a
+# CPU. No prompt has more than the 65,536 tokens that a baseline keeps, of 10 bytes each.
 CANARY_PROBE = InputLimits("a probe of a canary", 640 * _KIB, permits=16, share=8)
 # Probes of serving replicas have separate permits, so that a canary never waits behind a thousand of them.
 CHECK = InputLimits("a check of a replica", 640 * _KIB, permits=16, share=8)
 
-# A reader of /metrics costs two requests to the API server. Each address has its own share, so an address that tries
-# tokens cannot starve others; a request takes 15 s at most.
+# A reader of /metrics costs two requests to the API server. An address that tries tokens cannot starve others.
 TOKEN_REVIEW = InputLimits("a review of a token", 0, permits=4, share=2)
 
 

@@ -1,7 +1,4 @@
-"""`kvpilot-operator`: the handlers that kopf calls, and the process.
-
-kopf starts and stops the process, handles its signals, and watches the services. It takes no part in decisions.
-"""
+"""`kvpilot-operator`: the handlers that kopf calls, and the process."""
 
 from __future__ import annotations
 
@@ -108,8 +105,7 @@ class Operator:
         agent = f"kvpilot-operator ({self.identity})"
         self._cluster = await Cluster.connect(self._fence, agent, self._telemetry.api_request)
         self._closing.push_async_callback(self._cluster.close)
-        # This client needs no fence, because a standby replica serves metrics, too. It has separate connections,
-        # because a renewal must not wait behind a fleet's reads.
+        # A client without a fence, for a standby, too. Renewals must not wait behind a fleet's reads.
         beside = await Cluster.connect(WriteFence.opened(), agent, self._telemetry.api_request)
         self._closing.push_async_callback(beside.close)
         access = MetricsAccess(beside) if options.metrics_authentication else None
@@ -157,11 +153,7 @@ class Operator:
 
 
 async def run(options: argparse.Namespace) -> None:
-    """Run until SIGTERM or SIGINT.
-
-    Raises:
-        LeadershipLost: this replica lost the Lease; the kubelet restarts it.
-    """
+    """Run until SIGTERM or SIGINT; raise LeadershipLost if this replica has lost the Lease."""
     operator = Operator(options)
     # Without an identity kopf asks for the name of its user, and user 65532 has none.
     identity: Any = operator.identity

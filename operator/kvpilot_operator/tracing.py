@@ -1,8 +1,4 @@
-"""OpenTelemetry spans. Without an endpoint, the API package makes spans that do nothing. With one, the SDK sends them.
-
-Attributes have the names of docs/tracing.md. They never hold text of users or engines: no prompt, no answer, no
-message of an error.
-"""
+"""OpenTelemetry spans. Attributes never hold text of users or engines: no prompt, no answer, no message of an error."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ async def test_a_good_service_is_scraped_while_all_of_forty_others_hang(
     monkeypatch: pytest.MonkeyPatch, namespaces: int
 ) -> None:
     # The engines of many namespaces together take all permits, until their scrapes time out.
-    monkeypatch.setattr(module, "TIMEOUT_SECONDS", 1.0 if namespaces > 3 else 60.0)
+    monkeypatch.setattr(module, "TIMEOUT_SECONDS", 10.0 if namespaces > 3 else 60.0)
     async with engines() as served, scraping() as scraper:
         bad = [ServiceKey(f"bad-{i % namespaces}", f"bad-{i}") for i in range(40)]
         hanging = [asyncio.create_task(failed(scraper, key, f"{served.url}/hang")) for key in bad for _ in range(10)]

@@ -32,9 +32,8 @@ class Store(Generic[K, V]):
     """Views of objects by name and by the service that they belong to.
 
     An object is not kept if its view is None or it belongs to no service. An older version never replaces a newer one,
-    so the watch event and the answer to our own write may come in any order. Kubernetes allows comparing
-    resourceVersions of one kind as numbers. `changed` is called with the service whenever a view changes. If building a
-    view fails, the last one stays.
+    so the watch event and the answer to our own write may come in any order. `changed` is called with the service
+    whenever a view changes. If building a view fails, the last one stays.
     """
 
     def __init__(

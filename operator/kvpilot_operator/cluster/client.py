@@ -136,14 +136,7 @@ class Cluster:
     def watch(
         self, api_version: str, kind: str, namespace: str, selector: str, version: str
     ) -> AsyncIterator[tuple[str, Object]]:
-        """Yield the events after `version` (ADDED, MODIFIED, DELETED, BOOKMARK) with their objects.
-
-        Normally the server ends the watch.
-
-        Raises:
-            ClusterError: status 410 if the server does not know the version any more; 0 if the connection broke, or
-                not even a bookmark came.
-        """
+        """Yield the events after `version` with their objects, bookmarks too, until the server ends the watch."""
         query = {"labelSelector": selector, "resourceVersion": version}
         return self._transport.watch(Request("GET", kind, path_of(api_version, kind, namespace), query))
 
@@ -171,11 +164,7 @@ class Cluster:
         return await self._write(Request("PUT", manifest["kind"], Ref.to(manifest).path, _FIELD_MANAGER, manifest))
 
     async def delete(self, ref: Ref, *, uid: str = "") -> None:
-        """Delete an object and, in the background, its dependents; do nothing if it is gone already.
-
-        Raises:
-            Conflict: the object of that name has another uid.
-        """
+        """Delete an object and, in the background, its dependents; raise Conflict if it has another uid."""
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if uid:
             options["preconditions"] = {"uid": uid}

@@ -1,10 +1,8 @@
-"""kopf's connection to the API server. It uses our sockets and the official client's credentials, and every failure is
-temporary.
+"""kopf's connection to the API server, with our sockets and the official client's credentials.
 
 kopf ends the operator if a request is refused (401, 403, 404, 410), after an error event other than 410, or after an
-answer that is not JSON. It also reopens a watch immediately, however soon the server ends it. All of these are
-temporary, or end once the cluster is repaired. Here they become a broken connection, after which kopf lists or watches
-again (docs/upstream/kopf-watch-errors.patch).
+answer that is not JSON. Here these become a broken connection, after which kopf lists or watches again
+(docs/upstream/kopf-watch-errors.patch).
 """
 
 from __future__ import annotations
