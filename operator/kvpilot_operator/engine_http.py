@@ -1,4 +1,4 @@
-"""Connections to engines with limits on interim answers, chunk extensions and trailers, which aiohttp does not limit."""
+"""Connections to engines with limits on interim answers and chunk extensions, which aiohttp lacks."""
 
 from __future__ import annotations
 

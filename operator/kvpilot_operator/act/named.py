@@ -1,8 +1,4 @@
-"""Start pods only if the service owns every object that they refer to.
-
-A pod refers to a claim or a Service only by name, so another owner's object could take its place. The operator
-therefore reads each object from the API server right before it adds replicas or creates a Job.
-"""
+"""Start pods only if the service owns every object that they refer to by name, such as a claim or a Service."""
 
 from __future__ import annotations
 
@@ -32,12 +28,7 @@ def starts_pods(s: Snapshot, manifest: Manifest) -> bool:
 
 
 async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: str, name: str) -> None:
-    """Return once the pods of this workload or Job may start.
-
-    Raises:
-        NotStarted: a named object is missing, or has another owner.
-        Conflict: it belongs to an earlier service of this name, and is about to be deleted.
-    """
+    """Return once the pods of this workload or Job may start; raise NotStarted, or Conflict as `own` does."""
     for api_version, needed, about in named:
         found = await cluster.find(Ref(api_version, needed, s.key.namespace, about))
         if found is None:

@@ -1,8 +1,7 @@
 """Ownership of objects: the operator writes or deletes only objects that name the service's uid as an owner.
 
-Each write carries the uid of the object that it is meant for. If another object has taken the name meanwhile, the
-server answers with a conflict. Server-side apply cannot say "only if there is none", so the operator claims a free name
-first: it creates the object without the parts that make it act, which fails if the name is taken meanwhile.
+Each write carries the uid of its object, so that the server refuses it for another object of the name. Server-side
+apply cannot say "only if there is none", so the operator claims a free name first, by creating the object.
 """
 
 from __future__ import annotations
@@ -41,12 +40,8 @@ def own(s: Snapshot, kind: str, found: Object) -> str:
 def claim(manifest: Manifest) -> dict[str, Any] | None:
     """Return an object that claims the manifest's name and does nothing yet; None for a Deployment.
 
-    A Service or a budget selects nothing, a pool selects admitted pods, a route is attached nowhere, a ConfigMap is
-    empty. A claim, a Job or a LeaderWorkerSet is whole. A Deployment needs no claim: its selector is immutable, so the
-    server refuses to merge ours into another one.
-
-    Leave out fields that a later apply may drop: their creator keeps them. A pool needs an endpoint picker, so a
-    separate write removes ours.
+    A Deployment needs no claim: its selector is immutable, so the server refuses to merge ours into another one. Leave
+    out fields that a later apply may drop, because their creator keeps them.
     """
     if manifest["kind"] == "Deployment":
         return None

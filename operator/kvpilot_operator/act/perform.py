@@ -1,7 +1,7 @@
 """Carry out one Decision: first the baseline, then the status, then objects and pods, then events.
 
-A refusal (by a quota, a webhook or a field check) is data: the operator records it, still writes the other objects, and
-considers it in the next decision. Only temporary errors (a conflict, an unreachable server) end the reconcile.
+A refusal (by a quota, a webhook or a field check) is data for the next decision. Only temporary errors (a conflict, an
+unreachable server) end the reconcile.
 """
 
 from __future__ import annotations
@@ -49,15 +49,13 @@ class _Applied(NamedTuple):
     content: bytes
     """A hash of the manifest."""
     due: float
-    """When to apply it again, on the actor's clock."""
+    """When to apply it again."""
     uid: str
     version: str
-    """The version in the answer; another version means that another client has changed the object."""
 
 
 class Actor:
-    """Writer of the objects of one service. Every write is idempotent, so a reconcile that is cut off is repeated
-    whole."""
+    """Writer of the objects of one service. Every write is idempotent."""
 
     __slots__ = ("_applied", "_clock", "_cluster", "_events", "_rejections", "_told")
 
@@ -70,13 +68,7 @@ class Actor:
         self._told = -math.inf
 
     async def perform(self, s: Snapshot, decision: Decision) -> None:
-        """Write everything that the decision asks for.
-
-        A baseline that is refused ends the reconcile, because the status would name it.
-
-        Raises:
-            Conflict: the service changed since it was observed; only a baseline may have been written.
-        """
+        """Write everything that the decision asks for. A refused baseline ends it, because the status would name it."""
         if decision.baseline is not None and not await self._keep(s, decision.baseline):
             return
         waits = self._waits(s, decision)
@@ -195,7 +187,6 @@ class Actor:
     async def _start(
         self, s: Snapshot, named: Sequence[Reference], what: tuple[str, str], write: Callable[[], Awaitable[object]]
     ) -> None:
-        """Write something that adds pods, once all objects that they name are ours."""
         await hold(self._cluster, s, named, *what)
         await write()
 
@@ -237,13 +228,7 @@ class Actor:
         self._applied[what] = _Applied(content, due, answer["metadata"]["uid"], version_of(kind, answer))
 
     async def _uid(self, s: Snapshot, manifest: Manifest) -> str:
-        """Return the uid of the service's own object of this name; "" for a new Deployment.
-
-        Create the object, without the parts that make it act, if there is none.
-
-        Raises:
-            NameTaken: the object of this name has another owner.
-        """
+        """Return the uid of the service's own object of this name; claim the name if there is none."""
         kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)
         if seen is not None and seen.owned:
@@ -275,8 +260,7 @@ class Actor:
 async def mark_do_not_evict(cluster: Cluster, s: Snapshot, wanted: frozenset[str]) -> None:
     """Ask cluster autoscalers not to move these pods and their workers, and no others.
 
-    Annotate the pods themselves, because a change of the pod template would restart them. Our field manager leaves a
-    user's own annotations unchanged. Log a pod that cannot be annotated, and continue.
+    Annotate the pods themselves, because a change of the pod template would restart them.
     """
     for asked, pod in ((leader.name in wanted, pod) for leader in s.pods for pod in leader.group):
         if pod.terminating or pod.do_not_evict == asked:

@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Election:
-    """An election: `stand_by` returns once this replica leads, `hold` renews the Lease, and `release` gives it up.
+    """An election by a Lease. The fence is open only while no other replica can lead.
 
-    The fence is open only while no other replica can lead. `observed` is set once the Lease was looked for.
+    `observed` is set once the Lease was looked for.
     """
 
     leases: Cluster
@@ -42,11 +42,7 @@ class Election:
         log.info("leading as %s", self.candidate.identity)
 
     async def hold(self) -> None:
-        """Renew the Lease for ever.
-
-        Raises:
-            LeadershipLost: another replica leads, or the renew deadline has passed; the fence is closed.
-        """
+        """Renew the Lease until it is lost; then close the fence and raise LeadershipLost."""
         while (left := self.candidate.left(self.clock())) > 0:
             await asyncio.sleep(min(self.candidate.timing.retry, left))
             left = self.candidate.left(self.clock())

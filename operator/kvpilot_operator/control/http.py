@@ -1,7 +1,4 @@
-"""Serve /healthz, /readyz and /metrics of the operator itself.
-
-With authentication, /metrics answers only to bearer tokens that the API server knows and lets `get` that path.
-"""
+"""Serve /healthz, /readyz and /metrics of the operator itself."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ log = logging.getLogger(__name__)
 PATH = "/metrics"
 # Time to cache a granted right. A scrape every 15 s then costs two requests to the API server a minute.
 KEPT_SECONDS = 60.0
-# A client without access may have any number of tokens. It must not keep the API server busy or crowd out a reader. So
-# refusals are not cached, and a known reader is always reviewed.
+# A client without access may have any number of tokens, so refusals are not cached.
 MAX_KEPT = 256
 # Most requests of one address whose token is under review or waits for it (budget.TOKEN_REVIEW).
 MAX_OF_A_PEER = 8
@@ -46,10 +42,7 @@ _BUSY = Verdict(503, "too many tokens of your address are being reviewed: try ag
 
 
 class MetricsAccess:
-    """Reviews tokens by TokenReview and SubjectAccessReview, as the metrics server of controller-runtime does.
-
-    Each address has its own share of the reviews. Readers behind one proxy or sidecar use the same share.
-    """
+    """Reviews tokens by TokenReview and SubjectAccessReview, as the metrics server of controller-runtime does."""
 
     def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
         """Take a client without a fence, because a standby replica is asked, too."""
@@ -125,8 +118,7 @@ async def serve_http(
 ) -> web.AppRunner:
     """Serve until the returned runner is cleaned up; without a host on all addresses of IPv4 and IPv6.
 
-    `ready` turns /readyz to 200. `access` judges readers of /metrics; without it everybody may read. The kubelet reads
-    the other two paths without a token.
+    `ready` turns /readyz to 200. `access` judges readers of /metrics; without it everybody may read.
     """
 
     async def healthz(_: web.Request) -> web.Response:

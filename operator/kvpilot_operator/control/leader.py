@@ -86,10 +86,7 @@ class Leader:
 
 
 class Replica:
-    """One replica: `lead` returns once it leads, `ended` when it must stop leading, and `end` hands over in order.
-
-    Without an election it leads from the start and for ever.
-    """
+    """One replica. Without an election it leads from the start and for ever."""
 
     def __init__(
         self, fence: WriteFence, start: Callable[[], Awaitable[Leader]], election: Election | None = None
@@ -101,11 +98,7 @@ class Replica:
         self.leader: Leader | None = None
 
     async def lead(self) -> Leader:
-        """Wait as a standby, then begin to lead.
-
-        Raises:
-            LeadershipLost: it led and may not any more.
-        """
+        """Wait as a standby, then begin to lead."""
         if self._election is None:
             self._fence.open(math.inf, math.inf)
             return await self._begin()
@@ -116,11 +109,7 @@ class Replica:
         return self.leader
 
     async def ended(self) -> None:
-        """Wait until the work or the Lease has ended, and raise why.
-
-        Raises:
-            LeadershipLost: it led and may not any more.
-        """
+        """Wait until the work or the Lease has ended, and raise why."""
         assert self.leader is not None  # noqa: S101 - `lead` has returned
         holding = [asyncio.shield(self._hold)] if self._hold is not None else []
         await first_of(self.leader.ended(), *holding)

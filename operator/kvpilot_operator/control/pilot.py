@@ -26,17 +26,13 @@ from kvpilot_operator.tracing import span
 
 log = logging.getLogger(__name__)
 
-# Fetch at most this many pages a second: a page and its share of a reconcile take up to 2 ms of one core. Larger fleets
-# are scraped less often, for example 6,000 pods every 13 s.
+# A page and its share of a reconcile take up to 2 ms of one core. So 6,000 pods are scraped every 13 s.
 PAGES_PER_SECOND = 450.0
 
 
 @dataclass(slots=True, eq=False)
 class ServiceRecord:
-    """The operator's memory of one service: observations, writes, probe, series, and place in the queue.
-
-    It exists as long as the service is in the cache. Facts that must outlive the process are in the status.
-    """
+    """The operator's memory of one service, as long as it is in the cache."""
 
     key: ServiceKey
     uid: str
@@ -71,10 +67,7 @@ class Registry:
         return self._records.get(key)
 
     def follow(self, key: ServiceKey, uid: str | None) -> ServiceRecord | None:
-        """Return the record of the service that has this name now, None if there is none.
-
-        Only this method forgets a service: when it is gone, or when another one has taken its name.
-        """
+        """Return the record of the service that has this name now, and forget one that is gone."""
         known = self._records.get(key)
         if known is not None and known.uid != uid:
             del self._records[key]

@@ -155,10 +155,7 @@ class Prober:
         self._checks = Permits(CHECK)
 
     async def probe(self, key: ServiceKey, spec: Spec, request: Request, *, uid: str) -> Found:
-        """Wait for a permit, and again if it was lost, and probe; raise a KvpilotError if that is impossible.
-
-        `uid` is the service's: only a baseline that it owns counts.
-        """
+        """Wait for a permit, and probe; `uid` is the service's: only a baseline that it owns counts."""
         about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name, **_about(spec, request)}
         with span(self._tracer, "probe", about) as told:
             found = await self._placed(key, uid, spec, request, told)
@@ -256,8 +253,5 @@ def _about(spec: Spec, request: Request) -> dict[str, str]:
 
 
 def schedules_by_priority(engine: Engine) -> bool:
-    """Return True if the engine was started with vLLM's --scheduling-policy priority.
-
-    Under the default policy vLLM rejects a `priority`, according to its documentation. So none is sent then.
-    """
+    """Return True if the engine schedules by priority; under the default policy vLLM rejects a `priority`."""
     return engine.arguments.value("--scheduling-policy") == "priority"

@@ -1,7 +1,6 @@
-"""The state of each service as Prometheus gauges.
+"""The state of each service as Prometheus gauges: about 30 series, and at most 70.
 
-Each reconcile replaces all series of its service, and a deleted service leaves none. Words (a dtype, a stage, a reason)
-are labels, and only the current word is shown, with the value 1. So a service has about 30 series, and at most 70.
+Words (a dtype, a stage, a reason) are labels, and only the current word is shown, with the value 1.
 """
 
 from __future__ import annotations
@@ -177,10 +176,7 @@ class ServiceSeries:
 
 
 class ServiceMetrics(Collector):
-    """The series of all `services`, as a collector of a Prometheus registry.
-
-    Threads may read it.
-    """
+    """The series of all `services`, as a collector of a Prometheus registry. Threads may read it."""
 
     def __init__(self) -> None:
         self.services: Callable[[], Iterable[tuple[ServiceKey, ServiceSeries]]] = tuple

@@ -65,8 +65,7 @@ class Observations:
 
 @dataclass(eq=False)
 class Observer:
-    """A builder of Snapshots from the fleet's cache. `clock` returns the time in UTC, and `elapsed` returns monotonic
-    seconds. `on_scrape` is called with the outcome of each scrape."""
+    """A builder of Snapshots from the fleet's cache. `on_scrape` is called with the outcome of each scrape."""
 
     cluster: Cluster
     cache: InformerCache
@@ -219,7 +218,7 @@ class Observer:
         return await self._groups.refusals(key, views, self.cache.replicas(key))
 
     async def _pools(self, known: Observations, service: ServiceView, server: ServerFacts) -> Objects:
-        """Return the service's InferencePools, including former ones, which the status names until they are deleted."""
+        """Return the service's InferencePools, including former ones until they are deleted."""
         if not server.inference_pools and service.status.inference_pool is None:
             return {}
         names = (known.key.name, canary_service(known.key.name))
@@ -230,8 +229,7 @@ class Observer:
     async def _route(
         self, known: Observations, service: ServiceView, server: ServerFacts
     ) -> tuple[RouteView | None, Objects]:
-        """Return the route that carries a canary's share, and our own route, which the status names until it is
-        deleted."""
+        """Return the route that carries a canary's share, and our own route until it is deleted."""
         key, spec, kept = known.key, service.spec, service.status.route is not None
         own = Ref(HTTP_ROUTE_API, "HTTPRoute", key.namespace, key.name)
         asked = spec is not None and spec.route is not None
@@ -256,8 +254,7 @@ class Observer:
 async def _observed(question: Question, reading: Awaitable[T], otherwise: T, failed: list[Unanswered]) -> T:
     """Return the reading; on a failure return `otherwise`, and add the reason to `failed`.
 
-    Raises:
-        ClusterError: the API server answers no request now; the whole reconcile must be tried again.
+    Raise a ClusterError if the API server answers no request now.
     """
     try:
         return await reading

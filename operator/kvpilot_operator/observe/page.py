@@ -1,7 +1,6 @@
 """Read vLLM's metrics page: turn the text of /metrics into the numbers that decisions need.
 
-A page is read by chunks (`series.py`) and summed immediately, so memory does not grow with the page. An engine that
-is broken or hostile may write anything: every value is checked. The names are those of vLLM 0.32.
+An engine that is broken or hostile may write anything: every value is checked. The names are those of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -96,11 +95,7 @@ _DTYPES = (*dtypes.names(), *VLLM_DTYPES)
 
 
 class PageReader(SeriesReader[PodMetrics]):
-    """A reader of one page of Prometheus text in chunks.
-
-    `steps` and `close` raise ScrapeError if the page is too large, lacks cache use, has an unreadable line, or has an
-    impossible value. Such values are negative, not a number, infinite, or larger than any engine has.
-    """
+    """A reader of one page. A page without cache use, or with an impossible value, is a ScrapeError."""
 
     def __init__(self) -> None:
         super().__init__(WANTED)

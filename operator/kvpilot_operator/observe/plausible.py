@@ -1,21 +1,16 @@
 """Find implausible pods, and turn the last pages of one revision's pods into one Sample. Pure.
 
-A page that contradicts itself is ignored. An honest engine may contradict itself for a moment, because its gauges are
-not all written at the same time. So only a pod with a lasting contradiction is reported as implausible. The rules, and
-why an honest engine keeps them:
+An honest engine may contradict itself for a moment, because its gauges are not all written at the same time. So only a
+pod with a lasting contradiction is reported as implausible. The rules, and why an honest engine keeps them:
 
-- *Nothing runs, but blocks are held.* Blocks belong to running requests; cached ones count as free. (An engine that
-  hands its cache to another one holds them longer: kvpilot does not support KV transfer.)
+- *Nothing runs, but blocks are held.* Blocks belong to running requests; cached ones count as free.
 - *More requests run than blocks are in use.* Each request owns its last block, even under prefix caching.
 - *Preemptions without a full cache.* To preempt is to run out of blocks, so the free ones must have been filled since.
-  A prompt that is not computed to its end fills blocks, too, but no counter has it. So one such page counts in full.
 - *Capacity more than twice off* the median of the other pods on such a GPU: one revision is one configuration.
 - *More than a machine can do*: tokens, preemptions or requests a second.
 
-A stalled engine, which has work but does none, contradicts nothing: its gauges look like a full cache with waiting
-requests. Its counters show it: it makes no token and ends no request. vLLM counts a prompt only when it ends, so a long
-prompt moves no counter, but it fills blocks meanwhile. So an engine counts as stalled if neither its counters nor its
-cache use change. It is left out, and the other pods are judged as if it did not exist.
+A stalled engine has work, but its counters and its cache use stay constant. (A long prompt moves no counter, but it
+fills blocks.) It is left out, and the other pods are judged as if it did not exist.
 """
 
 from __future__ import annotations
@@ -41,19 +36,16 @@ STALLED_SECONDS = 30.0
 # Least number of pods to compare: with fewer, it is unclear which pod is the wrong one.
 ENOUGH_TO_COMPARE = 3
 
-# Most pods with a deviating dtype or deviating calibration factors that a sample names. The bound limits memory,
-# because samples are kept for the whole window.
+# Most pods with a deviating dtype or factors that a sample names, which is kept for the whole window.
 MOST_NAMED = 4
 
 _GAUGES = frozenset({"held", "crowded"})
-"""Contradictions between the gauges of one page. Such a page is left out immediately, but its counters are kept as the
-base of the next page."""
+"""Contradictions of one page alone, which is left out immediately."""
 
 _HELD = 0.05
 _FAR_FROM_FULL = 0.25
 _MOST_A_SECOND = {"generation_tokens": 5e6, "prompt_tokens": 1e9, "preemptions": 1e5, "finished": 1e6}
-"""Largest rates of one pod, per second. The limit of prompt tokens is high, because cached tokens are counted but cost
-no time."""
+"""Largest rates of one pod, per second. Cached prompt tokens are counted but cost no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +93,8 @@ def plausible_sample(
     """Judge the pages that one revision's pods gave at `time`; `gpus` names the known GPUs of pods.
 
     Among three or more plausible pods, the highest count of waiting requests (or preemptions) is lowered to the second
-    highest: pressure on memory must show in two pods to be the revision's. Load may well be uneven: the most running
-    requests count up to ten times the second most. No page has more of them than blocks in use. Use needs no such
-    bound: it is a share, and capacity, its weight, is checked.
+    highest: pressure on memory must show in two pods to be the revision's. Load may well be uneven, so the most running
+    requests count up to ten times the second most.
     """
     flows = {pod: _flows(known.get(pod), page, time) for pod, page in pages.items()}
     now = {pod: _remember(known.get(pod), page, flows[pod], time) for pod, page in pages.items()}
@@ -271,10 +262,7 @@ def _whole(time: datetime) -> datetime:
 def _cut(
     what: str, names: Sequence[str], values: Sequence[float], *, times: float = 1, more: float = 0
 ) -> tuple[float, list[str]]:
-    """Return the sum of `values`, the highest cut to `times` the second highest plus `more`, and a message about it.
-
-    For three pods and no allowance, that is the median in place of the highest.
-    """
+    """Return the sum of `values`, the highest cut to `times` the second highest plus `more`, and a message about it."""
     total = sum(values)
     if len(values) < ENOUGH_TO_COMPARE:
         return total, []

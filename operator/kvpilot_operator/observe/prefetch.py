@@ -64,10 +64,7 @@ class ProgressReader(SeriesReader[Progress]):
 async def read_prefetch(
     cluster: Cluster, scraper: Scraper, key: ServiceKey, service: ServiceView
 ) -> PrefetchView | None:
-    """Return the service's Job; None if it has none, or if none is or was requested.
-
-    The Job is read each time and never watched, because few services fill a claim at a time, and each only once.
-    """
+    """Return the service's Job; None if it has none. It is not watched, because few services fill a claim at a time."""
     name = prefetch_job(key.name)
     job = await cluster.find(Ref("batch/v1", "Job", key.namespace, name)) if _asked(key, service) else None
     if job is None or not any(one.get("uid") == service.uid for one in job["metadata"].get("ownerReferences") or ()):

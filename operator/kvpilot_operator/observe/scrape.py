@@ -65,10 +65,7 @@ class Scraper:
         await self._http.close()
 
     async def scrape(self, service: ServiceKey, url: str, spend: Callable[[int], None]) -> PodMetrics:
-        """Fetch and read the page of one engine of a service; every failure is a ScrapeError that names the address.
-
-        `spend` gets the work (`SeriesReader.work`) of the page, after a failure, too.
-        """
+        """Fetch and read the page of one engine; `spend` gets its work (`SeriesReader.work`), after a failure, too."""
         page = PageReader()
         try:
             return await self.read(service, url, page)
@@ -76,10 +73,7 @@ class Scraper:
             spend(page.work)
 
     async def adapters(self, service: ServiceKey, url: str, spend: Callable[[int], None]) -> tuple[str, ...]:
-        """Return the LoRA adapters that one engine has loaded, in its order; the rest is as in `scrape`.
-
-        At /v1/models they are models that have a parent.
-        """
+        """Return the LoRA adapters that one engine has loaded: models that have a parent."""
         address = f"{url}/v1/models"
         async with self._answer(service, address) as (answer, _):
             body = await read_body(answer.content.iter_any(), _MAX_MODELS_BYTES, "models")
@@ -112,11 +106,7 @@ class Scraper:
             return 0.0
 
     def tls(self, url: str) -> ssl.SSLContext | None:
-        """Return the TLS context for this address; None for one that is reached in the clear.
-
-        Raises:
-            NoIdentity: the mesh has given no certificate yet.
-        """
+        """Return the TLS context for this address, None for plain HTTP; raises NoIdentity."""
         return self.identity.tls() if self.identity is not None and url.startswith("https:") else None
 
     @contextlib.asynccontextmanager

@@ -1,7 +1,4 @@
-"""The pace at which a service's engines are scraped. It is slower for engines whose pages fail or take long to read.
-
-An engine with good pages of a realistic size is scraped in every cycle.
-"""
+"""The pace at which a service's engines are scraped: slower for those whose pages fail or take long to read."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from dataclasses import dataclass
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.budget import METRICS_WORK_PER_SECOND
 
-# The first failure may be chance: the engine is scraped in the next cycle as usual. Each further failure in a row
-# doubles the pause; a recovered engine waits at most for the longest.
+# The first failure may be chance and makes no pause.
 BACKOFF = Backoff(2.0, 30.0)
 
 
@@ -24,11 +20,7 @@ class _Failed:
 
 
 class ScrapeThrottle:
-    """The throttle of one service. `due` returns the pods to scrape in a cycle; `answered` and `failed` record the
-    outcome.
-
-    Times are seconds on a clock that never goes back.
-    """
+    """The throttle of one service. Times are seconds on a clock that never goes back."""
 
     def __init__(self) -> None:
         self._failed: dict[str, _Failed] = {}
@@ -51,10 +43,10 @@ class ScrapeThrottle:
         return due
 
     def spend(self, work: int, now: float) -> None:
-        """Count the work of a page (`PageReader.work`), whether it was good or not.
+        """Count the work of a page, whether it was good or not.
 
-        The next scrape of the service waits until the budget of all its pods covers their work. Every sample has all
-        pods or none, so a large page does not make a pod look silent.
+        The next scrape of the service waits until the budget of all its pods covers their work, so that no pod with a
+        large page looks silent.
         """
         self._paid_at = max(self._paid_at, now) + work / (METRICS_WORK_PER_SECOND * max(1, self._asked))
 

@@ -1,8 +1,7 @@
 """The lines of a page in Prometheus' text format: from chunks of bytes to the wanted series, one by one.
 
-The time is linear in the bytes of any page: one search finds the lines, and their first name classifies them. A line is
-at most `METRICS_LINE_BYTES` long, and the expressions that read it cannot go back (possessive quantifiers). Only the
-line that a chunk ends in is held. docs/decisions/0013 compares it with prometheus_client's parser.
+The time is linear in the bytes of any page, because the expressions cannot go back (possessive quantifiers).
+docs/decisions/0013 compares it with prometheus_client's parser.
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ class SeriesReader(ABC, Generic[T]):
         return self._lines + self._bytes // METRICS_WORK_BYTES
 
     def steps(self, chunk: bytes) -> Iterator[None]:
-        """Read the next bytes in steps of METRICS_STEP_LINES lines, one per iteration.
-
-        Raises:
-            ScrapeError: more bytes or lines than a page may have, or a line that is too long or cannot be read.
-        """
+        """Read the next bytes in steps of METRICS_STEP_LINES lines, one per iteration; raises ScrapeError."""
         if self._bytes + len(chunk) > METRICS.read_bytes:
             raise ScrapeError(f"more than {METRICS.read_bytes} bytes")
         self._bytes += len(chunk)

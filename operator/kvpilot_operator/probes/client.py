@@ -1,8 +1,5 @@
-"""The only module that sends requests to engines: vLLM's OpenAI-compatible API over HTTP. It validates every answer.
-
-Used: POST /tokenize (chat messages to token ids, by the engine's own template), GET /v1/models, and
-POST /v1/completions as a stream: token ids in, token ids with logprobs out. Every size is bounded, and a
-connection failure is tried once more.
+"""Questions to engines by vLLM's OpenAI-compatible API. Every size is bounded, and a connection failure is tried once
+more.
 """
 
 from __future__ import annotations
@@ -40,16 +37,14 @@ Progress = Callable[[], None]
 T = TypeVar("T")
 
 CONNECT_SECONDS = 5.0
-# Longest silence of an engine. A prefill on a loaded CPU engine takes tens of seconds; a longer silence is a hang. The
-# deadline applies in any case.
+# Longest silence of an engine: a prefill on a loaded CPU engine takes tens of seconds.
 READ_SECONDS = 120.0
 RETRY_PAUSE_SECONDS = 0.5
 _MAX_LINE_BYTES = 128 * 1024
 # Request parameter that our runtime obeys and other engines ignore (runtime/kvpilot_runtime/config/offload.py).
 FROM_HOST: dict[str, object] = {"kvpilot_from_host": True}
 
-# One token with its logprobs takes about 2 KiB. The reading loop serves the whole fleet: an engine that sends fast and
-# without end must not occupy it until the run's deadline.
+# One token with its logprobs takes about 2 KiB. An engine that sends without end must not occupy the event loop.
 _MAX_STREAM_BYTES = 1024 * 1024
 _MAX_TOKEN_BYTES = 64 * 1024
 _TEMPLATE_BYTES = 64 * 1024
@@ -67,12 +62,7 @@ def untold() -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineClient:
-    """An engine's address (`http://host:port`) and the model's served name; `http` is shared by all requests.
-
-    `progress` is called whenever the engine has answered a question, or a token of one. `priority` is for an engine
-    that schedules by it (a larger one waits longer). With `from_host` an engine that offloads reads the stored part of
-    a prompt from host memory, even if its GPU still holds it.
-    """
+    """An engine's address (`http://host:port`) and the model's served name; `session.Settings` tells the rest."""
 
     base_url: str
     model: str
@@ -135,8 +125,7 @@ class EngineClient:
         """Yield the greedy continuation of `prompt` token by token; closing the iterator stops the engine's work.
 
         There are `tokens` steps, or fewer if the model ends its answer. With `past_end`, the end token counts like any
-        other token. A connection that fails before the first token is tried once more; later failures raise
-        `EngineUnreachable`.
+        other token. A connection that fails before the first token is tried once more.
         """
         body: dict[str, object] = {
             "model": self.model,
@@ -217,11 +206,7 @@ async def served_models(base_url: str, http: aiohttp.ClientSession) -> tuple[str
 def http_client(
     api_key: str | None = None, tls: ssl.SSLContext | None = None, headers: Mapping[str, str] = MappingProxyType({})
 ) -> aiohttp.ClientSession:
-    """Return a client for engines: no proxies, no cookies, bounded waits, nothing compressed.
-
-    `api_key` is sent as a bearer token; `tls` is for https addresses (None: whom this machine trusts); `headers` are
-    sent with each request, too.
-    """
+    """Return a client for engines: no proxies, no cookies, bounded waits, nothing compressed."""
     authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return aiohttp.ClientSession(
         connector=EngineConnector(ssl=tls or True),

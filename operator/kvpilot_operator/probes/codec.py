@@ -1,12 +1,8 @@
-"""A captured baseline, its identity, and its bytes as a ConfigMap's binaryData keeps them: msgpack in a zlib stream.
+"""A captured baseline, its identity, and its bytes in a ConfigMap: msgpack in a zlib stream.
 
-Token ids are arrays of 32 bits and logprobs arrays of 16 bits, in steps of 1/2048 nat (they reach -32, below
-`stats.MIN_LOGPROB`). Rounding moves the cell of all other tokens by at most 2.5e-4, and a KL by less than 2e-3 nat:
-the control's like a candidate's. Each position's greedy token comes first, so that a reader knows it even among equal
-logprobs.
-
-The limits are chosen so that even incompressible data stays below MAX_BYTES: 65,536 prompt tokens, 4,096 positions of
-20 tokens, and the texts of 64 prompts, two of 400 characters each.
+Token ids have 32 bits and logprobs 16 bits, in steps of 1/2048 nat: rounding moves a KL by less than 2e-3 nat. Each
+position's greedy token comes first, so that a reader knows it even among equal logprobs. The limits are chosen so that
+even incompressible data stays below MAX_BYTES.
 """
 
 from __future__ import annotations
@@ -55,8 +51,7 @@ _Damage = Annotated[int, Meta(ge=0, le=int(MAX_KL * MICRO))]
 class BaselinePrompt:
     """One prompt as the 16-bit engine saw and continued it.
 
-    `tokens` are the prompt's token ids, `answer` the positions after it: its greedy tokens, up to the model's end.
-    `tail` is the end of the prompt and `text` the answer, both for people.
+    `answer` has the positions after the prompt. `tail` is the end of the prompt and `text` the answer, for people.
     """
 
     name: str
@@ -80,10 +75,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A 16-bit replica's answers; `left_out` names the prompts that did not fit the model's context.
-
-    `control` is None until it was measured.
-    """
+    """A 16-bit replica's answers; `left_out` names the prompts that did not fit the model's context."""
 
     identity: str
     model: str
@@ -124,10 +116,7 @@ def with_control(baseline: Baseline, noise: Measurement, captured: datetime) -> 
 
 
 def identity(model: str, revision: str, dtype: str, prompts: Sequence[ProbePrompt], tokens: int, top_k: int) -> str:
-    """Return 10 hex digits that change when the model, its revision, the dtype, a prompt's content or the depth does.
-
-    The engine image is left out on purpose, so that answers from before an upgrade judge the upgraded engine.
-    """
+    """Return 10 hex digits of all that answers depend on, except the engine's image: a baseline judges upgrades."""
     content = [
         [p.pack, p.name, [[m.role, m.content] for m in p.messages], *([p.tools] if p.tools else [])] for p in prompts
     ]

@@ -13,11 +13,7 @@ A pack is YAML (a ConfigMap keeps it under the key `prompts.yaml`):
 
 A prompt may hold the word `{{filler}}` once in one of its messages: a generated text then replaces it.
 It has `fillPercent` of the room that the model's context leaves, with the prompt's `fact` `depthPercent` into it.
-That is how `builtin/long-context` follows a model's context without storing long texts.
-
-The YAML has no tags, anchors or aliases: they could make a small text large or run a constructor. Bounds keep a probe
-cheap wherever it runs: at most 64 prompts over all packs, 32 KiB of YAML text a pack and 16 messages a prompt. On two
-CPU cores a small model decodes 10 to 25 tokens a second, so 8 prompts of 32 tokens take 10 to 25 s.
+The YAML has no tags, anchors or aliases: they could make a small text large or run a constructor.
 """
 
 from __future__ import annotations
@@ -90,10 +86,7 @@ class _Pack(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class ProbePrompt:
-    """One question: a chat that ends with a user's turn; `pack` and `name` identify its source.
-
-    `tools` are the functions that the model may call, a JSON list of objects with name, description and parameters.
-    """
+    """One question: a chat that ends with a user's turn; `tools` is a JSON list of functions that it may call."""
 
     pack: str
     name: str
@@ -106,11 +99,9 @@ def load(
     config_maps: Mapping[str, Mapping[str, str]] | None = None,
     context_tokens: int = DEFAULT_CONTEXT_TOKENS,
 ) -> tuple[ProbePrompt, ...]:
-    """Return the prompts of `probe_sets` in order.
+    """Return the prompts of `probe_sets` (`builtin/NAME` or `configmap/NAME`) in order; raises a `PackError`.
 
-    `builtin/NAME` is a pack of this module, `configmap/NAME` one of `config_maps` (a ConfigMap's name to its data).
-    `context_tokens` is the model's context: filled prompts stay inside it. Raises `UnknownPack`, `EmptyPack`,
-    `MalformedPack` or `PackTooLarge`.
+    `config_maps` has a ConfigMap's data by its name. Filled prompts stay inside the model's context.
     """
     prompts: list[ProbePrompt] = []
     for probe_set in dict.fromkeys(probe_sets):
@@ -207,10 +198,7 @@ class _Loader(yaml.CSafeLoader):
 
 
 def _plain(text: str) -> object:
-    """Return the value of a YAML document that uses no more of YAML than JSON has.
-
-    Raises yaml.YAMLError, TypeError, ValueError or OverflowError for any other text.
-    """
+    """Return the value of a YAML document that uses no more of YAML than JSON has."""
     depth = 0
     # The parser's events come before any value is made, so the cost of a text is proportional to its length.
     for event in yaml.parse(text, Loader=yaml.CSafeLoader):
@@ -273,10 +261,9 @@ _WHEN = ("In the morning", "Before noon", "At the end of the day", "On the follo
 
 
 def _filler(words: int, fact: str, depth_percent: int) -> str:
-    """Return about `words` words of plain prose with `fact` at `depth_percent` of it; the same for the same arguments.
+    """Return about `words` words of plain prose with `fact` at `depth_percent` of it.
 
-    The lists (5, 10, 7 and 9 entries) make 3,150 different sentences. The stride is coprime to that number, so no
-    sentence repeats before all were used. MAX_FILL_TOKENS hold fewer sentences than that.
+    The lists make 3,150 different sentences, more than MAX_FILL_TOKENS hold. The stride is coprime to that number.
     """
     sentences: list[str] = []
     count = 0

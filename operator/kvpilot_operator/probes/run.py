@@ -1,17 +1,11 @@
-"""Capture a baseline and measure a candidate against it, by teacher-forced decode.
+"""Capture a baseline and measure a candidate against it, by teacher-forced decode (docs/decisions/0003).
 
-A prefill need not read the cache that it has just written: backends with packed caches attend to the fresh 16-bit keys
-and values of a first chunk, so logprobs of a *prompt* may show no damage at all. But every backend decodes from its
-pages, and users' answers are decoded. So the candidate decodes: it continues the baseline's prompt greedily. As long as
-its token equals the baseline's, both sides have the same context, and their distributions can be compared. The position
-of a divergence still counts; the request is closed, and a new one resumes with the baseline's tokens up to there as its
-prompt. A request's first token comes from a prefill and is judged only if it differs.
+A prefill may attend to fresh 16-bit keys and show no damage, but every backend decodes from its pages. So the candidate
+continues the baseline's prompt greedily. As long as its token equals the baseline's, their distributions can be
+compared. At a divergence, a new request resumes with the baseline's tokens up to there as its prompt.
 
 Before the full prompt, a request sends only its first half. The rest is then prefilled onto cached pages, like the next
 turn of a chat. A cache can be wrong in that case even if every fresh prompt is right.
-
-A candidate that answers garbage diverges at every step, so resumes are bounded: the rest of such a prompt stays
-unmeasured, because the verdict is already clear. docs/decisions/0003 has the alternatives.
 """
 
 from __future__ import annotations
@@ -59,11 +53,7 @@ async def capture(
     dtype: str,
     settings: Settings = USUAL,
 ) -> Baseline:
-    """Return the answers of the 16-bit engine at `base_url` to `prompts`.
-
-    Prompts that do not fit the model's context are named in the result's `left_out`. Raises a `ProbeError`: among them
-    `NothingFits` when no prompt is left, `BaselineTooLarge` before anything is decoded.
-    """
+    """Return the answers of the 16-bit engine at `base_url` to `prompts`; raises a `ProbeError`."""
     async with probing(base_url, model, settings) as (engine, throttle, deadline):
         kept = 0
 
@@ -95,16 +85,14 @@ async def capture(
 
 
 async def measure(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> Measurement:
-    """Return the damage of the engine at `base_url` against `baseline`. Raise a `ProbeError` if it cannot be
-    measured."""
+    """Return the damage of the engine at `base_url` against `baseline`; raises a `ProbeError`."""
     return await _measure(base_url, model, baseline, range(len(baseline.prompts)), settings)
 
 
 async def control(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> Measurement:
     """Return the 16-bit engine's damage against its own baseline: the noise that a candidate's damage must exceed.
 
-    The second run has other batches: twice the concurrency, the prompts in reverse order, resumes and a warm prefix
-    cache. Production load varies in the same way.
+    The second run has other batches, as production load has.
     """
     twice = replace(settings, concurrency=min(2 * settings.concurrency, 64))
     return await _measure(base_url, model, baseline, range(len(baseline.prompts))[::-1], twice)
@@ -162,10 +150,7 @@ async def _answer(
 async def _follow(
     engine: EngineClient, throttle: Throttle, index: int, prompt: BaselinePrompt, settings: Settings
 ) -> tuple[list[Compared], int]:
-    """Decode along the baseline's answer, with a new request after every divergence of the candidate.
-
-    Returns the prompt's judged positions and the number of requests that they took.
-    """
+    """Decode along the baseline's answer; return the prompt's judged positions and the number of requests."""
     answer = prompt.answer
     forced = array("I", (a.token for a in answer))
     compared: list[Compared] = []
@@ -179,13 +164,11 @@ async def _follow(
             break
         requests += 1
         resumes += 1
-        # Decode past the end token. The baseline has the end of the answer, and another end of the candidate is a
-        # divergence.
+        # Decode past the end token, because another end of the candidate is a divergence.
         async with aclosing(engine.decode(context, wanted, TOP_K, past_end=True)) as steps:
             async for step in steps:
                 judged = compare(index, len(prompt.tokens) + reached, answer[reached], step.logprobs)
-                # A first token comes from a prefill, which may not have read a page. So its agreement proves nothing,
-                # but its difference is damage. Ignoring both would judge only requests that began well.
+                # A first token comes from a prefill, which may not have read a page: its agreement proves nothing.
                 if reached > start or not judged.agrees:
                     compared.append(judged)
                 reached += 1

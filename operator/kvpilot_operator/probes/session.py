@@ -1,7 +1,4 @@
-"""One probe run on an engine: its depth, its precautions for users, and the deadline that follows.
-
-A run lets the engine's users go first, and its cost is bounded.
-"""
+"""One probe run on an engine: its depth, its precautions for users, and the deadline that follows."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ LOOK_AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """Precedence of users. `waiting` returns the number of their queued requests. A run waits for them for at most
-    `seconds` in total.
+    """Precedence of users, for at most `seconds` in total. `waiting` returns the number of their queued requests.
 
     After that time, a run continues with `insist`, and ends with `EngineBusy` without it.
     """
@@ -68,18 +64,16 @@ class Throttle:
         return True
 
 
-# 32 decoded tokens reach past the first sentence, where a damaged cache starts to show, and cost about two seconds a
-# prompt on a CPU. Fewer than 8 would be mostly the prefill's token and its neighbours.
+# 32 decoded tokens reach past the first sentence, where a damaged cache starts to show.
 DEFAULT_TOKENS = 32
 MIN_TOKENS = 8
 MAX_TOKENS = 128
 # vLLM's default --max-logprobs.
 TOP_K = 20
-# A 4-bit cache diverges from bf16 about every tenth token: three or four resumes in 32 tokens. Twelve leave a margin
-# and bound the cost of garbage.
+# A 4-bit cache diverges from bf16 about every tenth token. Twelve leave a margin and bound the cost of garbage.
 MAX_RESUMES = 12
 # The slowest useful pace: about a third of the pace of a small model on two CPU cores with other work
-# (docs/accuracy-watch.md). A run's deadline is a start time plus the time for its prompts and answers at this pace.
+# (docs/accuracy-watch.md).
 START_SECONDS = 60.0
 PREFILL_TOKENS_PER_SECOND = 100
 DECODE_TOKENS_PER_SECOND = 2
@@ -91,15 +85,10 @@ TOKEN_BUDGET = 4 * MAX_PROMPT_TOKENS
 class Settings:
     """Depth and courtesy of a probe: `concurrency` requests in flight, `deadline_seconds` for the whole run.
 
-    Without `deadline_seconds`, the deadline is the time for all prompts and answers at the slowest useful pace, plus
-    the time of yielding.
-
-    `give_way` lets users' requests go first (None: do not check for them). `token_budget` bounds the tokens of all
-    requests together, prompts included; the rest stays unmeasured. `priority` goes with each request, for an engine
-    that schedules by priority: a larger one is served later. `api_key` is for an engine behind a gateway, `tls` for one
-    in a mesh. `headers` go with each request, for example to join the engine's spans to a trace. `progress` is called
-    at each answer of the engine. `from_host` is for an engine that offloads: it then answers from pages loaded from
-    host memory.
+    `token_budget` bounds the tokens of all requests together; the rest stays unmeasured. `priority` is for an engine
+    that schedules by it: a larger one is served later. `api_key` is for an engine behind a gateway, `tls` for one in a
+    mesh. `progress` is called at each answer of the engine. With `from_host`, an engine that offloads answers from
+    pages in host memory.
     """
 
     tokens: int = DEFAULT_TOKENS

@@ -41,7 +41,6 @@ COMPILED = "KVPILOT_COMPILED"
 def pod_template(service: str, spec: Spec, dtype: str, *, assigned_user: bool = False) -> dict[str, Any]:
     """Return the template of pods that take requests with this KV dtype, labelled with its own revision.
 
-    The revision is 8 hex digits of a hash of the template, and of the workers' template if a replica has workers.
     With `assigned_user` the template names no user and no group: the cluster gives each namespace its own.
     """
     template: dict[str, Any] = {
@@ -167,8 +166,7 @@ def _fill_in(pod: dict[str, Any], service: str, spec: Spec) -> None:
 def strategic_merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
     """Merge `patch` over `base` as `kubectl patch` does: maps by key, some lists by a key of their items.
 
-    Items that only the patch has come last. An empty list changes nothing. Patch directives need no treatment: the
-    schema of the API has none.
+    An empty list changes nothing. The schema of the API has no patch directives.
     """
     merged = dict(base)
     for field, value in patch.items():
@@ -265,8 +263,7 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
 
 
 def _compiled(spec: Spec) -> str:
-    """Return the folder for compiled code. It is never on a claim that is only for weights, because other engines would
-    run that code."""
+    """Return the folder for compiled code, never on a claim only for weights: other engines would run that code."""
     if spec.cache.compile_claim_name:
         return _COMPILE_PATH
     return f"{_WEIGHTS_PATH}/kvpilot-compiled" if spec.cache.weights and spec.model.source.startswith("hf://") else ""

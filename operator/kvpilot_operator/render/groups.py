@@ -1,8 +1,6 @@
 """Groups of pods that form one engine: a leader, its workers, and the LeaderWorkerSet that creates both.
 
-The leader, pod NAME-<group>, has the template of any engine with the arguments of a group; it alone takes requests. A
-worker, pod NAME-<group>-<worker>, computes its share and takes none. LeaderWorkerSet gives every container its index in
-LWS_WORKER_INDEX and the address of its leader in LWS_LEADER_ADDRESS.
+The leader, pod NAME-<group>, alone takes requests. A worker, pod NAME-<group>-<worker>, computes its share.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The workloads, the Services, the disruption budget, the claim and the baseline's ConfigMap of one service, and its
-route.
-"""
+"""The objects of one service, except its engine's pods and its Job."""
 
 from __future__ import annotations
 
@@ -69,10 +67,7 @@ def workload(
     nodes: int = 1,
     has_gate: bool = True,
 ) -> dict[str, Any]:
-    """Return the workload of one revision; a replica has `nodes` nodes, and pods with `has_gate` wait for admission.
-
-    The gate is not part of the revision, so adding it does not restart pods.
-    """
+    """Return the workload of one revision; a replica has `nodes` nodes, and pods with `has_gate` wait for admission."""
     gates = {"readinessGates": [{"conditionType": ADMITTED}]} if has_gate else {}
     labels = {k: v for k, v in template["metadata"]["labels"].items() if k in (REVISION_LABEL, DTYPE_LABEL)}
     revision, kind = labels[REVISION_LABEL], kind_for(nodes)
@@ -111,10 +106,9 @@ def inference_pool(
 def disruption_budget(
     key: ServiceKey, uid: str, revision: str, min_available: int, *, workers: int = 0
 ) -> dict[str, Any]:
-    """Return the budget that keeps `min_available` of the Service's pods in voluntary disruptions.
+    """Return the budget that keeps `min_available` of the Service's pods, and their workers, in disruptions.
 
-    A pod that is not ready may always leave: an engine that never starts must not block a drain. The budget counts the
-    `workers` of the selected pods, too: one eviction takes a whole group.
+    A pod that is not ready may always leave: an engine that never starts must not block a drain.
     """
     selector = _selector(key, revision, GROUP_LABEL if workers else SERVICE_LABEL)
     spec = {
@@ -149,8 +143,7 @@ def group_service(key: ServiceKey, uid: str, name: str) -> dict[str, Any]:
 
 
 def pod_do_not_evict(key: ServiceKey, pod: PodView, wanted: bool) -> dict[str, Any]:
-    """Return our annotations of one pod: those that cluster autoscalers respect, and our own mark. Return none if
-    `wanted` is False."""
+    """Return our annotations of one pod: those that cluster autoscalers respect, and our own mark."""
     annotations = dict(_DO_NOT_EVICT) if wanted else {}
     metadata = {"name": pod.name, "namespace": key.namespace, "uid": pod.uid, "annotations": annotations}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}

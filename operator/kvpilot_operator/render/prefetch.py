@@ -22,8 +22,7 @@ from kvpilot_operator.render.engine import COMPILED, claim_label, model_location
 from kvpilot_operator.render.objects import owned
 from kvpilot_operator.state.snapshot import ServiceKey
 
-# Retry practically for ever, with the kubelet's pauses of up to five minutes. The user may remove the obstacle (terms
-# to accept, a token, a network) at any time, and the download then continues.
+# Retry practically for ever, because the user may remove the obstacle (a token, a network) at any time.
 _ATTEMPTS = 1_000_000
 _RESOURCES = {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"cpu": "4", "memory": "8Gi"}}
 # Hide the GPUs, because some runtime classes give every container all GPUs of a node by default.
@@ -47,11 +46,7 @@ def identity(service: str, spec: Spec) -> str:
 
 
 def job(key: ServiceKey, uid: str, spec: Spec, *, assigned_user: bool) -> dict[str, Any]:
-    """Return the Job.
-
-    Its pod has the engines' placement, user, variables, volumes and secrets, because it needs the disk's zone and
-    access to the hub. It requests no GPU.
-    """
+    """Return the Job, whose pod has the engines' placement, user, variables, volumes and secrets, but no GPU."""
     template = pod_template(key.name, spec, spec.kv_cache.baseline, assigned_user=assigned_user)
     engine = next(one for one in template["spec"]["containers"] if one["name"] == ENGINE_CONTAINER)
     metadata = template["metadata"]
