@@ -18,8 +18,7 @@ import msgspec
 
 from kvpilot_operator.act import baselines
 from kvpilot_operator.act.events import Events
-from kvpilot_operator.act.named import Reference, hold, starts_pods
-from kvpilot_operator.act.ownership import claim, is_owned, own
+from kvpilot_operator.act.ownership import Reference, claim, hold, is_owned, own, starts_pods
 from kvpilot_operator.act.rejections import Rejections
 from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL, deployment_name
 from kvpilot_operator.cluster.client import Cluster
