@@ -32,7 +32,7 @@ import yaml
 from msgspec import Meta
 
 from kvpilot_formats.untrusted import lines
-from kvpilot_operator.probes.errors import EmptyPack, MalformedPack, PackTooLarge, UnknownPack
+from kvpilot_operator.probes.errors import PackError, PackTooLarge
 
 BUILTIN = ("general", "multi-turn", "long-context", "structured")
 CONFIG_MAP_KEY = "prompts.yaml"
@@ -119,7 +119,7 @@ def load(
                 f"{MAX_CHARACTERS} in all keep a probe cheap: name fewer sets, or fill fewer prompts with less"
             )
     if not prompts:
-        raise EmptyPack("spec.accuracy.probeSets: no probe set named; name at least one, such as builtin/general")
+        raise PackError("spec.accuracy.probeSets: no probe set named; name at least one, such as builtin/general")
     return tuple(prompts)
 
 
@@ -140,18 +140,18 @@ def _text(probe_set: str, config_maps: Mapping[str, Mapping[str, str]]) -> str:
     if kind == "configmap" and name:
         data = config_maps.get(name)
         if data is None:
-            raise UnknownPack(
+            raise PackError(
                 f"spec.accuracy.probeSets: {probe_set!r}: no ConfigMap {name!r} in the service's namespace; create it "
                 f"with a key {CONFIG_MAP_KEY}"
             )
         if CONFIG_MAP_KEY not in data:
-            raise MalformedPack(
+            raise PackError(
                 f"spec.accuracy.probeSets: {probe_set!r}: ConfigMap {name!r} has no key {CONFIG_MAP_KEY}, only "
                 f"{sorted(data)[:8]}; put the prompts there"
             )
         return data[CONFIG_MAP_KEY]
     known = ", ".join(f"builtin/{b}" for b in BUILTIN)
-    raise UnknownPack(f"spec.accuracy.probeSets: {probe_set[:80]!r} is unknown; use {known} or configmap/NAME")
+    raise PackError(f"spec.accuracy.probeSets: {probe_set[:80]!r} is unknown; use {known} or configmap/NAME")
 
 
 def _parse(source: str, text: str) -> Sequence[_Entry]:
@@ -162,18 +162,18 @@ def _parse(source: str, text: str) -> Sequence[_Entry]:
         loaded = _plain(text)
     except (yaml.YAMLError, TypeError, ValueError, OverflowError) as error:
         why = lines(str(error))[:300]
-        raise MalformedPack(f"{source}: not plain YAML: {why}; see docs/accuracy.md for the form") from error
+        raise PackError(f"{source}: not plain YAML: {why}; see docs/accuracy.md for the form") from error
     if loaded is None:
-        raise EmptyPack(f"{source}: the pack is empty; add at least one entry under prompts")
+        raise PackError(f"{source}: the pack is empty; add at least one entry under prompts")
     try:
         entries = msgspec.convert(loaded, _Pack).prompts
     except msgspec.ValidationError as error:
         why, _, path = str(error).partition(" - at `$")
         where = path.rstrip("`").removeprefix(".") or "the pack"
         words = f"{source}: {where}: {_show(_value_at(loaded, path))}: {why[:160]}"
-        raise MalformedPack(f"{words}; put texts in quotes, and see docs/accuracy.md for the form") from None
+        raise PackError(f"{words}; put texts in quotes, and see docs/accuracy.md for the form") from None
     if not entries:
-        raise EmptyPack(f"{source}: prompts is empty; add at least one entry")
+        raise PackError(f"{source}: prompts is empty; add at least one entry")
     return entries
 
 
@@ -224,18 +224,18 @@ def _prompts(source: str, entries: Sequence[_Entry], context_tokens: int) -> lis
     names = [entry.name for entry in entries]
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is not None:
-        raise MalformedPack(f"{source}: the name {twice!r} is used twice; give every prompt its own")
+        raise PackError(f"{source}: the name {twice!r} is used twice; give every prompt its own")
     return [_prompt(source, i, entry, context_tokens) for i, entry in enumerate(entries)]
 
 
 def _prompt(source: str, index: int, entry: _Entry, context_tokens: int) -> ProbePrompt:
     where, messages = f"{source}: prompts[{index}]", entry.messages
     if messages[-1].role != "user":
-        raise MalformedPack(f"{where}.messages: the last role is {messages[-1].role!r}; end with a user's turn")
+        raise PackError(f"{where}.messages: the last role is {messages[-1].role!r}; end with a user's turn")
     text = ""
     if filled := sum(m.content.count(_FILLER) for m in messages) == 1:
         if entry.fact is None or entry.fill_percent is None or entry.depth_percent is None:
-            raise MalformedPack(f"{where}: a prompt with {_FILLER} needs fact, fillPercent and depthPercent")
+            raise PackError(f"{where}: a prompt with {_FILLER} needs fact, fillPercent and depthPercent")
         words = int(min(context_tokens, MAX_FILL_TOKENS) * entry.fill_percent / 100 / _TOKENS_PER_WORD)
         text = _filler(words, entry.fact.strip(), entry.depth_percent)
     contents = (m.content.strip().replace(_FILLER, text) if filled else m.content.strip() for m in messages)
