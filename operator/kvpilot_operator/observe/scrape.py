@@ -12,15 +12,7 @@ from typing import TypeVar
 import aiohttp
 
 from kvpilot_formats.untrusted import shown
-from kvpilot_operator.budget import (
-    METRICS,
-    METRICS_CHUNK_BYTES,
-    METRICS_SOCKET_BYTES,
-    METRICS_STEPS,
-    METRICS_WORK_BYTES,
-    Permits,
-    read_body,
-)
+from kvpilot_operator import budget
 from kvpilot_operator.engine_http import EngineConnector
 from kvpilot_operator.errors import NoIdentity, OverBudget, ScrapeError, ScrapeTimeout
 from kvpilot_operator.mesh import Identity
@@ -48,8 +40,8 @@ class Scraper:
 
     def __init__(self, identity: Identity | None = None) -> None:
         self.identity = identity
-        self._permits = Permits(METRICS)
-        self._steps = asyncio.Semaphore(METRICS_STEPS)
+        self._permits = budget.Permits(budget.METRICS)
+        self._steps = asyncio.Semaphore(budget.METRICS_STEPS)
         self._http = aiohttp.ClientSession(
             connector=EngineConnector(limit=0, socket_factory=_socket),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -57,7 +49,7 @@ class Scraper:
             auto_decompress=False,
             trust_env=False,
             timeout=aiohttp.ClientTimeout(total=None),
-            read_bufsize=METRICS_CHUNK_BYTES,
+            read_bufsize=budget.METRICS_CHUNK_BYTES,
         )
 
     async def close(self) -> None:
@@ -76,17 +68,17 @@ class Scraper:
         """Return the LoRA adapters that one engine has loaded: models that have a parent."""
         address = f"{url}/v1/models"
         async with self._answer(service, address) as (answer, _):
-            body = await read_body(answer.content.iter_any(), _MAX_MODELS_BYTES, "models")
-            spend(len(body) // METRICS_WORK_BYTES)
+            body = await budget.read_body(answer.content.iter_any(), _MAX_MODELS_BYTES, "models")
+            spend(len(body) // budget.METRICS_WORK_BYTES)
             return tuple(shown(one.id) for one in read_models(address, body) if one.parent is not None)
 
     async def read(self, service: ServiceKey, url: str, page: SeriesReader[T]) -> T:
         """Fetch a page of metrics and have it read; every failure is a ScrapeError that names the address."""
         clock = asyncio.get_running_loop().time
         async with self._answer(service, f"{url}/metrics") as (answer, limit):
-            if (answer.content_length or 0) > METRICS.read_bytes:
-                raise ScrapeError(f"{answer.content_length} bytes, more than {METRICS.read_bytes}")
-            async for chunk in answer.content.iter_chunked(METRICS_CHUNK_BYTES):
+            if (answer.content_length or 0) > budget.METRICS.read_bytes:
+                raise ScrapeError(f"{answer.content_length} bytes, more than {budget.METRICS.read_bytes}")
+            async for chunk in answer.content.iter_chunked(budget.METRICS_CHUNK_BYTES):
                 # Extend the timeout by this wait, which the engine did not cause.
                 came, until = clock(), limit.when() or 0.0
                 limit.reschedule(None)
@@ -151,5 +143,5 @@ def _socket(address: aiohttp.connector.AddrInfoType) -> socket.socket:
     """Make a socket with a bounded buffer: the kernel's memory counts as the container's, too."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, METRICS_SOCKET_BYTES)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, budget.METRICS_SOCKET_BYTES)
     return made

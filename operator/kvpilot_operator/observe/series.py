@@ -12,13 +12,7 @@ from collections.abc import Iterator, Set
 from typing import Generic, TypeVar
 
 from kvpilot_formats.untrusted import shown
-from kvpilot_operator.budget import (
-    METRICS,
-    METRICS_LINE_BYTES,
-    METRICS_LINES,
-    METRICS_STEP_LINES,
-    METRICS_WORK_BYTES,
-)
+from kvpilot_operator import budget
 from kvpilot_operator.errors import ScrapeError
 
 T = TypeVar("T")
@@ -48,23 +42,23 @@ class SeriesReader(ABC, Generic[T]):
     @property
     def work(self) -> int:
         """Return the lines so far, plus a line for each 128 bytes: parsing time is proportional to it."""
-        return self._lines + self._bytes // METRICS_WORK_BYTES
+        return self._lines + self._bytes // budget.METRICS_WORK_BYTES
 
     def steps(self, chunk: bytes) -> Iterator[None]:
         """Read the next bytes in steps of METRICS_STEP_LINES lines, one per iteration; raises ScrapeError."""
-        if self._bytes + len(chunk) > METRICS.read_bytes:
-            raise ScrapeError(f"more than {METRICS.read_bytes} bytes")
+        if self._bytes + len(chunk) > budget.METRICS.read_bytes:
+            raise ScrapeError(f"more than {budget.METRICS.read_bytes} bytes")
         self._bytes += len(chunk)
         *lines, self._rest = (self._rest + chunk).split(b"\n")
-        if self._lines + len(lines) > METRICS_LINES:
-            raise ScrapeError(f"more than {METRICS_LINES} lines")
+        if self._lines + len(lines) > budget.METRICS_LINES:
+            raise ScrapeError(f"more than {budget.METRICS_LINES} lines")
         longest = max((*lines, self._rest), key=len)
-        if len(longest) > METRICS_LINE_BYTES:
-            raise ScrapeError(f"a line of more than {METRICS_LINE_BYTES} bytes: {_excerpt(longest)}")
-        for start in range(0, len(lines), METRICS_STEP_LINES):
+        if len(longest) > budget.METRICS_LINE_BYTES:
+            raise ScrapeError(f"a line of more than {budget.METRICS_LINE_BYTES} bytes: {_excerpt(longest)}")
+        for start in range(0, len(lines), budget.METRICS_STEP_LINES):
             if start:
                 yield
-            step = lines[start : start + METRICS_STEP_LINES]
+            step = lines[start : start + budget.METRICS_STEP_LINES]
             self._lines += len(step)
             for line in step:
                 self._read(line)

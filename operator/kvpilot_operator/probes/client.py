@@ -20,15 +20,7 @@ from kvpilot_formats.untrusted import shown
 from kvpilot_operator.budget import CANARY_PROBE, read_body, whole_lines
 from kvpilot_operator.engine_http import EngineConnector
 from kvpilot_operator.errors import OverBudget
-from kvpilot_operator.probes.answers import (
-    BYTES_A_TOKEN,
-    StreamedToken,
-    Tokenized,
-    excerpt,
-    read_models,
-    read_streamed,
-    read_tokens,
-)
+from kvpilot_operator.probes import answers
 from kvpilot_operator.probes.errors import EngineRefused, EngineUnreachable, MalformedAnswer
 from kvpilot_operator.probes.packs import Message
 
@@ -71,7 +63,7 @@ class EngineClient:
     priority: int | None = None
     from_host: bool = False
 
-    async def tokenize(self, messages: Sequence[Message], tools: str = "") -> Tokenized:
+    async def tokenize(self, messages: Sequence[Message], tools: str = "") -> answers.Tokenized:
         """Return the chat rendered by the engine's own template, ready for an answer.
 
         `tools` is a JSON list of functions. A template that does not know tools gets them as text in the first message.
@@ -92,7 +84,7 @@ class EngineClient:
         said = f"{_TOOLS_AS_TEXT}\n{tools}\n\n{first['content']}"
         return await self._rendered([{"role": first["role"], "content": said}, *chat[1:]])
 
-    async def _rendered(self, chat: Sequence[Mapping[str, str]]) -> Tokenized:
+    async def _rendered(self, chat: Sequence[Mapping[str, str]]) -> answers.Tokenized:
         try:
             return await self._tokenized(chat)
         except EngineRefused as refusal:
@@ -101,19 +93,19 @@ class EngineClient:
         text = "\n".join(f"{m['role']}: {m['content']}" for m in chat) + "\nassistant:"
         return await self._tokens({"model": self.model, "prompt": text})
 
-    async def _tokenized(self, chat: Sequence[Mapping[str, str]], **more: object) -> Tokenized:
+    async def _tokenized(self, chat: Sequence[Mapping[str, str]], **more: object) -> answers.Tokenized:
         return await self._tokens({"model": self.model, "messages": chat, **more})
 
-    async def _tokens(self, body: Mapping[str, object]) -> Tokenized:
+    async def _tokens(self, body: Mapping[str, object]) -> answers.Tokenized:
         url = f"{self.base_url}/tokenize"
         asked = msgspec.json.encode(body)
         # A text has at most one token per byte. Tokens that the template adds have their own allowance.
-        limit = min(BYTES_A_TOKEN * len(asked) + _TEMPLATE_BYTES, CANARY_PROBE.read_bytes)
+        limit = min(answers.BYTES_A_TOKEN * len(asked) + _TEMPLATE_BYTES, CANARY_PROBE.read_bytes)
 
-        async def ask() -> Tokenized:
+        async def ask() -> answers.Tokenized:
             async with self.http.post(url, data=asked, headers=_JSON, allow_redirects=False) as response:
                 await _check(url, response)
-                found = read_tokens(url, await _read(url, response, limit))
+                found = answers.read_tokens(url, await _read(url, response, limit))
             self.progress()
             return found
 
@@ -121,7 +113,7 @@ class EngineClient:
 
     async def decode(
         self, prompt: Sequence[int], tokens: int, top_k: int, *, past_end: bool = False
-    ) -> AsyncGenerator[StreamedToken, None]:
+    ) -> AsyncGenerator[answers.StreamedToken, None]:
         """Yield the greedy continuation of `prompt` token by token; closing the iterator stops the engine's work.
 
         There are `tokens` steps, or fewer if the model ends its answer. With `past_end`, the end token counts like any
@@ -157,7 +149,7 @@ class EngineClient:
                     raise
                 await asyncio.sleep(RETRY_PAUSE_SECONDS)
 
-    async def _stream(self, asked: bytes, tokens: int, past_end: bool) -> AsyncGenerator[StreamedToken, None]:
+    async def _stream(self, asked: bytes, tokens: int, past_end: bool) -> AsyncGenerator[answers.StreamedToken, None]:
         url = f"{self.base_url}/v1/completions"
         count, ended = 0, ""
         most = _MAX_STREAM_BYTES + tokens * _MAX_TOKEN_BYTES
@@ -170,7 +162,7 @@ class EngineClient:
                     data = line[5:].strip()
                     if data == b"[DONE]":
                         break
-                    chunk = read_streamed(url, data)
+                    chunk = answers.read_streamed(url, data)
                     ended = chunk.finish_reason or ended
                     for step in chunk.tokens:
                         count += 1
@@ -197,7 +189,7 @@ async def served_models(base_url: str, http: aiohttp.ClientSession) -> tuple[str
     async def ask() -> tuple[str, ...]:
         async with http.get(url, allow_redirects=False) as response:
             await _check(url, response)
-            models = read_models(url, await _read(url, response, _MAX_MODELS_BYTES))
+            models = answers.read_models(url, await _read(url, response, _MAX_MODELS_BYTES))
             return tuple(model.id for model in models)
 
     return await _twice(url, ask)
@@ -242,7 +234,7 @@ async def _check(url: str, response: aiohttp.ClientResponse) -> None:
         said += chunk
         if len(said) >= _MAX_ERROR_BYTES:
             break
-    raise EngineRefused(url, response.status, excerpt(bytes(said)))
+    raise EngineRefused(url, response.status, answers.excerpt(bytes(said)))
 
 
 async def _read(url: str, response: aiohttp.ClientResponse, limit: int) -> bytes:

@@ -19,18 +19,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvpilot_operator.probes import stats
 from kvpilot_operator.probes.errors import BaselineTooLarge, MalformedBaseline
 from kvpilot_operator.probes.packs import MAX_PROMPTS, ProbePrompt
-from kvpilot_operator.probes.stats import (
-    MAX_KL,
-    MAX_TEXT,
-    MICRO,
-    MIN_LOGPROB,
-    Answers,
-    Logprobs,
-    Measurement,
-    impossible,
-)
 
 # This number is part of every identity, so a new one invalidates every baseline. Change it if the meaning of answers
 # changes, not if only their encoding does.
@@ -44,7 +35,7 @@ MAX_TOP = 21
 # A valid stream unpacks to 0.8 MiB of arrays plus 64 names and 128 texts of at most 4 bytes a character. Refuse more.
 _MAX_RAW = 2 * 1024 * 1024
 _STEPS_PER_NAT = 2048
-_Damage = Annotated[int, Meta(ge=0, le=int(MAX_KL * MICRO))]
+_Damage = Annotated[int, Meta(ge=0, le=int(stats.MAX_KL * stats.MICRO))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +49,7 @@ class BaselinePrompt:
     tail: str
     text: str
     tokens: Sequence[int]
-    answer: Sequence[Logprobs]
+    answer: Sequence[stats.Logprobs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +101,7 @@ class _Stored(msgspec.Struct, frozen=True):
     control: Control | None
 
 
-def with_control(baseline: Baseline, noise: Measurement, captured: datetime) -> Baseline:
+def with_control(baseline: Baseline, noise: stats.Measurement, captured: datetime) -> Baseline:
     """Return the baseline with the damage of its own engine's second run."""
     return replace(baseline, control=msgspec.convert({**asdict(noise), "captured": captured}, Control))
 
@@ -171,8 +162,8 @@ def _packed(p: BaselinePrompt) -> _Prompt:
     tops = [_sorted_top(position) for position in p.answer]
     return _Prompt(
         name=p.name,
-        tail=p.tail[-MAX_TEXT:],
-        text=p.text[:MAX_TEXT],
+        tail=p.tail[-stats.MAX_TEXT :],
+        text=p.text[: stats.MAX_TEXT],
         tokens=array("I", p.tokens).tobytes(),
         tops=[len(top) for top in tops],
         top_ids=array("I", [token for top in tops for token, _ in top]).tobytes(),
@@ -187,17 +178,17 @@ def _unpacked(p: _Prompt) -> BaselinePrompt:
     positions, at = [], 0
     for many in p.tops:
         found = {ids[i]: -steps[i] / _STEPS_PER_NAT for i in range(at, at + many)}
-        if fault := impossible(found, ids[at]):
+        if fault := stats.impossible(found, ids[at]):
             raise ValueError(fault)
-        positions.append(Logprobs(ids[at], found))
+        positions.append(stats.Logprobs(ids[at], found))
         at += many
-    return BaselinePrompt(p.name, p.tail, p.text, tokens, Answers(positions))
+    return BaselinePrompt(p.name, p.tail, p.text, tokens, stats.Answers(positions))
 
 
-def _sorted_top(answer: Logprobs) -> list[tuple[int, float]]:
+def _sorted_top(answer: stats.Logprobs) -> list[tuple[int, float]]:
     """Return the tokens with their stored logprobs: first the greedy token, then the others by decreasing logprob."""
     return sorted(answer.top.items(), key=lambda item: (item[0] != answer.token, _steps(item[1]), item[0]))
 
 
 def _steps(logprob: float) -> int:
-    return round(-min(max(logprob, MIN_LOGPROB), 0.0) * _STEPS_PER_NAT)
+    return round(-min(max(logprob, stats.MIN_LOGPROB), 0.0) * _STEPS_PER_NAT)

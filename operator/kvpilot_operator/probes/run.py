@@ -19,23 +19,13 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kvpilot_formats.untrusted import lines
+from kvpilot_operator.probes import stats
 from kvpilot_operator.probes.answers import Tokenized
 from kvpilot_operator.probes.client import EngineClient
 from kvpilot_operator.probes.codec import Baseline, BaselinePrompt, check_limits
 from kvpilot_operator.probes.errors import MalformedAnswer, NothingFits, ProbeError
 from kvpilot_operator.probes.packs import ProbePrompt
 from kvpilot_operator.probes.session import TOP_K, USUAL, Settings, Throttle, allow, probing
-from kvpilot_operator.probes.stats import (
-    MAX_TEXT,
-    AnswerPair,
-    Answers,
-    Compared,
-    Logprobs,
-    Measurement,
-    compare,
-    summarise,
-    worst_prompt,
-)
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -84,12 +74,12 @@ async def capture(
     return Baseline(identity=identity, model=model, dtype=dtype, prompts=tuple(answers), left_out=left_out)
 
 
-async def measure(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> Measurement:
+async def measure(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> stats.Measurement:
     """Return the damage of the engine at `base_url` against `baseline`; raises a `ProbeError`."""
     return await _measure(base_url, model, baseline, range(len(baseline.prompts)), settings)
 
 
-async def control(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> Measurement:
+async def control(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> stats.Measurement:
     """Return the 16-bit engine's damage against its own baseline: the noise that a candidate's damage must exceed.
 
     The second run has other batches, as production load has.
@@ -98,20 +88,22 @@ async def control(base_url: str, model: str, baseline: Baseline, *, settings: Se
     return await _measure(base_url, model, baseline, range(len(baseline.prompts))[::-1], twice)
 
 
-async def _measure(base_url: str, model: str, baseline: Baseline, order: range, settings: Settings) -> Measurement:
+async def _measure(
+    base_url: str, model: str, baseline: Baseline, order: range, settings: Settings
+) -> stats.Measurement:
     began = time.monotonic()
     async with probing(base_url, model, settings) as (engine, throttle, deadline):
         allow(deadline, settings, sum(len(p.tokens) for p in baseline.prompts), baseline.positions)
 
-        async def followed(index: int) -> tuple[list[Compared], int]:
+        async def followed(index: int) -> tuple[list[stats.Compared], int]:
             await throttle.let_users_go_first()
             return await _follow(engine, throttle, index, baseline.prompts[index], settings)
 
         found = await _bounded(order, followed, settings.concurrency)
         compared = [c for judged, _ in found for c in judged]
-        worst = worst_prompt(compared)
+        worst = stats.worst_prompt(compared)
         sample = None if worst is None else await _sample(engine, throttle, baseline.prompts[worst])
-    return summarise(
+    return stats.summarise(
         compared,
         requests=sum(requests for _, requests in found) + (sample is not None),
         tokens=throttle.spent,
@@ -123,7 +115,7 @@ async def _measure(base_url: str, model: str, baseline: Baseline, order: range, 
 async def _answer(
     engine: EngineClient, prompt: ProbePrompt, tokens: Sequence[int], settings: Settings
 ) -> BaselinePrompt:
-    answer: list[Logprobs] = []
+    answer: list[stats.Logprobs] = []
     text = ""
     async with aclosing(engine.decode(tokens, settings.tokens, TOP_K)) as steps:
         async for step in steps:
@@ -140,20 +132,20 @@ async def _answer(
         )
     return BaselinePrompt(
         name=f"{prompt.pack}/{prompt.name}",
-        tail=lines(prompt.messages[-1].content)[-MAX_TEXT:],
-        text=lines(text)[:MAX_TEXT],
+        tail=lines(prompt.messages[-1].content)[-stats.MAX_TEXT :],
+        text=lines(text)[: stats.MAX_TEXT],
         tokens=array("I", tokens),
-        answer=Answers(answer),
+        answer=stats.Answers(answer),
     )
 
 
 async def _follow(
     engine: EngineClient, throttle: Throttle, index: int, prompt: BaselinePrompt, settings: Settings
-) -> tuple[list[Compared], int]:
+) -> tuple[list[stats.Compared], int]:
     """Decode along the baseline's answer; return the prompt's judged positions and the number of requests."""
     answer = prompt.answer
     forced = array("I", (a.token for a in answer))
-    compared: list[Compared] = []
+    compared: list[stats.Compared] = []
     requests = await _ask_half(engine, throttle, prompt)
     start, resumes = 0, -1
     while start < len(answer) and resumes < settings.max_resumes:
@@ -167,7 +159,7 @@ async def _follow(
         # Decode past the end token, because another end of the candidate is a divergence.
         async with aclosing(engine.decode(context, wanted, TOP_K, past_end=True)) as steps:
             async for step in steps:
-                judged = compare(index, len(prompt.tokens) + reached, answer[reached], step.logprobs)
+                judged = stats.compare(index, len(prompt.tokens) + reached, answer[reached], step.logprobs)
                 # A first token comes from a prefill, which may not have read a page: its agreement proves nothing.
                 if reached > start or not judged.agrees:
                     compared.append(judged)
@@ -193,14 +185,14 @@ async def _ask_half(engine: EngineClient, throttle: Throttle, prompt: BaselinePr
     return 1
 
 
-async def _sample(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> AnswerPair | None:
+async def _sample(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> stats.AnswerPair | None:
     if not throttle.afford(len(prompt.tokens) + len(prompt.answer)):
         return None
     text = ""
     async with aclosing(engine.decode(prompt.tokens, len(prompt.answer), TOP_K)) as steps:
         async for step in steps:
             text += step.text
-    return AnswerPair(prompt=prompt.tail, stable=prompt.text, canary=lines(text)[:MAX_TEXT])
+    return stats.AnswerPair(prompt=prompt.tail, stable=prompt.text, canary=lines(text)[: stats.MAX_TEXT])
 
 
 async def _bounded(items: Sequence[A], work: Callable[[A], Awaitable[B]], concurrency: int) -> list[B]:
