@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
-import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,8 +24,6 @@ PATH = "/metrics"
 KEPT_SECONDS = 60.0
 # A client without access may have any number of tokens, so refusals are not cached.
 MAX_KEPT = 256
-# Most requests of one address whose token is under review or waits for it (budget.TOKEN_REVIEW).
-MAX_OF_A_PEER = 8
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,8 @@ class Verdict:
     text: str = ""
 
 
+_GRANTED = Verdict(200)
 _NOBODY = Verdict(401, "send the token of a ServiceAccount or user: Authorization: Bearer TOKEN\n")
-_BUSY = Verdict(503, "too many tokens of your address are being reviewed: try again\n")
 
 
 class MetricsAccess:
@@ -48,9 +45,9 @@ class MetricsAccess:
         """Take a client without a fence, because a standby replica is asked, too."""
         self._cluster = cluster
         self._clock = clock
-        self._kept: dict[bytes, tuple[float, Verdict]] = {}
+        self._granted: dict[bytes, float] = {}
+        """The end of each granted right, by a hash of its token."""
         self._reviews = Permits(TOKEN_REVIEW)
-        self._of_peer: Counter[str] = Counter()
 
     async def verdict(self, authorization: str, peer: str) -> Verdict:
         """Judge a request of this address by its Authorization header, empty if there is none."""
@@ -60,32 +57,22 @@ class MetricsAccess:
             return _NOBODY
         # A token is never kept or logged.
         key = hashlib.sha256(token.encode(errors="surrogateescape")).digest()
-        until, verdict = self._kept.get(key, (-math.inf, _BUSY))
-        if self._clock() < until:
-            return verdict
+        until = self._granted.get(key)
+        if until is not None and self._clock() < until:
+            return _GRANTED
         try:
-            verdict = await (self._ask(token) if key in self._kept else self._ask_in_turn(token, peer))
+            # A known reader does not wait for clients that try tokens.
+            async with self._reviews.of(peer) if until is None else contextlib.nullcontext():
+                verdict = await self._ask(token)
         except ClusterError as error:
             log.warning("a token for %s could not be reviewed: %s", PATH, error)
             return Verdict(503, "the API server could not be asked about the token: try again\n")
-        self._kept.pop(key, None)
-        if verdict.status == 200:
-            self._kept[key] = (self._clock() + KEPT_SECONDS, verdict)
-            if len(self._kept) > MAX_KEPT:
-                self._kept.pop(next(iter(self._kept)))
+        self._granted.pop(key, None)
+        if verdict is _GRANTED:
+            self._granted[key] = self._clock() + KEPT_SECONDS
+            if len(self._granted) > MAX_KEPT:
+                self._granted.pop(next(iter(self._granted)))
         return verdict
-
-    async def _ask_in_turn(self, token: str, peer: str) -> Verdict:
-        if self._of_peer[peer] >= MAX_OF_A_PEER:
-            return _BUSY
-        self._of_peer[peer] += 1
-        try:
-            async with self._reviews.of(peer):
-                return await self._ask(token)
-        finally:
-            self._of_peer[peer] -= 1
-            if not self._of_peer[peer]:
-                del self._of_peer[peer]
 
     async def _ask(self, token: str) -> Verdict:
         known = await self._cluster.review("authentication.k8s.io/v1", "TokenReview", {"token": token})
@@ -101,7 +88,7 @@ class MetricsAccess:
         }
         allowed = await self._cluster.review("authorization.k8s.io/v1", "SubjectAccessReview", spec)
         if allowed.get("allowed") is True:
-            return Verdict(200)
+            return _GRANTED
         words = f"{user['username']} may not get {PATH}: bind it to a ClusterRole with nonResourceURLs [{PATH}]\n"
         return Verdict(403, words)
 
