@@ -278,7 +278,6 @@ def _tell(known: Observations, revision: str, judged: Judged) -> None:
     """Log contradictions in a revision's pages. Log each only once while it persists."""
     odd = {f"implausible: {words}": words.partition(":")[0] for words in judged.sample.implausible}
     odd |= {f"stalled: {words}": f"stalled {words.partition(':')[0]}" for words in judged.sample.stalled}
-    odd |= {f"cut: {words}": words.partition(":")[0] for words in judged.cut}
     news = known.windows.news(revision, odd.values())
     for words, about in odd.items():
         if about in news:

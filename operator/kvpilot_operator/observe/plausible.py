@@ -78,8 +78,6 @@ class Judged:
     sample: Sample
     known: Mapping[str, Known]
     """Pass this to the next call."""
-    cut: tuple[str, ...]
-    """Figures that were lowered, each as "POD: figure, and the value used instead"."""
 
 
 def plausible_sample(
@@ -108,7 +106,7 @@ def plausible_sample(
     left = {pod for pod, one in now.items() if one.stalls or _GAUGES & one.odd.keys()}
     plausible = sorted(pod for pod, why in reasons.items() if not why and pod not in left)
     kept = {pod: old for pod, old in known.items() if (time - old.time).total_seconds() <= LONGEST_GAP_SECONDS}
-    sample, cut = _together(time, [(pod, pages[pod], flows[pod]) for pod in plausible])
+    sample = _together(time, [(pod, pages[pod], flows[pod]) for pod in plausible])
     left_out = len(pages) - len(plausible) - len(implausible) - len(still)
     told = {pod: page.factors for pod, page in pages.items() if page.factors}
     factors = _most(told.values()) or ""
@@ -126,7 +124,7 @@ def plausible_sample(
         factors=factors,
         mixed=tuple(sorted(other for other in told.items() if other[1] != factors))[:MOST_NAMED],
     )
-    return Judged(sample, {**kept, **now}, cut)
+    return Judged(sample, {**kept, **now})
 
 
 def _most(values: Iterable[_T]) -> _T | None:
@@ -228,30 +226,25 @@ def _odd_capacity(pod: str, pages: Mapping[str, PodMetrics], gpus: Mapping[str, 
     return f"capacity is {mine} tokens while the other pods' median is {usual:.0f}"
 
 
-def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> tuple[Sample, tuple[str, ...]]:
+def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> Sample:
     """Return the plausible pods' sums."""
     if not pods:
-        return Sample(_whole(time), 0, 0.0, 0.0, 0.0, 0, ""), ()
-    names = [name for name, _, _ in pods]
+        return Sample(_whole(time), 0, 0.0, 0.0, 0.0, 0, "")
     pages = [page for _, page, _ in pods]
     weights = [page.capacity_tokens or 1 for page in pages]
     flows = Flows.together([flow for _, _, flow in reversed(pods)])
     engines = [(f"{pod} {one.name}".rstrip(), one.usage, one.waiting) for pod, page, _ in pods for one in page.engines]
-    waiting, cut_waiting = _cut("waiting", names, [page.waiting for page in pages])
-    running, cut_running = _cut("running", names, [page.running for page in pages], times=10, more=64)
-    preemptions, cut_preemptions = _cut("preempted", names, [flow.preemptions for _, _, flow in pods])
-    sample = Sample(
+    return Sample(
         time=_whole(time),
         pods=len(pods),
         usage=sum(page.usage * weight for page, weight in zip(pages, weights, strict=True)) / sum(weights),
-        running=running,
-        waiting=waiting,
+        running=_cut([page.running for page in pages], times=10, more=64),
+        waiting=_cut([page.waiting for page in pages]),
         capacity_tokens=sum(page.capacity_tokens for page in pages),
         observed_dtype="",
-        flows=replace(flows, preemptions=preemptions),
+        flows=replace(flows, preemptions=_cut([flow.preemptions for _, _, flow in pods])),
         spread=Spread.of(engines),
     )
-    return sample, (*cut_waiting, *cut_running, *cut_preemptions)
 
 
 def _whole(time: datetime) -> datetime:
@@ -259,17 +252,9 @@ def _whole(time: datetime) -> datetime:
     return time.replace(microsecond=0)
 
 
-def _cut(
-    what: str, names: Sequence[str], values: Sequence[float], *, times: float = 1, more: float = 0
-) -> tuple[float, list[str]]:
-    """Return the sum of `values`, the highest cut to `times` the second highest plus `more`, and a message about it."""
-    total = sum(values)
+def _cut(values: Sequence[float], *, times: float = 1, more: float = 0) -> float:
+    """Return the sum of `values`, the highest cut to `times` the second highest plus `more`."""
     if len(values) < ENOUGH_TO_COMPARE:
-        return total, []
+        return sum(values)
     second, highest = sorted(values)[-2:]
-    taken = min(highest, times * second + more)
-    if taken == highest or highest <= 2 * second + 10:
-        return total - highest + taken, []
-    who = names[values.index(highest)]
-    said = f"{who}: {what} {highest:.0f}, counted as {taken:.0f}: no other pod has more than {second:.0f}"
-    return total - highest + taken, [said]
+    return sum(values) - highest + min(highest, times * second + more)
