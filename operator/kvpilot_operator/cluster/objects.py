@@ -68,13 +68,6 @@ def _segment(kind: str, name: str) -> str:
     return quote(name, safe="")
 
 
-def name_of(answer: Object) -> str:
-    """Return the name of the object in an answer; empty for a list or anything else."""
-    metadata = answer.get("metadata")
-    name = metadata.get("name") if isinstance(metadata, dict) else None
-    return name if isinstance(name, str) else ""
-
-
 def version_of(kind: str, obj: Object) -> str:
     """Return a version that changes with the spec; empty for kinds that are not watched."""
     if kind in ("Deployment", "LeaderWorkerSet", "InferencePool", "HTTPRoute"):
