@@ -26,7 +26,7 @@ from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.probes import codec, run
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.probes.errors import MalformedBaseline
-from kvpilot_operator.probes.session import TOKEN_BUDGET, GiveWay, Settings
+from kvpilot_operator.probes.session import GiveWay, Settings
 from kvpilot_operator.state.decision import (
     Capture,
     Captured,
@@ -239,8 +239,7 @@ class Prober:
         give_way = GiveWay(partial(self._scraper.waiting, key, request.url), GIVE_WAY_SECONDS, insist)
         if insist:
             return Settings(priority=priority, give_way=give_way)
-        gently = Settings(concurrency=1, priority=priority, give_way=give_way, token_budget=TOKEN_BUDGET)
-        return replace(gently, from_host=from_host)
+        return Settings(concurrency=1, priority=priority, give_way=give_way, from_host=from_host)
 
 
 def _about(spec: Spec, request: Request) -> dict[str, str]:

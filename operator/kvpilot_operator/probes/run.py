@@ -152,8 +152,7 @@ async def _follow(
         reached = start
         context = array("I", prompt.tokens) + forced[:start]
         wanted = len(answer) - start
-        if not throttle.afford(len(context) + wanted):
-            break
+        throttle.spent += len(context) + wanted
         requests += 1
         resumes += 1
         # Decode past the end token, because another end of the candidate is a divergence.
@@ -177,17 +176,17 @@ async def _follow(
 async def _ask_half(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> int:
     """Leave the first half of the prompt in the engine's prefix cache; return the number of requests that it took."""
     half = prompt.tokens[: len(prompt.tokens) // 2]
-    if len(half) < MIN_HALF_TOKENS or not throttle.afford(len(half) + 1):
+    if len(half) < MIN_HALF_TOKENS:
         return 0
+    throttle.spent += len(half) + 1
     async with aclosing(engine.decode(half, 1, 1, past_end=True)) as steps:
         async for _ in steps:
             pass
     return 1
 
 
-async def _sample(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> stats.AnswerPair | None:
-    if not throttle.afford(len(prompt.tokens) + len(prompt.answer)):
-        return None
+async def _sample(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> stats.AnswerPair:
+    throttle.spent += len(prompt.tokens) + len(prompt.answer)
     text = ""
     async with aclosing(engine.decode(prompt.tokens, len(prompt.answer), TOP_K)) as steps:
         async for step in steps:

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from kvpilot_operator.probes.client import EngineClient, Progress, http_client, untold
-from kvpilot_operator.probes.codec import MAX_PROMPT_TOKENS
 from kvpilot_operator.probes.errors import EngineBusy, ProbeTimeout
 
 LOOK_AGAIN_SECONDS = 1.0
@@ -29,13 +28,12 @@ class GiveWay:
 
 
 class Throttle:
-    """Limits of one run: the queue of users that it yields to, and its budget of tokens (None: unbounded)."""
+    """The queue of users that one run yields to, and the tokens that it has `spent`."""
 
-    def __init__(self, url: str, give_way: GiveWay | None, token_budget: int | None) -> None:
+    def __init__(self, url: str, give_way: GiveWay | None) -> None:
         self._url = url
         self._give_way = give_way
         self._left = give_way.seconds if give_way is not None else 0.0
-        self._budget = token_budget
         self.spent = 0
 
     async def let_users_go_first(self) -> None:
@@ -56,13 +54,6 @@ class Throttle:
                 )
         self._left -= time.monotonic() - began
 
-    def afford(self, tokens: int) -> bool:
-        """Spend this many tokens, prompt and answer; return False if the budget does not cover them."""
-        if self._budget is not None and self.spent + tokens > self._budget:
-            return False
-        self.spent += tokens
-        return True
-
 
 # 32 decoded tokens reach past the first sentence, where a damaged cache starts to show.
 DEFAULT_TOKENS = 32
@@ -77,18 +68,15 @@ MAX_RESUMES = 12
 START_SECONDS = 60.0
 PREFILL_TOKENS_PER_SECOND = 100
 DECODE_TOKENS_PER_SECOND = 2
-# Four times the tokens of the largest baseline: a quantized dtype with its resumes needs as many.
-TOKEN_BUDGET = 4 * MAX_PROMPT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Depth and courtesy of a probe: `concurrency` requests in flight, `deadline_seconds` for the whole run.
 
-    `token_budget` bounds the tokens of all requests together; the rest stays unmeasured. `priority` is for an engine
-    that schedules by it: a larger one is served later. `api_key` is for an engine behind a gateway, `tls` for one in a
-    mesh. `progress` is called at each answer of the engine. With `from_host`, an engine that offloads answers from
-    pages in host memory.
+    `priority` is for an engine that schedules by it: a larger one is served later. `api_key` is for an engine behind a
+    gateway, `tls` for one in a mesh. `progress` is called at each answer. With `from_host`, an engine that
+    offloads answers from pages in host memory.
     """
 
     tokens: int = DEFAULT_TOKENS
@@ -96,7 +84,6 @@ class Settings:
     deadline_seconds: float | None = None
     max_resumes: int = MAX_RESUMES
     give_way: GiveWay | None = None
-    token_budget: int | None = None
     priority: int | None = None
     api_key: str | None = field(default=None, repr=False)
     tls: ssl.SSLContext | None = field(default=None, repr=False)
@@ -130,7 +117,7 @@ async def probing(
             engine = EngineClient(
                 base_url.rstrip("/"), model, http, settings.progress, settings.priority, settings.from_host
             )
-            yield engine, Throttle(engine.base_url, settings.give_way, settings.token_budget), deadline
+            yield engine, Throttle(engine.base_url, settings.give_way), deadline
     except TimeoutError as error:
         raise ProbeTimeout(
             f"{base_url}: not probed within {(deadline.when() or began) - began:.0f} s; the engine is overloaded or "
