@@ -19,9 +19,8 @@ from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.lease import Candidate, Timing
-from kvpilot_operator.control.election import Election
 from kvpilot_operator.control.http import MetricsAccess, serve_http
-from kvpilot_operator.control.leader import Leader, Replica, prepare
+from kvpilot_operator.control.leader import Election, Leader, Replica, prepare
 from kvpilot_operator.control.logs import configure
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import LeadershipLost

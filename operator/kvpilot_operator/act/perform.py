@@ -16,13 +16,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvpilot_operator.act import baselines
 from kvpilot_operator.act.events import Events
 from kvpilot_operator.act.ownership import Reference, claim, hold, is_owned, own, starts_pods
 from kvpilot_operator.act.rejections import Rejections
-from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL, deployment_name
+from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL, SERVICE_LABEL, baseline_name, deployment_name
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.objects import Ref, version_of
+from kvpilot_operator.cluster.objects import Object, Ref, version_of
 from kvpilot_operator.errors import ClusterError, Conflict, NameTaken, NotFound, Rejected
 from kvpilot_operator.probes import codec
 from kvpilot_operator.probes.codec import Baseline
@@ -35,6 +34,10 @@ from kvpilot_operator.state.status import dump_status, without_figures
 
 log = logging.getLogger(__name__)
 
+# Keep some old baselines: a service that returns to an earlier model or probe set can use them again.
+MAX_KEPT = 4
+# Read at most this many ConfigMaps, because anyone may put our label on any number of them.
+MAX_SEEN = 64
 # Apply an object again after this time, or half of it, to undo changes by others. The cache reports a changed workload
 # or Service immediately, but not changed labels or a changed budget.
 REAPPLY_SECONDS = 600.0
@@ -89,7 +92,7 @@ class Actor:
 
     async def _keep(self, s: Snapshot, baseline: Baseline) -> bool:
         """Write a captured baseline; return False if it is refused."""
-        await baselines.prune(self._cluster, s, baseline)
+        await prune(self._cluster, s, baseline)
         manifest = baseline_config_map(s.key, s.uid, baseline.identity, codec.encode(baseline))
         about = ("ConfigMap", manifest["metadata"]["name"])
         content = _hash(manifest)
@@ -290,3 +293,23 @@ def _shrinks(s: Snapshot, manifest: Manifest) -> bool:
         return False
     replicas: int = manifest["spec"]["replicas"]
     return replicas < _replicas(s, manifest["metadata"]["labels"][REVISION_LABEL])
+
+
+async def prune(cluster: Cluster, s: Snapshot, but: Baseline) -> None:
+    """Delete the service's oldest baselines, other than this one, beyond `MAX_KEPT` with it.
+
+    If the API server refuses to delete one, keep it and go on: the new capture is worth more.
+    """
+    kept = baseline_name(s.key.name, but.identity)
+    selector, beginning = f"{SERVICE_LABEL}={s.key.name}", baseline_name(s.key.name, "")
+    ours: list[Object] = []
+    try:
+        async for metadata in cluster.metadata("v1", "ConfigMap", s.key.namespace, selector, most=MAX_SEEN):
+            name = metadata["name"]
+            if name.startswith(beginning) and name != kept and is_owned({"metadata": metadata}, s.uid):
+                ours.append(metadata)
+        ours.sort(key=lambda metadata: (metadata.get("creationTimestamp") or "", metadata["name"]), reverse=True)
+        for metadata in ours[MAX_KEPT - 1 :]:
+            await cluster.delete(Ref("v1", "ConfigMap", s.key.namespace, metadata["name"]), uid=metadata["uid"])
+    except ClusterError as error:
+        log.warning("old baselines are not deleted: %s", error, extra={"service": str(s.key)})

@@ -31,8 +31,7 @@ from kvpilot_operator.observe.plausible import Judged
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.prefetch import read_prefetch
 from kvpilot_operator.observe.probe_packs import PackTexts, PlanRead
-from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.observe.scrape_throttle import ScrapeThrottle
+from kvpilot_operator.observe.scrape import Scraper, ScrapeThrottle
 from kvpilot_operator.observe.views import named_view, pool_view, route_view, together
 from kvpilot_operator.observe.windows import Windows, retention_of
 from kvpilot_operator.state.decision import ProbeResult

@@ -15,7 +15,7 @@ from kvpilot_operator.api.kv_cache import OffloadDisk
 from kvpilot_operator.api.pod_template import KEYS
 from kvpilot_operator.api.pods import Adapter
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.render import groups
+from kvpilot_operator.render import workloads
 
 # The user of docker/runtime.Dockerfile; its group owns what is written to claims.
 ENGINE_USER = 65532
@@ -40,7 +40,7 @@ def pod_template(service: str, spec: Spec, dtype: str, *, assigned_user: bool = 
     }
     template = strategic_merge(template, copy.deepcopy(spec.engine.pod_template))
     _fill_in(template["spec"], service, spec)
-    whole = template if spec.engine.nodes == 1 else [template, groups.worker_template(template)]
+    whole = template if spec.engine.nodes == 1 else [template, workloads.worker_template(template)]
     content = json.dumps(whole, sort_keys=True, separators=(",", ":")).encode()
     template["metadata"]["labels"][names.REVISION_LABEL] = hashlib.sha256(content).hexdigest()[:8]
     return template
@@ -210,7 +210,7 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
         arguments.append(f"--retention={kept.policy}")
         numbers = {"sink": kept.sink_tokens, "window": kept.window_tokens, "budget": kept.budget_tokens}
         arguments += [f"--retention-{name}-tokens={n}" for name, n in numbers.items() if n is not None]
-    return [*arguments, *groups.arguments(engine.nodes), *_adapters(spec), *engine.extra_args]
+    return [*arguments, *workloads.group_arguments(engine.nodes), *_adapters(spec), *engine.extra_args]
 
 
 def _adapters(spec: Spec) -> list[str]:

@@ -11,8 +11,7 @@ from kvpilot_operator.api import names
 from kvpilot_operator.api.gateways import EndpointPickerRef, Route
 from kvpilot_operator.api.pods import Claim
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.render.groups import group_spec
-from kvpilot_operator.render.workloads import kind_for
+from kvpilot_operator.render.workloads import group_spec, kind_for
 from kvpilot_operator.state.objects import PodView, RouteView
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.times import utc
