@@ -85,8 +85,14 @@ class Store(Generic[K, V]):
         if known is None or known.view != view:
             self._changed(service)
 
-    def drop(self, obj: Object) -> None:
-        """Drop an object that was deleted, unless a newer one of its name is known."""
+    def take(self, event: str | None, obj: Object) -> None:
+        """Process one event of a watch. Ignore bookmarks, and events without a type, which only repeat a list."""
+        if event in ("ADDED", "MODIFIED"):
+            self.put(obj)
+        elif event == "DELETED":
+            self._drop(obj)
+
+    def _drop(self, obj: Object) -> None:
         known = self._entries.get(_name(obj))
         version = _version(obj)
         if known is not None and (not version or version >= known.version):

@@ -109,8 +109,5 @@ class Reflector:
         return True
 
     def _take(self, event: str, obj: Object) -> None:
-        if event in ("ADDED", "MODIFIED"):
-            self.store.put(obj)
-        elif event == "DELETED":
-            self.store.drop(obj)
+        self.store.take(event, obj)
         self._version = obj["metadata"]["resourceVersion"]

@@ -32,15 +32,9 @@ class ServiceFeed:
 
     def __init__(self, store: Store[Any, Any], namespaces: Sequence[str]) -> None:
         self._store = store
+        self.take = store.take
         self._unlisted = set(namespaces)
         self.filled = asyncio.Event()
-
-    def take(self, event: str | None, obj: Object) -> None:
-        """Process one event of kopf's watch. Ignore events without a type, which only repeat a list."""
-        if event == "DELETED":
-            self._store.drop(obj)
-        elif event is not None:
-            self._store.put(obj)
 
     def listed(self, namespace: str, services: Sequence[Object], version: str) -> None:
         """Store a complete list of a namespace, and drop objects that are missing from it."""
