@@ -74,11 +74,7 @@ async def read_body(chunks: AsyncIterator[bytes], most: float, where: str) -> by
 async def whole_lines(
     chunks: AsyncIterator[bytes], where: str = "", most: float = math.inf, longest: float = math.inf
 ) -> AsyncIterator[bytes]:
-    """Yield the non-empty lines of a stream. An incomplete last line is dropped.
-
-    Raises:
-        OverBudget: more than `most` bytes, or a line of more than `longest`; names `where`.
-    """
+    """Yield the non-empty lines of a stream, without an incomplete last line. Raise OverBudget, which names `where`."""
     line = bytearray()
     async for chunk in chunks:
         most -= len(chunk)
@@ -110,11 +106,7 @@ class Permits:
 
     @contextlib.asynccontextmanager
     async def of(self, tenant: Hashable, patience_seconds: float = math.inf) -> AsyncIterator[Callable[[], None]]:
-        """Wait for a permit, and give it back in the end. Yield a function that reports progress.
-
-        Raises:
-            PermitLost: the work was silent for too long while other work waited. It is cancelled.
-        """
+        """Wait for a permit, and give it back in the end; raises PermitLost. Yield a function that reports progress."""
         loop, moved = asyncio.get_running_loop(), math.inf
         ours = self._tenants.setdefault(tenant, asyncio.Semaphore(self._share))
 

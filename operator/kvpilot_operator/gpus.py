@@ -66,11 +66,7 @@ class PriceError(ValueError):
 
 
 def prices(given: Iterable[tuple[str, object]]) -> dict[str, int]:
-    """Return the price of a GPU hour, by its name in GPUS, in millionths of the currency.
-
-    Raises:
-        PriceError: a kind that is not in the table, or is there twice, or a price that is not a positive number.
-    """
+    """Return the price of a GPU hour, by its name in GPUS, in millionths of the currency; raises PriceError."""
     found: dict[str, int] = {}
     for kind, price in given:
         gpu = _BY_NAME.get(kind.lower()) or by_product(kind)

@@ -93,11 +93,7 @@ class SpanSender:
 
 
 def span_sender(environment: Mapping[str, str]) -> SpanSender | None:
-    """Return a sender to the endpoint in the environment; None without an endpoint, or without the extra `tracing`.
-
-    Raises:
-        TracingError: the endpoint is not a URL, or the SDK refuses another variable.
-    """
+    """Return a sender to the endpoint in the environment, None without one; raises TracingError."""
     name = next((name for name in _ENDPOINTS if environment.get(name)), None)
     if name is None:
         return None

@@ -25,11 +25,9 @@ def is_owned(obj: Object, uid: str) -> bool:
 
 
 def own(s: Snapshot, kind: str, found: Object) -> str:
-    """Return the uid of an object that the service owns.
+    """Return the uid of an object that the service owns; raises NameTaken.
 
-    Raises:
-        NameTaken: the object has another owner.
-        Conflict: it belongs to an earlier service of this name, and is about to be deleted.
+    An object of an earlier service of this name is about to be deleted, and raises Conflict.
     """
     metadata = found["metadata"]
     if is_owned(found, s.uid):

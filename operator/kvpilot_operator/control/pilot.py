@@ -11,7 +11,7 @@ from functools import partial
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.api.words import ConditionType, Reason
 from kvpilot_operator.control.prober import Probe, Prober
-from kvpilot_operator.control.service_metrics import ServiceSeries
+from kvpilot_operator.control.service_metrics import ServiceSeries, news
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.control.workqueue import Attempts, WorkQueue
 from kvpilot_operator.decide import decide
@@ -21,7 +21,6 @@ from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.questions import keeps_probe
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
-from kvpilot_operator.state.status import JournalEntry
 from kvpilot_operator.tracing import span
 
 log = logging.getLogger(__name__)
@@ -139,8 +138,8 @@ class Pilot:
             snapshot = replace(snapshot, rejections=record.actor.rejections)
             with part("decide"):
                 decision = decide(snapshot)
-            news = [f"{entry.action}/{entry.reason}" for entry in _news(snapshot, decision)]
-            reconcile.set_attributes({"kvpilot.generation": snapshot.generation, "kvpilot.decisions": news})
+            told = [f"{entry.action}/{entry.reason}" for entry in news(snapshot, decision)]
+            reconcile.set_attributes({"kvpilot.generation": snapshot.generation, "kvpilot.decisions": told})
             try:
                 with part("act"):
                     await record.actor.perform(snapshot, decision)
@@ -190,12 +189,7 @@ def _tell(s: Snapshot, decision: Decision) -> None:
                 "%s: not answered: %s in %s", one.question, one.error, " > ".join(one.where) or "another's code",
                 extra={"service": str(s.key), "reason": Reason.RECONCILE_INCOMPLETE},
             )  # fmt: skip
-    for entry in _news(s, decision):
+    for entry in news(s, decision):
         words = {name: getattr(entry, name) for name in ("action", "reason", "from_dtype", "to_dtype")}
         extra = {"service": str(s.key), **words}
         log.info("%s: %s: %s", entry.action, entry.reason, entry.message, extra=extra)
-
-
-def _news(s: Snapshot, decision: Decision) -> Iterator[JournalEntry]:
-    """Yield the entries that this decision adds to the journal."""
-    return (one for one in decision.status.decisions if one.time == s.now and one not in s.status.decisions)
