@@ -6,6 +6,7 @@ import asyncio
 import base64
 import binascii
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -53,7 +54,7 @@ Run = Callable[[ServiceKey, Spec, Request], Awaitable[Found]]
 class Probe:
     """The probe of one service: `ensure` starts the requested probe, and `on_result` is called at its end."""
 
-    __slots__ = ("_closed", "_failures", "_key", "_on_result", "_result", "_retry", "_run", "_running", "_task")
+    __slots__ = ("_closed", "_failures", "_key", "_on_result", "_result", "_retry_at", "_run", "_running", "_task")
 
     def __init__(self, key: ServiceKey, run: Run, on_result: Callable[[ServiceKey], None]) -> None:
         self._key = key
@@ -63,7 +64,7 @@ class Probe:
         self._task: asyncio.Task[None] | None = None
         self._result: ProbeResult | None = None
         self._failures = 0
-        self._retry: asyncio.TimerHandle | None = None
+        self._retry_at = math.inf
         self._closed = False
 
     @property
@@ -76,17 +77,17 @@ class Probe:
         wanted = request.identity if request is not None else None
         if self._running is not None and self._running.identity != wanted:
             self._cancel()
-        if self._result is not None and self._result.request.identity != wanted:
-            self._drop()
+        over = asyncio.get_running_loop().time() >= self._retry_at
+        if self._result is not None and (over or self._result.request.identity != wanted):
+            self._result = None
         if request is not None and self.result is None and not self._closed:
             self._running = request
             self._task = asyncio.create_task(self._probe(spec, request))
 
     def close(self) -> None:
         """Cancel the probe and start no other: the service is gone."""
-        self._closed = True
+        self._closed, self._result = True, None
         self._cancel()
-        self._drop()
 
     async def ended(self) -> None:
         """Wait for a probe that was cancelled."""
@@ -97,12 +98,6 @@ class Probe:
         self._running = None
         if self._task is not None:
             self._task.cancel()
-
-    def _drop(self) -> None:
-        self._result = None
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
 
     async def _probe(self, spec: Spec, request: Request) -> None:
         extra = {"service": str(self._key), "probe": request.identity}
@@ -121,15 +116,12 @@ class Probe:
         if self._running is not request:
             return  # the probe was cancelled at the moment when it ended
         self._running, self._result = None, ProbeResult(request, outcome)
+        self._retry_at = math.inf
         if isinstance(outcome, ProbeFailed):
-            self._retry = asyncio.get_running_loop().call_later(BACKOFF.pause(self._failures), self._again)
+            self._retry_at = asyncio.get_running_loop().time() + BACKOFF.pause(self._failures)
             self._failures += 1
         else:
             self._failures = 0
-        self._on_result(self._key)
-
-    def _again(self) -> None:
-        self._drop()
         self._on_result(self._key)
 
 
