@@ -55,7 +55,7 @@ class Engines:
         await asyncio.sleep(0)
         return PAGE
 
-    async def probe(self, key: ServiceKey, *_: object) -> NothingKept:
+    async def probe(self, key: ServiceKey, *_: object, uid: str) -> NothingKept:
         if key.name == "a":
             await asyncio.Event().wait()
         if key.name == "b":
