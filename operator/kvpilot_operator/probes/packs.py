@@ -1,19 +1,7 @@
 """Probe packs: the prompts that accuracy is measured on, built in or from a user's ConfigMap.
 
-A pack is YAML (a ConfigMap keeps it under the key `prompts.yaml`):
-
-    prompts:
-    - name: capital                 # unique in the pack
-      messages:                     # ends with a user's turn
-      - {role: user, content: What is the capital of France?}
-      tools:                        # optional: functions that the model may call
-      - name: get_area
-        description: The area of a country.
-        parameters: {type: object, properties: {country: {type: string}}}   # a JSON schema
-
-A prompt may hold the word `{{filler}}` once in one of its messages: a generated text then replaces it.
-It has `fillPercent` of the room that the model's context leaves, with the prompt's `fact` `depthPercent` into it.
-The YAML has no tags, anchors or aliases: they could make a small text large or run a constructor.
+A pack is YAML (docs/accuracy.md has an example) without tags, anchors or aliases, which could make a small text large
+or run a constructor.
 """
 
 from __future__ import annotations
