@@ -36,7 +36,7 @@ Other processes on the machine took {others:.2f} cores beside the hostile ones (
 _TAIL = """
 These measures protect the good services:
 
-* Engines with refused pages are asked every 30 s instead of each second (`observe/scrape_throttle.py`).
+* Engines with refused pages are asked every 30 s instead of each second (`observe/scrape.py`).
 * Pages are read in steps of {step} lines, and other work has its turn between steps.
 * Namespaces share the places of reconciles.
 * A service's packs are read every 15 s.

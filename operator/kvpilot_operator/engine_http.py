@@ -1,8 +1,4 @@
-"""Connections to engines with limits on all bytes of an answer, not only on its body.
-
-aiohttp reads interim answers (100 Continue), chunk extensions and trailers without a limit. These bytes never reach the
-reader of the body, so the reader's limits do not cover them.
-"""
+"""Connections to engines with limits on interim answers and chunk extensions, which aiohttp lacks."""
 
 from __future__ import annotations
 

@@ -1,24 +1,4 @@
-"""Every error that the operator raises on purpose.
-
-    KvpilotError
-    +-- ClusterError           a request to the Kubernetes API failed
-    |   +-- Conflict           another client wrote first: observe again
-    |   +-- NotFound
-    |   +-- Throttled          the API requests a pause
-    |   +-- Rejected           the API refuses the object
-    |   |   +-- NameTaken      an object of that name has another owner
-    |   |   +-- NotStarted     pods refer to an object that the service does not own
-    |   +-- BadName            the name is impossible: nothing was sent
-    |   +-- NotLeader          this replica may not write
-    +-- LeadershipLost         another replica leads
-    +-- ScrapeError            a pod's /metrics could not be read
-    |   +-- ScrapeTimeout      the page did not arrive in time
-    +-- NoIdentity             the mesh has given no certificate yet
-    +-- OverBudget             an input exceeds the limits of one service (kvpilot_operator.budget)
-    +-- PermitLost             the permit was held for too long while others waited
-
-Errors of the accuracy probes live with the probes (`kvpilot_operator.probes.errors`).
-"""
+"""Every error that the operator raises on purpose, except those of probes (`kvpilot_operator.probes.errors`)."""
 
 from __future__ import annotations
 
@@ -71,9 +51,7 @@ class Throttled(ClusterError):
 class Rejected(ClusterError):
     """The API server or one of its webhooks refuses an object (HTTP 400, 403, 422, some 500).
 
-    Attributes:
-        reason: reason in the server's Status (Invalid, Forbidden, ...); may be empty.
-        causes: faulty fields of the object, each with its fault, if the server names them.
+    `reason` is that of the server's Status (may be empty); `causes` are faulty fields, each with its fault.
     """
 
     def __init__(

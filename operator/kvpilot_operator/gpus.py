@@ -1,11 +1,7 @@
 """GPUs by the name that GPU feature discovery gives them: memory, bandwidth and compute capability.
 
-Memory is memory.total of `nvidia-smi` with the factory setting of ECC; vLLM takes its share of about that amount.
-Bandwidth is the data sheet's peak in 10^9 bytes a second. Kernels reach only a part of it, so forecasts multiply it by
-a measured efficiency (latency.py).
-
-The label `nvidia.com/gpu.product` is the driver's name of the GPU with dashes for spaces. The table deliberately omits
-labels with a suffix (`-SHARED` under time slicing, `-MIG-1g.10gb` for a slice), because they do not mean a whole GPU.
+The table deliberately omits labels with a suffix (`-SHARED` under time slicing, `-MIG-1g.10gb` for a slice), because
+they do not mean a whole GPU.
 """
 
 from __future__ import annotations
@@ -17,20 +13,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One kind of GPU.
-
-    Attributes:
-        name: common name, as in `kvpilot plan --gpu`.
-        products: values of the node label nvidia.com/gpu.product.
-        memory_mib: memory of the whole GPU, in MiB.
-        bandwidth_gb_s: peak memory bandwidth, in 10^9 bytes a second.
-        compute_capability: such as (9, 0).
-    """
+    """One kind of GPU; `name` is that of `kvpilot plan --gpu`."""
 
     name: str
     products: tuple[str, ...]
+    """Values of the node label nvidia.com/gpu.product: the driver's name with dashes for spaces."""
     memory_mib: int
+    """memory.total of `nvidia-smi` with the factory setting of ECC."""
     bandwidth_gb_s: int
+    """The data sheet's peak; forecasts multiply it by a measured efficiency (latency.py)."""
     compute_capability: tuple[int, int]
 
 
@@ -75,11 +66,7 @@ class PriceError(ValueError):
 
 
 def prices(given: Iterable[tuple[str, object]]) -> dict[str, int]:
-    """Return the price of a GPU hour, by its name in GPUS, in millionths of the currency.
-
-    Raises:
-        PriceError: a kind that is not in the table, or is there twice, or a price that is not a positive number.
-    """
+    """Return the price of a GPU hour, by its name in GPUS, in millionths of the currency; raises PriceError."""
     found: dict[str, int] = {}
     for kind, price in given:
         gpu = _BY_NAME.get(kind.lower()) or by_product(kind)

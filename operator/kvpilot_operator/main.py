@@ -1,7 +1,4 @@
-"""`kvpilot-operator`: the handlers that kopf calls, and the process.
-
-kopf starts and stops the process, handles its signals, and watches the services. It takes no part in decisions.
-"""
+"""`kvpilot-operator`: the handlers that kopf calls, and the process."""
 
 from __future__ import annotations
 
@@ -22,13 +19,11 @@ from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.lease import Candidate, Timing
-from kvpilot_operator.control.election import Election
 from kvpilot_operator.control.http import MetricsAccess, serve_http
-from kvpilot_operator.control.leader import FleetOptions, Leader, Replica, prepare
+from kvpilot_operator.control.leader import Election, Leader, Replica, prepare
 from kvpilot_operator.control.logs import configure
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import LeadershipLost
-from kvpilot_operator.mesh import Identity
 from kvpilot_operator.options import parse_arguments
 from kvpilot_operator.tracing import NO_TRACER, TracingError, span_sender
 
@@ -109,8 +104,7 @@ class Operator:
         agent = f"kvpilot-operator ({self.identity})"
         self._cluster = await Cluster.connect(self._fence, agent, self._telemetry.api_request)
         self._closing.push_async_callback(self._cluster.close)
-        # This client needs no fence, because a standby replica serves metrics, too. It has separate connections,
-        # because a renewal must not wait behind a fleet's reads.
+        # A client without a fence, for a standby, too. Renewals must not wait behind a fleet's reads.
         beside = await Cluster.connect(WriteFence.opened(), agent, self._telemetry.api_request)
         self._closing.push_async_callback(beside.close)
         access = MetricsAccess(beside) if options.metrics_authentication else None
@@ -144,15 +138,7 @@ class Operator:
         await self._closing.aclose()
 
     async def _begin(self) -> Leader:
-        options = self._options
-        fleet = FleetOptions(
-            namespaces=options.namespace,
-            host_access=options.allow_host_access,
-            scrape_seconds=options.scrape_seconds,
-            prices=options.prices,
-            identity=Identity(options.mesh_certificates) if options.mesh_certificates is not None else None,
-        )
-        return await Leader(self._cluster, self._fence, self._telemetry, fleet, self._ready).start()
+        return await Leader(self._cluster, self._fence, self._telemetry, self._options, self._ready).start()
 
     async def _until_ended(self) -> None:
         try:
@@ -166,11 +152,7 @@ class Operator:
 
 
 async def run(options: argparse.Namespace) -> None:
-    """Run until SIGTERM or SIGINT.
-
-    Raises:
-        LeadershipLost: this replica lost the Lease; the kubelet restarts it.
-    """
+    """Run until SIGTERM or SIGINT; raise LeadershipLost if this replica has lost the Lease."""
     operator = Operator(options)
     # Without an identity kopf asks for the name of its user, and user 65532 has none.
     identity: Any = operator.identity

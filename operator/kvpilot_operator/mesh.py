@@ -27,11 +27,7 @@ class Identity:
         self._fault = ""
 
     def tls(self) -> ssl.SSLContext:
-        """Return the context for a new connection, from the newest files or the last consistent ones.
-
-        Raises:
-            NoIdentity: no files could be read yet.
-        """
+        """Return the context for a new connection, from the newest files or the last consistent ones."""
         seen = [_stamp(self._folder / name) for name in (CHAIN, KEY, ROOT)]
         if seen != self._seen:
             self._seen = seen

@@ -6,8 +6,7 @@ from __future__ import annotations
 def whole(text: object, most: int) -> int | None:
     """Return the number from 0 to `most` in ASCII digits; None for any other text, and for larger numbers.
 
-    `str.isdigit` accepts digits that `int` does not ("²") and digits of every script, and `int` refuses more than 4,300
-    of them. Read foreign text by this function.
+    `str.isdigit` accepts digits that `int` does not ("²"), and `int` refuses more than 4,300 of them.
     """
     if not isinstance(text, str) or not (text.isascii() and text.isdigit()):
         return None

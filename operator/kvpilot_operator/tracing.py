@@ -1,8 +1,4 @@
-"""OpenTelemetry spans. Without an endpoint, the API package makes spans that do nothing. With one, the SDK sends them.
-
-Attributes have the names of docs/tracing.md. They never hold text of users or engines: no prompt, no answer, no
-message of an error.
-"""
+"""OpenTelemetry spans. Attributes never hold text of users or engines: no prompt, no answer, no message of an error."""
 
 from __future__ import annotations
 
@@ -97,11 +93,7 @@ class SpanSender:
 
 
 def span_sender(environment: Mapping[str, str]) -> SpanSender | None:
-    """Return a sender to the endpoint in the environment; None without an endpoint, or without the extra `tracing`.
-
-    Raises:
-        TracingError: the endpoint is not a URL, or the SDK refuses another variable.
-    """
+    """Return a sender to the endpoint in the environment, None without one; raises TracingError."""
     name = next((name for name in _ENDPOINTS if environment.get(name)), None)
     if name is None:
         return None

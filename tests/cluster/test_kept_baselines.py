@@ -11,8 +11,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 
 from kvpilot_localcluster import build
 from kvpilot_localcluster.controlplane import ControlPlane
-from kvpilot_operator.act.baselines import MAX_KEPT, MAX_SEEN
-from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.act.perform import MAX_KEPT, MAX_SEEN, Actor
 from kvpilot_operator.api.names import SERVICE_LABEL
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.probes.codec import Baseline

@@ -2,8 +2,7 @@
 
 The test counts waits of good services and does not time them, because machines differ. It counts cycles of the scrape
 loop, edits with a new status, and finished probes. docs/benchmarks/operator-hostile.md has seconds. Good services have
-as many namespaces as hostile ones. On a slow machine pages wait, and namespaces take turns. In a single one of twelve
-namespaces, the good services would get only a twelfth of the turns.
+as many namespaces as hostile ones, because reconciles and permits are shared by namespace.
 """
 
 import json

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from kvpilot_operator.act.baselines import MAX_KEPT, MAX_SEEN
-from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.act.perform import MAX_KEPT, MAX_SEEN, Actor
 from kvpilot_operator.api.names import SERVICE_LABEL, baseline_name
 from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import ClusterError

@@ -1,10 +1,11 @@
-"""Permits of an input: hanging calls block no other service, and no permit is lost or counted twice."""
+"""Permits of an input: hanging calls block no other tenant, and no permit is lost or counted twice."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from kvpilot_operator.budget import InputLimits, Permits, read_body, whole_lines
 from kvpilot_operator.errors import OverBudget, PermitLost
 
-LIMITS = InputLimits("a test", 1024, permits=4, share=2, patience_seconds=0.02)
+LIMITS = InputLimits("a test", 1024, permits=4, share=2)
+PATIENCE = 0.02
 
 
 async def _chunks(*chunks: bytes):
@@ -39,13 +41,30 @@ async def test_lines_beyond_a_limit_are_refused(most: int, longest: int, words: 
             pass
 
 
-async def hang(permits: Permits, service: str) -> None:
-    async with permits.of(service, service):
-        await asyncio.Event().wait()
+class Held:
+    """Permits, and the number that each tenant holds."""
+
+    def __init__(self) -> None:
+        self.permits = Permits(LIMITS)
+        self.by: Counter[object] = Counter()
+
+    async def hang(self, tenant: object, patience: float = math.inf) -> None:
+        async with self.permits.of(tenant, patience):
+            self.by[tenant] += 1
+            assert self.by[tenant] <= LIMITS.share
+            assert self.by.total() <= LIMITS.permits
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.by[tenant] -= 1
+
+    def hanging(self, count: int, tenant: str | None = None, patience: float = math.inf) -> list[asyncio.Task[None]]:
+        """Begin work that hangs, of one tenant or of one each."""
+        return [asyncio.create_task(self.hang(tenant or f"hangs-{i}", patience)) for i in range(count)]
 
 
 async def settle() -> None:
-    for _ in range(5):
+    for _ in range(10):
         await asyncio.sleep(0)
 
 
@@ -55,151 +74,67 @@ async def close(*tasks: asyncio.Task[None]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_service_holds_no_more_than_its_share() -> None:
-    permits = Permits(replace(LIMITS, permits=8))
-    greedy = [asyncio.create_task(hang(permits, "greedy")) for _ in range(20)]
+async def test_a_tenant_holds_no_more_than_its_share() -> None:
+    held = Held()
+    greedy = held.hanging(20, "greedy")
     await settle()
-    assert permits.taken == LIMITS.share
-    async with permits.of("other", "other"):
-        assert permits.taken == LIMITS.share + 1
+    assert held.by == {"greedy": LIMITS.share}
+    async with asyncio.timeout(10), held.permits.of("other"):
+        pass
     await close(*greedy)
-    assert permits.taken == 0
+    assert held.by.total() == 0
 
 
-async def test_services_are_served_by_round_robin_however_many_requests_one_of_them_has() -> None:
-    permits = Permits(replace(LIMITS, permits=1, patience_seconds=60))
-    order: list[str] = []
-
-    async def work(service: str) -> None:
-        async with permits.of(service, service):
-            order.append(service)
-            await asyncio.sleep(0)
-
-    await asyncio.gather(*(work(service) for service in ["many"] * 10 + ["few", "few", "one"]))
-    assert order[:6] == ["many", "many", "few", "one", "many", "few"]
-    assert Counter(order) == {"many": 10, "few": 2, "one": 1}
-
-
-async def test_tenants_are_served_by_round_robin_however_many_services_one_of_them_has() -> None:
-    permits = Permits(replace(LIMITS, permits=1, patience_seconds=60))
-    order: list[str] = []
-
-    async def work(service: str) -> None:
-        async with permits.of(service, service[0]):
-            order.append(service)
-            await asyncio.sleep(0)
-
-    await asyncio.gather(*(work(service) for service in [*(f"a{i}" for i in range(10)), "b1", "b2", "c1"]))
-    assert order[:6] == ["a0", "a1", "b1", "c1", "a2", "b2"]
-    assert sorted(order) == sorted({*order})
-
-
-async def test_a_tenant_whose_permits_are_many_and_busy_gives_one_to_a_tenant_with_none() -> None:
-    permits = Permits(LIMITS)
-    lost: list[int] = []
-
-    async def busy(i: int) -> None:
-        try:
-            async with permits.of(i, "greedy", 60) as permit:
-                while True:
-                    permit.progress()
-                    await asyncio.sleep(0.001)
-        except PermitLost:
-            lost.append(i)
-
-    greedy = [asyncio.create_task(busy(i)) for i in range(20)]
-    async with asyncio.timeout(10):
-        while permits.taken < LIMITS.permits:
-            await asyncio.sleep(LIMITS.patience_seconds)
-    assert not lost
-    async with asyncio.timeout(10), permits.of("good", "other"):
-        await settle()
-        assert lost
-        assert permits.taken <= LIMITS.permits
-    await close(*greedy)
-    assert permits.taken == 0
-
-
-async def test_work_with_more_patience_is_not_the_first_to_lose_its_permit() -> None:
-    permits = Permits(replace(LIMITS, permits=2))
-
-    async def waits(service: str, patience: float) -> None:
-        async with permits.of(service, service, patience):
-            await asyncio.Event().wait()
-
-    patient = asyncio.create_task(waits("patient", 60))
+@pytest.mark.parametrize("tenant", [None, "greedy", "good"])
+async def test_however_many_hang_everybody_gets_a_permit(tenant: str | None) -> None:
+    held = Held()
+    hanging = held.hanging(20, tenant, PATIENCE)
     await settle()
-    hanging = asyncio.create_task(hang(permits, "hangs"))
-    await settle()
-    async with asyncio.timeout(10), permits.of("third", "third"):
-        await settle()
-        assert hanging.done()
-        assert not patient.done()
-    await close(patient)
-    assert isinstance(hanging.exception(), PermitLost)
-
-
-async def test_a_request_that_is_cancelled_in_the_moment_of_its_turn_is_gone() -> None:
-    permits = Permits(replace(LIMITS, permits=1, patience_seconds=60))
-    async with permits.of("first", "first"):
-        second = asyncio.create_task(hang(permits, "second"))
-        await settle()
-        second.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await second
-    assert permits.taken == 0
-    async with asyncio.timeout(10), permits.of("third", "third"):
-        assert permits.taken == 1
-
-
-async def test_however_many_hang_everybody_gets_a_permit() -> None:
-    permits = Permits(LIMITS)
-    hanging = [asyncio.create_task(hang(permits, f"hangs-{i}")) for i in range(20)]
-    await settle()
-    async with asyncio.timeout(10):  # 20 services wait: 11 times the patience
-        async with permits.of("good", "good"):
-            assert permits.taken <= LIMITS.permits
+    async with asyncio.timeout(10), held.permits.of("good"):
+        pass
     await close(*hanging)
-    assert permits.taken == 0
+    lost = [task for task in hanging if not task.cancelled()]
+    for task in lost:
+        with pytest.raises(PermitLost, match=r"a test: silent for 0\.02 s while others wait"):
+            await task
+    assert bool(lost) == (tenant != "greedy")
 
 
-async def test_who_is_silent_for_longest_loses_the_permit_and_is_told() -> None:
-    permits = Permits(replace(LIMITS, permits=2))
-    works = asyncio.Event()
+async def test_work_that_goes_on_keeps_its_permit() -> None:
+    held, works = Held(), asyncio.Event()
 
     async def busy() -> str:
-        async with permits.of("busy", "busy") as permit:
+        async with held.permits.of("busy", PATIENCE) as progress:
             while not works.is_set():
-                permit.progress()
+                progress()
                 await asyncio.sleep(0)
         return "done"
 
     at_work = asyncio.create_task(busy())
-    await settle()
-    hanging = asyncio.create_task(hang(permits, "hangs"))
-    await settle()
-    async with asyncio.timeout(10), permits.of("third", "third"):
-        works.set()
-    with pytest.raises(PermitLost, match="a test: stopped after"):
-        await hanging
+    hanging = held.hanging(8, None, PATIENCE)
+    async with asyncio.timeout(10):
+        while not any(task.done() for task in hanging):
+            await asyncio.sleep(PATIENCE)
+    works.set()
     assert await at_work == "done"
-    assert permits.taken == 0
+    await close(*hanging)
 
 
-async def test_a_cancelled_holder_is_cancelled_and_not_told_of_a_lost_permit() -> None:
-    permits = Permits(LIMITS)
-    task = asyncio.create_task(hang(permits, "a"))
+async def test_an_error_of_the_work_stays_its_own() -> None:
+    held = Held()
+    with pytest.raises(TimeoutError, match="of the engine"):
+        async with held.permits.of("a", PATIENCE):
+            raise TimeoutError("of the engine")
+    hanging = held.hanging(1)
     await settle()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert permits.taken == 0
+    await close(*hanging)
+    assert hanging[0].cancelled()
 
 
 async def test_nobody_loses_a_permit_that_nobody_waits_for() -> None:
-    permits = Permits(LIMITS)
-    tasks = [asyncio.create_task(hang(permits, f"{i}")) for i in range(LIMITS.permits)]
-    await asyncio.sleep(3 * LIMITS.patience_seconds)
+    held = Held()
+    tasks = held.hanging(LIMITS.permits, None, PATIENCE)
+    await asyncio.sleep(5 * PATIENCE)
     assert not any(task.done() for task in tasks)
     await close(*tasks)
 
@@ -207,42 +142,29 @@ async def test_nobody_loses_a_permit_that_nobody_waits_for() -> None:
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["work", "hang", "cancel", "fail"])), max_size=40))
 def test_whatever_holders_do_permits_are_never_exceeded_and_all_come_back(steps: list[tuple[int, str]]) -> None:
-    async def one(permits: Permits, service: int, does: str) -> None:
-        async with permits.of(service, service % 3) as permit:
-            assert permits.taken <= LIMITS.permits
-            assert held[service] < LIMITS.share
-            held[service] += 1
-            try:
-                await asyncio.sleep(0)
-                if does == "hang":
-                    await asyncio.Event().wait()
-                if does == "fail":
-                    raise ValueError(permit)
-            finally:
-                held[service] -= 1
+    async def one(held: Held, tenant: int, does: str) -> None:
+        if does == "hang":
+            await held.hang(tenant, 0.001)
+        async with held.permits.of(tenant, 0.001):
+            await asyncio.sleep(0)
+            if does == "fail":
+                raise ValueError(does)
 
     async def all_of_them() -> None:
-        permits = Permits(replace(LIMITS, patience_seconds=0.001))
+        held = Held()
         tasks = []
-        for service, does in steps:
-            tasks.append(asyncio.create_task(one(permits, service, does)))
+        for tenant, does in steps:
+            tasks.append(asyncio.create_task(one(held, tenant, does)))
             if does == "cancel":
                 await asyncio.sleep(0)
                 tasks[len(tasks) // 2].cancel()
-        # A service with fewer than two hanging calls of its own is served, whatever other services do.
-        hanging = Counter(service for service, does in steps if does == "hang")
-        served = [
-            task
-            for task, (service, does) in zip(tasks, steps, strict=True)
-            if does != "hang" and hanging[service] < LIMITS.share
-        ]
-        if served:
-            _, left = await asyncio.wait(served, timeout=10)
+        working = [task for task, (_, does) in zip(tasks, steps, strict=True) if does != "hang"]
+        if working:
+            _, left = await asyncio.wait(working, timeout=10)
             assert not left
         await close(*tasks)
-        assert permits.taken == 0
-        async with asyncio.timeout(10), permits.of("afterwards", "afterwards"):
-            assert permits.taken == 1
+        async with asyncio.timeout(10), contextlib.AsyncExitStack() as all_permits:
+            for tenant in range(LIMITS.permits):
+                await all_permits.enter_async_context(held.permits.of(tenant))
 
-    held: Counter[int] = Counter()
     asyncio.run(all_of_them())

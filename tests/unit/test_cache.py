@@ -79,7 +79,7 @@ def test_the_newest_wins_in_whatever_order_watch_and_answers_come(order: Sequenc
     seen = Seen()
     for version in order:
         if version == deleted:
-            seen.store.drop(thing(version))
+            seen.store.take("DELETED", thing(version))
         else:
             seen.store.put(thing(version, version))
     late = [v for v in order[order.index(deleted) + 1 :] if v < deleted]

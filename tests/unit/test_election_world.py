@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.lease import Candidate, Timing
-from kvpilot_operator.control.election import Election
+from kvpilot_operator.control.leader import Election, first_of
 from kvpilot_operator.control.leader import Replica as Leading
-from kvpilot_operator.control.leader import first_of
 from kvpilot_operator.errors import ClusterError, Conflict, LeadershipLost
 
 REPLICAS = 3

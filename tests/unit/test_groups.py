@@ -18,9 +18,8 @@ from kvpilot_operator.decide import decide
 from kvpilot_operator.observe.api_reads import not_served
 from kvpilot_operator.observe.views import deployment_view, is_ours, leader_name, pod_view
 from kvpilot_operator.render.engine import pod_template, revision
-from kvpilot_operator.render.groups import worker_template
 from kvpilot_operator.render.objects import workload
-from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET
+from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET, worker_template
 from kvpilot_operator.state.objects import DeploymentView
 from kvpilot_operator.state.snapshot import NodeFacts
 from support.crd import apply_defaults

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvpilot_operator.budget import TOKEN_REVIEW
-from kvpilot_operator.control.http import KEPT_SECONDS, MAX_KEPT, MAX_OF_A_PEER, MetricsAccess, serve_http
+from kvpilot_operator.control.http import KEPT_SECONDS, MAX_KEPT, MetricsAccess, serve_http
 from kvpilot_operator.errors import ClusterError
 
 
@@ -106,7 +106,7 @@ async def test_tokens_without_the_right_take_no_place_and_ask_for_few_reviews_at
     await turns()
     cluster.answers.set()
     assert await again == 200
-    assert sorted(await asyncio.gather(*flood)) == [401] * MAX_OF_A_PEER + [503] * (50 - MAX_OF_A_PEER)
+    assert set(await asyncio.gather(*flood)) == {401}
 
 
 async def test_reviews_of_many_peers_are_few_at_once_too(access: MetricsAccess, cluster: FakeCluster) -> None:

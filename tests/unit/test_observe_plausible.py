@@ -263,5 +263,3 @@ def test_of_three_pods_one_alone_cannot_put_memory_under_pressure(others: list[i
     most = sum(others) + max(others)
     assert judged.sample.waiting <= most
     assert judged.sample.flows.preemptions <= most
-    if lie > 2 * max(others) + 10:
-        assert any(f"liar: waiting {lie}, counted as {max(others)}" in words for words in judged.cut)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_operator.budget import METRICS, METRICS_LINES, METRICS_WORK_BYTES, METRICS_WORK_PER_SECOND
-from kvpilot_operator.observe.scrape_throttle import BACKOFF, ScrapeThrottle
+from kvpilot_operator.observe.scrape import BACKOFF, ScrapeThrottle
 
 PODS = ("a", "b", "c")
 MOST_WORK = METRICS_LINES + METRICS.read_bytes // METRICS_WORK_BYTES

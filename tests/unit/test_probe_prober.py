@@ -271,7 +271,8 @@ async def test_checks_that_hang_hold_no_place_of_a_canary(monkeypatch: pytest.Mo
 async def test_however_many_engines_hang_a_good_one_is_probed(
     monkeypatch: pytest.MonkeyPatch, serving: bool, namespace: str
 ) -> None:
-    limits = replace(CANARY_PROBE, permits=4, patience_seconds=0.1)
+    limits = replace(CANARY_PROBE, permits=4, share=2)
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(module, "CANARY_PROBE", limits)
     monkeypatch.setattr(module, "CHECK", limits)
     async with opened() as bench, engine(hangs) as stuck, sound() as (url, _):
@@ -291,7 +292,8 @@ async def test_an_engine_that_is_slow_to_begin_is_probed_in_the_end_although_oth
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The probe loses its permit, which is no failure, and retries with a longer timeout."""
-    monkeypatch.setattr(module, "CANARY_PROBE", replace(CANARY_PROBE, permits=2, patience_seconds=0.1))
+    monkeypatch.setattr(module, "CANARY_PROBE", replace(CANARY_PROBE, permits=2))
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.1)
     asked = 0
 
     async def slow(path: str, body: Body, writer: Writer) -> None:

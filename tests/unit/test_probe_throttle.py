@@ -12,7 +12,7 @@ from kvpilot_operator.probes.codec import Baseline, BaselinePrompt
 from kvpilot_operator.probes.errors import EngineBusy
 from kvpilot_operator.probes.packs import Message, ProbePrompt
 from kvpilot_operator.probes.run import capture, measure
-from kvpilot_operator.probes.session import GiveWay, Settings, Throttle
+from kvpilot_operator.probes.session import GiveWay, Settings
 from kvpilot_operator.probes.stats import Logprobs, Measurement
 from support.metrics_pages import parse_page
 from support.probe_engine import Body, Handler, Writer, counting, engine, respond
@@ -131,9 +131,3 @@ async def test_what_is_waited_is_bounded_over_the_whole_run() -> None:
     looks = [v for _ in range(50) for v in (1.0, 1.0, 1.0, 0.0)]
     with pytest.raises(EngineBusy):
         await gently(queueing(*looks), 40, 0.2)
-
-
-def test_a_budget_is_spent_and_not_overdrawn() -> None:
-    bounded = Throttle("http://unused", None, token_budget=10)
-    assert [bounded.afford(n) for n in (4, 7, 6, 1)] == [True, False, True, False]
-    assert bounded.spent == 10

@@ -25,7 +25,7 @@ from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.control import pilot, workqueue
 from kvpilot_operator.control.pilot import Pilot, Registry, ServiceRecord
 from kvpilot_operator.control.telemetry import Telemetry
-from kvpilot_operator.control.workqueue import FairQueue
+from kvpilot_operator.control.workqueue import WorkQueue
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import KvpilotError, Rejected
 from kvpilot_operator.observe.gather import Observer
@@ -55,7 +55,7 @@ class Engines:
         await asyncio.sleep(0)
         return PAGE
 
-    async def probe(self, key: ServiceKey, *_: object) -> NothingKept:
+    async def probe(self, key: ServiceKey, *_: object, uid: str) -> NothingKept:
         if key.name == "a":
             await asyncio.Event().wait()
         if key.name == "b":
@@ -227,7 +227,7 @@ def test_living_services_are_remembered_and_nobody_else_whatever_comes_and_goes(
         # An idle service is referenced only by its record and the cache. An interrupted reconcile of a live service may
         # also have requeued it.
         roots, but = [world.pilot, world.observer, world.telemetry], (Registry, InformerCache, MemoryApi)
-        assert [one for one in reachable(roots, (*but, FairQueue)) if isinstance(one, ServiceKey)] == []
+        assert [one for one in reachable(roots, (*but, WorkQueue)) if isinstance(one, ServiceKey)] == []
         waiting = {one.name for one in reachable(roots, but) if isinstance(one, ServiceKey)}
         assert waiting <= {name for name, _ in world.living()}
 

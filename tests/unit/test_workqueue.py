@@ -8,12 +8,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.control import workqueue as module
-from kvpilot_operator.control.workqueue import WORKERS, Attempts, FairQueue, WorkQueue
+from kvpilot_operator.control.workqueue import WORKERS, Attempts, WorkQueue
 from kvpilot_operator.errors import ClusterError, Conflict, Throttled
 from kvpilot_operator.state.snapshot import ServiceKey
 
@@ -221,32 +219,6 @@ async def test_a_namespace_alone_gets_all_workers() -> None:
     log.begin = count
     await worked(queue, lambda: len(log.done) >= 2 * WORKERS)
     assert most == WORKERS
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 5)), max_size=60),
-    st.dictionaries(st.sampled_from("abcd"), st.integers(1, 3)),
-)
-def test_the_next_service_is_the_first_of_the_namespace_with_the_fewest_reconciles(
-    asked: list[tuple[str, int]], under_way: dict[str, int]
-) -> None:
-    queue = FairQueue()
-    for namespace, i in asked:
-        queue.put(ServiceKey(namespace, str(i)))
-    waiting = list(dict.fromkeys(ServiceKey(namespace, str(i)) for namespace, i in asked))
-    last: dict[str, int] = {}
-    for turn in range(len(waiting)):
-        assert len(queue) == len(waiting)
-        taken = queue.take(under_way)
-        fewest = min(under_way.get(one.namespace, 0) for one in waiting)
-        equals = {one.namespace for one in waiting if under_way.get(one.namespace, 0) == fewest}
-        assert taken.namespace in equals
-        # Among equal services none has a second turn before all had one.
-        assert last.get(taken.namespace, -1) == min(last.get(namespace, -1) for namespace in equals)
-        assert taken == next(one for one in waiting if one.namespace == taken.namespace)
-        assert taken not in queue
-        waiting.remove(taken)
-        last[taken.namespace] = turn
 
 
 class Counted(Backoff):

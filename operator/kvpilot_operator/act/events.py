@@ -35,7 +35,7 @@ class _Posted:
 
 
 class Events:
-    """The poster of one service's events. After a restart of the operator, equal messages make a new Event."""
+    """The poster of one service's events."""
 
     __slots__ = ("_cluster", "_posted")
 

@@ -1,17 +1,20 @@
 """Ownership of objects: the operator writes or deletes only objects that name the service's uid as an owner.
 
-Each write carries the uid of the object that it is meant for. If another object has taken the name meanwhile, the
-server answers with a conflict. Server-side apply cannot say "only if there is none", so the operator claims a free name
-first: it creates the object without the parts that make it act, which fails if the name is taken meanwhile.
+Each write carries the uid of its object, so that the server refuses it for another object of the name. Server-side
+apply cannot say "only if there is none", so the operator claims a free name first, by creating the object.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from kvpilot_operator.api.names import KIND, SERVICE_LABEL
-from kvpilot_operator.cluster.objects import Object
-from kvpilot_operator.errors import Conflict, NameTaken
+from kvpilot_operator.api.names import KIND, REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Object, Ref
+from kvpilot_operator.errors import Conflict, NameTaken, NotStarted
+from kvpilot_operator.render.objects import group_service
+from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET
 from kvpilot_operator.state.decision import Manifest
 from kvpilot_operator.state.snapshot import Snapshot
 
@@ -22,11 +25,9 @@ def is_owned(obj: Object, uid: str) -> bool:
 
 
 def own(s: Snapshot, kind: str, found: Object) -> str:
-    """Return the uid of an object that the service owns.
+    """Return the uid of an object that the service owns; raises NameTaken.
 
-    Raises:
-        NameTaken: the object has another owner.
-        Conflict: it belongs to an earlier service of this name, and is about to be deleted.
+    An object of an earlier service of this name is about to be deleted, and raises Conflict.
     """
     metadata = found["metadata"]
     if is_owned(found, s.uid):
@@ -41,12 +42,8 @@ def own(s: Snapshot, kind: str, found: Object) -> str:
 def claim(manifest: Manifest) -> dict[str, Any] | None:
     """Return an object that claims the manifest's name and does nothing yet; None for a Deployment.
 
-    A Service or a budget selects nothing, a pool selects admitted pods, a route is attached nowhere, a ConfigMap is
-    empty. A claim, a Job or a LeaderWorkerSet is whole. A Deployment needs no claim: its selector is immutable, so the
-    server refuses to merge ours into another one.
-
-    Leave out fields that a later apply may drop: their creator keeps them. A pool needs an endpoint picker, so a
-    separate write removes ours.
+    A Deployment needs no claim: its selector is immutable, so the server refuses to merge ours into another one. Leave
+    out fields that a later apply may drop, because their creator keeps them.
     """
     if manifest["kind"] == "Deployment":
         return None
@@ -61,3 +58,49 @@ def claim(manifest: Manifest) -> dict[str, Any] | None:
     elif "spec" in manifest:
         claimed["spec"] = {name: value for name, value in manifest["spec"].items() if name != "selector"}
     return claimed
+
+
+Reference = tuple[str, str, str]
+"""apiVersion, kind and name."""
+
+
+def starts_pods(s: Snapshot, manifest: Manifest) -> bool:
+    """Return True if writing this manifest creates pods."""
+    if manifest["kind"] not in KINDS:
+        return bool(manifest["kind"] == "Job" and s.prefetch is None)
+    there = s.deployments.get(manifest["metadata"]["labels"][REVISION_LABEL])
+    replicas: int = manifest["spec"]["replicas"]
+    return replicas > (there.replicas if there is not None else 0)
+
+
+async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: str, name: str) -> None:
+    """Return once the pods of this workload or Job may start; raise NotStarted, or Conflict as `own` does."""
+    for api_version, needed, about in named:
+        found = await cluster.find(Ref(api_version, needed, s.key.namespace, about))
+        if found is None:
+            raise NotStarted(kind, needed, s.key.namespace, about, missing=True)
+        _own_before_start(s, kind, needed, found)
+    if kind == LEADER_WORKER_SET.name:
+        await _claim_names_of_groups(cluster, s, name)
+
+
+async def _claim_names_of_groups(cluster: Cluster, s: Snapshot, name: str) -> None:
+    """Create the headless Service by which workers find their leader, or check that the service or the set owns it.
+
+    LeaderWorkerSet uses any Service with the set's name, and creates one only if none exists.
+    """
+    found = await cluster.find(Ref("v1", "Service", s.key.namespace, name))
+    if found is None:
+        await cluster.create(group_service(s.key, s.uid, name))
+        return
+    made = s.objects.get((LEADER_WORKER_SET.name, name))
+    if made is not None and made.owned and is_owned(found, made.uid):
+        return
+    _own_before_start(s, LEADER_WORKER_SET.name, "Service", found)
+
+
+def _own_before_start(s: Snapshot, kind: str, needed: str, found: Object) -> None:
+    try:
+        own(s, needed, found)
+    except NameTaken as error:
+        raise NotStarted(kind, needed, s.key.namespace, found["metadata"]["name"], missing=False) from error

@@ -1,7 +1,7 @@
 """Carry out one Decision: first the baseline, then the status, then objects and pods, then events.
 
-A refusal (by a quota, a webhook or a field check) is data: the operator records it, still writes the other objects, and
-considers it in the next decision. Only temporary errors (a conflict, an unreachable server) end the reconcile.
+A refusal (by a quota, a webhook or a field check) is data for the next decision. Only temporary errors (a conflict, an
+unreachable server) end the reconcile.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvpilot_operator.act import baselines
 from kvpilot_operator.act.events import Events
-from kvpilot_operator.act.named import Reference, hold, starts_pods
-from kvpilot_operator.act.ownership import claim, is_owned, own
+from kvpilot_operator.act.ownership import Reference, claim, hold, is_owned, own, starts_pods
 from kvpilot_operator.act.rejections import Rejections
-from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL, deployment_name
+from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL, SERVICE_LABEL, baseline_name, deployment_name
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.objects import Ref, version_of
+from kvpilot_operator.cluster.objects import Object, Ref, version_of
 from kvpilot_operator.errors import ClusterError, Conflict, NameTaken, NotFound, Rejected
 from kvpilot_operator.probes import codec
 from kvpilot_operator.probes.codec import Baseline
@@ -36,6 +34,10 @@ from kvpilot_operator.state.status import without_figures
 
 log = logging.getLogger(__name__)
 
+# Keep some old baselines: a service that returns to an earlier model or probe set can use them again.
+MAX_KEPT = 4
+# Read at most this many ConfigMaps, because anyone may put our label on any number of them.
+MAX_SEEN = 64
 # Apply an object again after this time, or half of it, to undo changes by others. The cache reports a changed workload
 # or Service immediately, but not changed labels or a changed budget.
 REAPPLY_SECONDS = 600.0
@@ -49,15 +51,13 @@ class _Applied(NamedTuple):
     content: bytes
     """A hash of the manifest."""
     due: float
-    """When to apply it again, on the actor's clock."""
+    """When to apply it again."""
     uid: str
     version: str
-    """The version in the answer; another version means that another client has changed the object."""
 
 
 class Actor:
-    """Writer of the objects of one service. Every write is idempotent, so a reconcile that is cut off is repeated
-    whole."""
+    """Writer of the objects of one service. Every write is idempotent."""
 
     __slots__ = ("_applied", "_clock", "_cluster", "_events", "_rejections", "_told")
 
@@ -70,13 +70,7 @@ class Actor:
         self._told = -math.inf
 
     async def perform(self, s: Snapshot, decision: Decision) -> None:
-        """Write everything that the decision asks for.
-
-        A baseline that is refused ends the reconcile, because the status would name it.
-
-        Raises:
-            Conflict: the service changed since it was observed; only a baseline may have been written.
-        """
+        """Write everything that the decision asks for. A refused baseline ends it, because the status would name it."""
         if decision.baseline is not None and not await self._keep(s, decision.baseline):
             return
         waits = self._waits(s, decision)
@@ -98,7 +92,7 @@ class Actor:
 
     async def _keep(self, s: Snapshot, baseline: Baseline) -> bool:
         """Write a captured baseline; return False if it is refused."""
-        await baselines.prune(self._cluster, s, baseline)
+        await prune(self._cluster, s, baseline)
         manifest = baseline_config_map(s.key, s.uid, baseline.identity, codec.encode(baseline))
         about = ("ConfigMap", manifest["metadata"]["name"])
         content = _hash(manifest)
@@ -195,7 +189,6 @@ class Actor:
     async def _start(
         self, s: Snapshot, named: Sequence[Reference], what: tuple[str, str], write: Callable[[], Awaitable[object]]
     ) -> None:
-        """Write something that adds pods, once all objects that they name are ours."""
         await hold(self._cluster, s, named, *what)
         await write()
 
@@ -237,13 +230,7 @@ class Actor:
         self._applied[what] = _Applied(content, due, answer["metadata"]["uid"], version_of(kind, answer))
 
     async def _uid(self, s: Snapshot, manifest: Manifest) -> str:
-        """Return the uid of the service's own object of this name; "" for a new Deployment.
-
-        Create the object, without the parts that make it act, if there is none.
-
-        Raises:
-            NameTaken: the object of this name has another owner.
-        """
+        """Return the uid of the service's own object of this name; claim the name if there is none."""
         kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)
         if seen is not None and seen.owned:
@@ -275,8 +262,7 @@ class Actor:
 async def mark_do_not_evict(cluster: Cluster, s: Snapshot, wanted: frozenset[str]) -> None:
     """Ask cluster autoscalers not to move these pods and their workers, and no others.
 
-    Annotate the pods themselves, because a change of the pod template would restart them. Our field manager leaves a
-    user's own annotations unchanged. Log a pod that cannot be annotated, and continue.
+    Annotate the pods themselves, because a change of the pod template would restart them.
     """
     for asked, pod in ((leader.name in wanted, pod) for leader in s.pods for pod in leader.group):
         if pod.terminating or pod.do_not_evict == asked:
@@ -307,3 +293,23 @@ def _shrinks(s: Snapshot, manifest: Manifest) -> bool:
         return False
     replicas: int = manifest["spec"]["replicas"]
     return replicas < _replicas(s, manifest["metadata"]["labels"][REVISION_LABEL])
+
+
+async def prune(cluster: Cluster, s: Snapshot, but: Baseline) -> None:
+    """Delete the service's oldest baselines, other than this one, beyond `MAX_KEPT` with it.
+
+    If the API server refuses to delete one, keep it and go on: the new capture is worth more.
+    """
+    kept = baseline_name(s.key.name, but.identity)
+    selector, beginning = f"{SERVICE_LABEL}={s.key.name}", baseline_name(s.key.name, "")
+    ours: list[Object] = []
+    try:
+        async for metadata in cluster.metadata("v1", "ConfigMap", s.key.namespace, selector, most=MAX_SEEN):
+            name = metadata["name"]
+            if name.startswith(beginning) and name != kept and is_owned({"metadata": metadata}, s.uid):
+                ours.append(metadata)
+        ours.sort(key=lambda metadata: (metadata.get("creationTimestamp") or "", metadata["name"]), reverse=True)
+        for metadata in ours[MAX_KEPT - 1 :]:
+            await cluster.delete(Ref("v1", "ConfigMap", s.key.namespace, metadata["name"]), uid=metadata["uid"])
+    except ClusterError as error:
+        log.warning("old baselines are not deleted: %s", error, extra={"service": str(s.key)})

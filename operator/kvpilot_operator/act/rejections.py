@@ -1,7 +1,4 @@
-"""Remember the refused objects of a service, and when to write them again.
-
-A restarted operator writes every object again, and so learns the refusals again.
-"""
+"""Remember the refused objects of a service, and when to write them again."""
 
 from __future__ import annotations
 

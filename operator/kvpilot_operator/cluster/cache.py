@@ -32,9 +32,8 @@ class Store(Generic[K, V]):
     """Views of objects by name and by the service that they belong to.
 
     An object is not kept if its view is None or it belongs to no service. An older version never replaces a newer one,
-    so the watch event and the answer to our own write may come in any order. Kubernetes allows comparing
-    resourceVersions of one kind as numbers. `changed` is called with the service whenever a view changes. If building a
-    view fails, the last one stays.
+    so the watch event and the answer to our own write may come in any order. `changed` is called with the service
+    whenever a view changes. If building a view fails, the last one stays.
     """
 
     def __init__(
@@ -86,8 +85,14 @@ class Store(Generic[K, V]):
         if known is None or known.view != view:
             self._changed(service)
 
-    def drop(self, obj: Object) -> None:
-        """Drop an object that was deleted, unless a newer one of its name is known."""
+    def take(self, event: str | None, obj: Object) -> None:
+        """Process one event of a watch. Ignore bookmarks, and events without a type, which only repeat a list."""
+        if event in ("ADDED", "MODIFIED"):
+            self.put(obj)
+        elif event == "DELETED":
+            self._drop(obj)
+
+    def _drop(self, obj: Object) -> None:
         known = self._entries.get(_name(obj))
         version = _version(obj)
         if known is not None and (not version or version >= known.version):

@@ -1,8 +1,4 @@
-"""The fence that every write must pass: always open, open until a time, or closed.
-
-A replica may only write while no other replica can hold the Lease. So the fence closes by the clock alone. A process
-that was stopped or starved finds it closed when it wakes, before other tasks run.
-"""
+"""The fence that every write must pass. It closes by the clock, so a process that was stopped finds it closed."""
 
 from __future__ import annotations
 
@@ -52,11 +48,7 @@ class WriteFence:
 
     @contextmanager
     def write(self, method: str, path: str) -> Iterator[float]:
-        """Surround the sending of one write; yield the seconds after which it must be given up.
-
-        Raises:
-            NotLeader: the fence is closed; nothing may be sent.
-        """
+        """Surround one write; yield the seconds after which it is given up. Raise NotLeader if the fence is closed."""
         now, ends_before = self._clock(), self._ends_before
         if now >= min(self._starts_before, ends_before):
             raise NotLeader(method, path)
@@ -75,10 +67,7 @@ class WriteFence:
                 self._idle.set()
 
     async def drained(self, seconds: float) -> bool:
-        """Wait until no write is in progress. Return True if no earlier write can still reach the server.
-
-        Return False if a write was given up and may still arrive. The Lease must then expire instead of being released.
-        """
+        """Wait until no write is in progress. Return True if no earlier write can still reach the server."""
         try:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()

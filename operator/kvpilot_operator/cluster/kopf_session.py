@@ -1,10 +1,8 @@
-"""kopf's connection to the API server. It uses our sockets and the official client's credentials, and every failure is
-temporary.
+"""kopf's connection to the API server, with our sockets and the official client's credentials.
 
 kopf ends the operator if a request is refused (401, 403, 404, 410), after an error event other than 410, or after an
-answer that is not JSON. It also reopens a watch immediately, however soon the server ends it. All of these are
-temporary, or end once the cluster is repaired. Here they become a broken connection, after which kopf lists or watches
-again (docs/upstream/kopf-watch-errors.patch).
+answer that is not JSON. Here these become a broken connection, after which kopf lists or watches again
+(docs/upstream/kopf-watch-errors.patch).
 """
 
 from __future__ import annotations
@@ -35,16 +33,6 @@ Listed = Callable[[str, Sequence[Object], str], None]
 """Callback that gets a namespace ("" for all), all its objects, and the resourceVersion of the list."""
 
 
-class _Metadata(msgspec.Struct, rename="camel"):
-    resource_version: str
-    name: str = ""
-    namespace: str = ""
-
-
-class _Thing(msgspec.Struct):
-    metadata: _Metadata
-
-
 class _Page(msgspec.Struct):
     items: list[Object]
     metadata: Object
@@ -52,7 +40,7 @@ class _Page(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     type: str
-    object: msgspec.Raw
+    object: Object
 
 
 class KopfSession:
@@ -119,10 +107,8 @@ class KopfSession:
         if response.status != 200:
             return response
         page = await _decoded(response, _Page, aiohttp.ClientPayloadError)
-        try:
-            msgspec.convert(page.items, list[_Thing])
-        except msgspec.ValidationError as error:
-            raise aiohttp.ClientPayloadError(f"{path}: a list of something else: {error}") from None
+        if not all(map(_is_versioned, page.items)):
+            raise aiohttp.ClientPayloadError(f"{path}: a list of something else")
         before = self._pages.get(path, []) if "continue" in request.url.query else []
         self._pages[path] = [*before, *page.items]
         if not page.metadata.get("continue"):
@@ -198,14 +184,15 @@ async def _checked(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     async for line in whole_lines(content.iter_any()):
         try:
             event = msgspec.json.decode(line, type=_Event)
-            if event.type == "ERROR":
-                failure = msgspec.json.decode(event.object, type=Object)
-                if failure.get("code") != 410:
-                    raise aiohttp.ClientPayloadError(f"error event: {line[:300]!r}")
-            else:
-                metadata = msgspec.json.decode(event.object, type=_Thing).metadata
-                if event.type != "BOOKMARK" and not (metadata.name and metadata.namespace):
-                    raise aiohttp.ClientPayloadError(f"an event about nothing: {line[:300]!r}")
         except msgspec.DecodeError as error:
             raise aiohttp.ClientPayloadError(f"not an event: {line[:300]!r}: {error}") from None
+        failed = event.type == "ERROR" and event.object.get("code") != 410
+        if failed or (event.type != "ERROR" and not _is_versioned(event.object, named=event.type != "BOOKMARK")):
+            raise aiohttp.ClientPayloadError(f"an event that kopf cannot take: {line[:300]!r}")
         yield line + b"\n"
+
+
+def _is_versioned(obj: Object, *, named: bool = False) -> bool:
+    metadata = obj.get("metadata")
+    wanted = ("resourceVersion", *(("name", "namespace") if named else ()))
+    return isinstance(metadata, dict) and all(isinstance(metadata.get(one), str) for one in wanted)

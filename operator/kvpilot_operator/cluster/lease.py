@@ -21,7 +21,7 @@ KIND = "Lease"
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of an election in seconds, derived from the Lease's duration in the proportions that Kubernetes uses."""
+    """Times of an election in seconds, in the proportions that Kubernetes uses."""
 
     lease: int = 15
 

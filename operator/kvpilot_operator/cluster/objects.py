@@ -14,32 +14,20 @@ Object = dict[str, Any]
 # Names of all these kinds are DNS-1123 subdomains. The CRD has the same pattern (`pattern: *name`).
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _MAX_NAME = 253
-_COLLECTIONS = {
-    ("v1", "Pod"): "/api/v1/namespaces/{namespace}/pods",
-    ("v1", "Service"): "/api/v1/namespaces/{namespace}/services",
-    ("v1", "ConfigMap"): "/api/v1/namespaces/{namespace}/configmaps",
-    ("v1", "PersistentVolumeClaim"): "/api/v1/namespaces/{namespace}/persistentvolumeclaims",
-    ("v1", "Event"): "/api/v1/namespaces/{namespace}/events",
-    ("v1", "Node"): "/api/v1/nodes",
-    ("authentication.k8s.io/v1", "TokenReview"): "/apis/authentication.k8s.io/v1/tokenreviews",
-    ("authorization.k8s.io/v1", "SubjectAccessReview"): "/apis/authorization.k8s.io/v1/subjectaccessreviews",
-    ("coordination.k8s.io/v1", "Lease"): "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases",
-    ("batch/v1", "Job"): "/apis/batch/v1/namespaces/{namespace}/jobs",
-    ("apps/v1", "Deployment"): "/apis/apps/v1/namespaces/{namespace}/deployments",
-    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): (
-        "/apis/leaderworkerset.x-k8s.io/v1/namespaces/{namespace}/leaderworkersets"
-    ),
-    ("policy/v1", "PodDisruptionBudget"): "/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets",
-    ("gateway.networking.k8s.io/v1", "HTTPRoute"): (
-        "/apis/gateway.networking.k8s.io/v1/namespaces/{namespace}/httproutes"
-    ),
-    ("inference.networking.k8s.io/v1", "InferencePool"): (
-        "/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools"
-    ),
-    ("kvpilot.io/v1alpha1", "QuantizedLLMService"): (
-        "/apis/kvpilot.io/v1alpha1/namespaces/{namespace}/quantizedllmservices"
-    ),
+_KINDS = {
+    "v1": ("Pod", "Service", "ConfigMap", "PersistentVolumeClaim", "Event", "Node"),
+    "authentication.k8s.io/v1": ("TokenReview",),
+    "authorization.k8s.io/v1": ("SubjectAccessReview",),
+    "coordination.k8s.io/v1": ("Lease",),
+    "batch/v1": ("Job",),
+    "apps/v1": ("Deployment",),
+    "leaderworkerset.x-k8s.io/v1": ("LeaderWorkerSet",),
+    "policy/v1": ("PodDisruptionBudget",),
+    "gateway.networking.k8s.io/v1": ("HTTPRoute",),
+    "inference.networking.k8s.io/v1": ("InferencePool",),
+    "kvpilot.io/v1alpha1": ("QuantizedLLMService",),
 }
+"""The only kinds that the operator may ask for."""
 
 
 class Ref(NamedTuple):
@@ -67,24 +55,17 @@ def path_of(api_version: str, kind: str, namespace: str = "", name: str | None =
 
     A tenant may have chosen the name. An impossible name (`..`) would lead to another path, and raises BadName.
     """
-    collection = _COLLECTIONS[(api_version, kind)]
-    if not namespace:
-        collection = collection.replace("/namespaces/{namespace}", "")
-    collection = collection.format(namespace=_segment(kind, namespace)) if namespace else collection
-    return f"{collection}/{_segment(kind, name)}" if name is not None else collection
+    if kind not in _KINDS.get(api_version, ()):
+        raise KeyError((api_version, kind))
+    root = "/api/v1" if api_version == "v1" else f"/apis/{api_version}"
+    within = f"/namespaces/{_segment(kind, namespace)}" if namespace else ""
+    return f"{root}{within}/{kind.lower()}s" + (f"/{_segment(kind, name)}" if name is not None else "")
 
 
 def _segment(kind: str, name: str) -> str:
     if len(name) > _MAX_NAME or _NAME.fullmatch(name) is None:
         raise BadName(kind, name)
     return quote(name, safe="")
-
-
-def name_of(answer: Object) -> str:
-    """Return the name of the object in an answer; empty for a list or anything else."""
-    metadata = answer.get("metadata")
-    name = metadata.get("name") if isinstance(metadata, dict) else None
-    return name if isinstance(name, str) else ""
 
 
 def version_of(kind: str, obj: Object) -> str:

@@ -1,9 +1,4 @@
-"""Requests to the API server over the official client's connections and credentials: behind the fence, timed.
-
-The kernel gives up data on these connections that the server does not acknowledge soon. Otherwise it repeats a request
-for minutes, even after the connection was closed or the process killed. The request would arrive when the network is
-back and another replica leads.
-"""
+"""Requests to the API server over the official client's connections and credentials: behind the fence, timed."""
 
 from __future__ import annotations
 
@@ -27,8 +22,8 @@ from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, Conflict, NotFound, OverBudget, Rejected, Throttled
 from kvpilot_operator.numbers import whole
 
-# The kernel gives up unacknowledged data after this time. A write that starts at the last permitted moment must end
-# within it.
+# The kernel gives up unacknowledged data after this time. Otherwise it repeats a request for minutes, even after the
+# process was killed, and the request would arrive when another replica leads.
 UNACKNOWLEDGED_MILLISECONDS = 4000
 
 

@@ -32,9 +32,8 @@ _DENIALS = 6
 class Reflector:
     """Follows one collection (of one namespace, or of all if it is empty) into a Store; `filled` once it was listed.
 
-    The server may lack the kind of an `optional` watch, or not let us see it. The Store is empty then, and the watch
-    retries every MISSING_SECONDS. A kind that was served counts as missing only after several denials, because a server
-    that starts may not know its definitions yet.
+    The server may lack the kind of an `optional` watch. A kind that was served counts as missing only after several
+    denials, because a server that starts may not know its definitions yet.
     """
 
     cluster: Cluster
@@ -52,11 +51,7 @@ class Reflector:
         self._denials = 0
 
     async def run(self) -> None:
-        """Follow the collection until cancelled.
-
-        The next watch resumes at the last version seen. After any other error than a lost connection the collection is
-        listed again, and objects that are missing from the list are dropped.
-        """
+        """Follow the collection until cancelled: resume after a lost connection, list again after any other error."""
         failures = 0
         while True:
             pause = _BACKOFF.pause(failures)
@@ -114,8 +109,5 @@ class Reflector:
         return True
 
     def _take(self, event: str, obj: Object) -> None:
-        if event in ("ADDED", "MODIFIED"):
-            self.store.put(obj)
-        elif event == "DELETED":
-            self.store.drop(obj)
+        self.store.take(event, obj)
         self._version = obj["metadata"]["resourceVersion"]

@@ -1,16 +1,12 @@
-"""Serve /healthz, /readyz and /metrics of the operator itself.
-
-With authentication, /metrics answers only to bearer tokens that the API server knows and lets `get` that path.
-"""
+"""Serve /healthz, /readyz and /metrics of the operator itself."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
-import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,18 +15,15 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from kvpilot_operator.budget import TOKEN_REVIEW, Permits
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.errors import ClusterError, PermitLost
+from kvpilot_operator.errors import ClusterError
 
 log = logging.getLogger(__name__)
 
 PATH = "/metrics"
 # Time to cache a granted right. A scrape every 15 s then costs two requests to the API server a minute.
 KEPT_SECONDS = 60.0
-# A client without access may have any number of tokens. It must not keep the API server busy or crowd out a reader. So
-# refusals are not cached, and a known reader is always reviewed.
+# A client without access may have any number of tokens, so refusals are not cached.
 MAX_KEPT = 256
-# Most requests of one address whose token is under review or waits for it (budget.TOKEN_REVIEW).
-MAX_OF_A_PEER = 8
 
 
 @dataclass(frozen=True)
@@ -41,23 +34,20 @@ class Verdict:
     text: str = ""
 
 
+_GRANTED = Verdict(200)
 _NOBODY = Verdict(401, "send the token of a ServiceAccount or user: Authorization: Bearer TOKEN\n")
-_BUSY = Verdict(503, "too many tokens of your address are being reviewed: try again\n")
 
 
 class MetricsAccess:
-    """Reviews tokens by TokenReview and SubjectAccessReview, as the metrics server of controller-runtime does.
-
-    Each address has its own share of the reviews. Readers behind one proxy or sidecar use the same share.
-    """
+    """Reviews tokens by TokenReview and SubjectAccessReview, as the metrics server of controller-runtime does."""
 
     def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
         """Take a client without a fence, because a standby replica is asked, too."""
         self._cluster = cluster
         self._clock = clock
-        self._kept: dict[bytes, tuple[float, Verdict]] = {}
+        self._granted: dict[bytes, float] = {}
+        """The end of each granted right, by a hash of its token."""
         self._reviews = Permits(TOKEN_REVIEW)
-        self._of_peer: Counter[str] = Counter()
 
     async def verdict(self, authorization: str, peer: str) -> Verdict:
         """Judge a request of this address by its Authorization header, empty if there is none."""
@@ -67,34 +57,22 @@ class MetricsAccess:
             return _NOBODY
         # A token is never kept or logged.
         key = hashlib.sha256(token.encode(errors="surrogateescape")).digest()
-        until, verdict = self._kept.get(key, (-math.inf, _BUSY))
-        if self._clock() < until:
-            return verdict
+        until = self._granted.get(key)
+        if until is not None and self._clock() < until:
+            return _GRANTED
         try:
-            verdict = await (self._ask(token) if key in self._kept else self._ask_in_turn(token, peer))
+            # A known reader does not wait for clients that try tokens.
+            async with self._reviews.of(peer) if until is None else contextlib.nullcontext():
+                verdict = await self._ask(token)
         except ClusterError as error:
             log.warning("a token for %s could not be reviewed: %s", PATH, error)
             return Verdict(503, "the API server could not be asked about the token: try again\n")
-        except PermitLost:
-            return _BUSY
-        self._kept.pop(key, None)
-        if verdict.status == 200:
-            self._kept[key] = (self._clock() + KEPT_SECONDS, verdict)
-            if len(self._kept) > MAX_KEPT:
-                self._kept.pop(next(iter(self._kept)))
+        self._granted.pop(key, None)
+        if verdict is _GRANTED:
+            self._granted[key] = self._clock() + KEPT_SECONDS
+            if len(self._granted) > MAX_KEPT:
+                self._granted.pop(next(iter(self._granted)))
         return verdict
-
-    async def _ask_in_turn(self, token: str, peer: str) -> Verdict:
-        if self._of_peer[peer] >= MAX_OF_A_PEER:
-            return _BUSY
-        self._of_peer[peer] += 1
-        try:
-            async with self._reviews.of(peer, peer):
-                return await self._ask(token)
-        finally:
-            self._of_peer[peer] -= 1
-            if not self._of_peer[peer]:
-                del self._of_peer[peer]
 
     async def _ask(self, token: str) -> Verdict:
         known = await self._cluster.review("authentication.k8s.io/v1", "TokenReview", {"token": token})
@@ -110,7 +88,7 @@ class MetricsAccess:
         }
         allowed = await self._cluster.review("authorization.k8s.io/v1", "SubjectAccessReview", spec)
         if allowed.get("allowed") is True:
-            return Verdict(200)
+            return _GRANTED
         words = f"{user['username']} may not get {PATH}: bind it to a ClusterRole with nonResourceURLs [{PATH}]\n"
         return Verdict(403, words)
 
@@ -127,8 +105,7 @@ async def serve_http(
 ) -> web.AppRunner:
     """Serve until the returned runner is cleaned up; without a host on all addresses of IPv4 and IPv6.
 
-    `ready` turns /readyz to 200. `access` judges readers of /metrics; without it everybody may read. The kubelet reads
-    the other two paths without a token.
+    `ready` turns /readyz to 200. `access` judges readers of /metrics; without it everybody may read.
     """
 
     async def healthz(_: web.Request) -> web.Response:

@@ -1,7 +1,4 @@
-"""Lifecycle of one replica: it waits as a standby, leads while it holds the Lease, and hands over.
-
-Only the leading replica has watches, reconciles, scrapes and probes.
-"""
+"""Lifecycle of one replica: it waits as a standby, leads while it holds the Lease, and hands over."""
 
 from __future__ import annotations
 
@@ -9,20 +6,21 @@ import asyncio
 import gc
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.api.names import OPENSHIFT_SECURITY_API
+from kvpilot_operator.cluster import lease
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.fence import WriteFence
-from kvpilot_operator.control.election import Election
+from kvpilot_operator.cluster.fence import WriteFence, steady_time
 from kvpilot_operator.control.pilot import Pilot
 from kvpilot_operator.control.prober import Prober
 from kvpilot_operator.control.telemetry import Telemetry
-from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.errors import ClusterError, Conflict, LeadershipLost
 from kvpilot_operator.mesh import Identity
 from kvpilot_operator.observe.gather import Observer
 from kvpilot_operator.observe.informers import InformerCache
@@ -36,54 +34,40 @@ _PAUSE_SECONDS = 1.0
 DRAIN_SECONDS = 20.0
 
 
-@dataclass(frozen=True)
-class FleetOptions:
-    """The services that an operator manages, and its access to them."""
-
-    namespaces: Sequence[str]
-    """Watched namespaces; empty for all namespaces."""
-    host_access: Collection[str]
-    """Access to their nodes that engines may have (api.pod_template.KINDS)."""
-    scrape_seconds: float
-    prices: Mapping[str, int]
-    """The price of a GPU of each kind, as gpus.prices gives it."""
-    identity: Identity | None
-    """Certificates for engines in a mesh, or None if all engines are reached without TLS."""
-
-
 @dataclass(eq=False)
 class Leader:
-    """The work of a leading replica. A new object is made for each term, so that it has no outdated state."""
+    """The watches, reconciles, scrapes and probes of a leading replica."""
 
     cluster: Cluster
     fence: WriteFence
     telemetry: Telemetry
-    fleet: FleetOptions
+    options: Namespace
+    """The command line."""
     ready: asyncio.Event
     """Set once all watched objects have been read, if not before."""
 
     async def start(self) -> Leader:
         """Begin to lead."""
-        cluster, telemetry = self.cluster, self.telemetry
+        cluster, telemetry, options = self.cluster, self.telemetry, self.options
         server = ServerFacts(assigns_users=await cluster.serves(OPENSHIFT_SECURITY_API))
-        fleet, mesh = self.fleet, self.fleet.identity is not None
-        cache = InformerCache(cluster, fleet.namespaces, fleet.host_access, mesh=mesh)
+        identity = Identity(options.mesh_certificates) if options.mesh_certificates is not None else None
+        cache = InformerCache(cluster, options.namespace, options.allow_host_access, mesh=identity is not None)
         self.services = cache.feed
-        self._scraper = Scraper(fleet.identity)
+        self._scraper = Scraper(identity)
         clock, scraped = partial(datetime.now, UTC), telemetry.engine_scraped
         observer = Observer(
-            cluster, cache, self._scraper, server, clock, scraped, prices=fleet.prices, tracer=telemetry.tracer
+            cluster, cache, self._scraper, server, clock, scraped, prices=options.prices, tracer=telemetry.tracer
         )
         make_actor = partial(Actor, cluster.telling(cache.wrote))
         prober = Prober(cluster, self._scraper, telemetry.tracer)
-        pilot = Pilot(cache, observer, make_actor, prober, telemetry, fleet.scrape_seconds)
+        pilot = Pilot(cache, observer, make_actor, prober, telemetry, options.scrape_seconds)
         self._registry = pilot.registry
         self._work = asyncio.create_task(pilot.run(self.ready))
         telemetry.leads(True)
         return self
 
     async def ended(self) -> None:
-        """Wait until the work ends, which should go on for ever."""
+        """Wait until the work fails."""
         await asyncio.shield(self._work)
 
     async def quiet(self, seconds: float = DRAIN_SECONDS) -> bool:
@@ -101,11 +85,93 @@ class Leader:
         await self._scraper.close()
 
 
-class Replica:
-    """One replica: `lead` returns once it leads, `ended` when it must stop leading, and `end` hands over in order.
+@dataclass(eq=False)
+class Election:
+    """An election by a Lease. The fence is open only while no other replica can lead.
 
-    Without an election it leads from the start and for ever.
+    `observed` is set once the Lease was looked for.
     """
+
+    leases: Cluster
+    fence: WriteFence
+    candidate: lease.Candidate
+    observed: asyncio.Event
+    clock: Callable[[], float] = steady_time
+
+    async def stand_by(self) -> None:
+        """Wait until this replica leads."""
+        told: str | None = None
+        while not await self._attempt(self.candidate.timing.request):
+            if self.observed.is_set() and self.candidate.holder != told:
+                told = self.candidate.holder
+                log.info("standing by: %s", f"{told} leads" if told else "nobody leads yet")
+            # Look at the moment when the Lease expires, so that a takeover does not wait for the next round.
+            wait = self.candidate.wait(self.clock())
+            await asyncio.sleep(min(self.candidate.timing.look, wait) if wait > 0 else self.candidate.timing.look)
+        log.info("leading as %s", self.candidate.identity)
+
+    async def hold(self) -> None:
+        """Renew the Lease until it is lost; then close the fence and raise LeadershipLost."""
+        while (left := self.candidate.left(self.clock())) > 0:
+            await asyncio.sleep(min(self.candidate.timing.retry, left))
+            left = self.candidate.left(self.clock())
+            if left > 0:
+                await self._attempt(min(self.candidate.timing.request, left))
+            if self.candidate.lost():
+                self.fence.close()
+                holder = self.candidate.holder or "nobody"
+                raise LeadershipLost(f"Lease {self.candidate} was taken away: {holder} holds it")
+        self.fence.close()
+        seconds = self.candidate.timing.renew_deadline
+        raise LeadershipLost(f"Lease {self.candidate} could not be renewed for {seconds:g} s")
+
+    async def release(self) -> None:
+        """Release the Lease. Call this only when no write of this replica can still reach the server."""
+        self.fence.close()
+        try:
+            async with asyncio.timeout(self.candidate.timing.request):
+                await self._read()
+                if self.candidate.exists and not self.candidate.lost() and not self.candidate.blind:
+                    await self.leases.replace(self.candidate.release(datetime.now(UTC)))
+                    log.info("the Lease is released")
+        except (ClusterError, TimeoutError) as error:
+            log.warning("the Lease is not released and has to run out: %s", _words(error))
+
+    async def _attempt(self, seconds: float) -> bool:
+        """Claim or renew the Lease if that is possible now; return True if it is ours from now on."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._read()
+                if self.candidate.wait(self.clock()) > 0:
+                    return False
+                sent = self.clock()
+                claim = self.candidate.claim(datetime.now(UTC), sent)
+                write = self.leases.replace if self.candidate.exists else self.leases.create
+                answer = await write(claim)
+        except Conflict:
+            # Another replica was quicker, or the answer to our own claim was lost: the next read shows which.
+            return False
+        except (ClusterError, TimeoutError) as error:
+            log.warning("the Lease could not be read or written: %s", _words(error))
+            return False
+        if self.candidate.blind:
+            self.candidate.observe(answer, self.clock())
+            return False
+        self.candidate.renewed(answer, sent)
+        self.fence.open(sent + self.candidate.timing.renew_deadline, sent + self.candidate.timing.write_deadline)
+        return True
+
+    async def _read(self) -> None:
+        self.candidate.observe(await self.leases.find(self.candidate.ref), self.clock())
+        self.observed.set()
+
+
+def _words(error: Exception) -> str:
+    return str(error) or "no answer in time"
+
+
+class Replica:
+    """One replica. Without an election it leads from the start and for ever."""
 
     def __init__(
         self, fence: WriteFence, start: Callable[[], Awaitable[Leader]], election: Election | None = None
@@ -117,11 +183,7 @@ class Replica:
         self.leader: Leader | None = None
 
     async def lead(self) -> Leader:
-        """Wait as a standby, then begin to lead.
-
-        Raises:
-            LeadershipLost: it led and may not any more.
-        """
+        """Wait as a standby, then begin to lead."""
         if self._election is None:
             self._fence.open(math.inf, math.inf)
             return await self._begin()
@@ -132,11 +194,7 @@ class Replica:
         return self.leader
 
     async def ended(self) -> None:
-        """Wait until the work or the Lease has ended, and raise why.
-
-        Raises:
-            LeadershipLost: it led and may not any more.
-        """
+        """Wait until the work or the Lease has ended, and raise why."""
         assert self.leader is not None  # noqa: S101 - `lead` has returned
         holding = [asyncio.shield(self._hold)] if self._hold is not None else []
         await first_of(self.leader.ended(), *holding)

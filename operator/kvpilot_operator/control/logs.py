@@ -18,13 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class JsonLines(logging.Formatter):
-    """A formatter with these keys: time (RFC 3339, UTC), level, logger, message, the set `FIELDS`, and exception (with
-    its traceback).
-
-    Foreign text is made printable, without credentials.
-
-    `service` is the NAMESPACE/NAME that the line is about.
-    """
+    """A formatter of printable lines without credentials; `service` is the NAMESPACE/NAME that a line is about."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Render the record."""

@@ -11,7 +11,7 @@ from functools import partial
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.api.words import ConditionType, Reason
 from kvpilot_operator.control.prober import Probe, Prober
-from kvpilot_operator.control.service_metrics import ServiceSeries
+from kvpilot_operator.control.service_metrics import ServiceSeries, news
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.control.workqueue import Attempts, WorkQueue
 from kvpilot_operator.decide import decide
@@ -21,22 +21,17 @@ from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.questions import keeps_probe
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
-from kvpilot_operator.state.status import JournalEntry
 from kvpilot_operator.tracing import span
 
 log = logging.getLogger(__name__)
 
-# Fetch at most this many pages a second: a page and its share of a reconcile take up to 2 ms of one core. Larger fleets
-# are scraped less often, for example 6,000 pods every 13 s.
+# A page and its share of a reconcile take up to 2 ms of one core. So 6,000 pods are scraped every 13 s.
 PAGES_PER_SECOND = 450.0
 
 
 @dataclass(slots=True, eq=False)
 class ServiceRecord:
-    """The operator's memory of one service: observations, writes, probe, series, and place in the queue.
-
-    It exists as long as the service is in the cache. Facts that must outlive the process are in the status.
-    """
+    """The operator's memory of one service, as long as it is in the cache."""
 
     key: ServiceKey
     uid: str
@@ -71,10 +66,7 @@ class Registry:
         return self._records.get(key)
 
     def follow(self, key: ServiceKey, uid: str | None) -> ServiceRecord | None:
-        """Return the record of the service that has this name now, None if there is none.
-
-        Only this method forgets a service: when it is gone, or when another one has taken its name.
-        """
+        """Return the record of the service that has this name now, and forget one that is gone."""
         known = self._records.get(key)
         if known is not None and known.uid != uid:
             del self._records[key]
@@ -146,8 +138,8 @@ class Pilot:
             snapshot = replace(snapshot, rejections=record.actor.rejections)
             with part("decide"):
                 decision = decide(snapshot)
-            news = [f"{entry.action}/{entry.reason}" for entry in _news(snapshot, decision)]
-            reconcile.set_attributes({"kvpilot.generation": snapshot.generation, "kvpilot.decisions": news})
+            told = [f"{entry.action}/{entry.reason}" for entry in news(snapshot, decision)]
+            reconcile.set_attributes({"kvpilot.generation": snapshot.generation, "kvpilot.decisions": told})
             try:
                 with part("act"):
                     await record.actor.perform(snapshot, decision)
@@ -197,12 +189,7 @@ def _tell(s: Snapshot, decision: Decision) -> None:
                 "%s: not answered: %s in %s", one.question, one.error, " > ".join(one.where) or "another's code",
                 extra={"service": str(s.key), "reason": Reason.RECONCILE_INCOMPLETE},
             )  # fmt: skip
-    for entry in _news(s, decision):
+    for entry in news(s, decision):
         words = {name: getattr(entry, name) for name in ("action", "reason", "from_dtype", "to_dtype")}
         extra = {"service": str(s.key), **words}
         log.info("%s: %s: %s", entry.action, entry.reason, entry.message, extra=extra)
-
-
-def _news(s: Snapshot, decision: Decision) -> Iterator[JournalEntry]:
-    """Yield the entries that this decision adds to the journal."""
-    return (one for one in decision.status.decisions if one.time == s.now and one not in s.status.decisions)

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import binascii
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -26,7 +27,7 @@ from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.probes import codec, run
 from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.probes.errors import MalformedBaseline
-from kvpilot_operator.probes.session import TOKEN_BUDGET, GiveWay, Settings
+from kvpilot_operator.probes.session import GiveWay, Settings
 from kvpilot_operator.state.decision import (
     Capture,
     Captured,
@@ -53,7 +54,7 @@ Run = Callable[[ServiceKey, Spec, Request], Awaitable[Found]]
 class Probe:
     """The probe of one service: `ensure` starts the requested probe, and `on_result` is called at its end."""
 
-    __slots__ = ("_closed", "_failures", "_key", "_on_result", "_result", "_retry", "_run", "_running", "_task")
+    __slots__ = ("_closed", "_failures", "_key", "_on_result", "_result", "_retry_at", "_run", "_running", "_task")
 
     def __init__(self, key: ServiceKey, run: Run, on_result: Callable[[ServiceKey], None]) -> None:
         self._key = key
@@ -63,7 +64,7 @@ class Probe:
         self._task: asyncio.Task[None] | None = None
         self._result: ProbeResult | None = None
         self._failures = 0
-        self._retry: asyncio.TimerHandle | None = None
+        self._retry_at = math.inf
         self._closed = False
 
     @property
@@ -76,17 +77,17 @@ class Probe:
         wanted = request.identity if request is not None else None
         if self._running is not None and self._running.identity != wanted:
             self._cancel()
-        if self._result is not None and self._result.request.identity != wanted:
-            self._drop()
+        over = asyncio.get_running_loop().time() >= self._retry_at
+        if self._result is not None and (over or self._result.request.identity != wanted):
+            self._result = None
         if request is not None and self.result is None and not self._closed:
             self._running = request
             self._task = asyncio.create_task(self._probe(spec, request))
 
     def close(self) -> None:
         """Cancel the probe and start no other: the service is gone."""
-        self._closed = True
+        self._closed, self._result = True, None
         self._cancel()
-        self._drop()
 
     async def ended(self) -> None:
         """Wait for a probe that was cancelled."""
@@ -97,12 +98,6 @@ class Probe:
         self._running = None
         if self._task is not None:
             self._task.cancel()
-
-    def _drop(self) -> None:
-        self._result = None
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
 
     async def _probe(self, spec: Spec, request: Request) -> None:
         extra = {"service": str(self._key), "probe": request.identity}
@@ -121,20 +116,18 @@ class Probe:
         if self._running is not request:
             return  # the probe was cancelled at the moment when it ended
         self._running, self._result = None, ProbeResult(request, outcome)
+        self._retry_at = math.inf
         if isinstance(outcome, ProbeFailed):
-            self._retry = asyncio.get_running_loop().call_later(BACKOFF.pause(self._failures), self._again)
+            self._retry_at = asyncio.get_running_loop().time() + BACKOFF.pause(self._failures)
             self._failures += 1
         else:
             self._failures = 0
         self._on_result(self._key)
 
-    def _again(self) -> None:
-        self._drop()
-        self._on_result(self._key)
 
-
-# A probe loses its permit if its engine is silent for too long while others wait. It then restarts with twice the
+# A probe loses its permit if its engine is silent for this long while others wait. It then restarts with twice the
 # patience, so that a probe of a slow engine can finish.
+PATIENCE_SECONDS = 5.0
 MAX_PATIENCE_SECONDS = 80.0
 # Longest total time that a probe waits for queued user requests.
 GIVE_WAY_SECONDS = 120.0
@@ -154,10 +147,7 @@ class Prober:
         self._checks = Permits(CHECK)
 
     async def probe(self, key: ServiceKey, spec: Spec, request: Request, *, uid: str) -> Found:
-        """Wait for a permit, and again if it was lost, and probe; raise a KvpilotError if that is impossible.
-
-        `uid` is the service's: only a baseline that it owns counts.
-        """
+        """Wait for a permit, and probe; `uid` is the service's: only a baseline that it owns counts."""
         about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name, **_about(spec, request)}
         with span(self._tracer, "probe", about) as told:
             found = await self._placed(key, uid, spec, request, told)
@@ -167,13 +157,13 @@ class Prober:
 
     async def _placed(self, key: ServiceKey, uid: str, spec: Spec, request: Request, told: Span) -> Found:
         permits = self._checks if isinstance(request, Measure) and request.serving else self._probes
-        patience = permits.limits.patience_seconds
+        patience = PATIENCE_SECONDS
         while True:
             try:
-                async with permits.of(key, key.namespace, patience) as permit:
+                async with permits.of(key.namespace, patience) as progress:
                     tls = None if isinstance(request, Find) else self._scraper.tls(request.url)
                     asked = self._settings(key, spec, request)
-                    settings = replace(asked, progress=permit.progress, tls=tls, headers=trace_headers(told))
+                    settings = replace(asked, progress=progress, tls=tls, headers=trace_headers(told))
                     return await self._run(key, uid, spec, request, settings, told)
             except PermitLost as lost:
                 log.info("probe begins anew: %s", lost, extra={"service": str(key), "probe": request.identity})
@@ -241,8 +231,7 @@ class Prober:
         give_way = GiveWay(partial(self._scraper.waiting, key, request.url), GIVE_WAY_SECONDS, insist)
         if insist:
             return Settings(priority=priority, give_way=give_way)
-        gently = Settings(concurrency=1, priority=priority, give_way=give_way, token_budget=TOKEN_BUDGET)
-        return replace(gently, from_host=from_host)
+        return Settings(concurrency=1, priority=priority, give_way=give_way, from_host=from_host)
 
 
 def _about(spec: Spec, request: Request) -> dict[str, str]:
@@ -255,8 +244,5 @@ def _about(spec: Spec, request: Request) -> dict[str, str]:
 
 
 def schedules_by_priority(engine: Engine) -> bool:
-    """Return True if the engine was started with vLLM's --scheduling-policy priority.
-
-    Under the default policy vLLM rejects a `priority`, according to its documentation. So none is sent then.
-    """
+    """Return True if the engine schedules by priority; under the default policy vLLM rejects a `priority`."""
     return engine.arguments.value("--scheduling-policy") == "priority"

@@ -1,7 +1,6 @@
-"""The state of each service as Prometheus gauges.
+"""The state of each service as Prometheus gauges: about 30 series, and at most 70.
 
-Each reconcile replaces all series of its service, and a deleted service leaves none. Words (a dtype, a stage, a reason)
-are labels, and only the current word is shown, with the value 1. So a service has about 30 series, and at most 70.
+Words (a dtype, a stage, a reason) are labels, and only the current word is shown, with the value 1.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvpilot_operator.api.words import CachePhase
-from kvpilot_operator.control.known_reasons import OTHER, known
+from kvpilot_operator.control.known_reasons import known
 from kvpilot_operator.decide import canary_deadline, refused
 from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.decision import Decision, Figures
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
-from kvpilot_operator.state.status import Status
+from kvpilot_operator.state.status import JournalEntry, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +47,6 @@ def _family(name: str, help: str, labels: tuple[str, ...] = (), *, counts: bool 
 
 
 Row = tuple[Family, tuple[str, ...], float]
-
-# Most series of one counter per service, because an engine may report many different reasons.
-MAX_REASONS = 64
 
 INFO = _family("kvpilot_service_info", "1, with the modes and the model of the spec.", ("mode", "scaling", "model"))
 CONDITION = _family(
@@ -147,6 +143,11 @@ UNANSWERED_QUESTIONS = _family(
 )
 
 
+def news(s: Snapshot, decision: Decision) -> Iterator[JournalEntry]:
+    """Yield the entries that this decision adds to the journal."""
+    return (one for one in decision.status.decisions if one.time == s.now and one not in s.status.decisions)
+
+
 class ServiceSeries:
     """The newest rows of one service, and its counters."""
 
@@ -159,9 +160,8 @@ class ServiceSeries:
     def show(self, s: Snapshot, decision: Decision) -> None:
         """Replace the gauges by the result of a reconcile, and count its decisions."""
         self._rows = rows(s, decision)
-        for entry in decision.status.decisions:
-            if entry.time == s.now and entry not in s.status.decisions:
-                self._counts[self._bounded(DECISIONS, (entry.action, known(entry.reason)))] += 1
+        for entry in news(s, decision):
+            self._counts[DECISIONS, (entry.action, known(entry.reason))] += 1
         for question in {one.question for one in decision.unanswered}:
             self._counts[UNANSWERED_QUESTIONS, (str(question),)] += 1
 
@@ -171,16 +171,9 @@ class ServiceSeries:
         for (family, labels), count in list(self._counts.items()):
             yield family, labels, count
 
-    def _bounded(self, family: Family, words: tuple[str, ...]) -> tuple[Family, tuple[str, ...]]:
-        counted = (family, words) in self._counts or sum(one is family for one, _ in self._counts) < MAX_REASONS
-        return family, words if counted else (OTHER, OTHER)
-
 
 class ServiceMetrics(Collector):
-    """The series of all `services`, as a collector of a Prometheus registry.
-
-    Threads may read it.
-    """
+    """The series of all `services`, as a collector of a Prometheus registry. Threads may read it."""
 
     def __init__(self) -> None:
         self.services: Callable[[], Iterable[tuple[ServiceKey, ServiceSeries]]] = tuple

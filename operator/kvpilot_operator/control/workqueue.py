@@ -1,4 +1,4 @@
-"""The work queue. A service has at most one reconcile at a time, and every change only adds the service again."""
+"""The work queue. A service has at most one reconcile at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from kvpilot_operator.backoff import Backoff
@@ -46,52 +46,12 @@ class Attempts:
             self.timer = None
 
 
-class FairQueue:
-    """A queue in which each service waits at most once. The next one is from the namespace with the fewest running
-    reconciles.
-
-    Namespaces with equally many take turns, and within a namespace the first comes first.
-    """
-
-    def __init__(self) -> None:
-        # Dicts serve as ordered sets.
-        self._namespaces: dict[str, dict[ServiceKey, None]] = {}
-
-    def __len__(self) -> int:
-        return sum(map(len, self._namespaces.values()))
-
-    def __contains__(self, key: ServiceKey) -> bool:
-        return key in self._namespaces.get(key.namespace, ())
-
-    def put(self, key: ServiceKey) -> None:
-        """Add a service; a waiting service keeps its place."""
-        self._namespaces.setdefault(key.namespace, {}).setdefault(key)
-
-    def drop(self, key: ServiceKey) -> None:
-        """Remove a service, if it waits."""
-        if key in self:
-            del self._namespaces[key.namespace][key]
-            if not self._namespaces[key.namespace]:
-                del self._namespaces[key.namespace]
-
-    def take(self, under_way: Mapping[str, int]) -> ServiceKey:
-        """Take out the next service; `under_way` counts the reconciles of each namespace."""
-        namespace = min(self._namespaces, key=lambda one: under_way.get(one, 0))
-        services = self._namespaces.pop(namespace)
-        key = next(iter(services))
-        del services[key]
-        if services:
-            self._namespaces[namespace] = services
-        return key
-
-
 class WorkQueue:
     """Two queues of services: changed ones (`add`), and those that are merely due (`add_low_priority`).
 
-    Changed services come first, but not always, and namespaces share the workers evenly. A service waits once, however
-    often it is added; a service in reconcile is queued again afterwards. After a failure it comes back with
-    exponential back-off while the same request fails. A change shortens the back-off, unless the API server itself has
-    asked for the pause. `attempts` returns the memory of a service, None if it is gone.
+    Changed services come first, but not always. The next service is the first one of the namespaces with the fewest
+    running reconciles. A change shortens a back-off, unless the API server itself has asked for the pause. `attempts`
+    returns the memory of a service, None if it is gone.
     """
 
     def __init__(
@@ -99,7 +59,9 @@ class WorkQueue:
     ) -> None:
         self._run = run
         self._attempts = attempts
-        self._changed, self._due = FairQueue(), FairQueue()
+        # Dicts serve as ordered sets.
+        self._changed: dict[ServiceKey, None] = {}
+        self._due: dict[ServiceKey, None] = {}
         self._any = asyncio.Event()
         self._taken = 0
         self._running: set[ServiceKey] = set()
@@ -133,10 +95,10 @@ class WorkQueue:
         if key in self._running:
             known.again = changed or known.again or False
         elif changed:
-            self._due.drop(key)
-            self._changed.put(key)
+            self._due.pop(key, None)
+            self._changed.setdefault(key)
         elif key not in self._changed:
-            self._due.put(key)
+            self._due.setdefault(key)
         self._any.set()
 
     async def _next(self) -> ServiceKey:
@@ -145,7 +107,10 @@ class WorkQueue:
             await self._any.wait()
         self._taken += 1
         low = not self._changed or (self._due and self._taken % _LOW_PRIORITY_EACH == 0)
-        return (self._due if low else self._changed).take(self._under_way)
+        queue = self._due if low else self._changed
+        key = min(queue, key=lambda one: self._under_way[one.namespace])
+        del queue[key]
+        return key
 
     async def _worker(self) -> None:
         while True:

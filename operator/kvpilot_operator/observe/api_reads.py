@@ -75,11 +75,7 @@ class GroupEvents:
     async def refusals(
         self, key: ServiceKey, workloads: Iterable[DeploymentView], leaders: Sequence[PodView]
     ) -> dict[str, str]:
-        """Return the reason why groups lack pods, by revision.
-
-        Raises:
-            ClusterError: the Events could not be read.
-        """
+        """Return the reason why groups lack pods, by revision."""
         lacking = {view.revision: incomplete(key, view, leaders) for view in workloads}
         asked = {revision: name for revision, name in lacking.items() if name is not None}
         told = {revision: await self._refusal(key.namespace, name) for revision, name in asked.items()}
@@ -98,8 +94,7 @@ class GroupEvents:
 
 
 def incomplete(key: ServiceKey, view: DeploymentView, leaders: Sequence[PodView]) -> str | None:
-    """Return the StatefulSet of a revision's groups that lacks pods: the leaders' set, or the set of one leader's
-    workers."""
+    """Return the StatefulSet of a revision that lacks pods: the leaders' set, or that of one leader's workers."""
     if view.kind != LEADER_WORKER_SET.name:
         return None
     there = [one for one in leaders if one.revision == view.revision]

@@ -31,8 +31,7 @@ from kvpilot_operator.observe.plausible import Judged
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.prefetch import read_prefetch
 from kvpilot_operator.observe.probe_packs import PackTexts, PlanRead
-from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.observe.scrape_throttle import ScrapeThrottle
+from kvpilot_operator.observe.scrape import Scraper, ScrapeThrottle
 from kvpilot_operator.observe.views import named_view, pool_view, route_view, together
 from kvpilot_operator.observe.windows import Windows, retention_of
 from kvpilot_operator.state.decision import ProbeResult
@@ -65,8 +64,7 @@ class Observations:
 
 @dataclass(eq=False)
 class Observer:
-    """A builder of Snapshots from the fleet's cache. `clock` returns the time in UTC, and `elapsed` returns monotonic
-    seconds. `on_scrape` is called with the outcome of each scrape."""
+    """A builder of Snapshots from the fleet's cache. `on_scrape` is called with the outcome of each scrape."""
 
     cluster: Cluster
     cache: InformerCache
@@ -219,7 +217,7 @@ class Observer:
         return await self._groups.refusals(key, views, self.cache.replicas(key))
 
     async def _pools(self, known: Observations, service: ServiceView, server: ServerFacts) -> Objects:
-        """Return the service's InferencePools, including former ones, which the status names until they are deleted."""
+        """Return the service's InferencePools, including former ones until they are deleted."""
         if not server.inference_pools and service.status.inference_pool is None:
             return {}
         names = (known.key.name, canary_service(known.key.name))
@@ -230,8 +228,7 @@ class Observer:
     async def _route(
         self, known: Observations, service: ServiceView, server: ServerFacts
     ) -> tuple[RouteView | None, Objects]:
-        """Return the route that carries a canary's share, and our own route, which the status names until it is
-        deleted."""
+        """Return the route that carries a canary's share, and our own route until it is deleted."""
         key, spec, kept = known.key, service.spec, service.status.route is not None
         own = Ref(HTTP_ROUTE_API, "HTTPRoute", key.namespace, key.name)
         asked = spec is not None and spec.route is not None
@@ -256,8 +253,7 @@ class Observer:
 async def _observed(question: Question, reading: Awaitable[T], otherwise: T, failed: list[Unanswered]) -> T:
     """Return the reading; on a failure return `otherwise`, and add the reason to `failed`.
 
-    Raises:
-        ClusterError: the API server answers no request now; the whole reconcile must be tried again.
+    Raise a ClusterError if the API server answers no request now.
     """
     try:
         return await reading
@@ -281,7 +277,6 @@ def _tell(known: Observations, revision: str, judged: Judged) -> None:
     """Log contradictions in a revision's pages. Log each only once while it persists."""
     odd = {f"implausible: {words}": words.partition(":")[0] for words in judged.sample.implausible}
     odd |= {f"stalled: {words}": f"stalled {words.partition(':')[0]}" for words in judged.sample.stalled}
-    odd |= {f"cut: {words}": words.partition(":")[0] for words in judged.cut}
     news = known.windows.news(revision, odd.values())
     for words, about in odd.items():
         if about in news:

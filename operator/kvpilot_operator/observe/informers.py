@@ -1,11 +1,7 @@
 """The informer cache: all services and their objects. A reconcile reads from here.
 
-kopf's watch brings the services, watches of our own their workloads, pods and Services
-(docs/decisions/0012). The API server's answer to a write is stored here immediately, so no reconcile sees a state older
-than earlier reconciles' writes.
-
-After HTTP 410 kopf lists the services again, but does not report those that are missing from the list. So its session
-passes each list to the cache, which drops missing objects.
+kopf's watch brings the services, watches of our own their objects (docs/decisions/0012). The API server's answer to a
+write is stored immediately, so no reconcile sees a state older than earlier writes.
 """
 
 from __future__ import annotations
@@ -32,22 +28,13 @@ from kvpilot_operator.state.status import Status, parse_status
 
 
 class ServiceFeed:
-    """Watch that keeps a Store equal to the services of some namespaces (all, if the only one is "").
-
-    `filled` is set once each of them has been listed.
-    """
+    """Keeps a Store equal to the services of some namespaces; `filled` is set once each has been listed."""
 
     def __init__(self, store: Store[Any, Any], namespaces: Sequence[str]) -> None:
         self._store = store
+        self.take = store.take
         self._unlisted = set(namespaces)
         self.filled = asyncio.Event()
-
-    def take(self, event: str | None, obj: Object) -> None:
-        """Process one event of kopf's watch. Ignore events without a type, which only repeat a list."""
-        if event == "DELETED":
-            self._store.drop(obj)
-        elif event is not None:
-            self._store.put(obj)
 
     def listed(self, namespace: str, services: Sequence[Object], version: str) -> None:
         """Store a complete list of a namespace, and drop objects that are missing from it."""
@@ -97,8 +84,7 @@ class Owned(Generic[V]):
 class InformerCache:
     """The informer cache. It calls `on_change` with a service whenever the service or its objects change.
 
-    `host_access` is the access to nodes that engines may have (api.pod_template.KINDS); with `mesh` engines in a mesh
-    are reached by its mutual TLS.
+    `host_access` is as in `--allow-host-access`; with `mesh` engines in a mesh are reached by its mutual TLS.
     """
 
     def __init__(

@@ -1,11 +1,7 @@
 """Read the accelerator of nodes from their labels and resources, and cache it.
 
-The first of these labels that exists gives the name of an NVIDIA GPU, in the form of GPU feature discovery:
-
-1. `nvidia.com/gpu.product`, which GPU feature discovery sets (a part of the GPU operator), or an administrator;
-2. `cloud.google.com/gke-accelerator`, which GKE sets (values: "GPU platforms" of Compute Engine's documentation).
-
-A name that is missing from the tables rules out no dtype. An accelerator without CUDA is recognised by its resource.
+An NVIDIA GPU has its name from GPU feature discovery or from GKE, another accelerator from its resource. A name that is
+missing from the tables rules out no dtype.
 """
 
 from __future__ import annotations
@@ -63,11 +59,7 @@ class NodeCache:
         self._read: dict[str, tuple[datetime, NodeFacts]] = {}
 
     async def facts(self, pods: Sequence[PodView]) -> NodeFacts:
-        """Return the accelerator of the first of the pods' nodes that has one.
-
-        Raises:
-            ClusterError: a node could not be read.
-        """
+        """Return the accelerator of the first of the pods' nodes that has one; raises ClusterError."""
         await asyncio.gather(*(self._read_again(name) for name in _nodes_of(pods)))
         return self.known(pods)
 
@@ -103,10 +95,7 @@ def _nodes_of(pods: Sequence[PodView]) -> list[str]:
 
 
 def node_facts(node: Mapping[str, Any]) -> NodeFacts:
-    """Return the accelerator of a Node, as the API server gives it; NodeFacts() if it shows none.
-
-    Never raise: a value that should be text but is not counts as missing.
-    """
+    """Return the accelerator of a Node; NodeFacts() if it shows none. A value that is not text counts as missing."""
     labels, allocatable = _texts(node, "metadata", "labels"), _texts(node, "status", "allocatable")
     if (nvidia := _nvidia(labels, allocatable)) is not None:
         return nvidia

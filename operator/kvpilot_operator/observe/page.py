@@ -1,7 +1,6 @@
 """Read vLLM's metrics page: turn the text of /metrics into the numbers that decisions need.
 
-A page is read by chunks (`series.py`) and summed immediately, so memory does not grow with the page. An engine that
-is broken or hostile may write anything: every value is checked. The names are those of vLLM 0.32.
+An engine that is broken or hostile may write anything: every value is checked. The names are those of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any
@@ -95,15 +94,11 @@ VLLM_DTYPES = (
 _DTYPES = (*dtypes.names(), *VLLM_DTYPES)
 
 
-class PageReader:
-    """A reader of one page of Prometheus text in chunks.
-
-    `steps` and `close` raise ScrapeError if the page is too large, lacks cache use, has an unreadable line, or has an
-    impossible value. Such values are negative, not a number, infinite, or larger than any engine has.
-    """
+class PageReader(SeriesReader[PodMetrics]):
+    """A reader of one page. A page without cache use, or with an impossible value, is a ScrapeError."""
 
     def __init__(self) -> None:
-        self._series = SeriesReader(WANTED, self._add)
+        super().__init__(WANTED)
         # Each engine (data-parallel rank) has a series: take the highest use, and add up everything else.
         self._usage: float | None = None
         self._ranks = Ranks()
@@ -118,18 +113,8 @@ class PageReader:
         self._recent: int | None = None
         self._retention = ""
 
-    @property
-    def work(self) -> int:
-        """Return the work of the bytes read so far (`SeriesReader.work`)."""
-        return self._series.work
-
-    def steps(self, chunk: bytes) -> Iterator[None]:
-        """Read the next bytes of the page in small steps, one per iteration."""
-        return self._series.steps(chunk)
-
-    def close(self) -> PodMetrics:
-        """Return the numbers of the complete page."""
-        self._series.close()
+    def result(self) -> PodMetrics:
+        """Return the numbers of the page."""
         if self._usage is None:
             raise ScrapeError(f"{_USAGE} is not on the page: is this a vLLM server?")
         waiting = self._for_room if self._for_room is not None else self._sums.get(_WAITING, 0.0)
@@ -150,7 +135,7 @@ class PageReader:
             ranks=self._ranks.close(sum(map(self._total, _DONE))),
         )
 
-    def _add(self, name: str, labels: str, value: float) -> None:
+    def add(self, name: str, labels: str, value: float) -> None:
         """Add one series."""
         if name in _COUNTERS:
             self._sums[name] = self._sums.get(name, 0.0) + _not_negative(name, value)

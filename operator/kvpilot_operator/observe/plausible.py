@@ -1,21 +1,16 @@
 """Find implausible pods, and turn the last pages of one revision's pods into one Sample. Pure.
 
-A page that contradicts itself is ignored. An honest engine may contradict itself for a moment, because its gauges are
-not all written at the same time. So only a pod with a lasting contradiction is reported as implausible. The rules, and
-why an honest engine keeps them:
+An honest engine may contradict itself for a moment, because its gauges are not all written at the same time. So only a
+pod with a lasting contradiction is reported as implausible. The rules, and why an honest engine keeps them:
 
-- *Nothing runs, but blocks are held.* Blocks belong to running requests; cached ones count as free. (An engine that
-  hands its cache to another one holds them longer: kvpilot does not support KV transfer.)
+- *Nothing runs, but blocks are held.* Blocks belong to running requests; cached ones count as free.
 - *More requests run than blocks are in use.* Each request owns its last block, even under prefix caching.
 - *Preemptions without a full cache.* To preempt is to run out of blocks, so the free ones must have been filled since.
-  A prompt that is not computed to its end fills blocks, too, but no counter has it. So one such page counts in full.
 - *Capacity more than twice off* the median of the other pods on such a GPU: one revision is one configuration.
 - *More than a machine can do*: tokens, preemptions or requests a second.
 
-A stalled engine, which has work but does none, contradicts nothing: its gauges look like a full cache with waiting
-requests. Its counters show it: it makes no token and ends no request. vLLM counts a prompt only when it ends, so a long
-prompt moves no counter, but it fills blocks meanwhile. So an engine counts as stalled if neither its counters nor its
-cache use change. It is left out, and the other pods are judged as if it did not exist.
+A stalled engine has work, but its counters and its cache use stay constant. (A long prompt moves no counter, but it
+fills blocks.) It is left out, and the other pods are judged as if it did not exist.
 """
 
 from __future__ import annotations
@@ -41,19 +36,16 @@ STALLED_SECONDS = 30.0
 # Least number of pods to compare: with fewer, it is unclear which pod is the wrong one.
 ENOUGH_TO_COMPARE = 3
 
-# Most pods with a deviating dtype or deviating calibration factors that a sample names. The bound limits memory,
-# because samples are kept for the whole window.
+# Most pods with a deviating dtype or factors that a sample names, which is kept for the whole window.
 MOST_NAMED = 4
 
 _GAUGES = frozenset({"held", "crowded"})
-"""Contradictions between the gauges of one page. Such a page is left out immediately, but its counters are kept as the
-base of the next page."""
+"""Contradictions of one page alone, which is left out immediately."""
 
 _HELD = 0.05
 _FAR_FROM_FULL = 0.25
 _MOST_A_SECOND = {"generation_tokens": 5e6, "prompt_tokens": 1e9, "preemptions": 1e5, "finished": 1e6}
-"""Largest rates of one pod, per second. The limit of prompt tokens is high, because cached tokens are counted but cost
-no time."""
+"""Largest rates of one pod, per second. Cached prompt tokens are counted but cost no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +78,6 @@ class Judged:
     sample: Sample
     known: Mapping[str, Known]
     """Pass this to the next call."""
-    cut: tuple[str, ...]
-    """Figures that were lowered, each as "POD: figure, and the value used instead"."""
 
 
 def plausible_sample(
@@ -101,9 +91,8 @@ def plausible_sample(
     """Judge the pages that one revision's pods gave at `time`; `gpus` names the known GPUs of pods.
 
     Among three or more plausible pods, the highest count of waiting requests (or preemptions) is lowered to the second
-    highest: pressure on memory must show in two pods to be the revision's. Load may well be uneven: the most running
-    requests count up to ten times the second most. No page has more of them than blocks in use. Use needs no such
-    bound: it is a share, and capacity, its weight, is checked.
+    highest: pressure on memory must show in two pods to be the revision's. Load may well be uneven, so the most running
+    requests count up to ten times the second most.
     """
     flows = {pod: _flows(known.get(pod), page, time) for pod, page in pages.items()}
     now = {pod: _remember(known.get(pod), page, flows[pod], time) for pod, page in pages.items()}
@@ -117,7 +106,7 @@ def plausible_sample(
     left = {pod for pod, one in now.items() if one.stalls or _GAUGES & one.odd.keys()}
     plausible = sorted(pod for pod, why in reasons.items() if not why and pod not in left)
     kept = {pod: old for pod, old in known.items() if (time - old.time).total_seconds() <= LONGEST_GAP_SECONDS}
-    sample, cut = _together(time, [(pod, pages[pod], flows[pod]) for pod in plausible])
+    sample = _together(time, [(pod, pages[pod], flows[pod]) for pod in plausible])
     left_out = len(pages) - len(plausible) - len(implausible) - len(still)
     told = {pod: page.factors for pod, page in pages.items() if page.factors}
     factors = _most(told.values()) or ""
@@ -135,7 +124,7 @@ def plausible_sample(
         factors=factors,
         mixed=tuple(sorted(other for other in told.items() if other[1] != factors))[:MOST_NAMED],
     )
-    return Judged(sample, {**kept, **now}, cut)
+    return Judged(sample, {**kept, **now})
 
 
 def _most(values: Iterable[_T]) -> _T | None:
@@ -237,30 +226,25 @@ def _odd_capacity(pod: str, pages: Mapping[str, PodMetrics], gpus: Mapping[str, 
     return f"capacity is {mine} tokens while the other pods' median is {usual:.0f}"
 
 
-def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> tuple[Sample, tuple[str, ...]]:
+def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> Sample:
     """Return the plausible pods' sums."""
     if not pods:
-        return Sample(_whole(time), 0, 0.0, 0.0, 0.0, 0, ""), ()
-    names = [name for name, _, _ in pods]
+        return Sample(_whole(time), 0, 0.0, 0.0, 0.0, 0, "")
     pages = [page for _, page, _ in pods]
     weights = [page.capacity_tokens or 1 for page in pages]
     flows = Flows.together([flow for _, _, flow in reversed(pods)])
     engines = [(f"{pod} {one.name}".rstrip(), one.usage, one.waiting) for pod, page, _ in pods for one in page.engines]
-    waiting, cut_waiting = _cut("waiting", names, [page.waiting for page in pages])
-    running, cut_running = _cut("running", names, [page.running for page in pages], times=10, more=64)
-    preemptions, cut_preemptions = _cut("preempted", names, [flow.preemptions for _, _, flow in pods])
-    sample = Sample(
+    return Sample(
         time=_whole(time),
         pods=len(pods),
         usage=sum(page.usage * weight for page, weight in zip(pages, weights, strict=True)) / sum(weights),
-        running=running,
-        waiting=waiting,
+        running=_cut([page.running for page in pages], times=10, more=64),
+        waiting=_cut([page.waiting for page in pages]),
         capacity_tokens=sum(page.capacity_tokens for page in pages),
         observed_dtype="",
-        flows=replace(flows, preemptions=preemptions),
+        flows=replace(flows, preemptions=_cut([flow.preemptions for _, _, flow in pods])),
         spread=Spread.of(engines),
     )
-    return sample, (*cut_waiting, *cut_running, *cut_preemptions)
 
 
 def _whole(time: datetime) -> datetime:
@@ -268,20 +252,9 @@ def _whole(time: datetime) -> datetime:
     return time.replace(microsecond=0)
 
 
-def _cut(
-    what: str, names: Sequence[str], values: Sequence[float], *, times: float = 1, more: float = 0
-) -> tuple[float, list[str]]:
-    """Return the sum of `values`, the highest cut to `times` the second highest plus `more`, and a message about it.
-
-    For three pods and no allowance, that is the median in place of the highest.
-    """
-    total = sum(values)
+def _cut(values: Sequence[float], *, times: float = 1, more: float = 0) -> float:
+    """Return the sum of `values`, the highest cut to `times` the second highest plus `more`."""
     if len(values) < ENOUGH_TO_COMPARE:
-        return total, []
+        return sum(values)
     second, highest = sorted(values)[-2:]
-    taken = min(highest, times * second + more)
-    if taken == highest or highest <= 2 * second + 10:
-        return total - highest + taken, []
-    who = names[values.index(highest)]
-    said = f"{who}: {what} {highest:.0f}, counted as {taken:.0f}: no other pod has more than {second:.0f}"
-    return total - highest + taken, [said]
+    return sum(values) - highest + min(highest, times * second + more)

@@ -35,11 +35,7 @@ _Key = tuple[int | None, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Totals(Flows):
-    """The counts of an engine since its process started, without `seconds` and `failed`. They are never negative.
-
-    `finished` counts requests that ended in the engine, mostly without requests of disconnected clients. A request that
-    failed before its first token may lower `prefill_seconds`, in vLLM, even below zero.
-    """
+    """The counts of an engine since its process started, without `seconds` and `failed`."""
 
     errors: float = 0
     """Finished requests that ended in an error of the engine (finished_reason "error")."""
@@ -67,8 +63,7 @@ class Ranks:
         self._found: dict[_Key, dict[str, float]] = {}
 
     def add(self, figure: str, labels: Mapping[str, str], value: float) -> None:
-        """Add a series. Keep an engine's largest use, and add up everything else. Raise ScrapeError at too many
-        engines."""
+        """Add a series: keep an engine's largest use, and add up everything else."""
         key = whole(labels.get("engine", ""), _LARGEST_LABEL), whole(labels.get("pid", ""), _LARGEST_LABEL)
         rank = self._found.setdefault(key, {})
         if len(self._found) > MOST_RANKS:
@@ -146,8 +141,8 @@ def restarted(before: PodMetrics, after: PodMetrics) -> bool:
 def increments(before: PodMetrics, after: PodMetrics, elapsed: float, now: float) -> Flows:
     """Return the flows between two pages `elapsed` seconds apart; `now` is the later one's Unix time.
 
-    After a restart everything counts from zero. Without process data, a counter that fell was reset and counts from
-    zero, and the others continue, as in PromQL's increase(). So earlier increases never count twice.
+    After a restart everything counts from zero. Without process data, a counter that fell counts from zero, and the
+    others continue, as in PromQL's increase().
     """
     if not 0 < elapsed <= LONGEST_GAP_SECONDS:
         return Flows()
@@ -157,8 +152,7 @@ def increments(before: PodMetrics, after: PodMetrics, elapsed: float, now: float
     def step(was: float, now_is: float) -> float:
         return now_is if fresh or now_is < was else now_is - was
 
-    # Request-seconds fall in vLLM when a request fails before its first token, so only the count of requests shows a
-    # reset.
+    # A request that fails before its first token lowers vLLM's request-seconds, so these show no reset.
     reset = fresh or new.finished < old.finished
     errors = step(old.errors, new.errors)
     # An engine's error is also an HTTP 500, unless the answer had begun. So neither count alone includes all errors.

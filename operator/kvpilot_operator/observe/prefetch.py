@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvpilot_formats.untrusted import shown
@@ -41,43 +41,30 @@ class Progress(NamedTuple):
     total: int
 
 
-class ProgressReader:
-    """A reader of one metrics page of the Job's pod, in chunks like PageReader. Raises ScrapeError if a figure is
-    missing."""
+class ProgressReader(SeriesReader[Progress]):
+    """A reader of one metrics page of the Job's pod. Raises ScrapeError if a figure is missing."""
 
     def __init__(self) -> None:
+        super().__init__(_WANTED)
         self._found: dict[str, int] = {}
-        self._series = SeriesReader(_WANTED, self._add)
 
-    @property
-    def work(self) -> int:
-        """The work of the bytes so far (`SeriesReader.work`)."""
-        return self._series.work
-
-    def steps(self, chunk: bytes) -> Iterator[None]:
-        """Read the next bytes of the page in small steps, one per iteration."""
-        return self._series.steps(chunk)
-
-    def close(self) -> Progress:
-        """Return the progress from the complete page."""
-        self._series.close()
-        if len(self._found) < len(_WANTED):
-            raise ScrapeError(f"{_THERE} or {_TOTAL} is not on the page: is this kvpilot-prefetch?")
-        return Progress(min(self._found[_THERE], self._found[_TOTAL]), self._found[_TOTAL])
-
-    def _add(self, name: str, _: str, value: float) -> None:
+    def add(self, name: str, _: str, value: float) -> None:
+        """Add one figure."""
         if not 0 <= value <= _MOST:
             raise ScrapeError(f"{name} is {value}: not a number of bytes")
         self._found[name] = int(value)
+
+    def result(self) -> Progress:
+        """Return the progress."""
+        if len(self._found) < len(_WANTED):
+            raise ScrapeError(f"{_THERE} or {_TOTAL} is not on the page: is this kvpilot-prefetch?")
+        return Progress(min(self._found[_THERE], self._found[_TOTAL]), self._found[_TOTAL])
 
 
 async def read_prefetch(
     cluster: Cluster, scraper: Scraper, key: ServiceKey, service: ServiceView
 ) -> PrefetchView | None:
-    """Return the service's Job; None if it has none, or if none is or was requested.
-
-    The Job is read each time and never watched, because few services fill a claim at a time, and each only once.
-    """
+    """Return the service's Job; None if it has none. It is not watched, because few services fill a claim at a time."""
     name = prefetch_job(key.name)
     job = await cluster.find(Ref("batch/v1", "Job", key.namespace, name)) if _asked(key, service) else None
     if job is None or not any(one.get("uid") == service.uid for one in job["metadata"].get("ownerReferences") or ()):

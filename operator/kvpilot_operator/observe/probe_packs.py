@@ -23,8 +23,7 @@ from kvpilot_operator.probes.packs import CONFIG_MAP_KEY, ProbePrompt
 from kvpilot_operator.probes.session import DEFAULT_TOKENS, TOP_K
 from kvpilot_operator.state.snapshot import ProbePlan, ServiceKey
 
-# A service's packs are read again after this long, or when its spec has changed: each of up to 16 ConfigMaps takes a
-# request, too many for a reconcile after every scrape.
+# A service's packs are read again after this long: each of up to 16 ConfigMaps takes a request.
 PACKS_SECONDS = 15.0
 # If a ConfigMap lacks the key, the message names at most this many of its other keys.
 _OTHER_KEYS = 8
@@ -53,14 +52,9 @@ class PackTexts:
         self._turns = asyncio.Semaphore(CONFIG_MAPS)
 
     async def of(self, key: ServiceKey, spec: Spec) -> dict[str, Mapping[str, str]]:
-        """Return the text under `prompts.yaml`, by ConfigMap that `spec.accuracy.probeSets` names.
+        """Return the texts of `spec.accuracy.probeSets` by ConfigMap; raises PackTooLarge.
 
-        A missing ConfigMap is left out. A ConfigMap without that key is represented by some of its other keys, without
-        texts.
-
-        Raises:
-            PackTooLarge: a ConfigMap, or all texts together, exceed the budget.
-            ClusterError: the API server did not answer.
+        A missing ConfigMap is left out. One without `prompts.yaml` has some of its other keys, without texts.
         """
         found: dict[str, Mapping[str, str]] = {}
         left = PACKS_BYTES
@@ -79,19 +73,14 @@ class PackTexts:
         return found
 
     async def plan(self, key: ServiceKey, spec: Spec, known: PlanRead | None, now: datetime) -> PlanRead:
-        """Return the service's probe plan. Reuse the known plan while it is recent enough.
-
-        Raises:
-            ClusterError: the API server did not answer.
-        """
+        """Return the service's probe plan. Reuse the known plan while it is recent enough."""
         if known is not None and known.spec is spec and 0 <= (now - known.read).total_seconds() < PACKS_SECONDS:
             return known
         try:
             texts = await self.of(key, spec)
         except PackError as error:
             return PlanRead(now, spec, None, ProbePlan(fault=str(error)))
-        # Making a plan takes about 60 ms, so cache it. Keep only the digest of texts, because a tenant may send any
-        # number of them.
+        # Making a plan takes about 60 ms.
         digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()
         about = (spec.model, spec.kv_cache.baseline, spec.accuracy.probe_sets, digest)
         plan = known.plan if known is not None and known.about == about else probe_plan(spec, texts)

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
 
 import aiohttp
 
 from kvpilot_formats.untrusted import shown
-from kvpilot_operator.budget import (
-    METRICS,
-    METRICS_CHUNK_BYTES,
-    METRICS_SOCKET_BYTES,
-    METRICS_STEPS,
-    METRICS_WORK_BYTES,
-    Permits,
-)
+from kvpilot_operator import budget
+from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.engine_http import EngineConnector
-from kvpilot_operator.errors import NoIdentity, PermitLost, ScrapeError, ScrapeTimeout
+from kvpilot_operator.errors import NoIdentity, OverBudget, ScrapeError, ScrapeTimeout
 from kvpilot_operator.mesh import Identity
 from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.observe.pod_metrics import PodMetrics
+from kvpilot_operator.observe.series import SeriesReader
 from kvpilot_operator.probes.answers import read_models
 from kvpilot_operator.probes.errors import MalformedAnswer
 from kvpilot_operator.state.snapshot import ServiceKey
@@ -31,49 +28,10 @@ from kvpilot_operator.state.snapshot import ServiceKey
 # Limit of the whole answer, so that a server that sends a byte a second cannot block a scrape.
 TIMEOUT_SECONDS = 5.0
 _EXCERPT = 200
-_MODELS_PATH = "/v1/models"
 # One model takes about 500 bytes.
 _MAX_MODELS_BYTES = 64 * 1024
 
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Page(Protocol[T_co]):
-    """Reads a page in chunks, as PageReader does."""
-
-    @property
-    def work(self) -> int:
-        """The work of the bytes so far."""
-
-    def steps(self, chunk: bytes) -> Iterator[None]:
-        """Read the next bytes, a small step at a time."""
-
-    def close(self) -> T_co:
-        """Return the result of the complete page."""
-
-
-class _ModelsPage:
-    """Keeps an answer of /v1/models until it is whole."""
-
-    def __init__(self) -> None:
-        self._text = bytearray()
-
-    @property
-    def work(self) -> int:
-        return len(self._text) // METRICS_WORK_BYTES
-
-    def steps(self, chunk: bytes) -> Iterator[None]:
-        if len(self._text) + len(chunk) > _MAX_MODELS_BYTES:
-            raise ScrapeError(f"more than {_MAX_MODELS_BYTES} bytes")
-        self._text += chunk
-        yield
-
-    def close(self) -> tuple[str, ...]:
-        try:
-            models = read_models(_MODELS_PATH, bytes(self._text))
-        except MalformedAnswer as error:
-            raise ScrapeError(f"not a list of models: {error}") from error
-        return tuple(shown(one.id) for one in models if one.parent is not None)
+T = TypeVar("T")
 
 
 class Scraper:
@@ -84,8 +42,8 @@ class Scraper:
 
     def __init__(self, identity: Identity | None = None) -> None:
         self.identity = identity
-        self._permits = Permits(METRICS)
-        self._steps = asyncio.Semaphore(METRICS_STEPS)
+        self._permits = budget.Permits(budget.METRICS)
+        self._steps = asyncio.Semaphore(budget.METRICS_STEPS)
         self._http = aiohttp.ClientSession(
             connector=EngineConnector(limit=0, socket_factory=_socket),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -93,7 +51,7 @@ class Scraper:
             auto_decompress=False,
             trust_env=False,
             timeout=aiohttp.ClientTimeout(total=None),
-            read_bufsize=METRICS_CHUNK_BYTES,
+            read_bufsize=budget.METRICS_CHUNK_BYTES,
         )
 
     async def close(self) -> None:
@@ -101,10 +59,7 @@ class Scraper:
         await self._http.close()
 
     async def scrape(self, service: ServiceKey, url: str, spend: Callable[[int], None]) -> PodMetrics:
-        """Fetch and read the page of one engine of a service; every failure is a ScrapeError that names the address.
-
-        `spend` gets the work (`PageReader.work`) of the page, after a failure, too.
-        """
+        """Fetch and read the page of one engine; `spend` gets its work (`SeriesReader.work`), after a failure, too."""
         page = PageReader()
         try:
             return await self.read(service, url, page)
@@ -112,30 +67,26 @@ class Scraper:
             spend(page.work)
 
     async def adapters(self, service: ServiceKey, url: str, spend: Callable[[int], None]) -> tuple[str, ...]:
-        """Return the LoRA adapters that one engine has loaded, in its order; the rest is as in `scrape`.
+        """Return the LoRA adapters that one engine has loaded: models that have a parent."""
+        address = f"{url}/v1/models"
+        async with self._answer(service, address) as (answer, _):
+            body = await budget.read_body(answer.content.iter_any(), _MAX_MODELS_BYTES, "models")
+            spend(len(body) // budget.METRICS_WORK_BYTES)
+            return tuple(shown(one.id) for one in read_models(address, body) if one.parent is not None)
 
-        At /v1/models they are models that have a parent.
-        """
-        page = _ModelsPage()
-        try:
-            return await self.read(service, url, page, _MODELS_PATH)
-        finally:
-            spend(page.work)
-
-    async def read(self, service: ServiceKey, url: str, page: Page[T_co], path: str = "/metrics") -> T_co:
-        """Fetch a page and have it read; every failure is a ScrapeError that names the address."""
-        address = f"{url}{path}"
-        try:
-            async with self._permits.of(service, service.namespace):
-                await self._fetch(address, page)
-                return page.close()
-        except (ScrapeError, PermitLost, NoIdentity) as error:
-            raise ScrapeError(f"{address}: {error}") from error
-        except TimeoutError as error:
-            raise ScrapeTimeout(f"{address}: no whole page within {TIMEOUT_SECONDS:g} s") from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            # The text may include data from the server.
-            raise ScrapeError(f"{address}: {type(error).__name__}: {shown(str(error))[:_EXCERPT]}") from error
+    async def read(self, service: ServiceKey, url: str, page: SeriesReader[T]) -> T:
+        """Fetch a page of metrics and have it read; every failure is a ScrapeError that names the address."""
+        clock = asyncio.get_running_loop().time
+        async with self._answer(service, f"{url}/metrics") as (answer, limit):
+            if (answer.content_length or 0) > budget.METRICS.read_bytes:
+                raise ScrapeError(f"{answer.content_length} bytes, more than {budget.METRICS.read_bytes}")
+            async for chunk in answer.content.iter_chunked(budget.METRICS_CHUNK_BYTES):
+                # Extend the timeout by this wait, which the engine did not cause.
+                came, until = clock(), limit.when() or 0.0
+                limit.reschedule(None)
+                await self._read(page.steps(chunk))
+                limit.reschedule(until + clock() - came)
+            return page.close()
 
     async def waiting(self, service: ServiceKey, url: str) -> float:
         """Return the requests that wait for room in one pod; 0 if the answer does not give it, 1 if the engine is too
@@ -149,33 +100,36 @@ class Scraper:
             return 0.0
 
     def tls(self, url: str) -> ssl.SSLContext | None:
-        """Return the TLS context for this address; None for one that is reached in the clear.
-
-        Raises:
-            NoIdentity: the mesh has given no certificate yet.
-        """
+        """Return the TLS context for this address, None for plain HTTP; raises NoIdentity."""
         return self.identity.tls() if self.identity is not None and url.startswith("https:") else None
 
-    async def _fetch(self, address: str, page: Page[object]) -> None:
-        clock = asyncio.get_running_loop().time
-        limit = asyncio.timeout(TIMEOUT_SECONDS)
-        tls = self.tls(address) or True
-        async with limit, self._http.get(address, allow_redirects=False, ssl=tls) as answer:
-            if answer.status != 200:
-                raise ScrapeError(f"HTTP {answer.status}")
-            encoding = answer.headers.get("Content-Encoding", "identity")
-            if encoding != "identity":
-                raise ScrapeError(
-                    f"the page is encoded ({shown(encoding)[:_EXCERPT]}), though plain text was asked for"
-                )
-            if (answer.content_length or 0) > METRICS.read_bytes:
-                raise ScrapeError(f"{answer.content_length} bytes, more than {METRICS.read_bytes}")
-            async for chunk in answer.content.iter_chunked(METRICS_CHUNK_BYTES):
-                # Extend the timeout by this wait, which the engine did not cause.
-                came, until = clock(), limit.when() or 0.0
-                limit.reschedule(None)
-                await self._read(page.steps(chunk))
-                limit.reschedule(until + clock() - came)
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self, service: ServiceKey, address: str
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
+        """Yield an engine's plain answer and its time limit. Turn every failure, the reader's too, into a
+        ScrapeError."""
+        try:
+            async with (
+                self._permits.of(service.namespace),
+                asyncio.timeout(TIMEOUT_SECONDS) as limit,
+                self._http.get(address, allow_redirects=False, ssl=self.tls(address) or True) as answer,
+            ):
+                if answer.status != 200:
+                    raise ScrapeError(f"HTTP {answer.status}")
+                encoding = answer.headers.get("Content-Encoding", "identity")
+                if encoding != "identity":
+                    raise ScrapeError(
+                        f"the page is encoded ({shown(encoding)[:_EXCERPT]}), though plain text was asked for"
+                    )
+                yield answer, limit
+        except (ScrapeError, NoIdentity, OverBudget, MalformedAnswer) as error:
+            raise ScrapeError(f"{address}: {error}") from error
+        except TimeoutError as error:
+            raise ScrapeTimeout(f"{address}: no whole page within {TIMEOUT_SECONDS:g} s") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            # The text may include data from the server.
+            raise ScrapeError(f"{address}: {type(error).__name__}: {shown(str(error))[:_EXCERPT]}") from error
 
     async def _read(self, steps: Iterator[None]) -> None:
         """Iterate over these steps, and let other tasks run between them."""
@@ -191,5 +145,59 @@ def _socket(address: aiohttp.connector.AddrInfoType) -> socket.socket:
     """Make a socket with a bounded buffer: the kernel's memory counts as the container's, too."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, METRICS_SOCKET_BYTES)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, budget.METRICS_SOCKET_BYTES)
     return made
+
+
+# The first failure may be chance and makes no pause.
+BACKOFF = Backoff(2.0, 30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    times: int
+    until: float
+    why: str
+
+
+class ScrapeThrottle:
+    """The throttle of one service. Times are seconds on a clock that never goes back."""
+
+    def __init__(self) -> None:
+        self._failed: dict[str, _Failed] = {}
+        self._asked = 0
+        self._paid_at = 0.0
+
+    @property
+    def backed_off(self) -> Mapping[str, str]:
+        """Pods that failed more than once in a row and are asked less often, each with the reason."""
+        return {pod: one.why for pod, one in self._failed.items() if one.times > 1}
+
+    def due(self, pods: Collection[str], now: float) -> list[str]:
+        """Return the ready pods to ask now; all other pods of the service are forgotten."""
+        for gone in self._failed.keys() - pods:
+            del self._failed[gone]
+        if now < self._paid_at:
+            return []
+        due = [pod for pod in pods if pod not in self._failed or self._failed[pod].until <= now]
+        self._asked = len(due)
+        return due
+
+    def spend(self, work: int, now: float) -> None:
+        """Count the work of a page, whether it was good or not.
+
+        The next scrape of the service waits until the budget of all its pods covers their work, so that no pod with a
+        large page looks silent.
+        """
+        self._paid_at = max(self._paid_at, now) + work / (budget.METRICS_WORK_PER_SECOND * max(1, self._asked))
+
+    def answered(self, pod: str) -> None:
+        """Forget a pod's failures: its page was good."""
+        self._failed.pop(pod, None)
+
+    def failed(self, pod: str, now: float, why: str) -> None:
+        """Count a pod that gave no page, or one that was refused."""
+        known = self._failed.get(pod)
+        times = known.times + 1 if known is not None else 1
+        pause = BACKOFF.pause(times - 2) if times > 1 else 0.0
+        self._failed[pod] = _Failed(times, now + pause, why)

@@ -1,27 +1,21 @@
 """The lines of a page in Prometheus' text format: from chunks of bytes to the wanted series, one by one.
 
-The time is linear in the bytes of any page: one search finds the lines, and their first name classifies them. A line is
-at most `METRICS_LINE_BYTES` long, and the expressions that read it cannot go back (possessive quantifiers). Only the
-line that a chunk ends in is held. docs/decisions/0013 compares it with prometheus_client's parser.
+The time is linear in the bytes of any page, because the expressions cannot go back (possessive quantifiers).
+docs/decisions/0013 compares it with prometheus_client's parser.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Set
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Set
+from typing import Generic, TypeVar
 
 from kvpilot_formats.untrusted import shown
-from kvpilot_operator.budget import (
-    METRICS,
-    METRICS_LINE_BYTES,
-    METRICS_LINES,
-    METRICS_STEP_LINES,
-    METRICS_WORK_BYTES,
-)
+from kvpilot_operator import budget
 from kvpilot_operator.errors import ScrapeError
 
-# Called for each wanted series: its name, the text between the braces, and the value.
-OnSeries = Callable[[str, str, float], None]
+T = TypeVar("T")
 
 EXCERPT = 100
 
@@ -35,12 +29,11 @@ _LINE = re.compile(
 _PAIR = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*+)[ \t]*+=[ \t]*+"([^"\\]*+(?:\\.[^"\\]*+)*+)"', re.DOTALL)
 
 
-class SeriesReader:
-    """Takes a page in chunks, and calls `on_series` for each series with a `wanted` name."""
+class SeriesReader(ABC, Generic[T]):
+    """Takes a page in chunks, and calls `add` for each series with a `wanted` name."""
 
-    def __init__(self, wanted: Set[bytes], on_series: OnSeries) -> None:
+    def __init__(self, wanted: Set[bytes]) -> None:
         self._wanted = wanted
-        self._on_series = on_series
         self._rest = b""
         """Unfinished last line of the last chunk."""
         self._bytes = 0
@@ -49,34 +42,39 @@ class SeriesReader:
     @property
     def work(self) -> int:
         """Return the lines so far, plus a line for each 128 bytes: parsing time is proportional to it."""
-        return self._lines + self._bytes // METRICS_WORK_BYTES
+        return self._lines + self._bytes // budget.METRICS_WORK_BYTES
 
     def steps(self, chunk: bytes) -> Iterator[None]:
-        """Read the next bytes in steps of METRICS_STEP_LINES lines, one per iteration.
-
-        Raises:
-            ScrapeError: more bytes or lines than a page may have, or a line that is too long or cannot be read.
-        """
-        if self._bytes + len(chunk) > METRICS.read_bytes:
-            raise ScrapeError(f"more than {METRICS.read_bytes} bytes")
+        """Read the next bytes in steps of METRICS_STEP_LINES lines, one per iteration; raises ScrapeError."""
+        if self._bytes + len(chunk) > budget.METRICS.read_bytes:
+            raise ScrapeError(f"more than {budget.METRICS.read_bytes} bytes")
         self._bytes += len(chunk)
         *lines, self._rest = (self._rest + chunk).split(b"\n")
-        if self._lines + len(lines) > METRICS_LINES:
-            raise ScrapeError(f"more than {METRICS_LINES} lines")
+        if self._lines + len(lines) > budget.METRICS_LINES:
+            raise ScrapeError(f"more than {budget.METRICS_LINES} lines")
         longest = max((*lines, self._rest), key=len)
-        if len(longest) > METRICS_LINE_BYTES:
-            raise ScrapeError(f"a line of more than {METRICS_LINE_BYTES} bytes: {_excerpt(longest)}")
-        for start in range(0, len(lines), METRICS_STEP_LINES):
+        if len(longest) > budget.METRICS_LINE_BYTES:
+            raise ScrapeError(f"a line of more than {budget.METRICS_LINE_BYTES} bytes: {_excerpt(longest)}")
+        for start in range(0, len(lines), budget.METRICS_STEP_LINES):
             if start:
                 yield
-            step = lines[start : start + METRICS_STEP_LINES]
+            step = lines[start : start + budget.METRICS_STEP_LINES]
             self._lines += len(step)
             for line in step:
                 self._read(line)
 
-    def close(self) -> None:
-        """Read the last line; raises ScrapeError, as `steps` does."""
+    def close(self) -> T:
+        """Return the result of the complete page; raise ScrapeError, as `steps` does."""
         self._read(self._rest)
+        return self.result()
+
+    @abstractmethod
+    def add(self, name: str, labels: str, value: float) -> None:
+        """Add a series; `labels` is the text between the braces."""
+
+    @abstractmethod
+    def result(self) -> T:
+        """Return the result of all series."""
 
     def _read(self, line: bytes) -> None:
         name = _NAME.match(line)
@@ -90,7 +88,7 @@ class SeriesReader:
             value = float(parts[2])
         except ValueError as error:
             raise ScrapeError(f"not Prometheus text: {_excerpt(line)}: {shown(str(error))[:EXCERPT]}") from error
-        self._on_series(name[0].decode(), parts[1] or "", value)
+        self.add(name[0].decode(), parts[1] or "", value)
 
 
 def labels_of(text: str) -> dict[str, str]:

@@ -10,17 +10,7 @@ from typing import Any
 
 from kvpilot_formats.arguments import read
 from kvpilot_formats.untrusted import lines, shown
-from kvpilot_operator.api.names import (
-    ADAPTERS_OPTION,
-    ADMITTED,
-    DO_NOT_EVICT_ANNOTATION,
-    DTYPE_LABEL,
-    ENGINE_CONTAINER,
-    MESH_LABEL,
-    MESH_VALUE,
-    REVISION_LABEL,
-    SERVICE_LABEL,
-)
+from kvpilot_operator.api import names
 from kvpilot_operator.cluster.objects import version_of
 from kvpilot_operator.render.workloads import KINDS, leader_of, makes
 from kvpilot_operator.state.objects import ON_ITS_WAY, DeploymentView, ObjectView, Parent, PodView, RouteView
@@ -39,7 +29,7 @@ _SOURCES = (
 _POD_NAME = re.compile(r'^(?:pods|Pod) "[^"]*" is (?:forbidden|invalid): ')
 
 
-def pod_view(pod: Object, mesh: bool = False, container_name: str = ENGINE_CONTAINER) -> PodView:
+def pod_view(pod: Object, mesh: bool = False, container_name: str = names.ENGINE_CONTAINER) -> PodView:
     """Return the view of one pod by its main container; `mesh`: the operator has an identity for a mesh."""
     labels, status = pod["metadata"].get("labels") or {}, pod.get("status") or {}
     conditions = {c.get("type"): c for c in status.get("conditions") or ()}
@@ -51,7 +41,7 @@ def pod_view(pod: Object, mesh: bool = False, container_name: str = ENGINE_CONTA
     waiting = (container.get("state") or {}).get("waiting") or {}
     return PodView(
         name=pod["metadata"]["name"],
-        revision=labels.get(REVISION_LABEL, ""),
+        revision=labels.get(names.REVISION_LABEL, ""),
         ip=status.get("podIP"),
         node=(pod.get("spec") or {}).get("nodeName"),
         ready=conditions.get("Ready", {}).get("status") == "True",
@@ -64,10 +54,10 @@ def pod_view(pod: Object, mesh: bool = False, container_name: str = ENGINE_CONTA
         held_up=_held_up(status, container_name),
         needs=_needs(pod) if unheard or not _begun(status) else None,
         uid=pod["metadata"].get("uid", ""),
-        do_not_evict=DO_NOT_EVICT_ANNOTATION in (pod["metadata"].get("annotations") or {}),
-        mesh=mesh and labels.get(MESH_LABEL) == MESH_VALUE,
+        do_not_evict=names.DO_NOT_EVICT_ANNOTATION in (pod["metadata"].get("annotations") or {}),
+        mesh=mesh and labels.get(names.MESH_LABEL) == names.MESH_VALUE,
         containers_ready=conditions.get("ContainersReady", {}).get("status") == "True",
-        admitted=conditions.get(ADMITTED, {}).get("status") == "True" if ADMITTED in gates else None,
+        admitted=conditions.get(names.ADMITTED, {}).get("status") == "True" if names.ADMITTED in gates else None,
     )
 
 
@@ -118,14 +108,14 @@ def is_ours(pod: Object, service: str) -> bool:
     """Return True for a pod of one of our workloads: a label is easily copied, a controller's reference less so."""
     labels = pod["metadata"].get("labels") or {}
     owners = pod["metadata"].get("ownerReferences") or ()
-    return any(makes(service, labels.get(REVISION_LABEL, ""), owner) for owner in owners)
+    return any(makes(service, labels.get(names.REVISION_LABEL, ""), owner) for owner in owners)
 
 
 def leader_name(pod: Object, service: str) -> str | None:
     """Return the leader of a worker of one of our groups; None for any other pod."""
     labels = pod["metadata"].get("labels") or {}
     owners = pod["metadata"].get("ownerReferences") or ()
-    found = (leader_of(service, labels.get(REVISION_LABEL, ""), owner) for owner in owners)
+    found = (leader_of(service, labels.get(names.REVISION_LABEL, ""), owner) for owner in owners)
     return next((name for name in found if name is not None), None)
 
 
@@ -133,19 +123,19 @@ def deployment_view(deployment: Object, kind: str = "Deployment") -> DeploymentV
     """Return the view of the workload that runs one revision."""
     labels, spec = deployment["metadata"].get("labels") or {}, deployment.get("spec") or {}
     template = KINDS[kind].pod_template(deployment).get("spec") or {}
-    engine = _named(template.get("containers") or (), ENGINE_CONTAINER)
+    engine = _named(template.get("containers") or (), names.ENGINE_CONTAINER)
     told = read(map(str, engine.get("args") or ()))
-    adapters = told.get(ADAPTERS_OPTION)
+    adapters = told.get(names.ADAPTERS_OPTION)
     return DeploymentView(
-        revision=labels.get(REVISION_LABEL, ""),
-        dtype=labels.get(DTYPE_LABEL, ""),
+        revision=labels.get(names.REVISION_LABEL, ""),
+        dtype=labels.get(names.DTYPE_LABEL, ""),
         replicas=int(spec.get("replicas", 1)),
         failure=_replica_failure(deployment.get("status") or {}),
         image=engine.get("image"),
         model=told.value("--model"),
         arguments=tuple(map(str, engine.get("args") or ())),
         adapters=tuple(one.partition("=")[0] for one in adapters.values) if adapters is not None else (),
-        has_gate=any(gate.get("conditionType") == ADMITTED for gate in template.get("readinessGates") or ()),
+        has_gate=any(gate.get("conditionType") == names.ADMITTED for gate in template.get("readinessGates") or ()),
         kind=kind,
         nodes=int((spec.get("leaderWorkerTemplate") or {}).get("size", 1)),
     )
@@ -191,10 +181,10 @@ def together(service: str | None, pool: ObjectView | None) -> str | None:
 
 
 def _selected(service: Object, selector: Object) -> str | None:
-    owner = (service["metadata"].get("labels") or {}).get(SERVICE_LABEL)
-    if selector.get(SERVICE_LABEL) != owner or selector.keys() - {SERVICE_LABEL, REVISION_LABEL}:
+    owner = (service["metadata"].get("labels") or {}).get(names.SERVICE_LABEL)
+    if selector.get(names.SERVICE_LABEL) != owner or selector.keys() - {names.SERVICE_LABEL, names.REVISION_LABEL}:
         return None
-    return str(selector.get(REVISION_LABEL, ""))
+    return str(selector.get(names.REVISION_LABEL, ""))
 
 
 def route_view(route: Object | None, key: ServiceKey) -> RouteView | None:

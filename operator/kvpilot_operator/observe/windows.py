@@ -108,8 +108,7 @@ class _Series:
     near: deque[_Merged] = field(default_factory=deque)
 
     def turned_back(self, now: datetime) -> bool:
-        """Drop samples from the future. Return True if the clock was set back, that is, if a pod's last page was dated
-        later than now."""
+        """Drop samples from the future. Return True if the clock was set back."""
         ahead = now + timedelta(seconds=1)
         later = [pod for pod, known in self.known.items() if known.time > ahead]
         if not later:

@@ -1,9 +1,7 @@
 """Decode an engine's JSON into tokens and logprobs, and validate every value. Pure.
 
-Answers are decoded directly into their types. Unused fields are skipped without making objects, and the first invalid
-value ends the decoding. A missing or non-finite logprob becomes an empty position, which is maximal damage; impossible
-logprobs, and bodies that do not follow the API, are a `MalformedAnswer` that names the address and shows the start of
-the body.
+A missing or non-finite logprob becomes an empty position, which is maximal damage. Impossible logprobs, and bodies that
+do not follow the API, are a `MalformedAnswer`.
 """
 
 from __future__ import annotations
@@ -149,11 +147,7 @@ def _code(error: msgspec.Raw) -> int:
 def _top(
     url: str, token: int, logprob: float | str | None, top: Mapping[str, float | str | None] | None
 ) -> dict[int, float]:
-    """Return the position's logprobs, or an empty mapping if one of them is not a number.
-
-    Raises:
-        MalformedAnswer: the logprobs cannot belong to a probability distribution.
-    """
+    """Return the position's logprobs, or an empty mapping if one of them is not a number."""
     if top is None or logprob is None:
         return {}
     values = {token: logprob, **{_token(url, key): value for key, value in top.items()}}

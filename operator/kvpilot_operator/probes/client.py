@@ -1,8 +1,5 @@
-"""The only module that sends requests to engines: vLLM's OpenAI-compatible API over HTTP. It validates every answer.
-
-Used: POST /tokenize (chat messages to token ids, by the engine's own template), GET /v1/models, and
-POST /v1/completions as a stream: token ids in, token ids with logprobs out. Every size is bounded, and a
-connection failure is tried once more.
+"""Questions to engines by vLLM's OpenAI-compatible API. Every size is bounded, and a connection failure is tried once
+more.
 """
 
 from __future__ import annotations
@@ -23,15 +20,7 @@ from kvpilot_formats.untrusted import shown
 from kvpilot_operator.budget import CANARY_PROBE, read_body, whole_lines
 from kvpilot_operator.engine_http import EngineConnector
 from kvpilot_operator.errors import OverBudget
-from kvpilot_operator.probes.answers import (
-    BYTES_A_TOKEN,
-    StreamedToken,
-    Tokenized,
-    excerpt,
-    read_models,
-    read_streamed,
-    read_tokens,
-)
+from kvpilot_operator.probes import answers
 from kvpilot_operator.probes.errors import EngineRefused, EngineUnreachable, MalformedAnswer
 from kvpilot_operator.probes.packs import Message
 
@@ -40,16 +29,14 @@ Progress = Callable[[], None]
 T = TypeVar("T")
 
 CONNECT_SECONDS = 5.0
-# Longest silence of an engine. A prefill on a loaded CPU engine takes tens of seconds; a longer silence is a hang. The
-# deadline applies in any case.
+# Longest silence of an engine: a prefill on a loaded CPU engine takes tens of seconds.
 READ_SECONDS = 120.0
 RETRY_PAUSE_SECONDS = 0.5
 _MAX_LINE_BYTES = 128 * 1024
 # Request parameter that our runtime obeys and other engines ignore (runtime/kvpilot_runtime/config/offload.py).
 FROM_HOST: dict[str, object] = {"kvpilot_from_host": True}
 
-# One token with its logprobs takes about 2 KiB. The reading loop serves the whole fleet: an engine that sends fast and
-# without end must not occupy it until the run's deadline.
+# One token with its logprobs takes about 2 KiB. An engine that sends without end must not occupy the event loop.
 _MAX_STREAM_BYTES = 1024 * 1024
 _MAX_TOKEN_BYTES = 64 * 1024
 _TEMPLATE_BYTES = 64 * 1024
@@ -67,12 +54,7 @@ def untold() -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineClient:
-    """An engine's address (`http://host:port`) and the model's served name; `http` is shared by all requests.
-
-    `progress` is called whenever the engine has answered a question, or a token of one. `priority` is for an engine
-    that schedules by it (a larger one waits longer). With `from_host` an engine that offloads reads the stored part of
-    a prompt from host memory, even if its GPU still holds it.
-    """
+    """An engine's address (`http://host:port`) and the model's served name; `session.Settings` tells the rest."""
 
     base_url: str
     model: str
@@ -81,7 +63,7 @@ class EngineClient:
     priority: int | None = None
     from_host: bool = False
 
-    async def tokenize(self, messages: Sequence[Message], tools: str = "") -> Tokenized:
+    async def tokenize(self, messages: Sequence[Message], tools: str = "") -> answers.Tokenized:
         """Return the chat rendered by the engine's own template, ready for an answer.
 
         `tools` is a JSON list of functions. A template that does not know tools gets them as text in the first message.
@@ -102,7 +84,7 @@ class EngineClient:
         said = f"{_TOOLS_AS_TEXT}\n{tools}\n\n{first['content']}"
         return await self._rendered([{"role": first["role"], "content": said}, *chat[1:]])
 
-    async def _rendered(self, chat: Sequence[Mapping[str, str]]) -> Tokenized:
+    async def _rendered(self, chat: Sequence[Mapping[str, str]]) -> answers.Tokenized:
         try:
             return await self._tokenized(chat)
         except EngineRefused as refusal:
@@ -111,19 +93,19 @@ class EngineClient:
         text = "\n".join(f"{m['role']}: {m['content']}" for m in chat) + "\nassistant:"
         return await self._tokens({"model": self.model, "prompt": text})
 
-    async def _tokenized(self, chat: Sequence[Mapping[str, str]], **more: object) -> Tokenized:
+    async def _tokenized(self, chat: Sequence[Mapping[str, str]], **more: object) -> answers.Tokenized:
         return await self._tokens({"model": self.model, "messages": chat, **more})
 
-    async def _tokens(self, body: Mapping[str, object]) -> Tokenized:
+    async def _tokens(self, body: Mapping[str, object]) -> answers.Tokenized:
         url = f"{self.base_url}/tokenize"
         asked = msgspec.json.encode(body)
         # A text has at most one token per byte. Tokens that the template adds have their own allowance.
-        limit = min(BYTES_A_TOKEN * len(asked) + _TEMPLATE_BYTES, CANARY_PROBE.read_bytes)
+        limit = min(answers.BYTES_A_TOKEN * len(asked) + _TEMPLATE_BYTES, CANARY_PROBE.read_bytes)
 
-        async def ask() -> Tokenized:
+        async def ask() -> answers.Tokenized:
             async with self.http.post(url, data=asked, headers=_JSON, allow_redirects=False) as response:
                 await _check(url, response)
-                found = read_tokens(url, await _read(url, response, limit))
+                found = answers.read_tokens(url, await _read(url, response, limit))
             self.progress()
             return found
 
@@ -131,12 +113,11 @@ class EngineClient:
 
     async def decode(
         self, prompt: Sequence[int], tokens: int, top_k: int, *, past_end: bool = False
-    ) -> AsyncGenerator[StreamedToken, None]:
+    ) -> AsyncGenerator[answers.StreamedToken, None]:
         """Yield the greedy continuation of `prompt` token by token; closing the iterator stops the engine's work.
 
         There are `tokens` steps, or fewer if the model ends its answer. With `past_end`, the end token counts like any
-        other token. A connection that fails before the first token is tried once more; later failures raise
-        `EngineUnreachable`.
+        other token. A connection that fails before the first token is tried once more.
         """
         body: dict[str, object] = {
             "model": self.model,
@@ -168,7 +149,7 @@ class EngineClient:
                     raise
                 await asyncio.sleep(RETRY_PAUSE_SECONDS)
 
-    async def _stream(self, asked: bytes, tokens: int, past_end: bool) -> AsyncGenerator[StreamedToken, None]:
+    async def _stream(self, asked: bytes, tokens: int, past_end: bool) -> AsyncGenerator[answers.StreamedToken, None]:
         url = f"{self.base_url}/v1/completions"
         count, ended = 0, ""
         most = _MAX_STREAM_BYTES + tokens * _MAX_TOKEN_BYTES
@@ -181,7 +162,7 @@ class EngineClient:
                     data = line[5:].strip()
                     if data == b"[DONE]":
                         break
-                    chunk = read_streamed(url, data)
+                    chunk = answers.read_streamed(url, data)
                     ended = chunk.finish_reason or ended
                     for step in chunk.tokens:
                         count += 1
@@ -208,7 +189,7 @@ async def served_models(base_url: str, http: aiohttp.ClientSession) -> tuple[str
     async def ask() -> tuple[str, ...]:
         async with http.get(url, allow_redirects=False) as response:
             await _check(url, response)
-            models = read_models(url, await _read(url, response, _MAX_MODELS_BYTES))
+            models = answers.read_models(url, await _read(url, response, _MAX_MODELS_BYTES))
             return tuple(model.id for model in models)
 
     return await _twice(url, ask)
@@ -217,11 +198,7 @@ async def served_models(base_url: str, http: aiohttp.ClientSession) -> tuple[str
 def http_client(
     api_key: str | None = None, tls: ssl.SSLContext | None = None, headers: Mapping[str, str] = MappingProxyType({})
 ) -> aiohttp.ClientSession:
-    """Return a client for engines: no proxies, no cookies, bounded waits, nothing compressed.
-
-    `api_key` is sent as a bearer token; `tls` is for https addresses (None: whom this machine trusts); `headers` are
-    sent with each request, too.
-    """
+    """Return a client for engines: no proxies, no cookies, bounded waits, nothing compressed."""
     authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return aiohttp.ClientSession(
         connector=EngineConnector(ssl=tls or True),
@@ -257,7 +234,7 @@ async def _check(url: str, response: aiohttp.ClientResponse) -> None:
         said += chunk
         if len(said) >= _MAX_ERROR_BYTES:
             break
-    raise EngineRefused(url, response.status, excerpt(bytes(said)))
+    raise EngineRefused(url, response.status, answers.excerpt(bytes(said)))
 
 
 async def _read(url: str, response: aiohttp.ClientResponse, limit: int) -> bytes:

@@ -1,12 +1,8 @@
-"""A captured baseline, its identity, and its bytes as a ConfigMap's binaryData keeps them: msgpack in a zlib stream.
+"""A captured baseline, its identity, and its bytes in a ConfigMap: msgpack in a zlib stream.
 
-Token ids are arrays of 32 bits and logprobs arrays of 16 bits, in steps of 1/2048 nat (they reach -32, below
-`stats.MIN_LOGPROB`). Rounding moves the cell of all other tokens by at most 2.5e-4, and a KL by less than 2e-3 nat:
-the control's like a candidate's. Each position's greedy token comes first, so that a reader knows it even among equal
-logprobs.
-
-The limits are chosen so that even incompressible data stays below MAX_BYTES: 65,536 prompt tokens, 4,096 positions of
-20 tokens, and the texts of 64 prompts, two of 400 characters each.
+Token ids have 32 bits and logprobs 16 bits, in steps of 1/2048 nat: rounding moves a KL by less than 2e-3 nat. Each
+position's greedy token comes first, so that a reader knows it even among equal logprobs. The limits are chosen so that
+even incompressible data stays below MAX_BYTES.
 """
 
 from __future__ import annotations
@@ -23,18 +19,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvpilot_operator.probes import stats
 from kvpilot_operator.probes.errors import BaselineTooLarge, MalformedBaseline
 from kvpilot_operator.probes.packs import MAX_PROMPTS, ProbePrompt
-from kvpilot_operator.probes.stats import (
-    MAX_KL,
-    MAX_TEXT,
-    MICRO,
-    MIN_LOGPROB,
-    Answers,
-    Logprobs,
-    Measurement,
-    impossible,
-)
 
 # This number is part of every identity, so a new one invalidates every baseline. Change it if the meaning of answers
 # changes, not if only their encoding does.
@@ -48,22 +35,21 @@ MAX_TOP = 21
 # A valid stream unpacks to 0.8 MiB of arrays plus 64 names and 128 texts of at most 4 bytes a character. Refuse more.
 _MAX_RAW = 2 * 1024 * 1024
 _STEPS_PER_NAT = 2048
-_Damage = Annotated[int, Meta(ge=0, le=int(MAX_KL * MICRO))]
+_Damage = Annotated[int, Meta(ge=0, le=int(stats.MAX_KL * stats.MICRO))]
 
 
 @dataclass(frozen=True, slots=True)
 class BaselinePrompt:
     """One prompt as the 16-bit engine saw and continued it.
 
-    `tokens` are the prompt's token ids, `answer` the positions after it: its greedy tokens, up to the model's end.
-    `tail` is the end of the prompt and `text` the answer, both for people.
+    `answer` has the positions after the prompt. `tail` is the end of the prompt and `text` the answer, for people.
     """
 
     name: str
     tail: str
     text: str
     tokens: Sequence[int]
-    answer: Sequence[Logprobs]
+    answer: Sequence[stats.Logprobs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +66,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A 16-bit replica's answers; `left_out` names the prompts that did not fit the model's context.
-
-    `control` is None until it was measured.
-    """
+    """A 16-bit replica's answers; `left_out` names the prompts that did not fit the model's context."""
 
     identity: str
     model: str
@@ -118,16 +101,13 @@ class _Stored(msgspec.Struct, frozen=True):
     control: Control | None
 
 
-def with_control(baseline: Baseline, noise: Measurement, captured: datetime) -> Baseline:
+def with_control(baseline: Baseline, noise: stats.Measurement, captured: datetime) -> Baseline:
     """Return the baseline with the damage of its own engine's second run."""
     return replace(baseline, control=msgspec.convert({**asdict(noise), "captured": captured}, Control))
 
 
 def identity(model: str, revision: str, dtype: str, prompts: Sequence[ProbePrompt], tokens: int, top_k: int) -> str:
-    """Return 10 hex digits that change when the model, its revision, the dtype, a prompt's content or the depth does.
-
-    The engine image is left out on purpose, so that answers from before an upgrade judge the upgraded engine.
-    """
+    """Return 10 hex digits of all that answers depend on, except the engine's image: a baseline judges upgrades."""
     content = [
         [p.pack, p.name, [[m.role, m.content] for m in p.messages], *([p.tools] if p.tools else [])] for p in prompts
     ]
@@ -182,8 +162,8 @@ def _packed(p: BaselinePrompt) -> _Prompt:
     tops = [_sorted_top(position) for position in p.answer]
     return _Prompt(
         name=p.name,
-        tail=p.tail[-MAX_TEXT:],
-        text=p.text[:MAX_TEXT],
+        tail=p.tail[-stats.MAX_TEXT :],
+        text=p.text[: stats.MAX_TEXT],
         tokens=array("I", p.tokens).tobytes(),
         tops=[len(top) for top in tops],
         top_ids=array("I", [token for top in tops for token, _ in top]).tobytes(),
@@ -198,17 +178,17 @@ def _unpacked(p: _Prompt) -> BaselinePrompt:
     positions, at = [], 0
     for many in p.tops:
         found = {ids[i]: -steps[i] / _STEPS_PER_NAT for i in range(at, at + many)}
-        if fault := impossible(found, ids[at]):
+        if fault := stats.impossible(found, ids[at]):
             raise ValueError(fault)
-        positions.append(Logprobs(ids[at], found))
+        positions.append(stats.Logprobs(ids[at], found))
         at += many
-    return BaselinePrompt(p.name, p.tail, p.text, tokens, Answers(positions))
+    return BaselinePrompt(p.name, p.tail, p.text, tokens, stats.Answers(positions))
 
 
-def _sorted_top(answer: Logprobs) -> list[tuple[int, float]]:
+def _sorted_top(answer: stats.Logprobs) -> list[tuple[int, float]]:
     """Return the tokens with their stored logprobs: first the greedy token, then the others by decreasing logprob."""
     return sorted(answer.top.items(), key=lambda item: (item[0] != answer.token, _steps(item[1]), item[0]))
 
 
 def _steps(logprob: float) -> int:
-    return round(-min(max(logprob, MIN_LOGPROB), 0.0) * _STEPS_PER_NAT)
+    return round(-min(max(logprob, stats.MIN_LOGPROB), 0.0) * _STEPS_PER_NAT)

@@ -11,18 +11,6 @@ class PackError(ProbeError):
     """A probe pack that cannot be used."""
 
 
-class UnknownPack(PackError):
-    """A probe set that is neither built in nor one of the given ConfigMaps."""
-
-
-class EmptyPack(PackError):
-    """A pack without prompts."""
-
-
-class MalformedPack(PackError):
-    """A pack that is not YAML of the required form."""
-
-
 class PackTooLarge(PackError):
     """A pack with more prompts or text than a probe may have."""
 

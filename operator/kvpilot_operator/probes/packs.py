@@ -1,38 +1,26 @@
 """Probe packs: the prompts that accuracy is measured on, built in or from a user's ConfigMap.
 
-A pack is YAML (a ConfigMap keeps it under the key `prompts.yaml`):
-
-    prompts:
-    - name: capital                 # unique in the pack
-      messages:                     # ends with a user's turn
-      - {role: user, content: What is the capital of France?}
-      tools:                        # optional: functions that the model may call
-      - name: get_area
-        description: The area of a country.
-        parameters: {type: object, properties: {country: {type: string}}}   # a JSON schema
-
-A prompt may hold the word `{{filler}}` once in one of its messages: a generated text then replaces it.
-It has `fillPercent` of the room that the model's context leaves, with the prompt's `fact` `depthPercent` into it.
-That is how `builtin/long-context` follows a model's context without storing long texts.
-
-The YAML has no tags, anchors or aliases: they could make a small text large or run a constructor. Bounds keep a probe
-cheap wherever it runs: at most 64 prompts over all packs, 32 KiB of YAML text a pack and 16 messages a prompt. On two
-CPU cores a small model decodes 10 to 25 tokens a second, so 8 prompts of 32 tokens take 10 to 25 s.
+A pack is YAML (docs/accuracy.md has an example) without tags, anchors or aliases, which could make a small text large
+or run a constructor.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Annotated, Any, Literal
 
+import msgspec
 import yaml
+from msgspec import Meta
 
 from kvpilot_formats.untrusted import lines
-from kvpilot_operator.probes.errors import EmptyPack, MalformedPack, PackTooLarge, UnknownPack
+from kvpilot_operator.probes.errors import PackError, PackTooLarge
 
 BUILTIN = ("general", "multi-turn", "long-context", "structured")
 CONFIG_MAP_KEY = "prompts.yaml"
@@ -47,30 +35,46 @@ MAX_NAME = 40
 # Fill at most this many tokens, even in longer contexts: a probe must not occupy the engine with prefills.
 MAX_FILL_TOKENS = 8192
 DEFAULT_CONTEXT_TOKENS = 4096
-_ROLES = ("system", "user", "assistant")
 _FILLER = "{{filler}}"
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 2, 4, 60, 60
-_PROMPT_KEYS = {"name", "messages", "tools", "fact", "fillPercent", "depthPercent"}
-_TOOL_KEYS = {"name", "description", "parameters"}
 # English prose is about 1.3 tokens a word; 1.6 leaves room for tokenizers with small vocabularies.
 _TOKENS_PER_WORD = 1.6
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+_Text = Annotated[str, Meta(pattern=r"\S")]
+_Percent = Annotated[int, Meta(ge=0, le=90)]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One turn of a chat."""
 
-    role: str
-    content: str
+    role: Literal["system", "user", "assistant"]
+    content: _Text
+
+
+class _Tool(msgspec.Struct, forbid_unknown_fields=True):
+    name: _Text
+    description: _Text
+    parameters: dict[str, Any]
+
+
+class _Entry(msgspec.Struct, rename="camel", forbid_unknown_fields=True):
+    name: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[_Tool], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+    fact: _Text | None = None
+    fill_percent: _Percent | None = None
+    depth_percent: _Percent | None = None
+
+
+class _Pack(msgspec.Struct, forbid_unknown_fields=True):
+    prompts: list[_Entry] | None
 
 
 @dataclass(frozen=True, slots=True)
 class ProbePrompt:
-    """One question: a chat that ends with a user's turn; `pack` and `name` identify its source.
-
-    `tools` are the functions that the model may call, a JSON list of objects with name, description and parameters.
-    """
+    """One question: a chat that ends with a user's turn; `tools` is a JSON list of functions that it may call."""
 
     pack: str
     name: str
@@ -83,11 +87,9 @@ def load(
     config_maps: Mapping[str, Mapping[str, str]] | None = None,
     context_tokens: int = DEFAULT_CONTEXT_TOKENS,
 ) -> tuple[ProbePrompt, ...]:
-    """Return the prompts of `probe_sets` in order.
+    """Return the prompts of `probe_sets` (`builtin/NAME` or `configmap/NAME`) in order; raises a `PackError`.
 
-    `builtin/NAME` is a pack of this module, `configmap/NAME` one of `config_maps` (a ConfigMap's name to its data).
-    `context_tokens` is the model's context: filled prompts stay inside it. Raises `UnknownPack`, `EmptyPack`,
-    `MalformedPack` or `PackTooLarge`.
+    `config_maps` has a ConfigMap's data by its name. Filled prompts stay inside the model's context.
     """
     prompts: list[ProbePrompt] = []
     for probe_set in dict.fromkeys(probe_sets):
@@ -105,11 +107,11 @@ def load(
                 f"{MAX_CHARACTERS} in all keep a probe cheap: name fewer sets, or fill fewer prompts with less"
             )
     if not prompts:
-        raise EmptyPack("spec.accuracy.probeSets: no probe set named; name at least one, such as builtin/general")
+        raise PackError("spec.accuracy.probeSets: no probe set named; name at least one, such as builtin/general")
     return tuple(prompts)
 
 
-def _entries(probe_set: str, config_maps: Mapping[str, Mapping[str, str]]) -> Sequence[object]:
+def _entries(probe_set: str, config_maps: Mapping[str, Mapping[str, str]]) -> Sequence[_Entry]:
     kind, _, name = probe_set.partition("/")
     if kind == "builtin" and name in BUILTIN:
         return _builtin(name)
@@ -117,7 +119,7 @@ def _entries(probe_set: str, config_maps: Mapping[str, Mapping[str, str]]) -> Se
 
 
 @cache
-def _builtin(name: str) -> Sequence[object]:
+def _builtin(name: str) -> Sequence[_Entry]:
     return _parse(f"builtin/{name}", (files(__package__) / "data" / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
@@ -126,21 +128,21 @@ def _text(probe_set: str, config_maps: Mapping[str, Mapping[str, str]]) -> str:
     if kind == "configmap" and name:
         data = config_maps.get(name)
         if data is None:
-            raise UnknownPack(
+            raise PackError(
                 f"spec.accuracy.probeSets: {probe_set!r}: no ConfigMap {name!r} in the service's namespace; create it "
                 f"with a key {CONFIG_MAP_KEY}"
             )
         if CONFIG_MAP_KEY not in data:
-            raise MalformedPack(
+            raise PackError(
                 f"spec.accuracy.probeSets: {probe_set!r}: ConfigMap {name!r} has no key {CONFIG_MAP_KEY}, only "
                 f"{sorted(data)[:8]}; put the prompts there"
             )
         return data[CONFIG_MAP_KEY]
     known = ", ".join(f"builtin/{b}" for b in BUILTIN)
-    raise UnknownPack(f"spec.accuracy.probeSets: {probe_set[:80]!r} is unknown; use {known} or configmap/NAME")
+    raise PackError(f"spec.accuracy.probeSets: {probe_set[:80]!r} is unknown; use {known} or configmap/NAME")
 
 
-def _parse(source: str, text: str) -> Sequence[object]:
+def _parse(source: str, text: str) -> Sequence[_Entry]:
     size = len(text.encode("utf-8", "replace"))
     if size > MAX_PACK_BYTES:
         raise PackTooLarge(f"{source}: {size} bytes of YAML; a pack holds at most {MAX_PACK_BYTES}: shorten its texts")
@@ -148,15 +150,26 @@ def _parse(source: str, text: str) -> Sequence[object]:
         loaded = _plain(text)
     except (yaml.YAMLError, TypeError, ValueError, OverflowError) as error:
         why = lines(str(error))[:300]
-        raise MalformedPack(f"{source}: not plain YAML: {why}; see docs/accuracy.md for the form") from error
+        raise PackError(f"{source}: not plain YAML: {why}; see docs/accuracy.md for the form") from error
     if loaded is None:
-        raise EmptyPack(f"{source}: the pack is empty; add at least one entry under prompts")
-    if not isinstance(loaded, dict) or set(loaded) != {"prompts"} or not isinstance(loaded["prompts"], list | None):
-        raise MalformedPack(f"{source}: found {_show(loaded)}; a pack is one mapping with the key prompts, a list")
-    entries: Sequence[object] = loaded["prompts"] or ()
+        raise PackError(f"{source}: the pack is empty; add at least one entry under prompts")
+    try:
+        entries = msgspec.convert(loaded, _Pack).prompts
+    except msgspec.ValidationError as error:
+        why, _, path = str(error).partition(" - at `$")
+        where = path.rstrip("`").removeprefix(".") or "the pack"
+        words = f"{source}: {where}: {_show(_value_at(loaded, path))}: {why[:160]}"
+        raise PackError(f"{words}; put texts in quotes, and see docs/accuracy.md for the form") from None
     if not entries:
-        raise EmptyPack(f"{source}: prompts is empty; add at least one entry")
+        raise PackError(f"{source}: prompts is empty; add at least one entry")
     return entries
+
+
+def _value_at(value: Any, path: str) -> object:
+    """Return the value at a path of msgspec, such as `.prompts[0].name`."""
+    for field, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        value = value[field] if field else value[int(index)]
+    return value
 
 
 class _Loader(yaml.CSafeLoader):
@@ -173,10 +186,7 @@ class _Loader(yaml.CSafeLoader):
 
 
 def _plain(text: str) -> object:
-    """Return the value of a YAML document that uses no more of YAML than JSON has.
-
-    Raises yaml.YAMLError, TypeError, ValueError or OverflowError for any other text.
-    """
+    """Return the value of a YAML document that uses no more of YAML than JSON has."""
     depth = 0
     # The parser's events come before any value is made, so the cost of a text is proportional to its length.
     for event in yaml.parse(text, Loader=yaml.CSafeLoader):
@@ -198,70 +208,28 @@ def _refused(event: yaml.Event, why: str) -> ValueError:
     return ValueError(f"{at}{why}")
 
 
-def _prompts(source: str, entries: Sequence[object], context_tokens: int) -> list[ProbePrompt]:
-    prompts = [_prompt(source, i, entry, context_tokens) for i, entry in enumerate(entries)]
-    names = [p.name for p in prompts]
+def _prompts(source: str, entries: Sequence[_Entry], context_tokens: int) -> list[ProbePrompt]:
+    names = [entry.name for entry in entries]
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is not None:
-        raise MalformedPack(f"{source}: the name {twice!r} is used twice; give every prompt its own")
-    return prompts
+        raise PackError(f"{source}: the name {twice!r} is used twice; give every prompt its own")
+    return [_prompt(source, i, entry, context_tokens) for i, entry in enumerate(entries)]
 
 
-def _prompt(source: str, index: int, entry: object, context_tokens: int) -> ProbePrompt:
-    where = f"{source}: prompts[{index}]"
-    if not isinstance(entry, dict) or not {"name", "messages"} <= set(entry) or not set(entry) <= _PROMPT_KEYS:
-        raise MalformedPack(f"{where}: found {_show(entry)}; a prompt has name, messages and nothing unknown")
-    name, turns = entry["name"], entry["messages"]
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-        raise MalformedPack(f"{where}.name: {_show(name)}; give a text of 1 to {MAX_NAME} characters")
-    if not isinstance(turns, list) or not 0 < len(turns) <= MAX_MESSAGES:
-        raise MalformedPack(f"{where}.messages: found {_show(turns)}; give a list of 1 to {MAX_MESSAGES} messages")
-    messages = tuple(_message(f"{where}.messages[{i}]", turn) for i, turn in enumerate(turns))
+def _prompt(source: str, index: int, entry: _Entry, context_tokens: int) -> ProbePrompt:
+    where, messages = f"{source}: prompts[{index}]", entry.messages
     if messages[-1].role != "user":
-        raise MalformedPack(f"{where}.messages: the last role is {messages[-1].role!r}; end with a user's turn")
-    if sum(m.content.count(_FILLER) for m in messages) == 1:
-        messages = _filled(where, entry, messages, context_tokens)
-    return ProbePrompt(source, name, messages, _tools(where, entry["tools"]) if "tools" in entry else "")
-
-
-def _message(where: str, turn: object) -> Message:
-    if not isinstance(turn, dict) or set(turn) != {"role", "content"}:
-        raise MalformedPack(f"{where}: found {_show(turn)}; a message has role and content")
-    role, content = turn["role"], turn["content"]
-    if role not in _ROLES:
-        raise MalformedPack(f"{where}.role: {_show(role)}; use one of {', '.join(_ROLES)}")
-    if not isinstance(content, str) or not content.strip():
-        raise MalformedPack(f"{where}.content: {_show(content)}; give a text (quote numbers)")
-    return Message(role, content.strip())
-
-
-def _tools(where: str, given: object) -> str:
-    if not isinstance(given, list) or not 0 < len(given) <= MAX_TOOLS:
-        raise MalformedPack(
-            f"{where}.tools: found {_show(given)}; give a list of 1 to {MAX_TOOLS} tools, or no such key"
-        )
-    for i, tool in enumerate(given):
-        if not isinstance(tool, dict) or set(tool) != _TOOL_KEYS:
-            raise MalformedPack(f"{where}.tools[{i}]: found {_show(tool)}; a tool has {', '.join(sorted(_TOOL_KEYS))}")
-        for key in ("name", "description"):
-            if not isinstance(tool[key], str) or not tool[key].strip():
-                raise MalformedPack(f"{where}.tools[{i}].{key}: {_show(tool[key])}; give a text")
-        if not isinstance(tool["parameters"], dict):
-            raise MalformedPack(f"{where}.tools[{i}].parameters: {_show(tool['parameters'])}; give a JSON schema")
-    return json.dumps(given, ensure_ascii=False, separators=(",", ":"))
-
-
-def _filled(where: str, entry: dict[str, object], messages: tuple[Message, ...], context: int) -> tuple[Message, ...]:
-    fact, fill, depth = entry.get("fact"), entry.get("fillPercent"), entry.get("depthPercent")
-    if not isinstance(fact, str) or not fact.strip():
-        raise MalformedPack(f"{where}.fact: {_show(fact)}; a prompt with {_FILLER} gives the fact to hide in it")
-    for key, value in (("fillPercent", fill), ("depthPercent", depth)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 90:
-            raise MalformedPack(f"{where}.{key}: {_show(value)}; give a whole number from 0 to 90")
-    assert isinstance(fill, int) and isinstance(depth, int)  # noqa: S101 - the loop above has checked them
-    words = int(min(context, MAX_FILL_TOKENS) * fill / 100 / _TOKENS_PER_WORD)
-    text = _filler(words, fact.strip(), depth)
-    return tuple(Message(m.role, m.content.replace(_FILLER, text)) for m in messages)
+        raise PackError(f"{where}.messages: the last role is {messages[-1].role!r}; end with a user's turn")
+    text = ""
+    if filled := sum(m.content.count(_FILLER) for m in messages) == 1:
+        if entry.fact is None or entry.fill_percent is None or entry.depth_percent is None:
+            raise PackError(f"{where}: a prompt with {_FILLER} needs fact, fillPercent and depthPercent")
+        words = int(min(context_tokens, MAX_FILL_TOKENS) * entry.fill_percent / 100 / _TOKENS_PER_WORD)
+        text = _filler(words, entry.fact.strip(), entry.depth_percent)
+    contents = (m.content.strip().replace(_FILLER, text) if filled else m.content.strip() for m in messages)
+    chat = tuple(Message(m.role, content) for m, content in zip(messages, contents, strict=True))
+    tools = json.dumps(msgspec.to_builtins(entry.tools), ensure_ascii=False, separators=(",", ":"))
+    return ProbePrompt(source, entry.name, chat, tools if entry.tools is not None else "")
 
 
 _PLACES = ("harbour", "orchard", "station", "library", "mill", "observatory", "quarry", "market", "bridge", "school")
@@ -281,10 +249,9 @@ _WHEN = ("In the morning", "Before noon", "At the end of the day", "On the follo
 
 
 def _filler(words: int, fact: str, depth_percent: int) -> str:
-    """Return about `words` words of plain prose with `fact` at `depth_percent` of it; the same for the same arguments.
+    """Return about `words` words of plain prose with `fact` at `depth_percent` of it.
 
-    The lists (5, 10, 7 and 9 entries) make 3,150 different sentences. The stride is coprime to that number, so no
-    sentence repeats before all were used. MAX_FILL_TOKENS hold fewer sentences than that.
+    The lists make 3,150 different sentences, more than MAX_FILL_TOKENS hold. The stride is coprime to that number.
     """
     sentences: list[str] = []
     count = 0

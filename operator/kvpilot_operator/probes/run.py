@@ -1,17 +1,11 @@
-"""Capture a baseline and measure a candidate against it, by teacher-forced decode.
+"""Capture a baseline and measure a candidate against it, by teacher-forced decode (docs/decisions/0003).
 
-A prefill need not read the cache that it has just written: backends with packed caches attend to the fresh 16-bit keys
-and values of a first chunk, so logprobs of a *prompt* may show no damage at all. But every backend decodes from its
-pages, and users' answers are decoded. So the candidate decodes: it continues the baseline's prompt greedily. As long as
-its token equals the baseline's, both sides have the same context, and their distributions can be compared. The position
-of a divergence still counts; the request is closed, and a new one resumes with the baseline's tokens up to there as its
-prompt. A request's first token comes from a prefill and is judged only if it differs.
+A prefill may attend to fresh 16-bit keys and show no damage, but every backend decodes from its pages. So the candidate
+continues the baseline's prompt greedily. As long as its token equals the baseline's, their distributions can be
+compared. At a divergence, a new request resumes with the baseline's tokens up to there as its prompt.
 
 Before the full prompt, a request sends only its first half. The rest is then prefilled onto cached pages, like the next
 turn of a chat. A cache can be wrong in that case even if every fresh prompt is right.
-
-A candidate that answers garbage diverges at every step, so resumes are bounded: the rest of such a prompt stays
-unmeasured, because the verdict is already clear. docs/decisions/0003 has the alternatives.
 """
 
 from __future__ import annotations
@@ -25,23 +19,13 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kvpilot_formats.untrusted import lines
+from kvpilot_operator.probes import stats
 from kvpilot_operator.probes.answers import Tokenized
 from kvpilot_operator.probes.client import EngineClient
 from kvpilot_operator.probes.codec import Baseline, BaselinePrompt, check_limits
 from kvpilot_operator.probes.errors import MalformedAnswer, NothingFits, ProbeError
 from kvpilot_operator.probes.packs import ProbePrompt
 from kvpilot_operator.probes.session import TOP_K, USUAL, Settings, Throttle, allow, probing
-from kvpilot_operator.probes.stats import (
-    MAX_TEXT,
-    AnswerPair,
-    Answers,
-    Compared,
-    Logprobs,
-    Measurement,
-    compare,
-    summarise,
-    worst_prompt,
-)
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -59,11 +43,7 @@ async def capture(
     dtype: str,
     settings: Settings = USUAL,
 ) -> Baseline:
-    """Return the answers of the 16-bit engine at `base_url` to `prompts`.
-
-    Prompts that do not fit the model's context are named in the result's `left_out`. Raises a `ProbeError`: among them
-    `NothingFits` when no prompt is left, `BaselineTooLarge` before anything is decoded.
-    """
+    """Return the answers of the 16-bit engine at `base_url` to `prompts`; raises a `ProbeError`."""
     async with probing(base_url, model, settings) as (engine, throttle, deadline):
         kept = 0
 
@@ -94,36 +74,36 @@ async def capture(
     return Baseline(identity=identity, model=model, dtype=dtype, prompts=tuple(answers), left_out=left_out)
 
 
-async def measure(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> Measurement:
-    """Return the damage of the engine at `base_url` against `baseline`. Raise a `ProbeError` if it cannot be
-    measured."""
+async def measure(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> stats.Measurement:
+    """Return the damage of the engine at `base_url` against `baseline`; raises a `ProbeError`."""
     return await _measure(base_url, model, baseline, range(len(baseline.prompts)), settings)
 
 
-async def control(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> Measurement:
+async def control(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> stats.Measurement:
     """Return the 16-bit engine's damage against its own baseline: the noise that a candidate's damage must exceed.
 
-    The second run has other batches: twice the concurrency, the prompts in reverse order, resumes and a warm prefix
-    cache. Production load varies in the same way.
+    The second run has other batches, as production load has.
     """
     twice = replace(settings, concurrency=min(2 * settings.concurrency, 64))
     return await _measure(base_url, model, baseline, range(len(baseline.prompts))[::-1], twice)
 
 
-async def _measure(base_url: str, model: str, baseline: Baseline, order: range, settings: Settings) -> Measurement:
+async def _measure(
+    base_url: str, model: str, baseline: Baseline, order: range, settings: Settings
+) -> stats.Measurement:
     began = time.monotonic()
     async with probing(base_url, model, settings) as (engine, throttle, deadline):
         allow(deadline, settings, sum(len(p.tokens) for p in baseline.prompts), baseline.positions)
 
-        async def followed(index: int) -> tuple[list[Compared], int]:
+        async def followed(index: int) -> tuple[list[stats.Compared], int]:
             await throttle.let_users_go_first()
             return await _follow(engine, throttle, index, baseline.prompts[index], settings)
 
         found = await _bounded(order, followed, settings.concurrency)
         compared = [c for judged, _ in found for c in judged]
-        worst = worst_prompt(compared)
+        worst = stats.worst_prompt(compared)
         sample = None if worst is None else await _sample(engine, throttle, baseline.prompts[worst])
-    return summarise(
+    return stats.summarise(
         compared,
         requests=sum(requests for _, requests in found) + (sample is not None),
         tokens=throttle.spent,
@@ -135,7 +115,7 @@ async def _measure(base_url: str, model: str, baseline: Baseline, order: range, 
 async def _answer(
     engine: EngineClient, prompt: ProbePrompt, tokens: Sequence[int], settings: Settings
 ) -> BaselinePrompt:
-    answer: list[Logprobs] = []
+    answer: list[stats.Logprobs] = []
     text = ""
     async with aclosing(engine.decode(tokens, settings.tokens, TOP_K)) as steps:
         async for step in steps:
@@ -152,40 +132,34 @@ async def _answer(
         )
     return BaselinePrompt(
         name=f"{prompt.pack}/{prompt.name}",
-        tail=lines(prompt.messages[-1].content)[-MAX_TEXT:],
-        text=lines(text)[:MAX_TEXT],
+        tail=lines(prompt.messages[-1].content)[-stats.MAX_TEXT :],
+        text=lines(text)[: stats.MAX_TEXT],
         tokens=array("I", tokens),
-        answer=Answers(answer),
+        answer=stats.Answers(answer),
     )
 
 
 async def _follow(
     engine: EngineClient, throttle: Throttle, index: int, prompt: BaselinePrompt, settings: Settings
-) -> tuple[list[Compared], int]:
-    """Decode along the baseline's answer, with a new request after every divergence of the candidate.
-
-    Returns the prompt's judged positions and the number of requests that they took.
-    """
+) -> tuple[list[stats.Compared], int]:
+    """Decode along the baseline's answer; return the prompt's judged positions and the number of requests."""
     answer = prompt.answer
     forced = array("I", (a.token for a in answer))
-    compared: list[Compared] = []
+    compared: list[stats.Compared] = []
     requests = await _ask_half(engine, throttle, prompt)
     start, resumes = 0, -1
     while start < len(answer) and resumes < settings.max_resumes:
         reached = start
         context = array("I", prompt.tokens) + forced[:start]
         wanted = len(answer) - start
-        if not throttle.afford(len(context) + wanted):
-            break
+        throttle.spent += len(context) + wanted
         requests += 1
         resumes += 1
-        # Decode past the end token. The baseline has the end of the answer, and another end of the candidate is a
-        # divergence.
+        # Decode past the end token, because another end of the candidate is a divergence.
         async with aclosing(engine.decode(context, wanted, TOP_K, past_end=True)) as steps:
             async for step in steps:
-                judged = compare(index, len(prompt.tokens) + reached, answer[reached], step.logprobs)
-                # A first token comes from a prefill, which may not have read a page. So its agreement proves nothing,
-                # but its difference is damage. Ignoring both would judge only requests that began well.
+                judged = stats.compare(index, len(prompt.tokens) + reached, answer[reached], step.logprobs)
+                # A first token comes from a prefill, which may not have read a page: its agreement proves nothing.
                 if reached > start or not judged.agrees:
                     compared.append(judged)
                 reached += 1
@@ -202,22 +176,22 @@ async def _follow(
 async def _ask_half(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> int:
     """Leave the first half of the prompt in the engine's prefix cache; return the number of requests that it took."""
     half = prompt.tokens[: len(prompt.tokens) // 2]
-    if len(half) < MIN_HALF_TOKENS or not throttle.afford(len(half) + 1):
+    if len(half) < MIN_HALF_TOKENS:
         return 0
+    throttle.spent += len(half) + 1
     async with aclosing(engine.decode(half, 1, 1, past_end=True)) as steps:
         async for _ in steps:
             pass
     return 1
 
 
-async def _sample(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> AnswerPair | None:
-    if not throttle.afford(len(prompt.tokens) + len(prompt.answer)):
-        return None
+async def _sample(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> stats.AnswerPair:
+    throttle.spent += len(prompt.tokens) + len(prompt.answer)
     text = ""
     async with aclosing(engine.decode(prompt.tokens, len(prompt.answer), TOP_K)) as steps:
         async for step in steps:
             text += step.text
-    return AnswerPair(prompt=prompt.tail, stable=prompt.text, canary=lines(text)[:MAX_TEXT])
+    return stats.AnswerPair(prompt=prompt.tail, stable=prompt.text, canary=lines(text)[: stats.MAX_TEXT])
 
 
 async def _bounded(items: Sequence[A], work: Callable[[A], Awaitable[B]], concurrency: int) -> list[B]:

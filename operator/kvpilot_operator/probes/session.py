@@ -1,7 +1,4 @@
-"""One probe run on an engine: its depth, its precautions for users, and the deadline that follows.
-
-A run lets the engine's users go first, and its cost is bounded.
-"""
+"""One probe run on an engine: its depth, its precautions for users, and the deadline that follows."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from kvpilot_operator.probes.client import EngineClient, Progress, http_client, untold
-from kvpilot_operator.probes.codec import MAX_PROMPT_TOKENS
 from kvpilot_operator.probes.errors import EngineBusy, ProbeTimeout
 
 LOOK_AGAIN_SECONDS = 1.0
@@ -21,8 +17,7 @@ LOOK_AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """Precedence of users. `waiting` returns the number of their queued requests. A run waits for them for at most
-    `seconds` in total.
+    """Precedence of users, for at most `seconds` in total. `waiting` returns the number of their queued requests.
 
     After that time, a run continues with `insist`, and ends with `EngineBusy` without it.
     """
@@ -33,13 +28,12 @@ class GiveWay:
 
 
 class Throttle:
-    """Limits of one run: the queue of users that it yields to, and its budget of tokens (None: unbounded)."""
+    """The queue of users that one run yields to, and the tokens that it has `spent`."""
 
-    def __init__(self, url: str, give_way: GiveWay | None, token_budget: int | None) -> None:
+    def __init__(self, url: str, give_way: GiveWay | None) -> None:
         self._url = url
         self._give_way = give_way
         self._left = give_way.seconds if give_way is not None else 0.0
-        self._budget = token_budget
         self.spent = 0
 
     async def let_users_go_first(self) -> None:
@@ -60,46 +54,29 @@ class Throttle:
                 )
         self._left -= time.monotonic() - began
 
-    def afford(self, tokens: int) -> bool:
-        """Spend this many tokens, prompt and answer; return False if the budget does not cover them."""
-        if self._budget is not None and self.spent + tokens > self._budget:
-            return False
-        self.spent += tokens
-        return True
 
-
-# 32 decoded tokens reach past the first sentence, where a damaged cache starts to show, and cost about two seconds a
-# prompt on a CPU. Fewer than 8 would be mostly the prefill's token and its neighbours.
+# 32 decoded tokens reach past the first sentence, where a damaged cache starts to show.
 DEFAULT_TOKENS = 32
 MIN_TOKENS = 8
 MAX_TOKENS = 128
 # vLLM's default --max-logprobs.
 TOP_K = 20
-# A 4-bit cache diverges from bf16 about every tenth token: three or four resumes in 32 tokens. Twelve leave a margin
-# and bound the cost of garbage.
+# A 4-bit cache diverges from bf16 about every tenth token. Twelve leave a margin and bound the cost of garbage.
 MAX_RESUMES = 12
 # The slowest useful pace: about a third of the pace of a small model on two CPU cores with other work
-# (docs/accuracy-watch.md). A run's deadline is a start time plus the time for its prompts and answers at this pace.
+# (docs/accuracy-watch.md).
 START_SECONDS = 60.0
 PREFILL_TOKENS_PER_SECOND = 100
 DECODE_TOKENS_PER_SECOND = 2
-# Four times the tokens of the largest baseline: a quantized dtype with its resumes needs as many.
-TOKEN_BUDGET = 4 * MAX_PROMPT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Depth and courtesy of a probe: `concurrency` requests in flight, `deadline_seconds` for the whole run.
 
-    Without `deadline_seconds`, the deadline is the time for all prompts and answers at the slowest useful pace, plus
-    the time of yielding.
-
-    `give_way` lets users' requests go first (None: do not check for them). `token_budget` bounds the tokens of all
-    requests together, prompts included; the rest stays unmeasured. `priority` goes with each request, for an engine
-    that schedules by priority: a larger one is served later. `api_key` is for an engine behind a gateway, `tls` for one
-    in a mesh. `headers` go with each request, for example to join the engine's spans to a trace. `progress` is called
-    at each answer of the engine. `from_host` is for an engine that offloads: it then answers from pages loaded from
-    host memory.
+    `priority` is for an engine that schedules by it: a larger one is served later. `api_key` is for an engine behind a
+    gateway, `tls` for one in a mesh. `progress` is called at each answer. With `from_host`, an engine that
+    offloads answers from pages in host memory.
     """
 
     tokens: int = DEFAULT_TOKENS
@@ -107,7 +84,6 @@ class Settings:
     deadline_seconds: float | None = None
     max_resumes: int = MAX_RESUMES
     give_way: GiveWay | None = None
-    token_budget: int | None = None
     priority: int | None = None
     api_key: str | None = field(default=None, repr=False)
     tls: ssl.SSLContext | None = field(default=None, repr=False)
@@ -141,7 +117,7 @@ async def probing(
             engine = EngineClient(
                 base_url.rstrip("/"), model, http, settings.progress, settings.priority, settings.from_host
             )
-            yield engine, Throttle(engine.base_url, settings.give_way, settings.token_budget), deadline
+            yield engine, Throttle(engine.base_url, settings.give_way), deadline
     except TimeoutError as error:
         raise ProbeTimeout(
             f"{base_url}: not probed within {(deadline.when() or began) - began:.0f} s; the engine is overloaded or "

@@ -5,10 +5,9 @@ vocabulary: each of the baseline's top-K tokens is a cell, all other tokens toge
 
     KL = sum_i p_i ln(p_i / q_i) + p_rest ln(p_rest / q_rest),    p_rest = 1 - sum_i p_i,  q_rest = 1 - sum_i q_i.
 
-Coarsening a distribution can only lower its KL (the log-sum inequality), so the figure is a lower bound of the full
-one. A baseline token that the candidate does not report gets the candidate's smallest reported probability, which is
-its upper limit. The result is again a lower bound. It still detects garbage that shares no token with the baseline; a
-sum over shared tokens only would be empty and call garbage perfect.
+Coarsening a distribution can only lower its KL, so the figure is a lower bound of the full one. A baseline token that
+the candidate does not report gets the candidate's smallest reported probability, which is its upper limit. So garbage
+that shares no token with the baseline is still detected.
 """
 
 from __future__ import annotations
@@ -100,9 +99,8 @@ class AnswerPair:
 class Measurement:
     """The damage of a candidate's cache to the baseline's answers; compare it with a control's, not with zero.
 
-    `stderr_kl_micronats` is the standard error of the mean with prompts as clusters (positions of one prompt are
-    not independent); 0 for a single prompt, which says nothing about it. `tokens` counts the tokens that all requests
-    sent and requested.
+    `stderr_kl_micronats` is the standard error of the mean with prompts as clusters, 0 for a single prompt. `tokens`
+    counts the tokens that all requests sent and requested.
     """
 
     prompts: int
@@ -119,10 +117,7 @@ class Measurement:
 
 
 def impossible(top: Mapping[int, float], chosen: int) -> str | None:
-    """Name an impossible value among a position's logprobs from the engine; None if nothing is wrong.
-
-    A token that is masked may have minus infinity, the chosen one may not.
-    """
+    """Name an impossible value among a position's logprobs; None if nothing is wrong. Only masked tokens have -inf."""
     above = next((lp for lp in top.values() if not lp <= math.log(MAX_MASS)), None)
     if above is not None:
         return f"a logprob of {above:g}, which cannot be above 0"
@@ -133,10 +128,7 @@ def impossible(top: Mapping[int, float], chosen: int) -> str | None:
 
 
 def kl_nats(baseline: Mapping[int, float], candidate: Mapping[int, float]) -> float:
-    """Return KL(baseline || candidate) in nats, in [0, MAX_KL], over the baseline's tokens and one cell for the rest.
-
-    Both map token ids to logprobs. An empty candidate (an engine with logits that are not numbers) is MAX_KL.
-    """
+    """Return KL(baseline || candidate) in nats, in [0, MAX_KL]; MAX_KL for an empty candidate."""
     if not baseline or not candidate:
         return MAX_KL
     floor = min(candidate.values())
@@ -238,10 +230,7 @@ def _by_prompt(compared: Iterable[Compared]) -> dict[int, list[Compared]]:
 
 
 def _clustered_stderr(compared: Sequence[Compared]) -> float:
-    """Return the cluster-robust standard error of the mean (Liang and Zeger 1986), in nats.
-
-    With G clusters and n positions: sqrt(G / (G - 1) * sum_g (sum of residuals in g)^2) / n.
-    """
+    """Return the cluster-robust standard error of the mean (Liang and Zeger 1986), in nats."""
     groups = _by_prompt(compared)
     if len(groups) < 2:
         return 0.0

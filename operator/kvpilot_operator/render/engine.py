@@ -10,23 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpilot_formats import dtypes
+from kvpilot_operator.api import names
 from kvpilot_operator.api.kv_cache import OffloadDisk
-from kvpilot_operator.api.names import (
-    ADAPTERS_OPTION,
-    CLAIM_LABEL,
-    DTYPE_LABEL,
-    ENGINE_CONTAINER,
-    ENGINE_PORT,
-    GROUP_LABEL,
-    REVISION_LABEL,
-    SERVICE_LABEL,
-    owned_labels,
-    weights_claim,
-)
 from kvpilot_operator.api.pod_template import KEYS
 from kvpilot_operator.api.pods import Adapter
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.render import groups
+from kvpilot_operator.render import workloads
 
 # The user of docker/runtime.Dockerfile; its group owns what is written to claims.
 ENGINE_USER = 65532
@@ -41,47 +30,48 @@ COMPILED = "KVPILOT_COMPILED"
 def pod_template(service: str, spec: Spec, dtype: str, *, assigned_user: bool = False) -> dict[str, Any]:
     """Return the template of pods that take requests with this KV dtype, labelled with its own revision.
 
-    The revision is 8 hex digits of a hash of the template, and of the workers' template if a replica has workers.
     With `assigned_user` the template names no user and no group: the cluster gives each namespace its own.
     """
     template: dict[str, Any] = {
-        "metadata": {"labels": {**owned_labels(service), DTYPE_LABEL: dtype, **_shared_labels(service, spec)}},
+        "metadata": {
+            "labels": {**names.owned_labels(service), names.DTYPE_LABEL: dtype, **_shared_labels(service, spec)}
+        },
         "spec": {**_pod_spec(service, spec, dtype), "securityContext": _security_context(assigned_user)},
     }
     template = strategic_merge(template, copy.deepcopy(spec.engine.pod_template))
     _fill_in(template["spec"], service, spec)
-    whole = template if spec.engine.nodes == 1 else [template, groups.worker_template(template)]
+    whole = template if spec.engine.nodes == 1 else [template, workloads.worker_template(template)]
     content = json.dumps(whole, sort_keys=True, separators=(",", ":")).encode()
-    template["metadata"]["labels"][REVISION_LABEL] = hashlib.sha256(content).hexdigest()[:8]
+    template["metadata"]["labels"][names.REVISION_LABEL] = hashlib.sha256(content).hexdigest()[:8]
     return template
 
 
 def revision(template: dict[str, Any]) -> str:
     """Return the revision that a pod template is labelled with."""
-    label: str = template["metadata"]["labels"][REVISION_LABEL]
+    label: str = template["metadata"]["labels"][names.REVISION_LABEL]
     return label
 
 
 def claim_label(service: str, spec: Spec) -> dict[str, str]:
     """Return the label of pods that share a disk; {} if nodes can share the claim, or the user made it."""
-    return {CLAIM_LABEL: weights_claim(service)} if spec.cache.on_one_node else {}
+    return {names.CLAIM_LABEL: names.weights_claim(service)} if spec.cache.on_one_node else {}
 
 
 def _shared_labels(service: str, spec: Spec) -> dict[str, str]:
     """Return the labels that pods of a group, or of a disk, have in common."""
-    return {**({GROUP_LABEL: service} if spec.engine.nodes > 1 else {}), **claim_label(service, spec)}
+    return {**({names.GROUP_LABEL: service} if spec.engine.nodes > 1 else {}), **claim_label(service, spec)}
 
 
 def _pod_spec(service: str, spec: Spec, dtype: str) -> dict[str, Any]:
     engine, drain = spec.engine, spec.drain
     volumes, mounts = _volumes(service, spec)
     container: dict[str, Any] = {
-        "name": ENGINE_CONTAINER,
+        "name": names.ENGINE_CONTAINER,
         "image": engine.image,
         "command": ["kvpilot-serve"],
         "args": _arguments(spec, dtype),
         "env": _environment(spec),
-        "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
+        "ports": [{"name": "http", "containerPort": names.ENGINE_PORT, "protocol": "TCP"}],
         "volumeMounts": mounts,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "startupProbe": _health(5, 5, -(-engine.startup_timeout_seconds // 5)),
@@ -152,7 +142,7 @@ def _fill_in(pod: dict[str, Any], service: str, spec: Spec) -> None:
         # Without this, a pod on the node's network uses the node's DNS, which does not resolve Services.
         pod["dnsPolicy"] = "ClusterFirstWithHostNet"
     for spread in pod.get("topologySpreadConstraints", ()):
-        spread.setdefault("labelSelector", {"matchLabels": {SERVICE_LABEL: service}})
+        spread.setdefault("labelSelector", {"matchLabels": {names.SERVICE_LABEL: service}})
     if shared := claim_label(service, spec):
         # A disk is attached to one node, and a pod on another node would wait forever. The first pod may go anywhere.
         beside = {"labelSelector": {"matchLabels": shared}, "topologyKey": "kubernetes.io/hostname"}
@@ -167,8 +157,7 @@ def _fill_in(pod: dict[str, Any], service: str, spec: Spec) -> None:
 def strategic_merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
     """Merge `patch` over `base` as `kubectl patch` does: maps by key, some lists by a key of their items.
 
-    Items that only the patch has come last. An empty list changes nothing. Patch directives need no treatment: the
-    schema of the API has none.
+    An empty list changes nothing. The schema of the API has no patch directives.
     """
     merged = dict(base)
     for field, value in patch.items():
@@ -196,7 +185,7 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
         f"--model={model_location(spec)}",
         f"--served-model-name={model.served_name}",
         f"--kv-cache-dtype={dtype}",
-        f"--port={ENGINE_PORT}",
+        f"--port={names.ENGINE_PORT}",
         f"--tensor-parallel-size={engine.tensor_parallel_size}",
         f"--gpu-memory-utilization={engine.gpu_memory_utilization_percent / 100:.2f}",
         f"--shutdown-timeout={spec.drain.timeout_seconds}",
@@ -221,7 +210,7 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
         arguments.append(f"--retention={kept.policy}")
         numbers = {"sink": kept.sink_tokens, "window": kept.window_tokens, "budget": kept.budget_tokens}
         arguments += [f"--retention-{name}-tokens={n}" for name, n in numbers.items() if n is not None]
-    return [*arguments, *groups.arguments(engine.nodes), *_adapters(spec), *engine.extra_args]
+    return [*arguments, *workloads.group_arguments(engine.nodes), *_adapters(spec), *engine.extra_args]
 
 
 def _adapters(spec: Spec) -> list[str]:
@@ -229,7 +218,7 @@ def _adapters(spec: Spec) -> list[str]:
     if not spec.model.adapters:
         return []
     modules = [f"{one.name}={_adapter_location(one)}" for one in spec.model.adapters]
-    return [ADAPTERS_OPTION, *modules, "--enable-lora", f"--max-loras={len(modules)}"]
+    return [names.ADAPTERS_OPTION, *modules, "--enable-lora", f"--max-loras={len(modules)}"]
 
 
 def _adapter_location(adapter: Adapter) -> str:
@@ -265,8 +254,7 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
 
 
 def _compiled(spec: Spec) -> str:
-    """Return the folder for compiled code. It is never on a claim that is only for weights, because other engines would
-    run that code."""
+    """Return the folder for compiled code, never on a claim only for weights: other engines would run that code."""
     if spec.cache.compile_claim_name:
         return _COMPILE_PATH
     return f"{_WEIGHTS_PATH}/kvpilot-compiled" if spec.cache.weights and spec.model.source.startswith("hf://") else ""
@@ -284,7 +272,7 @@ def _volumes(service: str, spec: Spec) -> tuple[list[dict[str, Any]], list[dict[
         volumes.append({"name": "model", "image": {"reference": rest, "pullPolicy": "IfNotPresent"}})
         mounts.append({"name": "model", "mountPath": _WEIGHTS_PATH, "readOnly": True})
     elif scheme == "hf" and (spec.cache.weights or spec.cache.weights_claim_name):
-        claim = spec.cache.weights_claim_name or weights_claim(service)
+        claim = spec.cache.weights_claim_name or names.weights_claim(service)
         volumes.append({"name": "model", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": "model", "mountPath": _WEIGHTS_PATH})
     sources = (one.source for one in spec.model.adapters if one.source.startswith("pvc://"))

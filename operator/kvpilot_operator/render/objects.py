@@ -1,6 +1,4 @@
-"""The workloads, the Services, the disruption budget, the claim and the baseline's ConfigMap of one service, and its
-route.
-"""
+"""The objects of one service, except its engine's pods and its Job."""
 
 from __future__ import annotations
 
@@ -9,38 +7,20 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from kvpilot_operator.api import names
 from kvpilot_operator.api.gateways import EndpointPickerRef, Route
-from kvpilot_operator.api.names import (
-    ADMITTED,
-    API_VERSION,
-    DO_NOT_EVICT_ANNOTATION,
-    DTYPE_LABEL,
-    ENGINE_PORT,
-    GROUP_LABEL,
-    HTTP_ROUTE_API,
-    INFERENCE_POOL_API,
-    KIND,
-    REVISION_LABEL,
-    SERVICE_LABEL,
-    SERVICE_PORT,
-    baseline_name,
-    deployment_name,
-    owned_labels,
-    weights_claim,
-)
 from kvpilot_operator.api.pods import Claim
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.render.groups import group_spec
-from kvpilot_operator.render.workloads import kind_for
+from kvpilot_operator.render.workloads import group_spec, kind_for
 from kvpilot_operator.state.objects import PodView, RouteView
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.times import utc
 
-_GATEWAYS = HTTP_ROUTE_API.partition("/")[0]
+_GATEWAYS = names.HTTP_ROUTE_API.partition("/")[0]
 _DO_NOT_EVICT = {
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
     "karpenter.sh/do-not-disrupt": "true",
-    DO_NOT_EVICT_ANNOTATION: "true",
+    names.DO_NOT_EVICT_ANNOTATION: "true",
 }
 
 
@@ -49,11 +29,11 @@ def owned(
 ) -> dict[str, Any]:
     """Return an object that the service owns; `what` is its apiVersion, kind and name."""
     api_version, kind, name = what
-    service = {"apiVersion": API_VERSION, "kind": KIND, "name": key.name, "uid": uid}
+    service = {"apiVersion": names.API_VERSION, "kind": names.KIND, "name": key.name, "uid": uid}
     metadata = {
         "name": name,
         "namespace": key.namespace,
-        "labels": {**owned_labels(key.name), **(labels or {})},
+        "labels": {**names.owned_labels(key.name), **(labels or {})},
         "ownerReferences": [{**service, "controller": True, "blockOwnerDeletion": True}],
     }
     return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **content}
@@ -69,13 +49,10 @@ def workload(
     nodes: int = 1,
     has_gate: bool = True,
 ) -> dict[str, Any]:
-    """Return the workload of one revision; a replica has `nodes` nodes, and pods with `has_gate` wait for admission.
-
-    The gate is not part of the revision, so adding it does not restart pods.
-    """
-    gates = {"readinessGates": [{"conditionType": ADMITTED}]} if has_gate else {}
-    labels = {k: v for k, v in template["metadata"]["labels"].items() if k in (REVISION_LABEL, DTYPE_LABEL)}
-    revision, kind = labels[REVISION_LABEL], kind_for(nodes)
+    """Return the workload of one revision; a replica has `nodes` nodes, and pods with `has_gate` wait for admission."""
+    gates = {"readinessGates": [{"conditionType": names.ADMITTED}]} if has_gate else {}
+    labels = {k: v for k, v in template["metadata"]["labels"].items() if k in (names.REVISION_LABEL, names.DTYPE_LABEL)}
+    revision, kind = labels[names.REVISION_LABEL], kind_for(nodes)
     spec = {
         "replicas": replicas,
         "selector": {"matchLabels": _selector(key, revision)},
@@ -85,12 +62,12 @@ def workload(
     }
     if nodes > 1:
         spec = group_spec(template, replicas, nodes, gates)
-    return owned(key, uid, (kind.api_version, kind.name, deployment_name(key.name, revision)), labels, spec=spec)
+    return owned(key, uid, (kind.api_version, kind.name, names.deployment_name(key.name, revision)), labels, spec=spec)
 
 
 def service(key: ServiceKey, uid: str, name: str, revision: str) -> dict[str, Any]:
     """Return a Service that selects one revision, or every revision if it is empty: the traffic switch."""
-    ports = [{"name": "http", "port": SERVICE_PORT, "protocol": "TCP", "targetPort": "http"}]
+    ports = [{"name": "http", "port": names.SERVICE_PORT, "protocol": "TCP", "targetPort": "http"}]
     spec = {"type": "ClusterIP", "selector": _selector(key, revision), "ports": ports}
     return owned(key, uid, ("v1", "Service", name), spec=spec)
 
@@ -101,22 +78,21 @@ def inference_pool(
     """Return an InferencePool that selects like a Service: the traffic switch of an inference gateway."""
     spec: dict[str, Any] = {
         "selector": {"matchLabels": _selector(key, revision)},
-        "targetPorts": [{"number": ENGINE_PORT}],
+        "targetPorts": [{"number": names.ENGINE_PORT}],
     }
     if picker is not None:
         spec["endpointPickerRef"] = {"kind": "Service", "failureMode": picker.failure_mode, **picker.as_written()}
-    return owned(key, uid, (INFERENCE_POOL_API, "InferencePool", name), spec=spec)
+    return owned(key, uid, (names.INFERENCE_POOL_API, "InferencePool", name), spec=spec)
 
 
 def disruption_budget(
     key: ServiceKey, uid: str, revision: str, min_available: int, *, workers: int = 0
 ) -> dict[str, Any]:
-    """Return the budget that keeps `min_available` of the Service's pods in voluntary disruptions.
+    """Return the budget that keeps `min_available` of the Service's pods, and their workers, in disruptions.
 
-    A pod that is not ready may always leave: an engine that never starts must not block a drain. The budget counts the
-    `workers` of the selected pods, too: one eviction takes a whole group.
+    A pod that is not ready may always leave: an engine that never starts must not block a drain.
     """
-    selector = _selector(key, revision, GROUP_LABEL if workers else SERVICE_LABEL)
+    selector = _selector(key, revision, names.GROUP_LABEL if workers else names.SERVICE_LABEL)
     spec = {
         "minAvailable": min_available + workers,
         "selector": {"matchLabels": selector},
@@ -133,12 +109,12 @@ def claim(key: ServiceKey, uid: str, asked: Claim) -> dict[str, Any]:
         "resources": {"requests": {"storage": asked.size}},
         **storage_class,
     }
-    return owned(key, uid, ("v1", "PersistentVolumeClaim", weights_claim(key.name)), spec=spec)
+    return owned(key, uid, ("v1", "PersistentVolumeClaim", names.weights_claim(key.name)), spec=spec)
 
 
 def named_by_pods(service: str, spec: Spec) -> tuple[tuple[str, str, str], ...]:
     """Return apiVersion, kind and name of our objects that a spec's pods refer to."""
-    return (("v1", "PersistentVolumeClaim", weights_claim(service)),) if spec.cache.weights is not None else ()
+    return (("v1", "PersistentVolumeClaim", names.weights_claim(service)),) if spec.cache.weights is not None else ()
 
 
 def group_service(key: ServiceKey, uid: str, name: str) -> dict[str, Any]:
@@ -149,8 +125,7 @@ def group_service(key: ServiceKey, uid: str, name: str) -> dict[str, Any]:
 
 
 def pod_do_not_evict(key: ServiceKey, pod: PodView, wanted: bool) -> dict[str, Any]:
-    """Return our annotations of one pod: those that cluster autoscalers respect, and our own mark. Return none if
-    `wanted` is False."""
+    """Return our annotations of one pod: those that cluster autoscalers respect, and our own mark."""
     annotations = dict(_DO_NOT_EVICT) if wanted else {}
     metadata = {"name": pod.name, "namespace": key.namespace, "uid": pod.uid, "annotations": annotations}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
@@ -159,7 +134,7 @@ def pod_do_not_evict(key: ServiceKey, pod: PodView, wanted: bool) -> dict[str, A
 def pod_admission(key: ServiceKey, pod: PodView, admitted: bool, now: datetime) -> dict[str, Any]:
     """Return our part of a pod's status: the condition of its readiness gate."""
     condition = {
-        "type": ADMITTED,
+        "type": names.ADMITTED,
         "status": "True" if admitted else "False",
         "reason": "Admitted" if admitted else "NotAdmitted",
         "message": "its revision serves, or has passed its probes" if admitted else "its revision is rolled back",
@@ -174,24 +149,24 @@ def http_route(key: ServiceKey, uid: str, asked: Route, rules: Sequence[Mapping[
     parents = [{"group": _GATEWAYS, "kind": "Gateway", **parent.as_written()} for parent in asked.parent_refs]
     hostnames = {"hostnames": list(asked.hostnames)} if asked.hostnames else {}
     spec = {"parentRefs": parents, **hostnames, "rules": [dict(rule) for rule in rules]}
-    return owned(key, uid, (HTTP_ROUTE_API, "HTTPRoute", key.name), spec=spec)
+    return owned(key, uid, (names.HTTP_ROUTE_API, "HTTPRoute", key.name), spec=spec)
 
 
 def route_rules(key: ServiceKey, route: RouteView, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return new rules for a user's HTTPRoute: a merge patch that fails if the route has changed since it was read."""
     return {
-        "apiVersion": HTTP_ROUTE_API,
+        "apiVersion": names.HTTP_ROUTE_API,
         "kind": "HTTPRoute",
         "metadata": {"name": route.name, "namespace": key.namespace, "resourceVersion": route.resource_version},
         "spec": {"rules": [dict(rule) for rule in rules]},
     }
 
 
-def _selector(key: ServiceKey, revision: str, label: str = SERVICE_LABEL) -> dict[str, str]:
-    return {label: key.name, **({REVISION_LABEL: revision} if revision else {})}
+def _selector(key: ServiceKey, revision: str, label: str = names.SERVICE_LABEL) -> dict[str, str]:
+    return {label: key.name, **({names.REVISION_LABEL: revision} if revision else {})}
 
 
 def baseline_config_map(key: ServiceKey, uid: str, identity: str, content: bytes) -> dict[str, Any]:
     """Return the ConfigMap with the 16-bit answers (compressed, under a ConfigMap's limit of 1 MiB)."""
     data = {"baseline": base64.b64encode(content).decode()}
-    return owned(key, uid, ("v1", "ConfigMap", baseline_name(key.name, identity)), binaryData=data)
+    return owned(key, uid, ("v1", "ConfigMap", names.baseline_name(key.name, identity)), binaryData=data)

@@ -7,23 +7,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvpilot_operator.api.names import (
-    ENGINE_CONTAINER,
-    ENGINE_PORT,
-    IDENTITY_ANNOTATION,
-    OWN_LABELS,
-    PREFETCH_CONTAINER,
-    PREFETCH_LABEL,
-    prefetch_job,
-    weights_claim,
-)
+from kvpilot_operator.api import names
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.render.engine import COMPILED, claim_label, model_location, pod_template
 from kvpilot_operator.render.objects import owned
 from kvpilot_operator.state.snapshot import ServiceKey
 
-# Retry practically for ever, with the kubelet's pauses of up to five minutes. The user may remove the obstacle (terms
-# to accept, a token, a network) at any time, and the download then continues.
+# Retry practically for ever, because the user may remove the obstacle (a token, a network) at any time.
 _ATTEMPTS = 1_000_000
 _RESOURCES = {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"cpu": "4", "memory": "8Gi"}}
 # Hide the GPUs, because some runtime classes give every container all GPUs of a node by default.
@@ -37,7 +27,7 @@ _COPIED = ("image", "imagePullPolicy", "securityContext")
 
 def claim_name(service: str, spec: Spec) -> str:
     """Return the claim that the Job fills."""
-    return spec.cache.weights_claim_name or weights_claim(service)
+    return spec.cache.weights_claim_name or names.weights_claim(service)
 
 
 def identity(service: str, spec: Spec) -> str:
@@ -47,33 +37,29 @@ def identity(service: str, spec: Spec) -> str:
 
 
 def job(key: ServiceKey, uid: str, spec: Spec, *, assigned_user: bool) -> dict[str, Any]:
-    """Return the Job.
-
-    Its pod has the engines' placement, user, variables, volumes and secrets, because it needs the disk's zone and
-    access to the hub. It requests no GPU.
-    """
+    """Return the Job, whose pod has the engines' placement, user, variables, volumes and secrets, but no GPU."""
     template = pod_template(key.name, spec, spec.kv_cache.baseline, assigned_user=assigned_user)
-    engine = next(one for one in template["spec"]["containers"] if one["name"] == ENGINE_CONTAINER)
+    engine = next(one for one in template["spec"]["containers"] if one["name"] == names.ENGINE_CONTAINER)
     metadata = template["metadata"]
-    labels = {name: value for name, value in metadata["labels"].items() if name not in OWN_LABELS}
+    labels = {name: value for name, value in metadata["labels"].items() if name not in names.OWN_LABELS}
     ours = {
         "app.kubernetes.io/name": "kvpilot-prefetch",
         "app.kubernetes.io/instance": key.name,
         "app.kubernetes.io/managed-by": "kvpilot",
         # Not the service's label: no Service may send a request here.
-        PREFETCH_LABEL: key.name,
+        names.PREFETCH_LABEL: key.name,
         **claim_label(key.name, spec),
     }
     container = {
-        "name": PREFETCH_CONTAINER,
+        "name": names.PREFETCH_CONTAINER,
         **{field: engine[field] for field in _COPIED if field in engine},
         "command": ["kvpilot-prefetch"],
-        "args": [*_arguments(spec), f"--port={ENGINE_PORT}"],
+        "args": [*_arguments(spec), f"--port={names.ENGINE_PORT}"],
         "env": [
             *([] if _names_gpus(engine["env"]) else [_NO_GPU]),
             *(one for one in engine["env"] if one["name"] != COMPILED),
         ],
-        "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
+        "ports": [{"name": "http", "containerPort": names.ENGINE_PORT, "protocol": "TCP"}],
         "volumeMounts": [one for one in engine["volumeMounts"] if not _engines_alone(one)],
         "resources": _RESOURCES,
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -88,9 +74,9 @@ def job(key: ServiceKey, uid: str, spec: Spec, *, assigned_user: bool) -> dict[s
         "backoffLimit": _ATTEMPTS,
         "template": {"metadata": {**metadata, "labels": {**labels, **ours}}, "spec": pod},
     }
-    made = owned(key, uid, ("batch/v1", "Job", prefetch_job(key.name)), spec=spec_of_job)
+    made = owned(key, uid, ("batch/v1", "Job", names.prefetch_job(key.name)), spec=spec_of_job)
     content = hashlib.sha256(json.dumps(spec_of_job, sort_keys=True).encode()).hexdigest()[:8]
-    made["metadata"]["annotations"] = {IDENTITY_ANNOTATION: f"{identity(key.name, spec)}-{content}"}
+    made["metadata"]["annotations"] = {names.IDENTITY_ANNOTATION: f"{identity(key.name, spec)}-{content}"}
     return made
 
 

@@ -1,11 +1,8 @@
 """Set a canary's share in the rules of an HTTPRoute, and remove it again.
 
-A user's route keeps its own rules; this module also makes the rules of kvpilot's own route (spec.route).
-
-Backends are Services or, with spec.inferencePool, InferencePools: a share of NAME goes to NAME-canary of the same kind.
 Weights of a rule are relative to one another. So a rule with our backend beside others is scaled by 100 while a canary
-takes part: our weight W becomes W x (100 - share) and W x share, and every other weight V becomes V x 100. The others
-keep their shares, and the original weights can be computed from the scaled ones.
+takes part: our weight W becomes W x (100 - share) and W x share, and every other weight V becomes V x 100. The original
+weights can be computed from the scaled ones.
 """
 
 from __future__ import annotations
