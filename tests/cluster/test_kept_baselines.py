@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
-import pytest
 import pytest_asyncio
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
-from kvpilot_localcluster import build
 from kvpilot_localcluster.controlplane import ControlPlane
 from kvpilot_operator.act.baselines import MAX_KEPT, MAX_SEEN
 from kvpilot_operator.act.perform import Actor
@@ -20,13 +18,6 @@ from kvpilot_operator.state.decision import Decision
 from support.services import KEY, manifest, snapshot
 
 MAPS = f"/api/v1/namespaces/{KEY.namespace}/configmaps"
-
-
-@pytest.fixture(scope="module")
-def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    with ControlPlane(tmp_path_factory.mktemp("baselines"), build.build()) as plane:
-        plane.rest.create("/api/v1/namespaces", {"metadata": {"name": KEY.namespace}})
-        yield plane
 
 
 @pytest_asyncio.fixture
