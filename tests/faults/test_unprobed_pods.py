@@ -26,8 +26,8 @@ def moves_traffic(written: str) -> bool:
 
 
 def moves_route(written: str) -> bool:
-    """Return True after a write that follows our own HTTPRoute; other tests already kill in the stages of a trial."""
-    return written.split()[1].startswith(("services", "httproutes"))
+    """Return True after a write of a route or its backends; another test already kills in the stages of a trial."""
+    return written.split()[1].startswith(("services", "inferencepools", "httproutes"))
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")
@@ -104,7 +104,7 @@ async def found_no_route(world, name):
 
 
 async def test_a_route_over_pools_of_ours_never_leads_to_an_unprobed_pod(world):
-    killer, seen, taken = await by_route(world, "routed", moves_traffic, a_users_route, "InferencePool")
+    killer, seen, taken = await by_route(world, "routed", moves_route, a_users_route, "InferencePool")
     await world.cluster.delete(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, "routed"))
     assert {written.split()[1].partition("/")[0] for written in killer.killed} >= {"httproutes", "inferencepools"}
     record(
