@@ -30,6 +30,11 @@ def moves_route(written: str) -> bool:
     return written.split()[1].startswith(("services", "inferencepools", "httproutes"))
 
 
+def moves_share(written: str) -> bool:
+    """Return True after a write of a route or its backends, or of the status while the canary has a share."""
+    return moves_route(written) or "Shifting" in written
+
+
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")
 async def definitions(world):
     """Install the CRDs before the first test, but after the operator has started."""
@@ -104,7 +109,7 @@ async def found_no_route(world, name):
 
 
 async def test_a_route_over_pools_of_ours_never_leads_to_an_unprobed_pod(world):
-    killer, seen, taken = await by_route(world, "routed", moves_route, a_users_route, "InferencePool")
+    killer, seen, taken = await by_route(world, "routed", moves_share, a_users_route, "InferencePool")
     await world.cluster.delete(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, "routed"))
     assert {written.split()[1].partition("/")[0] for written in killer.killed} >= {"httproutes", "inferencepools"}
     record(
