@@ -33,7 +33,7 @@ async def test_old_baselines_go_and_a_tenants_many_large_config_maps_stay_unread
     plane: ControlPlane, cluster: Cluster
 ) -> None:
     # They sort after the baselines in a list, and are older.
-    large = {"filler": "x" * 500_000}
+    large = {"filler": "x" * 50_000}
     for number in range(2 * MAX_SEEN):
         about = {"name": f"zzz-{number}", "labels": {SERVICE_LABEL: KEY.name}}
         plane.rest.create(MAPS, {"metadata": about, "data": large})
