@@ -43,6 +43,8 @@ NOT_USED_HERE = {
     # This API server lacks the Gateway API, its extension and LeaderWorkerSet.
     *((verb, kind) for verb in ("get", "create", "patch", "delete") for kind in ("httproutes", "inferencepools")),
     *((verb, "leaderworkersets") for verb in ("get", "list", "watch", "create", "patch", "delete")),
+    # Only the StatefulSet of a LeaderWorkerSet has Events that the operator reads.
+    ("list", "events"),
     # These verbs come later: for surplus services and baselines, and for repeated events.
     ("delete", "services"),
     ("delete", "configmaps"),
