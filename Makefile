@@ -11,8 +11,8 @@ install:
 demo: install
 	$(RUN)python -m kvpilot_demo $(if $(KEEP),--keep) $(if $(PLAIN),--plain)
 
-# Every part, JOBS at a time, whichever fail; the summary comes last. Some wait more than they compute: three fill two cores.
-JOBS ?= 3
+# Every part, JOBS at a time, whichever fail; the summary comes last. Half of them mostly wait: four fill two cores.
+JOBS ?= 4
 test: install
 	$(RUN)python scripts/run_tests.py --jobs $(JOBS)
 

@@ -25,9 +25,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-# The longest parts come first, so that none runs alone at the end. Parts that mostly wait overlap with parts that
-# compute.
-PARTS = ("e2e", "runtime", "faults", "chart", "kernels", "unit", "cluster", "scale", "check", "images", "monitoring")
+# The longest parts come first, so that none runs alone at the end. The first four are two that compute (runtime and
+# kernels) beside two that mostly wait.
+PARTS = ("runtime", "kernels", "faults", "e2e", "unit", "cluster", "chart", "scale", "check", "images", "monitoring")
 LONG = ("e2e", "faults", "chart", "monitoring", "images", "runtime", "kernels")
 QUICK = ("unit", "check")
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from kvpilot_localcluster import procs
+from kvpilot_localcluster import build, procs
 from kvpilot_localcluster.cluster import LocalCluster
+from kvpilot_localcluster.controlplane import ControlPlane
 from kvpilot_localcluster.definitions import define
 from kvpilot_localcluster.rest import Rest, until
 from support.operator_pair import Operator
@@ -31,6 +32,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     folder = tmp_path_factory.mktemp("cluster")
     with LocalCluster(folder, backoff=1.0, resources={"nvidia.com/gpu": "4"}) as running:
         define(running.rest, _definitions())
+        yield running
+        running.check()
+
+
+@pytest.fixture(scope="session")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """Yield a control plane without nodes and without crds/, with the namespaces `models` and `empty`."""
+    with ControlPlane(tmp_path_factory.mktemp("plane"), build.build()) as running:
+        for name in ("models", "empty"):
+            running.rest.create("/api/v1/namespaces", {"metadata": {"name": name}})
         yield running
         running.check()
 

@@ -14,6 +14,8 @@ from support.leader_workers import GROUP, LEADER_WORKER_SET_CRD
 from support.operated import create, engine, exists, services, told
 
 Json = dict[str, Any]
+# The operator looks for a missing kind every half minute.
+SECONDS = 600
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def test_a_quota_that_keeps_the_leaders_of_groups_away_is_told_with_what_to_do(r
     until(lambda: rest.get(f"{quotas}/team")["status"].get("hard"), "the quota counts")
     create(rest, namespace, **engine(nodes=2))
     sets = f"/apis/{GROUP}/v1/namespaces/{namespace}/leaderworkersets"
-    until(lambda: rest.get(sets)["items"], "the operator has found the kind and makes its groups", seconds=900)
+    until(lambda: rest.get(sets)["items"], "the operator has found the kind and makes its groups", seconds=SECONDS)
     [made] = rest.get(sets)["items"]
     rest.create(f"/apis/apps/v1/namespaces/{namespace}/statefulsets", stateful_set(made))
     found = told(rest, namespace, "Stalled", "FailedCreate")
@@ -61,7 +63,7 @@ def test_a_group_is_made_once_the_name_by_which_its_workers_find_it_is_ours(rest
     found = f"/api/v1/namespaces/{namespace}/services"
     sets = f"/apis/{GROUP}/v1/namespaces/{namespace}/leaderworkersets"
     create(rest, namespace, **engine(nodes=2))
-    until(lambda: rest.get(sets)["items"], "the operator makes its groups", seconds=900)
+    until(lambda: rest.get(sets)["items"], "the operator makes its groups", seconds=SECONDS)
     name = rest.get(sets)["items"][0]["metadata"]["name"]
     made = rest.get(f"{found}/{name}")
     assert made["spec"]["clusterIP"] == "None"

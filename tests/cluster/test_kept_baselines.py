@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
-import pytest
 import pytest_asyncio
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
-from kvpilot_localcluster import build
 from kvpilot_localcluster.controlplane import ControlPlane
 from kvpilot_operator.act.perform import MAX_KEPT, MAX_SEEN, Actor
 from kvpilot_operator.api.names import SERVICE_LABEL
@@ -19,13 +17,6 @@ from kvpilot_operator.state.decision import Decision
 from support.services import KEY, manifest, snapshot
 
 MAPS = f"/api/v1/namespaces/{KEY.namespace}/configmaps"
-
-
-@pytest.fixture(scope="module")
-def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    with ControlPlane(tmp_path_factory.mktemp("baselines"), build.build()) as plane:
-        plane.rest.create("/api/v1/namespaces", {"metadata": {"name": KEY.namespace}})
-        yield plane
 
 
 @pytest_asyncio.fixture
@@ -41,7 +32,7 @@ async def test_old_baselines_go_and_a_tenants_many_large_config_maps_stay_unread
     plane: ControlPlane, cluster: Cluster
 ) -> None:
     # They sort after the baselines in a list, and are older.
-    large = {"filler": "x" * 500_000}
+    large = {"filler": "x" * 50_000}
     for number in range(2 * MAX_SEEN):
         about = {"name": f"zzz-{number}", "labels": {SERVICE_LABEL: KEY.name}}
         plane.rest.create(MAPS, {"metadata": about, "data": large})

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvpilot_localcluster import build, certs
+from kvpilot_localcluster import certs
 from kvpilot_localcluster.controlplane import ControlPlane
 from kvpilot_localcluster.definitions import define
 from support.model_cluster import ModelCluster
@@ -32,15 +31,6 @@ def kvpilot(kubeconfig: Path, *argv: str, program: Path = PROGRAM) -> subprocess
     """Run it as a user would, with KUBECONFIG."""
     env = {**os.environ, "KUBECONFIG": str(kubeconfig)}
     return subprocess.run([program, *argv], capture_output=True, text=True, check=False, env=env, timeout=600)
-
-
-@pytest.fixture(scope="module")
-def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    with ControlPlane(tmp_path_factory.mktemp("kubectl"), build.build()) as plane:
-        for name in ("models", "empty"):
-            plane.rest.create("/api/v1/namespaces", {"metadata": {"name": name}})
-        yield plane
-        plane.check()
 
 
 @dataclass

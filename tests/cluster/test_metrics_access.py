@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,6 @@ from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 from prometheus_client import CollectorRegistry, Gauge
 
-from kvpilot_localcluster import build
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.controlplane import ControlPlane
 from kvpilot_localcluster.rest import HANGS, until
@@ -48,24 +47,22 @@ def bind(plane: ControlPlane, name: str, role: str, account: str) -> None:
     plane.rest.create(f"{RBAC}/clusterrolebindings", body)
 
 
-@pytest.fixture(scope="module")
-def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+@pytest.fixture(scope="module", autouse=True)
+def accounts(plane: ControlPlane) -> None:
     """Create the chart's roles, a Prometheus account that may read metrics, and a tenant's account that may not."""
-    with ControlPlane(tmp_path_factory.mktemp("access"), build.build()) as plane:
-        until(lambda: plane.rest.get(f"{CORE}/serviceaccounts/default"), "the default account")
-        for name in ("kvpilot-operator", "prometheus", "tenant"):
-            plane.rest.create(f"{CORE}/serviceaccounts", {"metadata": {"name": name}})
-        values = {"metrics": {"authentication": True}, "crds": {"enabled": False}}
-        for one in render(CHART, values, "--skip-tests", namespace="default"):
-            if one["kind"] in ("ClusterRole", "ClusterRoleBinding"):
-                plane.rest.create(f"{RBAC}/{one['kind'].lower()}s", one)
-        bind(plane, "prometheus", READER, "prometheus")
-        page = {"path": "/metrics", "verb": "get"}
-        until_may(plane.rest, user("prometheus"), nonResourceAttributes=page)
-        for group, kind in (("authentication", "tokenreviews"), ("authorization", "subjectaccessreviews")):
-            right = {"group": f"{group}.k8s.io", "resource": kind, "verb": "create"}
-            until_may(plane.rest, user("kvpilot-operator"), resourceAttributes=right)
-        yield plane
+    until(lambda: plane.rest.get(f"{CORE}/serviceaccounts/default"), "the default account")
+    for name in ("kvpilot-operator", "prometheus", "tenant"):
+        plane.rest.create(f"{CORE}/serviceaccounts", {"metadata": {"name": name}})
+    values = {"metrics": {"authentication": True}, "crds": {"enabled": False}}
+    for one in render(CHART, values, "--skip-tests", namespace="default"):
+        if one["kind"] in ("ClusterRole", "ClusterRoleBinding"):
+            plane.rest.create(f"{RBAC}/{one['kind'].lower()}s", one)
+    bind(plane, "prometheus", READER, "prometheus")
+    page = {"path": "/metrics", "verb": "get"}
+    until_may(plane.rest, user("prometheus"), nonResourceAttributes=page)
+    for group, kind in (("authentication", "tokenreviews"), ("authorization", "subjectaccessreviews")):
+        right = {"group": f"{group}.k8s.io", "resource": kind, "verb": "create"}
+        until_may(plane.rest, user("kvpilot-operator"), resourceAttributes=right)
 
 
 @pytest_asyncio.fixture

@@ -11,15 +11,12 @@ import pytest
 import pytest_asyncio
 
 from kvpilot_demo.load import Load
-from kvpilot_demo.world import World
 from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL
 from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import ClusterError
-from kvpilot_smallmodels.models import tiny_llama
-from support import forked_serve
 from support.gateway import API, ROUTE_CRD, Gateway
 
-pytestmark = [pytest.mark.timeout(3600), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.asyncio(loop_scope="session")]
 NAMESPACE = "default"
 SLOT = "kvpilot.test/slot"
 # Each wait includes an engine's start and the filling of its cache, at most two minutes on quiet cores.
@@ -37,14 +34,12 @@ PATIENT = {
 }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(tmp_path_factory):
-    tiny_llama()
-    folder = tmp_path_factory.mktemp("pilot")
-    async with World.up(folder, lambda label, fraction: None, forked_serve.images(folder)) as running:
-        capacity = {"capacity": {SLOT: "3"}, "allocatable": {SLOT: "3"}}
-        await asyncio.to_thread(running.rest.merge, "/api/v1/nodes/local/status", {"status": capacity})
-        yield running
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def world(whole_world):
+    """Return the cluster with a node that has room for three engines."""
+    capacity = {"capacity": {SLOT: "3"}, "allocatable": {SLOT: "3"}}
+    await asyncio.to_thread(whole_world.rest.merge, "/api/v1/nodes/local/status", {"status": capacity})
+    return whole_world
 
 
 def service(world, name, kv_memory="2M", **spec):

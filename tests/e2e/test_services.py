@@ -13,31 +13,25 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from kvpilot_demo.world import World
 from kvpilot_operator.api.names import API_VERSION, KIND
 from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import ClusterError
-from kvpilot_smallmodels.models import tiny_llama
-from support import forked_serve
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="session")]
 NAMESPACES = ("team-a", "team-b")
 # Each wait takes at most a minute on quiet cores, in which two engines start side by side.
 HANGS = 600
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(tmp_path_factory):
-    tiny_llama()
-    folder = tmp_path_factory.mktemp("bad-input")
-    async with World.up(folder, lambda label, fraction: None, forked_serve.images(folder)) as running:
-        for name in NAMESPACES:
-            await asyncio.to_thread(running.rest.create, "/api/v1/namespaces", {"metadata": {"name": name}})
-        for name in NAMESPACES:
-            await running.cluster.create(service(running, namespace=name))
-        for name in NAMESPACES:
-            await until(running, name, "twin", lambda s: condition(s, "Ready")[0] == "True")
-        yield running
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def world(whole_world):
+    """Return the cluster with a service `twin` that answers in each of two namespaces."""
+    for name in NAMESPACES:
+        await asyncio.to_thread(whole_world.rest.create, "/api/v1/namespaces", {"metadata": {"name": name}})
+        await whole_world.cluster.create(service(whole_world, namespace=name))
+    for name in NAMESPACES:
+        await until(whole_world, name, "twin", lambda s: condition(s, "Ready")[0] == "True")
+    return whole_world
 
 
 def service(world, name="twin", namespace="team-a", **spec):

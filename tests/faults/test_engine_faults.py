@@ -36,7 +36,7 @@ WORDS = {
 
 def capacity(world, name, tokens):
     async def seen() -> bool:
-        return (await world.status(name)).get("kvCache", {}).get("capacityTokens") == tokens
+        return await world.figure(name, "kvpilot_kv_capacity_tokens") == tokens
 
     return seen
 
@@ -89,7 +89,7 @@ async def test_a_canary_whose_probe_hangs_is_given_up_while_everybody_is_served(
             status = await world.status("trial")
             return "canary" not in status and bool(status.get("history"))
 
-        await until(ended, "the canary is rolled back")
+        await until(ended, "the canary is rolled back", seconds=600)
         taken = time.monotonic() - began
     status = await world.status("trial")
     assert status["kvCache"]["activeDtype"] == "auto"

@@ -109,7 +109,7 @@ async def test_an_engine_that_hangs_with_a_full_cache_and_a_queue_is_told_and_ch
     async def told() -> bool:
         return await world.condition("hangs", "MetricsAvailable") == ("False", "EnginesStalled")
 
-    taken = await until(told, "the condition says that the engines are stalled")
+    taken = await until(told, "the condition says that the engines are stalled", seconds=700)
     assert await world.condition("hangs", "MemoryPressured") == ("Unknown", "EnginesStalled")
     assert (await world.status("hangs")).get("decisions") == before
     record("engines that hang with a full cache and a queue", taken, what="MetricsAvailable says EnginesStalled")

@@ -26,8 +26,13 @@ def moves_traffic(written: str) -> bool:
 
 
 def moves_route(written: str) -> bool:
-    """Return True after a write that follows our own HTTPRoute; other tests already kill in the stages of a trial."""
-    return written.split()[1].startswith(("services", "httproutes"))
+    """Return True after a write of a route or its backends; another test already kills in the stages of a trial."""
+    return written.split()[1].startswith(("services", "inferencepools", "httproutes"))
+
+
+def moves_share(written: str) -> bool:
+    """Return True after a write of a route or its backends, or of the status while the canary has a share."""
+    return moves_route(written) or "Shifting" in written
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")
@@ -104,7 +109,7 @@ async def found_no_route(world, name):
 
 
 async def test_a_route_over_pools_of_ours_never_leads_to_an_unprobed_pod(world):
-    killer, seen, taken = await by_route(world, "routed", moves_traffic, a_users_route, "InferencePool")
+    killer, seen, taken = await by_route(world, "routed", moves_share, a_users_route, "InferencePool")
     await world.cluster.delete(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, "routed"))
     assert {written.split()[1].partition("/")[0] for written in killer.killed} >= {"httproutes", "inferencepools"}
     record(

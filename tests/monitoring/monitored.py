@@ -20,7 +20,8 @@ from kvpilot_localcluster import procs
 from kvpilot_localcluster.addresses import free_port
 from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.definitions import define
-from kvpilot_localcluster.rest import HANGS, until
+from kvpilot_localcluster.engines.real import HANGS
+from kvpilot_localcluster.rest import until
 from kvpilot_localcluster.toolbox.promtool import prometheus
 from kvpilot_smallmodels.models import tiny_llama
 

@@ -17,7 +17,7 @@ from monitored import NAME, NAMESPACE, OPERATOR, Monitored
 from panels import alerts, panels
 
 from kvpilot_demo.load import Load
-from kvpilot_localcluster.rest import HANGS
+from kvpilot_localcluster.engines.real import HANGS
 from kvpilot_localcluster.toolbox.kubectl import kubectl
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600), pytest.mark.asyncio(loop_scope="module")]

@@ -155,11 +155,18 @@ class FaultyWorld:
         _, text = await self._ask(f"{self.operator_url}/metrics")
         return f'name="{name}"' in text
 
+    async def figure(self, name: str, metric: str) -> float:
+        """Return a service's figure in the operator's own metrics; 0 before the first.
+
+        The operator writes the status at most every half minute if only figures change.
+        """
+        _, text = await self._ask(f"{self.operator_url}/metrics")
+        found = [line for line in text.splitlines() if line.startswith(f"{metric}{{") and f'name="{name}"' in line]
+        return next((float(line.rpartition(" ")[2]) for line in found), 0.0)
+
     async def newest_scrape(self, name: str) -> float:
         """Return the Unix time, by the operator's clock, of a service's last scrape; 0 before the first."""
-        _, text = await self._ask(f"{self.operator_url}/metrics")
-        found = [line for line in text.splitlines() if line.startswith("kvpilot_engine_metrics_timestamp_seconds{")]
-        return next((float(line.rpartition(" ")[2]) for line in found if f'name="{name}"' in line), 0.0)
+        return await self.figure(name, "kvpilot_engine_metrics_timestamp_seconds")
 
     async def create(self, name: str, replicas: int, **spec: Any) -> None:
         """Create a service of cheap engines in a fixed number; `spec` overrides sections."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpilot_localcluster.rest import ApiError, Rest, until
+from kvpilot_localcluster.rest import HANGS, ApiError, Rest, until
 
 Json = dict[str, Any]
 
@@ -42,7 +42,7 @@ def condition(rest: Rest, namespace: str, kind: str) -> Json:
     return next((one for one in status.get("conditions", ()) if one["type"] == kind), {})
 
 
-def told(rest: Rest, namespace: str, kind: str, reason: str) -> Json:
+def told(rest: Rest, namespace: str, kind: str, reason: str, *, seconds: float = HANGS) -> Json:
     """Wait until a condition of `chat` has this reason."""
     found: list[Json] = []
 
@@ -51,7 +51,7 @@ def told(rest: Rest, namespace: str, kind: str, reason: str) -> Json:
         return found[0].get("reason") == reason
 
     try:
-        until(seen, f"{kind} has reason {reason}")
+        until(seen, f"{kind} has reason {reason}", seconds=seconds)
     except TimeoutError as error:
         raise AssertionError(f"{error}: {found}") from None
     return found[0]

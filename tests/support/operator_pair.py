@@ -138,6 +138,8 @@ class Pair:
         finally:
             self._flags = ()
             self._leave()
+            # A leader keeps the Lease if a write got no answer. Both have ended, so no write can arrive any more.
+            self.rest.merge(_LEASE, {"spec": {"holderIdentity": ""}})
 
     def settle(self) -> tuple[Operator, Operator]:
         """Wait until both places run and one of them leads; return (leader, standby)."""

@@ -98,7 +98,7 @@ def test_a_part_that_there_is_not_is_refused_before_any_runs(
     with pytest.raises(SystemExit) as caught:
         run(script, monkeypatch, "chart", "carts")
     assert caught.value.code == 2
-    assert "unknown part carts: use e2e" in capfd.readouterr().err
+    assert "unknown part carts: use runtime" in capfd.readouterr().err
 
 
 def test_every_folder_of_tests_is_a_part_and_those_with_long_tests_are_named(script: ModuleType) -> None:
