@@ -56,9 +56,6 @@ def tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, k
     """Check new tokens: key and value are floats [tokens, kv_heads, head_dim], slots one int64 per token, or fewer.
 
     Slots are int64, because a page's byte offset exceeds 32 bits in a cache of more than 2 GiB.
-
-    Raises:
-        BadInputError: wrong type or shape.
     """
     for name, x in (("key", key), ("value", value)):
         if x.dtype not in FLOATS or tuple(x.shape[1:]) != (kv_heads, head_dim):
@@ -78,11 +75,7 @@ def tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, k
 
 
 def ring(ring: torch.Tensor | None, cache: torch.Tensor, recent: int) -> None:
-    """Check that the ring has pages like the layer's, and that it exists exactly if the window has tokens.
-
-    Raises:
-        BadInputError: the ring or the window is missing, or the pages differ.
-    """
+    """Check that the ring has pages like the layer's, and that it exists exactly if the window has tokens."""
     if recent < 0 or (ring is not None) != (recent > 0):
         raise BadInputError(
             "recent",
@@ -101,11 +94,7 @@ def inner_strides(head_dim: int, **named: torch.Tensor) -> None:
 
 
 def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, recent: int) -> None:
-    """Check ring slots: one int64 for each entry of `slot_mapping` if there is a window, else None.
-
-    Raises:
-        BadInputError: wrong type or shape, or slots without a window or a window without slots.
-    """
+    """Check ring slots: one int64 for each entry of `slot_mapping` if there is a window, else None."""
     if (ring_slots is not None) != (recent > 0):
         raise BadInputError(
             "ring_slots",
@@ -123,11 +112,7 @@ def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, rece
 
 
 def ordinals(ordinals: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
-    """Check positions in sequences: one integer per token, or fewer if only padding follows, or None.
-
-    Raises:
-        BadInputError: wrong type, or more positions than slots.
-    """
+    """Check positions in sequences: one integer per token, or fewer if only padding follows, or None."""
     if ordinals is None:
         return
     if ordinals.dtype not in _INTEGERS or ordinals.dim() != 1 or ordinals.shape[0] > slot_mapping.shape[0]:
@@ -139,11 +124,7 @@ def ordinals(ordinals: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
 
 
 def ring_table(ring_table: torch.Tensor | None, sequences: int, ring_blocks: int) -> None:
-    """Check the ring table: integers [sequences or more, ring_blocks]; None without a window.
-
-    Raises:
-        BadInputError: wrong type or shape, or a table without a window or a window without a table.
-    """
+    """Check the ring table: integers [sequences or more, ring_blocks]; None without a window."""
     if (ring_table is not None) != (ring_blocks > 0):
         raise BadInputError(
             "ring_table",
@@ -162,11 +143,7 @@ def ring_table(ring_table: torch.Tensor | None, sequences: int, ring_blocks: int
 
 
 def queries(query: torch.Tensor, kv_heads: int, head_dim: int) -> None:
-    """Check queries: floats [rows, heads, head_dim], heads a multiple of kv_heads.
-
-    Raises:
-        BadInputError: wrong type or shape.
-    """
+    """Check queries: floats [rows, heads, head_dim], heads a multiple of kv_heads."""
     right = query.dtype in FLOATS and query.dim() == 3 and query.shape[2] == head_dim
     if not right or query.shape[1] == 0 or query.shape[1] % kv_heads:
         raise BadInputError(
@@ -177,11 +154,7 @@ def queries(query: torch.Tensor, kv_heads: int, head_dim: int) -> None:
 
 
 def slots(slot_mapping: torch.Tensor, blocks: int, block_size: int, field: str = "slots") -> None:
-    """Check slots to write to. They are below blocks * block_size; a negative slot is padding.
-
-    Raises:
-        BadInputError: a slot beyond the cache.
-    """
+    """Check slots to write to. They are below blocks * block_size; a negative slot is padding."""
     if slot_mapping.numel() and int(slot_mapping.max()) >= blocks * block_size:
         raise BadInputError(
             field,
@@ -194,9 +167,6 @@ def tables(block_table: torch.Tensor, seq_lens: torch.Tensor, blocks: int, block
     """Check block tables: block_table is integers [sequences, columns], seq_lens integers [sequences] of at least 1.
 
     Only the entries that a sequence uses are checked, because later entries are arbitrary.
-
-    Raises:
-        BadInputError: wrong type or shape, a length without room in the table, or a block beyond the cache.
     """
     for name, x, dims in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
         if x.dtype not in _INTEGERS or x.dim() != dims or x.shape[0] != seq_lens.shape[0]:
@@ -225,11 +195,7 @@ def tables(block_table: torch.Tensor, seq_lens: torch.Tensor, blocks: int, block
 
 
 def int32(**given: torch.Tensor) -> None:
-    """Check tensors that a kernel reads as int32, because it would misread another type without an error.
-
-    Raises:
-        BadInputError: wrong type; the message names the argument.
-    """
+    """Check tensors that a kernel reads as int32, because it would misread another type without an error."""
     for name, x in given.items():
         if x.dtype != torch.int32:
             raise BadInputError(name, f"is {x.dtype}", "give int32")
@@ -243,11 +209,7 @@ def sequences(seq_lens: torch.Tensor, most: int) -> None:
 
 def several(starts: torch.Tensor, owners: torch.Tensor, most: int, seq_lens: torch.Tensor, tokens: int,
             rows: int) -> None:  # fmt: skip
-    """Check a step with several rows per sequence against a plan of `tokens` rows per sequence and `rows` rows in all.
-
-    Raises:
-        BadInputError: wrong type, no first row for each sequence, or more rows than the plan has room for.
-    """
+    """Check a step with several rows per sequence against a plan of `tokens` rows a sequence and `rows` in all."""
     int32(starts=starts, owners=owners)
     if starts.shape[0] <= seq_lens.shape[0]:
         raise BadInputError(
@@ -260,11 +222,7 @@ def several(starts: torch.Tensor, owners: torch.Tensor, most: int, seq_lens: tor
 
 
 def blocks(table: torch.Tensor, blocks: int, field: str) -> None:
-    """Check the blocks of a table in which negative entries stand for no block.
-
-    Raises:
-        BadInputError: a block beyond the cache.
-    """
+    """Check the blocks of a table in which negative entries stand for no block."""
     if table.numel() and int(table.max()) >= blocks:
         raise BadInputError(
             field, f"names block {int(table.max())}", f"the cache has blocks 0 to {blocks - 1}; give -1 for none"
@@ -272,11 +230,7 @@ def blocks(table: torch.Tensor, blocks: int, field: str) -> None:
 
 
 def sinks(found: torch.Tensor | None, heads: int) -> None:
-    """Check logits of attention sinks: contiguous floats [heads], or None.
-
-    Raises:
-        BadInputError: wrong type or shape.
-    """
+    """Check logits of attention sinks: contiguous floats [heads], or None."""
     if found is None:
         return
     if found.dtype not in FLOATS or tuple(found.shape) != (heads,) or not found.is_contiguous():

@@ -11,11 +11,7 @@ from kvpilot_formats import dtypes
 
 
 def draw(plan: Plan, file: Path) -> None:
-    """Write the plot; `plots.check` must have passed.
-
-    Raises:
-        PlotError: the file cannot be written.
-    """
+    """Write the plot; `plots.check` must have passed."""
     request = plan.request
     with plots.drawing(file, 7.5, 4.5) as axes:
         ends = []

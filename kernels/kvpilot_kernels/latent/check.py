@@ -12,11 +12,7 @@ from kvpilot_kernels.check import FLOATS, BadInputError
 
 
 def page_cache(cache: torch.Tensor, fmt: LatentFormat) -> None:
-    """Check a layer's cache: uint8 [blocks, block_size, row_bytes], every block one contiguous page.
-
-    Raises:
-        BadInputError: wrong type, shape or stride; the message names the right one.
-    """
+    """Check a layer's cache: uint8 [blocks, block_size, row_bytes], every block one contiguous page."""
     row = fmt.row_bytes
     right = cache.dtype == torch.uint8 and cache.dim() == 3 and cache.shape[2] == row
     if not right or cache.stride()[1:] != (row, 1) or cache.shape[1] % 16 or cache.shape[1] == 0:
@@ -41,11 +37,7 @@ def page_cache(cache: torch.Tensor, fmt: LatentFormat) -> None:
 
 
 def tokens(latent: torch.Tensor, rope: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Check new tokens: floats [tokens, 512] and [tokens, 64], slots an int64 for each of them or fewer.
-
-    Raises:
-        BadInputError: wrong type or shape.
-    """
+    """Check new tokens: floats [tokens, 512] and [tokens, 64], slots an int64 for each of them or fewer."""
     for name, x, width in (("latent", latent, RANK), ("rope", rope, ROPE)):
         if x.dtype not in FLOATS or x.dim() != 2 or x.shape[1] != width or x.stride(1) != 1:
             raise BadInputError(
@@ -66,11 +58,7 @@ def tokens(latent: torch.Tensor, rope: torch.Tensor, slot_mapping: torch.Tensor)
 
 
 def queries(absorbed: torch.Tensor, rope: torch.Tensor, heads: int | None = None) -> None:
-    """Check queries: floats [rows, heads, 512] and [rows, heads, 64].
-
-    Raises:
-        BadInputError: wrong type or shape.
-    """
+    """Check queries: floats [rows, heads, 512] and [rows, heads, 64]."""
     for name, x, width in (("query", absorbed, RANK), ("query_rope", rope, ROPE)):
         if x.dtype not in FLOATS or x.dim() != 3 or x.shape[2] != width or x.shape[1] != (heads or absorbed.shape[1]):
             raise BadInputError(

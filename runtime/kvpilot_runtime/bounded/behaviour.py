@@ -29,11 +29,7 @@ def kept(bound: SinksAndWindow, page: int, computed: int) -> set[int]:
 
 
 def refuse_other_pages() -> None:
-    """Refuse a vLLM whose cache manager keeps other pages of a request than the request attends to.
-
-    Raises:
-        UnsupportedEngineError: with the first request whose pages differ, or because none could be tried.
-    """
+    """Refuse a vLLM whose cache manager keeps other pages of a request than the request attends to."""
     try:
         found = _freed()
     except Exception as error:  # a later version may fail in any way
@@ -86,9 +82,6 @@ def refuse_other_tables(worker: Any, bound: SinksAndWindow) -> None:
 
     vLLM's newer runner gathers its tables on the GPU in each step; the older one takes them from the scheduler. The
     rows used here are overwritten by later requests.
-
-    Raises:
-        UnsupportedEngineError: a page is missing.
     """
     tables: Any = getattr(worker.model_runner, "block_tables", None)
     if not hasattr(tables, "gather_block_tables"):

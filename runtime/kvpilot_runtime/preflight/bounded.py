@@ -21,12 +21,7 @@ def check(
     fmt: formats.Format | LatentFormat, config: models.Architecture | None, request: Request,
     platform: machine.Platform,
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Return warnings as (reason, message). There are none if the cache keeps all tokens.
-
-    Raises:
-        PreflightError: BadArguments if an option is not supported beside a bounded cache; ModelUnsupported if the model
-            is not.
-    """
+    """Return warnings as (reason, message). There are none if the cache keeps all tokens."""
     bound = request.retention
     if bound is None:
         return []

@@ -24,11 +24,7 @@ CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e
 
 
 def check(request: Request) -> Findings:
-    """Check model, dtype and memory, in this order.
-
-    Raises:
-        PreflightError: the engine cannot work as asked.
-    """
+    """Check model, dtype and memory, in this order."""
     findings = Findings(skip_layers=request.skip_layers or ())
     platform = machine.platform()
     fmt = _dtype(request.dtype)
@@ -71,11 +67,7 @@ def check(request: Request) -> Findings:
 
 
 def _draft_bytes(request: Request, model: Path) -> int:
-    """Return the bytes of the weights of a draft model in a folder of its own.
-
-    Raises:
-        PreflightError: ModelNotFound, as `weight_bytes`.
-    """
+    """Return the bytes of the weights of a draft model in a folder of its own."""
     asked = options.speculation(request.others)
     folder = model_folder(asked.get("model", "")) if asked.get("method") in options.DRAFT_MODELS else None
     return 0 if folder is None or folder == model or not asked.get("model") else weight_bytes(folder)

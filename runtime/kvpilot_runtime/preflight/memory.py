@@ -54,9 +54,6 @@ def check(
     """Compare the memory that an engine needs with the available memory. `weights` are the bytes of the whole model.
 
     If a property of the machine is unknown, its check is skipped.
-
-    Raises:
-        PreflightError: DoesNotFit.
     """
     length = request.max_model_len or config.max_positions
     in_16_bits = len({layer for layer in request.skip_layers or () if layer.isdecimal()})
@@ -117,11 +114,7 @@ def step_buffers(fmt: formats.Format | LatentFormat, config: models.Architecture
 
 
 def _of_gpus(request: Request) -> tuple[int | None, int | None]:
-    """Return the bytes that vLLM may use on the GPU with the least room, and the smallest memory; None if unknown.
-
-    Raises:
-        PreflightError: DoesNotFit, if there are too few GPUs.
-    """
+    """Return the bytes that vLLM may use on the GPU with the least room, and the smallest memory; None if unknown."""
     gpus, seen = machine.gpus(), here(request)
     if not gpus:
         if machine.may_have_gpus():
@@ -154,11 +147,7 @@ def _left(what: str) -> tuple[str, str]:
 
 
 def offloaded(request: Request) -> int:
-    """Return the bytes of host memory for offloaded pages of all engines on this machine; 0 without offloading.
-
-    Raises:
-        PreflightError: BadArguments.
-    """
+    """Return the bytes of host memory for offloaded pages of all engines on this machine; 0 without offloading."""
     try:
         size = options.offloaded_bytes(request.others)
     except ValueError as error:
@@ -167,11 +156,7 @@ def offloaded(request: Request) -> int:
 
 
 def check_offload(request: Request, platform: machine.Platform) -> None:
-    """Compare the host memory that offloading uses with the available memory.
-
-    Raises:
-        PreflightError: BadArguments, DoesNotFit.
-    """
+    """Compare the host memory that offloading uses with the available memory."""
     wanted, have = offloaded(request), machine.available_memory()
     if have is not None and wanted > have:
         raise PreflightError(

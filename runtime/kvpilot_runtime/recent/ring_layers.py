@@ -68,11 +68,7 @@ class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # mypy sees vLLM's
 
 
 def asked() -> int | None:
-    """Return the window that the environment names; None for the default.
-
-    Raises:
-        UnsupportedModelError: it is not a supported window.
-    """
+    """Return the window that the environment names; None for the default."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return None
@@ -89,9 +85,6 @@ def attach(config: Any, layers: dict[str, Any]) -> None:
 
     Layers of later calls belong to a draft model and have no rings. Their backend gets another name. vLLM has one
     builder per backend, and a builder plans steps either with or without a window.
-
-    Raises:
-        UnsupportedModelError: the requested window is not supported, or is longer than the context.
     """
     if any(layer.impl.recent is not None for layer in layers.values()):
         for layer in layers.values():

@@ -59,9 +59,6 @@ def refuse(dtype: str, found: Iterable[Broken], skipping: bool) -> None:
 
     Args:
         skipping: there are layers that stay in 16 bits.
-
-    Raises:
-        UnsupportedEngineError: with the version, or with all parts that differ.
     """
     if lacks := compat.too_old():
         raise UnsupportedEngineError(
@@ -79,11 +76,7 @@ def refuse(dtype: str, found: Iterable[Broken], skipping: bool) -> None:
 
 
 def refuse_bound(bound: str, found: Iterable[Broken], heavy: bool = False) -> None:
-    """Refuse a bounded cache that this vLLM cannot serve; `heavy` is True for heavy hitters.
-
-    Raises:
-        UnsupportedEngineError: with the versions that serve it, or with all parts that differ.
-    """
+    """Refuse a bounded cache that this vLLM cannot serve; `heavy` is True for heavy hitters."""
     if lacks := compat.lacks_for_bounds():
         raise UnsupportedEngineError(
             f"--retention {bound} needs {lacks}; leave it out, or use a runtime image with vllm {compat.ADVISED}"

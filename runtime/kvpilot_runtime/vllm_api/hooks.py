@@ -67,12 +67,7 @@ def _settle_cpu(paths: Mapping[str, str], judge: Judge) -> None:
 
 
 def _ours(platform: Any, paths: Mapping[str, str], judge: Judge, asked: Any) -> str | None:
-    """Return the path of our backend for a layer, or None if its KV-cache dtype is not ours.
-
-    Raises:
-        UnsupportedEngineError: in the same cases as `judge`.
-        UnsupportedModelError: our backend does not serve such a layer; the message has all of the backend's reasons.
-    """
+    """Return the path of our backend for a layer, or None if its KV-cache dtype is not ours."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     dtype = asked.kv_cache_dtype or "auto"
