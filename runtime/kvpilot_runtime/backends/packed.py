@@ -35,9 +35,7 @@ from kvpilot_runtime.config import connectors, offload, retention
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent.ring_layers import RecentLayer, Rings, attach
 from kvpilot_runtime.speculation import drafts, has_draft_model, refuse_other_drafters
-from kvpilot_runtime.vllm_api import contract
 from kvpilot_runtime.vllm_api.compat import backend_class, page_layouts
-from kvpilot_runtime.vllm_api.vllm_parts import Feature
 
 PREFILL_FROM_PAGES = "KVPILOT_PREFILL_FROM_PAGES"
 """Environment variable; with 1, a chunk's own tokens are read back from their pages too.
@@ -148,7 +146,7 @@ class PackedBackend(OurBackend):
 
         A bounded cache does not support it, because token positions differ there.
         """
-        return retention.asked() is None and contract.has(Feature.IMAGES)
+        return retention.asked() is None
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
@@ -200,8 +198,6 @@ def only_ours(vllm_config: Any) -> bool:
 def refuse_unsupported_options(vllm_config: Any) -> None:
     """Refuse options that packed pages do not support."""
     dtype = vllm_config.cache_config.cache_dtype
-    if getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None):
-        contract.refuse(dtype, contract.broken(""), skipping=True)
     refuse_beside(vllm_config, rules.BESIDE_ANY)
     transfer = vllm_config.kv_transfer_config
     if transfer is None:

@@ -1,4 +1,4 @@
-"""Last check of the contract: write pages and read them back through vLLM's own attention layer.
+"""Check at start: write pages and read them back through vLLM's own attention layer.
 
 A later vLLM may keep shapes and names but change their meaning. It may swap blocks and heads, exchange keys and values,
 or count slots differently. So once a worker has its KV cache, one layer of each shape stores three requests of

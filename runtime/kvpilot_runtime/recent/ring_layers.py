@@ -21,8 +21,6 @@ from kvpilot_runtime.config import retention
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent import info as recent_info
 from kvpilot_runtime.speculation import drafts, spares
-from kvpilot_runtime.vllm_api import contract
-from kvpilot_runtime.vllm_api.vllm_parts import Feature
 
 VARIABLE = "KVPILOT_RECENT_TOKENS"
 """Environment variable with the tokens of the recent window, set by kvpilot-serve; empty for the default."""
@@ -149,8 +147,6 @@ def _cannot(config: Any, layers: dict[str, Any]) -> str:
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
 
-    if not contract.has(Feature.WINDOW):
-        return "VllmWithoutRings"
     if retention.asked() is not None:
         return "BoundedCache"
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
