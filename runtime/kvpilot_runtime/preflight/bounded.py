@@ -68,7 +68,7 @@ def _heavy(
     every = read((*request.others, f"--tensor-parallel-size={request.tensor_parallel}"))
     if (found := rules.first_on(every, rules.BESIDE_HEAVY_HITTERS)) is not None:
         raise refuse(f"{found[0]} ({found[1]})", "leave it out")
-    page = options.count(request.others, "--block-size")
+    page = request.arguments.count("--block-size")
     page = usual if page == 1 else page
     if bound.budget < bound.least(page):
         raise PreflightError(
