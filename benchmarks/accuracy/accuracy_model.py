@@ -16,9 +16,9 @@ from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.accuracy.accuracy_rows import Reading
+from benchmarks.accuracy.codec import Codec
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.fit import Observed
-from kvpilot_kernels.reference.codec import Codec
 from kvpilot_kernels.reference.windowed import Sides, windowed
 from kvpilot_runtime.calibration.text import passes
 

@@ -11,14 +11,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.accuracy.codec import Codec, own
 from benchmarks.accuracy.rivals import plain
 from benchmarks.accuracy.rivals.kivi import kivi
 from benchmarks.accuracy.rivals.kvarn import kvarn
 from benchmarks.accuracy.rivals.turboquant import turboquant
 from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.reference.codec import Codec
-from kvpilot_kernels.reference.own import own
 
 ByLayer = Callable[[int], Codec]
 """The codec of a layer."""

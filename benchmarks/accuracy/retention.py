@@ -28,8 +28,8 @@ from benchmarks.accuracy.accuracy_needle import TEXT as NEEDLE_TEXT
 from benchmarks.accuracy.accuracy_rows import CONTEXT, SELF, Reading, bits
 from benchmarks.accuracy.accuracy_rows import reading as row
 from benchmarks.accuracy.accuracy_texts import EVALUATION, sequences
+from benchmarks.accuracy.codec import own
 from kvpilot_formats import formats
-from kvpilot_kernels.reference.own import own
 from kvpilot_runtime.bounded.heavy import measured_rows
 from kvpilot_runtime.bounded.heavy_mass import page_mass
 from kvpilot_runtime.bounded.heavy_spec import lightest

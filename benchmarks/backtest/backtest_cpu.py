@@ -24,9 +24,9 @@ from typing import Any
 import httpx
 import numpy as np
 
+from kvpilot_cli.backtest.batch import Limits, Request
 from kvpilot_cli.backtest.costs import Costs
 from kvpilot_cli.backtest.engine import Engine
-from kvpilot_cli.backtest.request import Limits, Request
 from kvpilot_localcluster.engines.real import Engine as RealEngine
 from kvpilot_localcluster.engines.real import engine as real_engine
 from kvpilot_smallmodels.models import smollm2_135m

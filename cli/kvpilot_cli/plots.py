@@ -37,11 +37,7 @@ def check(file: Path) -> None:
 
 @contextmanager
 def drawing(file: Path, width: float, height: float) -> Iterator[Any]:
-    """Yield axes of this size in inches, and write the figure at the end of the block; `check` must have passed.
-
-    Raises:
-        PlotError: the file cannot be written.
-    """
+    """Yield axes of this size in inches, and write the figure at the end of the block; `check` must have passed."""
     import matplotlib as mpl
 
     mpl.use("agg")

@@ -19,11 +19,7 @@ DTYPES: Mapping[str, Dtype] = MappingProxyType({**FORMATS, **LATENT_FORMATS})
 
 
 def parse(name: str) -> Dtype:
-    """Return the dtype called `name`.
-
-    Raises:
-        UnknownFormatError: no dtype has this name; the message lists those that exist.
-    """
+    """Return the dtype called `name`."""
     return named(DTYPES, name)
 
 

@@ -145,19 +145,11 @@ class Format:
         return wide
 
     def group_size(self, head_dim: int) -> int:
-        """Return how many elements of a stored row share a scale: 64, or 48 in rows of 96 and 192.
-
-        Raises:
-            UnsupportedHeadDimError: in the same cases as `row_dim`.
-        """
+        """Return how many elements of a stored row share a scale: 64, or 48 in rows of 96 and 192."""
         return 64 if self.row_dim(head_dim) % 3 else 48
 
     def groups(self, head_dim: int) -> int:
-        """Return the number of scales of a stored row.
-
-        Raises:
-            UnsupportedHeadDimError: in the same cases as `row_dim`.
-        """
+        """Return the number of scales of a stored row."""
         return self.row_dim(head_dim) // self.group_size(head_dim)
 
     def row_bytes(self, head_dim: int) -> int:
@@ -178,12 +170,7 @@ class Format:
         return self.row_bytes(head_dim) * 8 / (2 * head_dim)
 
     def page_layout(self, head_dim: int, block_size: int) -> PageLayout:
-        """Return the offsets of a page of `block_size` tokens, as in the table of `layouts`.
-
-        Raises:
-            UnsupportedHeadDimError: in the same cases as `row_dim`.
-            FormatError: block_size is not a positive multiple of 16.
-        """
+        """Return the offsets of a page of `block_size` tokens, as in the table of `layouts`."""
         groups = self.groups(head_dim)
         if block_size <= 0 or block_size % 16:
             raise FormatError(f"block_size {block_size} is not a multiple of 16 tokens; use 16, 32, 64 or 128")
@@ -214,22 +201,14 @@ class Format:
         return max(choice for choice in RECENT_CHOICES if choice <= most)
 
     def ring_layout(self, head_dim: int, block_size: int) -> RingLayout:
-        """Return the offsets of a ring's page, which has the bytes of a page of `block_size` tokens (see `layouts`).
-
-        Raises:
-            UnsupportedHeadDimError, FormatError: as `page_layout`; FormatError too if the format has no ring.
-        """
+        """Return the offsets of a ring's page, which has the bytes of a page of `block_size` tokens (see `layouts`)."""
         page = self.page_layout(head_dim, block_size)
         if not self.has_ring:
             raise FormatError(f"kv-cache dtype {self.name!r} has 8 bits everywhere: set recentTokens to 0")
         return layouts.ring(self.key.bits, self.value.bits, self.row_dim(head_dim), self.groups(head_dim), page.size)
 
     def ring_blocks(self, recent: int, head_dim: int, block_size: int) -> int:
-        """Return the pages of a sequence's ring that hold the last `recent` tokens; 0 without a window or at 8 bits.
-
-        Raises:
-            UnsupportedHeadDimError, FormatError: as `ring_layout`; FormatError too if `recent` is negative.
-        """
+        """Return the pages of a sequence's ring that hold the last `recent` tokens; 0 without a window or at 8 bits."""
         if recent < 0:
             raise FormatError(f"recentTokens {recent} is not a number of tokens; use 0 for none, or 64")
         if not recent or not self.has_ring:
@@ -291,11 +270,7 @@ VLLM_DTYPES_LEFT_OUT: dict[str, str] = {
 
 
 def named(table: Mapping[str, _Dtype], name: str) -> _Dtype:
-    """Return the entry of a table of dtypes that is called `name`.
-
-    Raises:
-        UnknownFormatError: no entry has this name; the message lists those that exist.
-    """
+    """Return the entry of a table of dtypes that is called `name`."""
     try:
         return table[name]
     except (KeyError, TypeError):
@@ -303,11 +278,7 @@ def named(table: Mapping[str, _Dtype], name: str) -> _Dtype:
 
 
 def parse(name: str) -> Format:
-    """Return the format called `name`.
-
-    Raises:
-        UnknownFormatError: no format has this name; the message lists those that exist.
-    """
+    """Return the format called `name`."""
     return named(FORMATS, name)
 
 

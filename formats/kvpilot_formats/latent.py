@@ -122,11 +122,7 @@ LATENT_FORMATS: Mapping[str, LatentFormat] = MappingProxyType(
 
 
 def parse(name: str) -> LatentFormat:
-    """Return the format called `name`.
-
-    Raises:
-        UnknownFormatError: no format has this name; the message lists those that exist.
-    """
+    """Return the format called `name`."""
     return named(LATENT_FORMATS, name)
 
 

@@ -1,7 +1,8 @@
 """Checks of arguments before a kernel is launched, because a wrong shape could give a wrong answer without an error.
 
-Each error names the argument, its value and the remedy. `page_cache`, `tokens` and `queries` look only at shapes and
-types, so a GPU path may call them in every step. `slots` and `tables` read values. On a GPU that waits for the device.
+Each raises BadInputError, whose message names the argument, its value and the remedy. `page_cache`, `tokens` and
+`queries` look only at shapes and types, so a GPU path may call them in every step. `slots` and `tables` read values. On
+a GPU that waits for the device.
 """
 
 from __future__ import annotations
@@ -22,73 +23,63 @@ class BadInputError(ValueError):
         super().__init__(f"{field} {holds}; {remedy}")
 
 
+def shown(x: torch.Tensor) -> str:
+    """Return a tensor's type and shape for a message."""
+    return f"{x.dtype} {tuple(x.shape)}"
+
+
 def page_cache(cache: torch.Tensor, fmt: Format, head_dim: int, field: str = "cache") -> None:
     """Check a layer's cache: uint8 [blocks, kv_heads, block_size, row_bytes], each (block, head) one contiguous page.
 
     Raises:
-        BadInputError: wrong type, shape or stride; the message names the right one.
         UnsupportedHeadDimError: the format has no layout for this head dimension.
     """
     row = fmt.row_bytes(head_dim)
-    right = cache.dtype == torch.uint8 and cache.dim() == 4 and cache.shape[3] == row
-    if not right or cache.stride()[2:] != (row, 1) or cache.shape[2] % 16 or cache.shape[2] == 0:
+    pages(cache, ("blocks", "kv_heads", "block_size"), row, f"{fmt.name} at head_dim {head_dim}", field)
+
+
+def pages(cache: torch.Tensor, dims: tuple[str, ...], row: int, what: str, field: str = "cache") -> None:
+    """Check pages: uint8 [*dims, row], contiguous tokens of `row` bytes in the last dimension but one."""
+    right = cache.dtype == torch.uint8 and cache.dim() == len(dims) + 1 and cache.shape[-1] == row
+    if not right or cache.stride()[-2:] != (row, 1) or cache.shape[-2] % 16 or cache.shape[-2] == 0:
+        takes = f"{what} takes uint8 [{', '.join(dims)}, {row}] with contiguous pages and a block_size that is a"
+        raise BadInputError(field, f"is {shown(cache)} with strides {cache.stride()}", f"{takes} multiple of 16")
+    page, outer = cache.shape[-2] * row, list(zip(cache.shape, cache.stride(), strict=True))[:-2]
+    if any(size > 1 and stride < page for size, stride in outer):
+        remedy = f"its pages of {page} bytes must not lie over one another"
+        raise BadInputError(field, f"has strides {cache.stride()}", remedy)
+    if cache.data_ptr() % 16 or any(stride % 16 for _, stride in outer):
         raise BadInputError(
-            field,
-            f"is {cache.dtype} {tuple(cache.shape)} with strides {cache.stride()}",
-            f"{fmt.name} at head_dim {head_dim} takes uint8 [blocks, kv_heads, block_size, {row}] with contiguous "
-            "pages and a block_size that is a multiple of 16",
-        )
-    page = cache.shape[2] * row
-    apart = (cache.shape[1] < 2 or cache.stride(1) >= page) and (cache.shape[0] < 2 or cache.stride(0) >= page)
-    if not apart:
-        raise BadInputError(
-            field, f"has strides {cache.stride()}", f"its pages of {page} bytes must not lie over one another"
-        )
-    if cache.data_ptr() % 16 or cache.stride(0) % 16 or cache.stride(1) % 16:
-        raise BadInputError(
-            field,
-            f"starts at byte {cache.data_ptr() % 16} of 16 with strides {cache.stride()}",
+            field, f"starts at byte {cache.data_ptr() % 16} of 16 with strides {cache.stride()}",
             "pages start at multiples of 16 bytes: allocate and pad them so",
-        )
+        )  # fmt: skip
 
 
 def tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, kv_heads: int, head_dim: int) -> None:
-    """Check new tokens: key and value are floats [tokens, kv_heads, head_dim], slots one int64 per token, or fewer.
-
-    Slots are int64, because a page's byte offset exceeds 32 bits in a cache of more than 2 GiB.
-
-    Raises:
-        BadInputError: wrong type or shape.
-    """
+    """Check new tokens: key and value are floats [tokens, kv_heads, head_dim], slots one int64 per token, or fewer."""
     for name, x in (("key", key), ("value", value)):
         if x.dtype not in FLOATS or tuple(x.shape[1:]) != (kv_heads, head_dim):
-            raise BadInputError(
-                name, f"is {x.dtype} {tuple(x.shape)}", f"this cache takes floats [tokens, {kv_heads}, {head_dim}]"
-            )
+            raise BadInputError(name, f"is {shown(x)}", f"this cache takes floats [tokens, {kv_heads}, {head_dim}]")
+    one_slot_each(slot_mapping, {"keys": key, "values": value})
+
+
+def one_slot_each(slot_mapping: torch.Tensor, rows: dict[str, torch.Tensor]) -> None:
+    """Check that slots are one int64 for each row, or fewer.
+
+    Slots are int64, because a page's byte offset exceeds 32 bits in a cache of more than 2 GiB.
+    """
     if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
-        raise BadInputError(
-            "slots", f"is {slot_mapping.dtype} {tuple(slot_mapping.shape)}", "give one int64 for each token"
-        )
-    if slot_mapping.shape[0] > min(key.shape[0], value.shape[0]):
-        raise BadInputError(
-            "slots",
-            f"has {slot_mapping.shape[0]} entries for {key.shape[0]} keys and {value.shape[0]} values",
-            "give one for each token",
-        )
+        raise BadInputError("slots", f"is {shown(slot_mapping)}", "give one int64 for each token")
+    if slot_mapping.shape[0] > min(x.shape[0] for x in rows.values()):
+        counts = " and ".join(f"{x.shape[0]} {name}" for name, x in rows.items())
+        raise BadInputError("slots", f"has {slot_mapping.shape[0]} entries for {counts}", "give one for each token")
 
 
 def ring(ring: torch.Tensor | None, cache: torch.Tensor, recent: int) -> None:
-    """Check that the ring has pages like the layer's, and that it exists exactly if the window has tokens.
-
-    Raises:
-        BadInputError: the ring or the window is missing, or the pages differ.
-    """
+    """Check that the ring has pages like the layer's, and that it exists exactly if the window has tokens."""
     if recent < 0 or (ring is not None) != (recent > 0):
-        raise BadInputError(
-            "recent",
-            f"is {recent} {'without' if ring is None else 'with'} a ring",
-            "give a ring and the tokens that it keeps, or neither",
-        )
+        holds = f"is {recent} {'without' if ring is None else 'with'} a ring"
+        raise BadInputError("recent", holds, "give a ring and the tokens that it keeps, or neither")
     if ring is not None and ring.shape[1:] != cache.shape[1:]:
         raise BadInputError("ring", f"is {tuple(ring.shape)}", f"its pages are the layer's: {tuple(cache.shape)}")
 
@@ -101,142 +92,86 @@ def inner_strides(head_dim: int, **named: torch.Tensor) -> None:
 
 
 def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, recent: int) -> None:
-    """Check ring slots: one int64 for each entry of `slot_mapping` if there is a window, else None.
-
-    Raises:
-        BadInputError: wrong type or shape, or slots without a window or a window without slots.
-    """
+    """Check ring slots: one int64 for each entry of `slot_mapping` if there is a window, else None."""
     if (ring_slots is not None) != (recent > 0):
-        raise BadInputError(
-            "ring_slots",
-            "are missing" if recent else "are given",
-            f"these pages were made with recent={recent}: give them if, and only if, there is a recent window",
-        )
-    if ring_slots is None:
-        return
-    if ring_slots.dtype != torch.int64 or ring_slots.shape != slot_mapping.shape:
-        raise BadInputError(
-            "ring_slots",
-            f"are {ring_slots.dtype} {tuple(ring_slots.shape)}",
-            f"give one int64 for each of the {slot_mapping.shape[0]} slots, -1 for a token that has none",
-        )
+        remedy = f"these pages were made with recent={recent}: give them if, and only if, there is a recent window"
+        raise BadInputError("ring_slots", "are missing" if recent else "are given", remedy)
+    if ring_slots is not None and (ring_slots.dtype != torch.int64 or ring_slots.shape != slot_mapping.shape):
+        remedy = f"give one int64 for each of the {slot_mapping.shape[0]} slots, -1 for a token that has none"
+        raise BadInputError("ring_slots", f"are {shown(ring_slots)}", remedy)
 
 
 def ordinals(ordinals: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
-    """Check positions in sequences: one integer per token, or fewer if only padding follows, or None.
-
-    Raises:
-        BadInputError: wrong type, or more positions than slots.
-    """
+    """Check positions in sequences: one integer per token, or fewer if only padding follows, or None."""
     if ordinals is None:
         return
     if ordinals.dtype not in _INTEGERS or ordinals.dim() != 1 or ordinals.shape[0] > slot_mapping.shape[0]:
-        raise BadInputError(
-            "ordinals",
-            f"are {ordinals.dtype} {tuple(ordinals.shape)}",
-            f"give one int32 for each of the {slot_mapping.shape[0]} slots, 1 for the first token of a sequence",
-        )
+        remedy = f"give one int32 for each of the {slot_mapping.shape[0]} slots, 1 for the first token of a sequence"
+        raise BadInputError("ordinals", f"are {shown(ordinals)}", remedy)
 
 
 def ring_table(ring_table: torch.Tensor | None, sequences: int, ring_blocks: int) -> None:
-    """Check the ring table: integers [sequences or more, ring_blocks]; None without a window.
-
-    Raises:
-        BadInputError: wrong type or shape, or a table without a window or a window without a table.
-    """
+    """Check the ring table: integers [sequences or more, ring_blocks]; None without a window."""
     if (ring_table is not None) != (ring_blocks > 0):
-        raise BadInputError(
-            "ring_table",
-            "is missing" if ring_blocks else "is given",
-            f"a sequence has {ring_blocks} ring blocks here: give the table if, and only if, there is a recent window",
+        remedy = (
+            f"a sequence has {ring_blocks} ring blocks here: give the table if, and only if, there is a recent window"
         )
+        raise BadInputError("ring_table", "is missing" if ring_blocks else "is given", remedy)
     if ring_table is None:
         return
     right = ring_table.dtype in _INTEGERS and ring_table.dim() == 2
     if not right or ring_table.shape[0] < sequences or ring_table.shape[1] != ring_blocks:
-        raise BadInputError(
-            "ring_table",
-            f"is {ring_table.dtype} {tuple(ring_table.shape)}",
-            f"give integers [{sequences}, {ring_blocks}], a negative one where a sequence has no block",
-        )
+        remedy = f"give integers [{sequences}, {ring_blocks}], a negative one where a sequence has no block"
+        raise BadInputError("ring_table", f"is {shown(ring_table)}", remedy)
 
 
 def queries(query: torch.Tensor, kv_heads: int, head_dim: int) -> None:
-    """Check queries: floats [rows, heads, head_dim], heads a multiple of kv_heads.
-
-    Raises:
-        BadInputError: wrong type or shape.
-    """
+    """Check queries: floats [rows, heads, head_dim], heads a multiple of kv_heads."""
     right = query.dtype in FLOATS and query.dim() == 3 and query.shape[2] == head_dim
     if not right or query.shape[1] == 0 or query.shape[1] % kv_heads:
-        raise BadInputError(
-            "query",
-            f"is {query.dtype} {tuple(query.shape)}",
-            f"this cache takes floats [rows, heads, {head_dim}] with heads a multiple of {kv_heads}",
-        )
+        remedy = f"this cache takes floats [rows, heads, {head_dim}] with heads a multiple of {kv_heads}"
+        raise BadInputError("query", f"is {shown(query)}", remedy)
 
 
 def slots(slot_mapping: torch.Tensor, blocks: int, block_size: int, field: str = "slots") -> None:
-    """Check slots to write to. They are below blocks * block_size; a negative slot is padding.
-
-    Raises:
-        BadInputError: a slot beyond the cache.
-    """
+    """Check slots to write to. They are below blocks * block_size; a negative slot is padding."""
     if slot_mapping.numel() and int(slot_mapping.max()) >= blocks * block_size:
-        raise BadInputError(
-            field,
-            f"name slot {int(slot_mapping.max())}",
-            f"{blocks} blocks of {block_size} tokens end at slot {blocks * block_size - 1}: nothing was written",
-        )
+        remedy = f"{blocks} blocks of {block_size} tokens end at slot {blocks * block_size - 1}: nothing was written"
+        raise BadInputError(field, f"name slot {int(slot_mapping.max())}", remedy)
 
 
 def tables(block_table: torch.Tensor, seq_lens: torch.Tensor, blocks: int, block_size: int) -> None:
     """Check block tables: block_table is integers [sequences, columns], seq_lens integers [sequences] of at least 1.
 
     Only the entries that a sequence uses are checked, because later entries are arbitrary.
-
-    Raises:
-        BadInputError: wrong type or shape, a length without room in the table, or a block beyond the cache.
     """
     for name, x, dims in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
         if x.dtype not in _INTEGERS or x.dim() != dims or x.shape[0] != seq_lens.shape[0]:
-            raise BadInputError(
-                name, f"is {x.dtype} {tuple(x.shape)}", "give integers, one row for each sequence of seq_lens"
-            )
+            raise BadInputError(name, f"is {shown(x)}", "give integers, one row for each sequence of seq_lens")
     if seq_lens.numel() == 0:
         return
     room = block_table.shape[1] * block_size
     shortest, longest = (int(x) for x in seq_lens.aminmax())
     if shortest < 1 or longest > room:
-        raise BadInputError(
-            "seq_lens",
-            f"go from {shortest} to {longest} tokens",
-            f"a table of {block_table.shape[1]} blocks of {block_size} tokens holds 1 to {room}",
-        )
+        remedy = f"a table of {block_table.shape[1]} blocks of {block_size} tokens holds 1 to {room}"
+        raise BadInputError("seq_lens", f"go from {shortest} to {longest} tokens", remedy)
     used = torch.arange(block_table.shape[1], device=block_table.device) * block_size < seq_lens[:, None]
     named = block_table[used]
     wrong = named[(named < 0) | (named >= blocks)]
     if wrong.numel():
-        raise BadInputError(
-            "block_table",
-            f"names block {int(wrong[0])} within a sequence",
-            f"the cache has blocks 0 to {blocks - 1}: the table is not this cache's, or was not written",
-        )
+        remedy = f"the cache has blocks 0 to {blocks - 1}: the table is not this cache's, or was not written"
+        raise BadInputError("block_table", f"names block {int(wrong[0])} within a sequence", remedy)
 
 
 def int32(**given: torch.Tensor) -> None:
-    """Check tensors that a kernel reads as int32, because it would misread another type without an error.
-
-    Raises:
-        BadInputError: wrong type; the message names the argument.
-    """
+    """Check tensors that a kernel reads as int32, because it would misread another type without an error."""
     for name, x in given.items():
         if x.dtype != torch.int32:
             raise BadInputError(name, f"is {x.dtype}", "give int32")
 
 
 def sequences(seq_lens: torch.Tensor, most: int) -> None:
-    """Check that there are at most this many lengths. Raises: BadInputError: there are more."""
+    """Check that there are at most this many lengths."""
     if seq_lens.shape[0] > most:
         raise BadInputError("seq_lens", f"has {seq_lens.shape[0]} sequences", f"the plan has room for {most}")
 
@@ -245,14 +180,12 @@ def several(starts: torch.Tensor, owners: torch.Tensor, most: int, seq_lens: tor
             rows: int) -> None:  # fmt: skip
     """Check a step with several rows per sequence against a plan of `tokens` rows per sequence and `rows` rows in all.
 
-    Raises:
-        BadInputError: wrong type, no first row for each sequence, or more rows than the plan has room for.
+    `starts` has a first row for each sequence and one more.
     """
     int32(starts=starts, owners=owners)
     if starts.shape[0] <= seq_lens.shape[0]:
-        raise BadInputError(
-            "starts", f"has {starts.shape[0]} rows", f"give one more than the {seq_lens.shape[0]} sequences"
-        )
+        remedy = f"give one more than the {seq_lens.shape[0]} sequences"
+        raise BadInputError("starts", f"has {starts.shape[0]} rows", remedy)
     if not 2 <= most <= tokens:
         raise BadInputError("most", f"is {most} tokens of a sequence", f"the plan takes 2 to {tokens}")
     if owners.shape[0] > rows:
@@ -260,26 +193,15 @@ def several(starts: torch.Tensor, owners: torch.Tensor, most: int, seq_lens: tor
 
 
 def blocks(table: torch.Tensor, blocks: int, field: str) -> None:
-    """Check the blocks of a table in which negative entries stand for no block.
-
-    Raises:
-        BadInputError: a block beyond the cache.
-    """
+    """Check the blocks of a table in which negative entries stand for no block."""
     if table.numel() and int(table.max()) >= blocks:
-        raise BadInputError(
-            field, f"names block {int(table.max())}", f"the cache has blocks 0 to {blocks - 1}; give -1 for none"
-        )
+        remedy = f"the cache has blocks 0 to {blocks - 1}; give -1 for none"
+        raise BadInputError(field, f"names block {int(table.max())}", remedy)
 
 
 def sinks(found: torch.Tensor | None, heads: int) -> None:
-    """Check logits of attention sinks: contiguous floats [heads], or None.
-
-    Raises:
-        BadInputError: wrong type or shape.
-    """
+    """Check logits of attention sinks: contiguous floats [heads], or None."""
     if found is None:
         return
     if found.dtype not in FLOATS or tuple(found.shape) != (heads,) or not found.is_contiguous():
-        raise BadInputError(
-            "sinks", f"is {found.dtype} {tuple(found.shape)}", f"give contiguous floats, one for each of {heads} heads"
-        )
+        raise BadInputError("sinks", f"is {shown(found)}", f"give contiguous floats, one for each of {heads} heads")

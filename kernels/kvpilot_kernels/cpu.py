@@ -88,9 +88,6 @@ class PackedPages:
             ring_slots: int64 [tokens], from `ring.ring_slots`, negative for none; None without a ring.
             ordinals: int [tokens], each token's position in its sequence, from 1 on; None if none of them is its
                 sequence's first. It may be shorter than the tokens if the rest is padding.
-
-        Raises:
-            BadInputError: wrong type or shape, or a slot beyond the cache; nothing is written.
         """
         check.tokens(key, value, slots, self.key_codes.shape[1], self.head_dim)
         check.slots(slots, self.key_codes.shape[0], self.block_size)
@@ -151,9 +148,6 @@ class PackedPages:
 
         Returns:
             float32 [sequences, heads, head_dim].
-
-        Raises:
-            BadInputError: wrong type or shape, or a table that names a block beyond the cache.
         """
         check.queries(query, self.key_codes.shape[1], self.head_dim)
         check.tables(block_table, seq_lens, self.key_codes.shape[0], self.block_size)
@@ -238,9 +232,6 @@ class PackedPages:
 
         Returns:
             [tokens, heads, D] in the query's dtype.
-
-        Raises:
-            BadInputError: wrong type or shape, or a table that names a block beyond the cache.
         """
         check.queries(query, self.key_codes.shape[1], self.head_dim)
         tokens = query.shape[0]
@@ -262,11 +253,7 @@ class PackedPages:
         return out[0].transpose(0, 1)
 
     def read(self, block_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read keys and values of one sequence's first `length` tokens, rotated back: float32 [length, kv_heads, D].
-
-        Raises:
-            BadInputError: a length without room in the table, or a block beyond the cache.
-        """
+        """Read keys and values of one sequence's first `length` tokens, rotated back: float32 [length, kv_heads, D]."""
         return self.keys(block_table, length), self._side("value", block_table, length)
 
     def keys(self, block_table: torch.Tensor, length: int) -> torch.Tensor:

@@ -20,7 +20,6 @@ from kvpilot_runtime.metrics import model_info
 from kvpilot_runtime.recent import info as recent_info
 from kvpilot_runtime.transfer import host
 from kvpilot_runtime.vllm_api import compat, contract, hooks
-from kvpilot_runtime.vllm_api.vllm_parts import Broken, Feature
 
 BACKENDS = "kvpilot_runtime.backends"
 """Package of our backends. vLLM gets import paths, so that a process imports only the backends that it uses."""
@@ -53,29 +52,31 @@ def register() -> None:
 
 
 def serve_requests() -> None:
-    """Serve requests for offloaded pages, and finish waiting requests when the engine drains."""
-    broken = _looked_at()
-    lacking = {one.part.feature for one in broken}
-    if Feature.HOST not in lacking:
-        host.heed_from_host()
-    if Feature.DRAIN not in lacking:
-        hooks.around_shutdown()
-    _offload_on_cpu(broken)
+    """Serve requests for offloaded pages, and finish waiting requests when the engine drains.
+
+    An engine with vLLM's own dtypes must start with any later vLLM, so a missing part is only logged.
+    """
+    contract.tell(_platform())
+    for serve_part in (host.heed_from_host, hooks.around_shutdown, _offload_on_cpu):
+        try:
+            serve_part()
+        except (ImportError, AttributeError) as error:
+            log.error("vllm %s: %s; requests for offloaded pages, or those that wait when an engine ends, are answered "
+                      "as by vLLM alone: use vllm %s", compat.version_text(), error, compat.ADVISED)  # fmt: skip
 
 
 def serve_bound(bound: retention.SinksAndWindow) -> None:
     """Free pages of sequences as `bound` says, with every dtype.
 
     Raises:
-        UnsupportedEngineError: this vLLM cannot free the pages that we choose, or frees others.
+        UnsupportedEngineError: bounded caches were not run with this vLLM.
     """
-    heavy = isinstance(bound, retention.HeavyHitters)
-    contract.refuse_bound(str(bound), _looked_at(), heavy=heavy)
-    from kvpilot_runtime.bounded import attention, behaviour
+    contract.tell(_platform())
+    contract.refuse_bound(str(bound))
+    from kvpilot_runtime.bounded import attention
 
-    behaviour.refuse_other_pages()
     hooks.around_attention(attention.spec_of, attention.backend_of)
-    if heavy:
+    if isinstance(bound, retention.HeavyHitters):
         from kvpilot_runtime.bounded import heavy_spec
 
         hooks.around_scheduler(heavy_spec.tell, heavy_spec.hear)
@@ -87,26 +88,24 @@ def serve_dtype(dtype: str) -> None:
     """Serve our dtypes in this process and its future children. A second call changes nothing.
 
     Raises:
-        UnsupportedEngineError: this vLLM lacks a part that layers in this dtype need.
+        UnsupportedEngineError: this vLLM is too old, or lacks a part that our dtypes need.
     """
     from kvpilot_runtime.transfer import terms
 
-    broken = _looked_at()
-    contract.refuse(dtype, broken, skipping=False)
     platform = _platform()
+    contract.tell(platform)
+    contract.refuse(dtype)
     paths = {name: f"{BACKENDS}.{platform}.{compat.backend_class(name)}" for name in formats.own_names()}
     paths |= {name: f"{BACKENDS}.latent_{platform}.{compat.backend_class(name)}" for name in latent.names()}
-    compat.store_as_bytes(tuple(paths))
-    hooks.route_backends(
-        hooks.CUDA if platform == "cuda" else hooks.CPU, paths,
-        lambda asked, skipping: contract.refuse(asked, broken, skipping),
-    )  # fmt: skip
-    hooks.share_pages(tuple(paths))
-    hooks.around_kv_cache(settle, serve)
-    hooks.around_connectors(terms.connector_class)
-    if not compat.lacks_for_pinned():
-        hooks.around_layout(terms.layout)
-    _offload_on_cpu(broken)
+    with contract.needed(dtype):
+        compat.store_as_bytes(tuple(paths))
+        hooks.route_backends(hooks.CUDA if platform == "cuda" else hooks.CPU, paths)
+        hooks.share_pages(tuple(paths))
+        hooks.around_kv_cache(settle, serve)
+        hooks.around_connectors(terms.connector_class)
+        if not compat.lacks_for_pinned():
+            hooks.around_layout(terms.layout)
+        _offload_on_cpu()
     calibration_info.INFO.publish()
     recent_info.INFO.publish()
     os.environ[DTYPE] = dtype
@@ -118,19 +117,11 @@ def _platform() -> str:
     return "cuda" if current_platform.is_cuda() else "cpu"
 
 
-def _looked_at() -> tuple[Broken, ...]:
-    """Return the parts of vLLM that differ from what we need; the first of vLLM's processes logs them."""
-    platform = _platform()
-    broken = contract.broken(platform)
-    contract.tell(broken, platform)
-    return broken
-
-
-def _offload_on_cpu(broken: tuple[Broken, ...]) -> None:
-    """Give vLLM's offloading a worker on the CPU platform, if this vLLM has the parts for it."""
+def _offload_on_cpu() -> None:
+    """Give vLLM's offloading a worker on the CPU platform."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and not any(one.part.feature is Feature.HOST for one in broken):
+    if current_platform.is_cpu():
         host.serve_on_cpu()
 
 
@@ -173,11 +164,7 @@ def serve(worker: Any) -> None:
         )
     page_check.check(worker)
     terms.agree(worker, layers)
-    if (bound := retention.asked()) is not None:
-        from kvpilot_runtime.bounded import behaviour
-
-        behaviour.refuse_other_tables(worker, bound)
-    if isinstance(bound, retention.HeavyHitters):
+    if isinstance(bound := retention.asked(), retention.HeavyHitters):
         from kvpilot_runtime.bounded import heavy
 
         heavy.attach(worker, bound)

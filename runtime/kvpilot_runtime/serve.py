@@ -123,11 +123,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
-    """Return the request, and the arguments for `vllm serve`. The layers to skip are added later.
-
-    Raises:
-        PreflightError: BadArguments.
-    """
+    """Return the request, and the arguments for `vllm serve`. The layers to skip are added later."""
     found, parser = vllm.read(argv), _parser()
     if found.faults:
         raise PreflightError("BadArguments", f"argument {found.faults[0].place + 1}: {found.faults[0].message}")

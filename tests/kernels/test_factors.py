@@ -11,8 +11,9 @@ from kvpilot_formats import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.fit import Moments, Observed, fit
-from kvpilot_kernels.reference.attention import decode_reference, prefill_reference, round_trip
+from kvpilot_kernels.reference.attention import decode_reference, round_trip
 from support.gpu_batch import DIMS, ordinals
+from support.prefill_reference import prefill_reference
 
 SERVED = ["int8", "k8v4", "k4v4", "k4v2", "k2v2"]
 

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from kvpilot_formats import formats
 from kvpilot_kernels.cpu import PackedPages
-from kvpilot_kernels.reference.attention import decode_reference, prefill_reference
+from kvpilot_kernels.reference.attention import decode_reference
 from support.gpu_batch import DIMS
 from support.gpu_batch import Batch as WithFactors
+from support.prefill_reference import prefill_reference
 
 SERVED = ["int8", "k8v4", "k4v4", "k4v2", "k2v2"]
 

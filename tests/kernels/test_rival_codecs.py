@@ -8,13 +8,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.accuracy.codec import Codec, own
 from benchmarks.accuracy.rivals import plain
 from benchmarks.accuracy.rivals.kivi import kivi
 from benchmarks.accuracy.rivals.kvarn import kvarn, normalise
 from benchmarks.accuracy.rivals.turboquant import lloyd_max, turboquant
 from kvpilot_formats import formats
-from kvpilot_kernels.reference.codec import Codec
-from kvpilot_kernels.reference.own import own
 
 OURS = [own(formats.parse(name)) for name in ("int8", "k8v4", "k4v4", "k4v2", "k2v2")]
 RIVALS = [

@@ -83,7 +83,7 @@ def test_one_row_of_the_table_is_enough_to_serve_a_token(
         lens, slots = torch.tensor([new.stop], dtype=torch.int32), 32 + torch.arange(new.start, new.stop)
         meta = builder.build(0, SimpleNamespace(
             num_reqs=1, causal=True, query_start_loc=torch.tensor([0, len(slots)]), seq_lens=lens, slot_mapping=slots,
-            block_table_tensor=torch.tensor([[2]], dtype=torch.int32),
+            block_table_tensor=torch.tensor([[2]], dtype=torch.int32), mm_req_doc_ranges=None,
         ))  # fmt: skip
         step.attn_metadata = {layer.layer_name: meta}
         impl.do_kv_cache_update(layer, key[new], value[new], pages, slots)

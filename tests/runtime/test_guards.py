@@ -20,7 +20,6 @@ from kvpilot_runtime import plugin
 from kvpilot_runtime.backends import packed
 from kvpilot_runtime.config import retention
 from kvpilot_runtime.errors import UnsupportedModelError
-from kvpilot_runtime.vllm_api import contract
 
 RIGHT = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="k4v4", block_size=None)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -58,15 +57,9 @@ def test_the_cpu_platform_asks_our_backend_what_it_cannot_serve(what: str) -> No
     assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("why", ["a cache with a bound", "a vLLM that does not say where images are"])
-def test_images_that_attend_both_ways_are_refused_where_nobody_would_see_that_they_are_not(
-    why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_that_attend_both_ways_are_refused_beside_a_bounded_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.serve_dtype("k4v4")
-    if why == "a cache with a bound":
-        monkeypatch.setenv(retention.VARIABLE, "SinksAndWindow:4:64")
-    else:
-        monkeypatch.setattr(contract, "has", lambda _feature: False)
+    monkeypatch.setenv(retention.VARIABLE, "SinksAndWindow:4:64")
     with pytest.raises(UnsupportedModelError, match="--language-model-only"):
         CpuPlatform.get_attn_backend_cls(None, RIGHT._replace(use_mm_prefix=True), 4)
 
@@ -83,7 +76,7 @@ def batch(causal: Any) -> SimpleNamespace:
     """Return a step of one sequence of three tokens."""
     return SimpleNamespace(
         num_reqs=1, causal=causal, query_start_loc=torch.tensor([0, 3]), seq_lens=torch.tensor([3], dtype=torch.int32),
-        slot_mapping=torch.arange(3), block_table_tensor=torch.tensor([[0]], dtype=torch.int32),
+        slot_mapping=torch.arange(3), block_table_tensor=torch.tensor([[0]], dtype=torch.int32), mm_req_doc_ranges=None,
     )  # fmt: skip
 
 

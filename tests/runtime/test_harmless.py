@@ -218,10 +218,7 @@ def not_taken(ours: Any, theirs: Any) -> list[str]:
 
 
 def overrides(module: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each method of a module's classes beside the method of vLLM that it overrides.
-
-    Constructors are left out: `vllm_parts` has their arguments.
-    """
+    """Yield each method of a module's classes, except constructors, beside the method of vLLM that it overrides."""
     for cls in vars(module).values():
         if not isinstance(cls, type) or cls.__module__ != module.__name__:
             continue

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from kvpilot_formats import formats, latent
 from kvpilot_runtime import plugin
 from kvpilot_runtime.config import connectors, offload
-from kvpilot_runtime.vllm_api import compat, contract, hooks
+from kvpilot_runtime.vllm_api import compat, hooks
 
 
 def names_in(module: str) -> set[str]:
@@ -32,8 +32,7 @@ def names_in(module: str) -> set[str]:
 @pytest.mark.parametrize("on_cuda", [False, True])
 def test_every_backend_that_the_plugin_names_leads_somewhere(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, str] = {}
-    monkeypatch.setattr(hooks, "route_backends", lambda _platform, paths, _judge: told.update(paths))
-    monkeypatch.setattr(contract, "broken", lambda _platform: ())
+    monkeypatch.setattr(hooks, "route_backends", lambda _platform, paths: told.update(paths))
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda _self: on_cuda)
     plugin.serve_dtype("k4v4")
     for path in told.values():

@@ -38,7 +38,6 @@ def test_a_pair_of_new_tokens_is_of_one_span_exactly_where_it_is_of_one_image(
 
 
 def test_a_batch_without_images_has_no_spans() -> None:
-    assert spans(SimpleNamespace(), [(0, 0, 9)]) == {}
     assert spans(SimpleNamespace(mm_req_doc_ranges=None), [(0, 0, 9)]) == {}
 
 

@@ -19,7 +19,7 @@ from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent import ring_layers
 from kvpilot_runtime.recent.ring_layers import RecentLayer
 from kvpilot_runtime.speculation import refuse_other_groups
-from kvpilot_runtime.vllm_api import compat, contract
+from kvpilot_runtime.vllm_api import compat
 
 NAMES = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
 
@@ -244,16 +244,14 @@ def test_a_default_window_longer_than_the_context_is_cut_and_log_and_metric_say_
         assert "is cut" not in caplog.text
 
 
-@pytest.mark.parametrize("reason", ["VllmWithoutRings", "HybridManagerOff", "UnlikeLayers", "OtherLayers"])
+@pytest.mark.parametrize("reason", ["HybridManagerOff", "UnlikeLayers", "OtherLayers"])
 def test_where_there_can_be_no_rings_log_and_metric_name_the_reason(
     config: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[Any] = []
     monkeypatch.setattr(ring_layers.recent_info, "report", told.append)
     monkeypatch.setattr(ring_layers.log, "propagate", True)
-    if reason == "VllmWithoutRings":
-        monkeypatch.setattr(contract, "has", lambda _feature: False)
-    elif reason == "HybridManagerOff":
+    if reason == "HybridManagerOff":
         config.scheduler_config.disable_hybrid_kv_cache_manager = True
     elif reason == "OtherLayers":
         other = type("Mamba", (RecentLayer,), {})("model.layers.2.mamba", SimpleNamespace(kv_cache_dtype="auto"), 0)

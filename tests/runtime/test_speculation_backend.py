@@ -94,6 +94,7 @@ class Runner:
                 rings[i, : len(own)] = torch.tensor(own)
         common = SimpleNamespace(
             num_reqs=len(parts), causal=True, block_table_tensor=table, slot_mapping=torch.tensor(slots),
+            mm_req_doc_ranges=None,
             query_start_loc=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
             seq_lens=torch.tensor(ends, dtype=torch.int32), is_prefilling=torch.tensor([p.prompt for p in parts]),
         )  # fmt: skip

@@ -18,9 +18,10 @@ from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning
 from kvpilot_kernels.gpu.tuning import Choice
-from kvpilot_kernels.reference.attention import attend, decode_reference, prefill_reference, round_trip
+from kvpilot_kernels.reference.attention import attend, decode_reference, round_trip
 from kvpilot_runtime.vllm_api.compat import backend_class
 from support.gpu_batch import PAST_THE_END, generator, poisoned
+from support.prefill_reference import prefill_reference
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 64
 

@@ -6,12 +6,15 @@ reports the attributes that are other objects than before.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import pickle
+import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from support.own_process import ask
@@ -62,12 +65,12 @@ def others(before: dict[str, Any]) -> list[str]:
 
 def look(asked: Asked) -> Told:
     """Register, configure and spawn."""
-    from kvpilot_runtime.vllm_api.vllm_parts import PARTS
-
-    for part in PARTS:
-        if not part.wrong():
-            importlib.import_module(part.path.partition(":")[0])
     import kvpilot_runtime.plugin
+
+    sources = (file.read_text() for file in Path(kvpilot_runtime.plugin.__file__).parent.rglob("*.py"))
+    for module in {name for text in sources for name in re.findall(r'"(vllm\.[\w.]+):', text)}:
+        with contextlib.suppress(ImportError):  # of another platform
+            importlib.import_module(module)
 
     before = attributes()
     kvpilot_runtime.plugin.register()

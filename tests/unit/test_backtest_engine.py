@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_cli.backtest.blocks import Blocks
+from kvpilot_cli.backtest.batch import Blocks, Limits, Request
 from kvpilot_cli.backtest.costs import BacktestError, Costs, load_profile, parse_profile
 from kvpilot_cli.backtest.engine import Engine
-from kvpilot_cli.backtest.request import Limits, Request
 
 BLOCK = 16
 

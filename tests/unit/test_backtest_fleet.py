@@ -1,4 +1,4 @@
-"""The interval model agrees with the request-level one, and skips a pilot's decision only if it cannot matter."""
+"""The interval model agrees with the request-level one, and the pilots of a fleet decide every minute."""
 
 from __future__ import annotations
 
@@ -55,28 +55,17 @@ def test_the_interval_model_stays_within_its_stated_error(name: str, dtype: str,
     assert 0.3 <= counted.quantile(0.95) / ttft.quantile(0.95) <= 2.0
 
 
-@pytest.mark.slow
-def test_asking_only_candidates_decides_as_asking_everyone(spec: Spec) -> None:
-    loads = services(8, 0.4, 5)
-    trails: list[list[tuple[int, int, str, str, int]]] = [[], []]
-    rows = [
-        run_fleet(loads, "pilot", spec, PROFILE, Objective(), 1, ask_all=ask_all, trail=trail)
-        for ask_all, trail in zip((False, True), trails, strict=True)
-    ]
-    assert trails[0]
-    assert trails[0] == trails[1]
-    for few, all_of_them in zip(*rows, strict=True):
-        assert (few.gpu_hours, few.finished, few.good) == (
-            all_of_them.gpu_hours,
-            all_of_them.finished,
-            all_of_them.good,
-        )
-    assert rows[0][0].asked < rows[1][0].asked / 2
-
-
 def test_a_fleet_is_the_same_for_the_same_seed(spec: Spec) -> None:
-    figures = [run_fleet(services(4, 0.1, 2), "bf16-hpa", spec, PROFILE, Objective(), 3) for _ in range(2)]
-    assert figures[0] == figures[1]
+    figures = [
+        run_fleet(services(4, 0.1, 2), policy, spec, PROFILE, Objective(), 3) for policy in ("pilot", "bf16-hpa") * 2
+    ]
+    assert figures[:2] == figures[2:]
+
+
+def test_the_pilots_of_a_fleet_are_asked_every_minute_and_change_it(spec: Spec) -> None:
+    rows = run_fleet(services(4, 0.2, 5), "pilot", spec, PROFILE, Objective(), 1)
+    assert rows[0].asked == 4 * 288  # minutes
+    assert sum(row.scalings for row in rows)
 
 
 def test_pods_answer_after_their_start_and_the_youngest_go_first() -> None:

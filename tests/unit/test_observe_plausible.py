@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpilot_cli.backtest.batch import Limits, Request
 from kvpilot_cli.backtest.costs import Costs
 from kvpilot_cli.backtest.engine import Engine
-from kvpilot_cli.backtest.request import Limits, Request
 from kvpilot_operator.observe.plausible import LASTING_PAGES, MOST_NAMED
 from kvpilot_operator.observe.pod_metrics import PodMetrics, Totals
 from kvpilot_operator.state.samples import Flows

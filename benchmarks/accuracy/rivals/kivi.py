@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpilot_kernels.reference.codec import Codec, half, min_max
+from benchmarks.accuracy.codec import Codec, half, min_max
 
 GROUP = 32
 

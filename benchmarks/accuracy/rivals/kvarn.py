@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpilot_kernels.reference.codec import Codec, half, min_max
+from benchmarks.accuracy.codec import Codec, half, min_max
 from kvpilot_kernels.reference.hadamard import hadamard
 
 TILE = 128

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import torch
 
+from benchmarks.accuracy.codec import Codec, half, min_max
 from benchmarks.accuracy.rivals.turboquant import signs
-from kvpilot_kernels.reference.codec import Codec, half, min_max
 from kvpilot_kernels.reference.hadamard import hadamard
 
 

@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 
-from kvpilot_kernels.reference.codec import Codec, half, min_max
+from benchmarks.accuracy.codec import Codec, half, min_max
 from kvpilot_kernels.reference.hadamard import hadamard
 
 

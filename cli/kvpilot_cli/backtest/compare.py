@@ -13,16 +13,7 @@ from kvpilot_cli.backtest.costs import Profile
 from kvpilot_cli.backtest.hpa import Hpa
 from kvpilot_cli.backtest.loads import Asked
 from kvpilot_cli.backtest.pilot import Pilot, model_of, node_of
-from kvpilot_cli.backtest.policies import (
-    HPA_TARGET,
-    REQUESTS_TARGET,
-    SCRAPE,
-    Autoscaled,
-    Piloted,
-    Policy,
-    Static,
-    Varied,
-)
+from kvpilot_cli.backtest.policies import HPA_TARGET, REQUESTS_TARGET, SCRAPE, Fixed, Piloted, Policy, by_hpa, by_wva
 from kvpilot_cli.backtest.service import Objective, Service
 from kvpilot_cli.backtest.wva import Wva
 from kvpilot_operator.api.scaling import Objective as LatencyObjective
@@ -84,15 +75,16 @@ def policy(
         spec = with_objectives(spec, objective)
     if name in ("pilot", "objectives"):
         pilot = Pilot(spec, node_of(profile), model_of(profile), baseline)
-        return Piloted(name, pilot, replicas), baseline, replicas
+        return Piloted(pilot, replicas), baseline, replicas
     if name == "max":
-        return Static(name), baseline, highest
+        return Fixed(baseline), baseline, highest
     dtype = "fp8" if name.startswith("fp8") else baseline
     if name.endswith("wva"):
-        return Varied(name, dtype, Wva(minimum=lowest, maximum=highest, sync_seconds=SCRAPE)), dtype, replicas
+        wva = Wva(minimum=lowest, maximum=highest, sync_seconds=SCRAPE)
+        return Fixed(dtype, by_wva(wva, dtype)), dtype, replicas
     target, figure = (requests_target, in_hand) if name.endswith("requests") else (HPA_TARGET, use)
     hpa = Hpa(np.array([replicas]), target=target, minimum=lowest, maximum=highest, sync_seconds=SCRAPE)
-    return Autoscaled(name, dtype, hpa, figure), dtype, replicas
+    return Fixed(dtype, by_hpa(hpa, dtype, figure)), dtype, replicas
 
 
 def use(sample: Sample) -> float:

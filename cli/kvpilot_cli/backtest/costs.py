@@ -69,9 +69,6 @@ class Profile:
         bits.
 
         Its capacity follows from its bits.
-
-        Raises:
-            BacktestError: no comparable dtype was measured.
         """
         if dtype in self.costs:
             return self.costs[dtype]
@@ -102,11 +99,7 @@ def load_profile(path: Path | None = None) -> Profile:
 
 
 def parse_profile(raw: Any) -> Profile:
-    """Return a profile from its JSON object.
-
-    Raises:
-        BacktestError: a field is missing or impossible; the message names it.
-    """
+    """Return a profile from its JSON object."""
     wanted = {f.name for f in fields(Costs)}
     try:
         costs = {}

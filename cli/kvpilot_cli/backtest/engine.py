@@ -7,7 +7,7 @@ its tokens again. A step that evicts admits nothing. Finished and evicted reques
 prefix of their session. The session's next request reuses them. If space is needed, the oldest prefixes are overwritten
 first, from their ends.
 
-A step's cost in Python does not grow with the batch (see `decoding`).
+A step's cost in Python does not grow with the batch (see `batch`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
-from kvpilot_cli.backtest.blocks import Blocks
+from kvpilot_cli.backtest.batch import Blocks, Decoding, Limits, Request
 from kvpilot_cli.backtest.buckets import ITL, LENGTHS, TTFT, Tally
 from kvpilot_cli.backtest.costs import Costs
-from kvpilot_cli.backtest.decoding import Decoding
-from kvpilot_cli.backtest.request import Limits, Request
 from kvpilot_operator.state.samples import Flows, Sample
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)

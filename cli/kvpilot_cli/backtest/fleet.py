@@ -96,9 +96,9 @@ class Pods:
 
 def run_fleet(
     loads: Sequence[Load], policy: str, spec: Spec, profile: Profile, objective: Objective, seed: int,
-    *, hpa_target: float = HPA_TARGET, ask_all: bool = False, trail: list[tuple[int, int, str, str, int]] | None = None,
+    *, hpa_target: float = HPA_TARGET,
 ) -> list[FleetRow]:  # fmt: skip
-    """Drive all loads. `trail` gets every step of the pilots: minute, service, action, dtype, replicas."""
+    """Drive all loads."""
     size = len(loads)
     dtypes = tuple(dict.fromkeys((spec.kv_cache.baseline, "fp8", *spec.kv_cache.ladder)))
     costs = profile.of(spec.kv_cache.baseline)
@@ -111,7 +111,7 @@ def run_fleet(
     first = "fp8" if policy == "fp8-hpa" else spec.kv_cache.baseline
     dtype = np.full(size, dtypes.index(first), dtype=np.int64)
     pilots = [Pilot(spec, node_of(profile), model_of(profile), first) for _ in loads]
-    crew = Crew(pilots, moments, ask_all=ask_all)
+    crew = Crew(pilots, moments)
     hpa = Hpa(pods.ready, target=hpa_target, minimum=max(1, spec.scaling.min_replicas),
               maximum=spec.scaling.max_replicas, sync_seconds=STEP)  # fmt: skip
     rates = np.stack([load.rate for load in loads])
@@ -123,7 +123,7 @@ def run_fleet(
         seen = fleet.step(rates[:, minute], pods.ready.astype(float), dtype, round(STEP / SUBSTEP))
         gpu += (pods.asked + busy) * profile.gpus_per_replica
         if policy == "pilot":
-            _pilot(crew, seen, pods, minute, rolls, busy, dtype, dtypes, flips, scalings, trail)
+            _pilot(crew, seen, pods, minute, rolls, busy, dtype, dtypes, flips, scalings)
         elif policy != "max":
             wanted = hpa.judge(seen.usage, pods.ready, pods.asked)
             scalings += wanted != pods.asked
@@ -134,7 +134,6 @@ def run_fleet(
 def _pilot(
     crew: Crew, seen: Minute, pods: Pods, minute: int, rolls: dict[int, tuple[int, str]], busy: NDArray[np.bool_],
     dtype: NDArray[np.int64], dtypes: tuple[str, ...], flips: NDArray[np.int64], scalings: NDArray[np.int64],
-    trail: list[tuple[int, int, str, str, int]] | None,
 ) -> None:  # fmt: skip
     """Run one minute of every pilot. A canary costs one more GPU until all replicas are rolled."""
     crew.take(seen, pods.ready.astype(float))
@@ -147,8 +146,6 @@ def _pilot(
     wanted = pods.asked
     for i, decision in crew.judge(pods.asked.astype(float), pods.ready.astype(float), busy):
         step = decision.chosen
-        if trail is not None:
-            trail.append((minute, i, step.action, step.dtype, step.replicas))
         if step.dtype != crew.pilots[i].dtype:
             # The canary starts and is probed. Then replicas are replaced one by one.
             rolls[i] = (minute + _START + round(PROBE_SECONDS / STEP) + _START * (step.replicas - 1), step.dtype)

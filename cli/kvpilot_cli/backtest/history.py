@@ -65,11 +65,7 @@ def read_server(url: str, start: float, end: float, selector: str = "", seed: in
 
 
 def parse(answers: Sequence[Any], name: str, seed: int = 0) -> History:
-    """Turn answers of query_range into a load on a grid of minutes.
-
-    Raises:
-        BacktestError: a series is missing or unusable; the message names it.
-    """
+    """Turn answers of query_range into a load on a grid of minutes."""
     series = [s for answer in answers for s in _series(answer)]
     found = sorted({s.name for s in series})
     for metric in (REQUESTS, PROMPTS, GENERATED):

@@ -43,11 +43,7 @@ DEFAULT: dict[str, Any] = {
 
 
 def load_spec(path: Path | None) -> Spec:
-    """Return the spec of a manifest file, or of DEFAULT.
-
-    Raises:
-        BacktestError: the manifest is unusable; the message names field, value and remedy.
-    """
+    """Return the spec of a manifest file, or of DEFAULT."""
     try:
         raw = DEFAULT if path is None else yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:

@@ -34,63 +34,48 @@ REQUESTS_TARGET = 16.0
 class Policy(Protocol):
     """A policy that judges one service after each scrape."""
 
-    name: str
-
     def judge(self, service: Service, sample: Sample | None) -> None:
         """Change the service, or leave it."""
 
 
-@dataclass
-class Static:
-    """A policy that changes nothing."""
-
-    name: str
-
-    def judge(self, service: Service, sample: Sample | None) -> None:
-        """Change nothing."""
+Wanted = Callable[[Service, Sample | None], int]
+"""An autoscaler: a function of a service and its sample, None while no replica answers, that returns replicas."""
 
 
 @dataclass
-class Autoscaled:
-    """A fixed dtype with a HorizontalPodAutoscaler on the mean of a figure over answering pods."""
+class Fixed:
+    """A fixed dtype whose replicas an autoscaler sets; without one they stay."""
 
-    name: str
     dtype: str
-    hpa: Hpa
-    figure: Callable[[Sample], float]
+    wanted: Wanted | None = None
 
     def judge(self, service: Service, sample: Sample | None) -> None:
         """Scale as the autoscaler says."""
-        have, ready = len(service.of(self.dtype)), len(service.ready(self.dtype))
-        use = np.array([self.figure(sample) if sample is not None else 0.0])
-        wanted = int(self.hpa.judge(use, np.array([ready]), np.array([have]))[0])
-        if wanted != have:
+        if self.wanted is not None and (wanted := self.wanted(service, sample)) != len(service.of(self.dtype)):
             service.scale(self.dtype, wanted)
             service.outcome.scalings += 1
 
 
-@dataclass
-class Varied:
-    """A fixed dtype under the rules of llm-d's Workload Variant Autoscaler."""
+def by_hpa(hpa: Hpa, dtype: str, figure: Callable[[Sample], float]) -> Wanted:
+    """Return a HorizontalPodAutoscaler on the mean of a figure over answering pods."""
 
-    name: str
-    dtype: str
-    wva: Wva
+    def wanted(service: Service, sample: Sample | None) -> int:
+        have, ready = len(service.of(dtype)), len(service.ready(dtype))
+        use = np.array([figure(sample) if sample is not None else 0.0])
+        return int(hpa.judge(use, np.array([ready]), np.array([have]))[0])
 
-    def judge(self, service: Service, sample: Sample | None) -> None:
-        """Scale as the autoscaler says."""
-        have = len(service.of(self.dtype))
-        wanted = self.wva.judge(service.gauges(self.dtype), have)
-        if wanted != have:
-            service.scale(self.dtype, wanted)
-            service.outcome.scalings += 1
+    return wanted
+
+
+def by_wva(wva: Wva, dtype: str) -> Wanted:
+    """Return the rules of llm-d's Workload Variant Autoscaler."""
+    return lambda service, _: wva.judge(service.gauges(dtype), len(service.of(dtype)))
 
 
 @dataclass
 class Piloted:
     """kvpilot in mode Auto with scaling mode Operator: the operator's decisions, and its way to roll."""
 
-    name: str
     pilot: Pilot
     replicas: int
     canary: str | None = None

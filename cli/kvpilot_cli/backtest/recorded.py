@@ -104,11 +104,7 @@ class Recorded:
 
 
 def read(path: Path) -> Recorded:
-    """Read a file.
-
-    Raises:
-        BacktestError: the file is unusable; the message names line, column and remedy.
-    """
+    """Read a file."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             return parse(file, path.name)

@@ -13,6 +13,7 @@ import numpy as np
 from kvpilot_cli.backtest.compare import Row
 from kvpilot_cli.backtest.loads import Array
 from kvpilot_cli.backtest.service import Objective
+from kvpilot_cli.text_tables import render
 
 NAMES = {
     "pilot": "pilot",
@@ -92,10 +93,7 @@ def markdown(rows: Sequence[Row], objective: Objective) -> str:
 
 def terminal(rows: Sequence[Row]) -> str:
     """Return the table in aligned columns, and the verdicts."""
-    table = [HEADER, *(cells(r) for r in rows)]
-    widths = [max(len(line[i]) for line in table) for i in range(len(HEADER))]
-    lines = ["  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-             for line in table]  # fmt: skip
+    lines = [render(HEADER, [cells(row) for row in rows], left=(0, 1))]
     loads = dict.fromkeys(r.load for r in rows)
     lines += [text for load in loads if (text := verdict([r for r in rows if r.load == load]))]
     return "\n".join(lines)

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
+from kvpilot_cli.backtest.batch import Limits, Request
 from kvpilot_cli.backtest.buckets import FINE, Tally
 from kvpilot_cli.backtest.costs import Profile
 from kvpilot_cli.backtest.engine import EPOCH, Engine
 from kvpilot_cli.backtest.loads import Asked, Session
-from kvpilot_cli.backtest.request import Limits, Request
 from kvpilot_operator.state.samples import Flows, Sample, Spread
 
 SLICE = 1.0

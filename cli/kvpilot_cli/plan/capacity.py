@@ -28,11 +28,7 @@ BLOCK = 16
 
 
 def weight_bytes(model: Model, dtype: str) -> int:
-    """Return the bytes of all weights stored as `dtype`, a key of WEIGHT_BITS.
-
-    Raises:
-        PlanError: the parameters are unknown.
-    """
+    """Return the bytes of all weights stored as `dtype`, a key of WEIGHT_BITS."""
     if dtype == model.published and model.weight_bytes is not None:
         return model.weight_bytes
     if model.parameters is None:
@@ -60,11 +56,7 @@ def memory(gpu: Gpu, gpus: int, utilization: float, weights: int) -> Memory:
 
 
 def kv_heads_per_gpu(model: Model, gpus: int) -> int:
-    """Return the KV heads of one GPU.
-
-    Raises:
-        PlanError: vLLM cannot split this model's heads into so many parts.
-    """
+    """Return the KV heads of one GPU."""
     if model.heads % gpus or (model.kv_heads % gpus and gpus % model.kv_heads):
         fits = [n for n in (1, 2, 4, 8, 16, 32) if not model.heads % n and not (model.kv_heads % n and n % model.kv_heads)]  # fmt: skip  # noqa: E501
         raise PlanError(f"--gpus {gpus}: {model.heads} heads with {model.kv_heads} KV heads cannot be cut into {gpus} parts; use one of {', '.join(map(str, fits))}")  # fmt: skip  # noqa: E501

@@ -16,10 +16,7 @@ from typing import NoReturn, TypeVar
 import yaml
 
 from kvpilot_cli import plots
-from kvpilot_cli.plan import models
-from kvpilot_cli.plan import plot as plan_plot
-from kvpilot_cli.plan import text as plan_text
-from kvpilot_cli.plan import to_json as plan_json
+from kvpilot_cli.plan import models, output
 from kvpilot_cli.plan.facts import Model, PlanError
 from kvpilot_cli.plan.facts_config import read_folder
 from kvpilot_cli.plan.gpus import find_gpu
@@ -52,11 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         plan = make(_request(options))
         if options.plot is not None:
-            plan_plot.draw(plan, options.plot)
+            output.draw(plan, options.plot)
     except (PlanError, plots.PlotError, FormatError) as error:
         print(f"kvpilot plan: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(plan_json.document(plan), indent=2) if options.json else plan_text.text(plan))
+    print(json.dumps(output.document(plan), indent=2) if options.json else output.text(plan))
     return 0
 
 

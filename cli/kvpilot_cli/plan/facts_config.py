@@ -18,11 +18,7 @@ _PLAIN_MLP = frozenset(
 
 
 def read_folder(folder: Path) -> Model:
-    """Return the facts in a folder's config.json, with the size of the weights beside it.
-
-    Raises:
-        PlanError: config.json is missing, is not a JSON object or is impossible, or the weights are damaged.
-    """
+    """Return the facts in a folder's config.json, with the size of the weights beside it."""
     try:
         raw = load(folder / "config.json")
     except ConfigError as error:
@@ -46,11 +42,7 @@ def _weight_bytes(folder: Path) -> int | None:
 
 
 def from_config(raw: Mapping[str, Any], name: str, weight_bytes: int | None = None) -> Model:
-    """Return the facts of a Hugging Face config. For a model with images they cover its text part.
-
-    Raises:
-        PlanError: a field is missing, has a wrong type, or contradicts another one; or the model is not decoder-only.
-    """
+    """Return the facts of a Hugging Face config. For a model with images they cover its text part."""
     try:
         return _model(raw, name, weight_bytes)
     except ConfigError as error:

@@ -41,11 +41,7 @@ BF16_TFLOPS: dict[str, int] = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU by its name, or by a value of the node label nvidia.com/gpu.product.
-
-    Raises:
-        PlanError: the table does not list the GPU; the message names the closest ones.
-    """
+    """Return the GPU by its name, or by a value of the node label nvidia.com/gpu.product."""
     known = {gpu.name.lower(): gpu for gpu in GPUS}
     gpu = known.get(name.lower()) or by_product(name)
     if gpu is not None:

@@ -114,12 +114,7 @@ class Plan:
 
 
 def make(request: Request) -> Plan:
-    """Make the plan.
-
-    Raises:
-        PlanError: the heads cannot be cut, or the weights do not fit; the message names a setting that would fit.
-        UnknownFormatError: no dtype has this name.
-    """
+    """Make the plan."""
     model = request.model
     kv_heads_per_gpu(model, request.gpus)
     if request.bound is not None:
@@ -241,11 +236,7 @@ def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def infeasible(model: Model, dtype: str, gpu: Gpu) -> str | None:
-    """Return the reason why this dtype cannot serve the model there, or None.
-
-    Raises:
-        UnknownFormatError: no dtype has this name.
-    """
+    """Return the reason why this dtype cannot serve the model there, or None."""
     stored, latent = dtypes.parse(dtype), bool(model.latent_dim)
     fault = hardware.gpu_fault(dtype, gpu.compute_capability, model.head_dim, latent)
     if fault is not None:

@@ -19,11 +19,7 @@ def table() -> tuple[Model, ...]:
 
 
 def find(name: str) -> Model:
-    """Return the model called `name`: its full name or the part after the slash, in any case.
-
-    Raises:
-        PlanError: no model is called so; the message names the closest ones.
-    """
+    """Return the model called `name`: its full name or the part after the slash, in any case."""
     known = {_key(alias): (alias, model) for model in table() for alias in (*model.also, model.name)}
     known |= {key.rpartition("/")[2]: value for key, value in known.items()}
     if (hit := known.get(_key(name))) is not None:

@@ -55,11 +55,7 @@ async def compare(
     settings: Settings,
     tell: Tell,
 ) -> Comparison:
-    """Judge `candidate` as the operator judges a canary.
-
-    Raises:
-        ProbeError: the endpoints cannot be compared.
-    """
+    """Judge `candidate` as the operator judges a canary."""
     models = await _model(baseline), await _model(candidate)
 
     def of(side: Endpoint, stage: str) -> Settings:

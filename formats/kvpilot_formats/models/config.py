@@ -43,9 +43,6 @@ def load(file: Path) -> dict[str, Any]:
     """Return the object in a config.json.
 
     If it has no quantization_config, that of an hf_quant_config.json in the same folder is added.
-
-    Raises:
-        ConfigError: there is no such file, it is too large to be a config, or it holds no JSON object.
     """
     raw, beside = _object(file), file.with_name("hf_quant_config.json")
     if raw.get("quantization_config") is None and beside.is_file():
@@ -131,11 +128,7 @@ class Fields:
         return value if value is not None else self.raw.get(field, self._defaults.get(field))
 
     def size(self, *fields: str, most: int = LARGEST_SIZE) -> int:
-        """Return the first of these fields that is present and not null, or 0.
-
-        Raises:
-            ConfigError: the value is not a size.
-        """
+        """Return the first of these fields that is present and not null, or 0."""
         for field in fields:
             value = self.get(field)
             if value is not None:
@@ -143,11 +136,7 @@ class Fields:
         return 0
 
     def needed(self, field: str, most: int = LARGEST_SIZE) -> int:
-        """Return `size`, which must be present and positive.
-
-        Raises:
-            ConfigError: it is missing, or is not a size.
-        """
+        """Return `size`, which must be present and positive."""
         value = self.size(field, most=most)
         if not value:
             raise ConfigError(f"config.json has no {field}; download it again, or give the config.json of a decoder")
@@ -155,11 +144,7 @@ class Fields:
 
     @staticmethod
     def checked(field: str, value: Any, most: int = LARGEST_SIZE) -> int:
-        """Return `value`, which must be a size. If it is a list with one value per layer, return the largest.
-
-        Raises:
-            ConfigError: it is not a size.
-        """
+        """Return `value`, which must be a size. If it is a list with one value per layer, return the largest."""
         values = value if isinstance(value, list) and value else [value]
         for one in values:
             if not isinstance(one, int) or isinstance(one, bool) or not 0 <= one <= most:
@@ -167,11 +152,7 @@ class Fields:
         return int(max(values))
 
     def listed(self, field: str) -> list[Any] | None:
-        """Return the field's list, or None if it is missing, null or empty.
-
-        Raises:
-            ConfigError: the field is not a list.
-        """
+        """Return the field's list, or None if it is missing, null or empty."""
         value = self.get(field)
         if value is not None and not isinstance(value, list):
             raise ConfigError(f"{field} in config.json is {shown(value)} and no list; correct it or download the file again")  # fmt: skip  # noqa: E501

@@ -27,11 +27,7 @@ _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # letters o
 
 
 def kinds(fields: Fields) -> list[str]:
-    """Return the word of WORDS, or another one, for each layer.
-
-    Raises:
-        ConfigError: a list of the config has wrong types, or fewer layers than num_hidden_layers says.
-    """
+    """Return the word of WORDS, or another one, for each layer."""
     if fields.built_as in REPEATED:
         return _repeated(fields)
     if fields.listed("compress_ratios") is not None:  # DeepSeek V4 has caches of windows and of merged tokens

@@ -23,9 +23,6 @@ def weight_files(folder: Path) -> list[Path]:
 
     Weights in the publisher's own layout (`consolidated*.safetensors`) take precedence. An index selects the model's
     files among several safetensors files.
-
-    Raises:
-        ConfigError: the folder has no weights, or an index names a file that does not exist or cannot be read.
     """
     consolidated = any(fnmatch(file.name, _MISTRAL) for file in folder.rglob("*") if file.is_file())
     patterns = (_MISTRAL,) if consolidated else ("*.safetensors", "*.bin", "*.pt", "*.gguf")
@@ -43,11 +40,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the bytes of a model's weights. For safetensors files, count the tensors in their headers.
-
-    Raises:
-        ConfigError: in the same cases as `weight_files`, or if a file is damaged or truncated.
-    """
+    """Return the bytes of a model's weights. For safetensors files, count the tensors in their headers."""
     return sum(
         _tensor_bytes(file) if file.suffix == ".safetensors" else file.stat().st_size for file in weight_files(folder)
     )

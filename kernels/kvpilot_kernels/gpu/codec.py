@@ -48,11 +48,7 @@ class SideLayout(NamedTuple):
 
 
 def side_layouts(fmt: formats.Format, head_dim: int, block_size: int, recent: int) -> tuple[SideLayout, SideLayout]:
-    """Return the constants of keys and values in a page of `block_size` tokens, with a ring if `recent` is not 0.
-
-    Raises:
-        UnsupportedHeadDimError, FormatError: as `Format.page_layout` and `Format.ring_layout`.
-    """
+    """Return the constants of keys and values in a page of `block_size` tokens, with a ring if `recent` is not 0."""
     page = fmt.page_layout(head_dim, block_size)
     ring = fmt.ring_layout(head_dim, block_size) if recent else None
     value_meta = fmt.groups(head_dim) * ring.meta.row_bytes if ring else 0

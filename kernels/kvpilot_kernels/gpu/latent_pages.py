@@ -33,11 +33,7 @@ BEYOND = 1
 
 
 def part_layouts(fmt: LatentFormat, block_size: int) -> tuple[SideLayout, SideLayout]:
-    """Return the constants of a page's latents and RoPE parts.
-
-    Raises:
-        FormatError: in the same cases as `LatentFormat.page_layout`.
-    """
+    """Return the constants of a page's latents and RoPE parts."""
     page = fmt.page_layout(block_size)
     latent = SideLayout(fmt.bits, page.codes.row_bytes, page.codes.offset, page.meta.offset, SHRINK[fmt.bits], 0, 0, 0)
     rope_meta = page.meta.offset + page.meta.row_bytes
@@ -89,21 +85,13 @@ class LatentPlan:
         self.sums = torch.empty(sequences, 3, heads, dtype=torch.float32, device=device)
 
     def update(self, seq_lens: torch.Tensor) -> None:
-        """Split the work for int32 [sequences or fewer] stored lengths; 0 is a row of padding.
-
-        Raises:
-            BadInputError: more sequences than the plan has.
-        """
+        """Split the work for int32 [sequences or fewer] stored lengths; 0 is a row of padding."""
         common.sequences(seq_lens, self.sequences)
         fill_splits(seq_lens, self.splits, self.spans, self.shape.wave, self.shape.choice.tile, more=BEYOND)
 
 
 class GpuLatentPages:
-    """Cache of latent pages of one layer, uint8 [blocks, block_size, row_bytes], flat per block.
-
-    Raises:
-        BadInputError: the cache does not have the right layout, which the message names.
-    """
+    """Cache of latent pages of one layer, uint8 [blocks, block_size, row_bytes], flat per block."""
 
     def __init__(self, cache: torch.Tensor, shape: LatentShape, factors: LatentFactors | None = None) -> None:
         check.page_cache(cache, shape.fmt)
@@ -120,9 +108,6 @@ class GpuLatentPages:
         Args:
             latent: [tokens, 512], after its norm; rope: [tokens, 64], after RoPE; any float dtype.
             slot_mapping: int64 [tokens or fewer], block * block_size + offset; negative is padding.
-
-        Raises:
-            BadInputError: wrong shape, type or stride; nothing was launched.
         """
         s, f = self.shape, self.factors
         check.tokens(latent, rope, slot_mapping)
@@ -140,10 +125,6 @@ class GpuLatentPages:
         Args:
             query: [sequences, heads, 512], absorbed into latent space, and query_rope: [sequences, heads, 64], each
                 with contiguous elements. scale: factor on the scores.
-
-        Raises:
-            BadInputError: wrong shape, type or stride, or more queries than the plan has rows for; nothing was
-                launched.
         """
         s = self.shape
         check.queries(query, query_rope, s.heads)
@@ -168,9 +149,6 @@ class GpuLatentPages:
             block_table: int32 [sequences, blocks]; entries past a sequence's length are not read.
             seq_lens: int32 [sequences] tokens stored, as in the plan's update; 0 gives zeros.
             out: [sequences, heads, 512], 16 bits or float32, in latent space, written; heads and elements contiguous.
-
-        Raises:
-            BadInputError: wrong type or shape, or more sequences than the plan, the table or `out` have rows for.
         """
         common.int32(block_table=block_table, seq_lens=seq_lens)
         heads = self.shape.heads
@@ -217,9 +195,6 @@ class GpuLatentPages:
             rows: int32 [sequences + 1], where each sequence's tokens start in the output; their differences are the
                 lengths, at most `longest`.
             out: [rows, 576], 16 bits or float32, contiguous: latents, then RoPE parts.
-
-        Raises:
-            BadInputError: wrong type or shape, or no table row or start for a sequence.
         """
         s, f = self.shape, self.factors
         common.int32(block_table=block_table, starts=starts, rows=rows)

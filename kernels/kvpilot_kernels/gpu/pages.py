@@ -179,9 +179,6 @@ class Plan:
         `several` are the step's rows; None if each sequence has one. With `overlap`, decode starts to read before the
         step's tokens are stored. This is only correct if the step stores just one token of each sequence, because a
         chunk of a prompt may be another sequence's prefix.
-
-        Raises:
-            BadInputError: more sequences or rows than the plan has, or rows that contradict `Several`.
         """
         check.sequences(seq_lens, self.sequences if several else min(self.sequences, self.rows))
         if several is not None:
@@ -197,9 +194,6 @@ class GpuPages:
 
     `ring` holds the pages of the recent window, in the same shape and perhaps the same tensor; None without a window.
     `sinks`: floats [kv_heads * ratio], a logit of each head that takes weight and has no value; None without.
-
-    Raises:
-        BadInputError: cache, ring or sinks do not have the right layout, which the message names.
     """
 
     def __init__(self, cache: torch.Tensor, shape: Shape, factors: Factors, ring: torch.Tensor | None = None,
@@ -230,9 +224,6 @@ class GpuPages:
             ring_slots: int64 [tokens], from `ring.ring_slots`; None without a recent window.
             ordinals: int [tokens or fewer, then padding follows], each token's position in its sequence, from 1 on;
                 None if none of them is its sequence's first.
-
-        Raises:
-            BadInputError: wrong shape, type or stride; nothing was launched.
         """
         s, f = self.shape, self.factors
         check.tokens(key, value, slot_mapping, s.kv_heads, s.head_dim)
@@ -269,9 +260,6 @@ class GpuPages:
             out: [rows, heads, D], 16 bits or float32, written; heads and elements contiguous. A row is a sequence, or
                 a token of the plan's `several`.
             ring_table: int32 [sequences, ring_blocks], negative for none; None without a recent window.
-
-        Raises:
-            BadInputError: wrong integer type, or more sequences than the plan, the table or `out` have rows for.
         """
         check.int32(block_table=block_table, seq_lens=seq_lens)
         check.ring_table(ring_table, seq_lens.shape[0], self.shape.ring_blocks)
@@ -341,9 +329,6 @@ class GpuPages:
             key_out, value_out: [tokens or more, kv_heads, D], 16 bits, contiguous; rows after the tokens stay.
             key, value: fresh tokens, [rows, kv_heads, D], heads and elements contiguous; slot -1 - row names a row.
                 None if no slot is negative.
-
-        Raises:
-            BadInputError: wrong integer type or stride, or not as many ordinals as slots; nothing was launched.
         """
         s, f, tokens = self.shape, self.factors, slots.shape[0]
         check.ordinals(ordinals, slots)

@@ -137,9 +137,6 @@ def weigh(pages: GpuPages, block_table: torch.Tensor, seq_lens: torch.Tensor, pl
         block_table, seq_lens: as in `GpuPages.decode`; each sequence has one query token.
         wanted: int32 [1], 0: add nothing. total: float32 [kv_heads, sequences or more, stretches] of `stretch` tokens
             each, added to; stretches past a sequence's last are left out.
-
-    Raises:
-        BadInputError: sequences with several rows, or a total without room for the plan's; nothing was launched.
     """
     s, cut = pages.shape, plan.cut()
     if plan.several is not None or s.window:

@@ -30,9 +30,6 @@ class LatentPages:
     Args:
         cache: uint8 [blocks, block_size, row_bytes]; each block is one contiguous flat page.
         fmt: the format. factors: the layer's calibration; None for a model without.
-
-    Raises:
-        BadInputError: the cache does not have the layout of `fmt`, which the message names.
     """
 
     def __init__(self, cache: torch.Tensor, fmt: LatentFormat, factors: LatentFactors | None = None) -> None:
@@ -54,9 +51,6 @@ class LatentPages:
         Args:
             latent: [tokens, 512], after its norm; rope: [tokens, 64], after RoPE; any float dtype.
             slots: int64 [tokens], block * block_size + offset in the block; a negative slot is padding.
-
-        Raises:
-            BadInputError: wrong type or shape, or a slot beyond the cache; nothing is written.
         """
         check.tokens(latent, rope, slots)
         common.slots(slots, self.codes.shape[0], self.block_size)
@@ -90,9 +84,6 @@ class LatentPages:
 
         Returns:
             float32 [sequences, heads, 512], in latent space.
-
-        Raises:
-            BadInputError: wrong type or shape, or a table that names a block beyond the cache.
         """
         check.queries(query, query_rope)
         common.tables(block_table, seq_lens, self.codes.shape[0], self.block_size)
@@ -119,11 +110,7 @@ class LatentPages:
         return out / self.factors.scale[LATENT] + self.factors.mean[LATENT]
 
     def read(self, block_table: torch.Tensor, length: int) -> torch.Tensor:
-        """Read entries of one sequence's first `length` tokens, rotated back: float32 [length, 576].
-
-        Raises:
-            BadInputError: a length without room in the table, or a block beyond the cache.
-        """
+        """Read entries of one sequence's first `length` tokens, rotated back: float32 [length, 576]."""
         common.tables(block_table[None], torch.tensor([length]), self.codes.shape[0], self.block_size)
         table = block_table[: -(-length // self.block_size)].long()
         parts = []

@@ -101,11 +101,7 @@ class CpuRingBuilder(PackedBuilder):
 
 
 class CpuImpl(PackedImpl):
-    """Attention of one layer over packed pages on a CPU.
-
-    Raises (at start):
-        UnsupportedModelError: in the same cases as `PackedImpl`.
-    """
+    """Attention of one layer over packed pages on a CPU."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

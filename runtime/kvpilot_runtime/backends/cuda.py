@@ -49,9 +49,6 @@ class CudaImpl(Reserving, PackedImpl):
 
     Attributes:
         workspaces: by device, the workspace that all layers share; the engine's first layer owns it.
-
-    Raises (at start):
-        UnsupportedModelError: in the same cases as `PackedImpl`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

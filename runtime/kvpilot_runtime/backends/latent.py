@@ -51,11 +51,7 @@ class LatentBackend(OurBackend, MLACommonBackend):  # type: ignore[misc]  # mypy
 
 
 class LatentImpl:
-    """Attention of one layer over latent pages; a mixin for vLLM's class of the platform.
-
-    Raises (at start):
-        UnsupportedModelError: a switch of `rules.BESIDE_ANY` or `rules.BESIDE_LATENT` is on.
-    """
+    """Attention of one layer over latent pages; a mixin for vLLM's class of the platform."""
 
     kv_cache_dtype: str
     kv_lora_rank: int

@@ -32,11 +32,7 @@ from kvpilot_runtime.errors import UnsupportedModelError
 
 @cache
 def shape_of(fmt: LatentFormat, heads: int, block_size: int, device: torch.device) -> LatentShape:
-    """Return the layers' shape for the kernels, one object for equal layers.
-
-    Raises:
-        UnsupportedModelError: more heads than the kernels take.
-    """
+    """Return the layers' shape for the kernels, one object for equal layers."""
     try:
         return LatentShape(fmt, heads, block_size, device)
     except BadInputError as error:

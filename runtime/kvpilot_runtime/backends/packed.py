@@ -35,9 +35,7 @@ from kvpilot_runtime.config import connectors, offload, retention
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent.ring_layers import RecentLayer, Rings, attach
 from kvpilot_runtime.speculation import drafts, has_draft_model, refuse_other_drafters
-from kvpilot_runtime.vllm_api import contract
 from kvpilot_runtime.vllm_api.compat import backend_class, page_layouts
-from kvpilot_runtime.vllm_api.vllm_parts import Feature
 
 PREFILL_FROM_PAGES = "KVPILOT_PREFILL_FROM_PAGES"
 """Environment variable; with 1, a chunk's own tokens are read back from their pages too.
@@ -148,16 +146,13 @@ class PackedBackend(OurBackend):
 
         A bounded cache does not support it, because token positions differ there.
         """
-        return retention.asked() is None and contract.has(Feature.IMAGES)
+        return retention.asked() is None
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Set the page size of this dtype: `Format.row_bytes` per token and KV head.
 
         vLLM also asks for layers that stay in 16 bits; their spec is returned unchanged.
-
-        Raises:
-            UnsupportedModelError: heads of this dimension are not stored, or keys and values of different sizes.
         """
         if spec.dtype != torch.uint8:
             return spec
@@ -201,16 +196,8 @@ def only_ours(vllm_config: Any) -> bool:
 
 
 def refuse_unsupported_options(vllm_config: Any) -> None:
-    """Refuse options that packed pages do not support.
-
-    Raises:
-        UnsupportedModelError: a switch of `rules.BESIDE_ANY` is on, or a KV transfer other than to host memory, or any
-            transfer beside sliding-window layers or chunked attention.
-        UnsupportedEngineError: some layers stay in 16 bits, and this vLLM lacks the parts for that.
-    """
+    """Refuse options that packed pages do not support."""
     dtype = vllm_config.cache_config.cache_dtype
-    if getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None):
-        contract.refuse(dtype, contract.broken(""), skipping=True)
     refuse_beside(vllm_config, rules.BESIDE_ANY)
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
@@ -233,11 +220,7 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
 
 
 def refuse_beside(vllm_config: Any, switches: Iterable[rules.Switch]) -> None:
-    """Refuse options that do not work with the engine's dtype.
-
-    Raises:
-        UnsupportedModelError: one of these switches is on.
-    """
+    """Refuse options that do not work with the engine's dtype."""
     if (found := rules.first_set(vllm_config, switches)) is not None:
         dtype = vllm_config.cache_config.cache_dtype
         raise UnsupportedModelError(f"{found[0]} ({found[1]}) is not supported with kv-cache dtype {dtype!r}; leave "
@@ -245,22 +228,14 @@ def refuse_beside(vllm_config: Any, switches: Iterable[rules.Switch]) -> None:
 
 
 class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Builder of a batch's metadata.
-
-    Raises (at start):
-        UnsupportedModelError: in the same cases as `refuse_unsupported_options`.
-    """
+    """Builder of a batch's metadata."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         refuse_unsupported_options(vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """Return the metadata of one batch.
-
-        Raises:
-            UnsupportedModelError: tokens attend to later ones, which our kernels do not support.
-        """
+        """Return the metadata of one batch."""
         if common_attn_metadata.causal is not True:  # False, or a tensor with a value per sequence
             dtype = self.vllm_config.cache_config.cache_dtype
             raise UnsupportedModelError(
@@ -281,10 +256,6 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         drafting: the layer belongs to a draft model. It has no recent window, and no factors from a file.
         recent, ring: tokens of the recent window, and the layer with its pages; None until `attach` sets them.
         drafts: tokens of a sequence that a step may store and later steps may reject.
-
-    Raises (at start):
-        UnsupportedModelError: the layer needs ALiBi or a sliding window, or is not a decoder's; or the source of drafts
-            is not supported, here or beside layers that are not ours.
     """
 
     def __init__(

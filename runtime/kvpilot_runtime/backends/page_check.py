@@ -1,4 +1,4 @@
-"""Last check of the contract: write pages and read them back through vLLM's own attention layer.
+"""Check at start: write pages and read them back through vLLM's own attention layer.
 
 A later vLLM may keep shapes and names but change their meaning. It may swap blocks and heads, exchange keys and values,
 or count slots differently. So once a worker has its KV cache, one layer of each shape stores three requests of
@@ -35,12 +35,7 @@ log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its 
 
 
 def check(worker: Any) -> None:
-    """Refuse a vLLM whose layers return other values than were stored. Restore the cache afterwards.
-
-    Raises:
-        UnsupportedEngineError: a step's answer differs from the reference; or no step can be made, and this version is
-            not supported on this platform.
-    """
+    """Refuse a vLLM whose layers return other values than were stored. Restore the cache afterwards."""
     layers = [layer for layer in our_layers(worker.vllm_config).values() if layer.kv_sharing_target_layer_name is None]
     for layer in {(x.head_size, x.num_kv_heads, x.num_heads): x for x in layers}.values():
         try:

@@ -14,7 +14,7 @@ Spans = list[tuple[int, int]]
 
 def ranges(common: Any) -> Mapping[int, Sequence[tuple[int, int]]]:
     """Return the first and last token of each image, by the sequence's index in the batch."""
-    return getattr(common, "mm_req_doc_ranges", None) or {}
+    return common.mm_req_doc_ranges or {}
 
 
 def spans(common: Any, sequences: Sequence[tuple[int, int, int]]) -> dict[int, Spans]:

@@ -66,9 +66,6 @@ def kept_alone(common: Any, bound: SinksAndWindow, page: int) -> Any:
 
     `max_query_len` stays that of the whole batch. Backends use it to find out if tokens attend to others of the same
     step.
-
-    Raises:
-        UnsupportedModelError: its tokens attend to later ones.
     """
     if common.causal is not True:
         raise UnsupportedModelError(
@@ -185,11 +182,7 @@ def backend_of(layer: Any, stock: Any) -> Any:
 
 
 def spec_of(layer: Any, stock: Any, vllm_config: Any) -> Any:
-    """Return the bounded spec of a layer's pages, or vLLM's spec if the cache keeps all tokens.
-
-    Raises:
-        UnsupportedModelError: a bounded cache does not support this model or an option.
-    """
+    """Return the bounded spec of a layer's pages, or vLLM's spec if the cache keeps all tokens."""
     from kvpilot_runtime.bounded.heavy_spec import HeavySpec
     from kvpilot_runtime.bounded.spec import BoundedSpec
 
@@ -209,11 +202,7 @@ def spec_of(layer: Any, stock: Any, vllm_config: Any) -> Any:
 
 
 def refuse_unsupported(vllm_config: Any, bound: SinksAndWindow) -> None:
-    """Refuse models and options that bounded caches do not support, for engines that kvpilot-serve did not start.
-
-    Raises:
-        UnsupportedModelError: see docs/retention.md.
-    """
+    """Refuse models and options that bounded caches do not support, for engines that kvpilot-serve did not start."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.platforms import current_platform

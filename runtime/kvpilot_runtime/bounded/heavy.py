@@ -106,10 +106,6 @@ def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles:
     `step` receives the measurement. `singles` receives the single tokens, which come first in the batch. Before the
     engine serves, the batch stays unchanged. Without drafts the host knows all lengths, so nothing waits for the
     device.
-
-    Raises:
-        UnsupportedModelError: its tokens attend to later ones.
-        UnsupportedEngineError: the scheduler did not announce a sequence.
     """
     if common.causal is not True:
         raise UnsupportedModelError(
@@ -185,11 +181,7 @@ def upload(x: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def singles(builder: Any, page: int, most: int, sequences: int) -> Singles | None:
-    """Return the buffers that the kernels of a group of layers write to. Return None on a CPU, which needs no kernels.
-
-    Raises:
-        UnsupportedModelError: layers whose pages cannot be weighed there.
-    """
+    """Return the buffers that the kernels of a group of layers write to; None on a CPU, which needs no kernels."""
     if builder.device.type == "cpu":
         return None
     from kvpilot_runtime.bounded import heavy_cuda
@@ -198,11 +190,7 @@ def singles(builder: Any, page: int, most: int, sequences: int) -> Singles | Non
 
 
 def attach(worker: Any, bound: HeavyHitters) -> None:
-    """Measure every layer of a worker that has its KV cache, and send each step's masses to the scheduler.
-
-    Raises:
-        UnsupportedModelError: keys that cannot be read, or options that are not supported with heavy hitters.
-    """
+    """Measure every layer of a worker that has its KV cache, and send each step's masses to the scheduler."""
     config, runner = worker.vllm_config, worker.model_runner
     switch = rules.first_set(config, rules.BESIDE_HEAVY_HITTERS)
     found = (
@@ -271,9 +259,6 @@ def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Any], N
 
     The function takes the layer's queries [tokens, heads, head_dim], the layer's metadata of the step, and the
     measurement.
-
-    Raises:
-        UnsupportedModelError: the layout of the keys in the layer's backend is unknown.
     """
     if layer.kv_cache.device.type == "cpu":
         return heavy_mass.on_cpu(layer)

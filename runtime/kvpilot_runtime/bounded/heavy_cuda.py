@@ -89,11 +89,7 @@ def groups(weighing: Weighing, page: int, room: int) -> Iterator[Group]:
 
 
 def singles(builder: Any, page: int, most: int, sequences: int) -> Singles:
-    """Make the buffers for steps with one new token per sequence, for this many sequences of `most` pages.
-
-    Raises:
-        UnsupportedModelError: the layers' pages are not ours.
-    """
+    """Make the buffers for steps with one new token per sequence, for this many sequences of `most` pages."""
     if not isinstance(builder, CudaBuilder):
         raise UnsupportedModelError(
             f"on a GPU only kvpilot's pages are weighed: {retention.VARIABLE} needs another policy, or a KV-cache "

@@ -174,9 +174,6 @@ def key_places(layer: Any) -> torch.Tensor:
     """Write a key to find out where a backend of vLLM stores the keys of a block. Return int64 [tokens, head_dim].
 
     The order depends on the CPU's instructions. Every cache dtype represents the whole numbers up to 256 exactly.
-
-    Raises:
-        UnsupportedModelError: a key is not stored as it was written.
     """
     cache, impl = layer.kv_cache, layer.impl
     _, heads, tokens, width = cache.shape

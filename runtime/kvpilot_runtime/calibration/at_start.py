@@ -36,9 +36,6 @@ def calibrate(worker: Any, layers: dict[str, Any]) -> None:
 
     Args:
         layers: ours, by name.
-
-    Raises:
-        UnsupportedModelError: the step failed, or gave numbers that are not finite.
     """
     config = worker.vllm_config
     if not any(of_all_ranks(len(layers))):
@@ -192,10 +189,6 @@ def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> str:
 
 def _refuse_together(problem: str) -> None:
     """Stop the start of every rank if one rank has a problem. Otherwise the others wait for it, and vLLM waits for
-    them.
-
-    Raises:
-        UnsupportedModelError: with the problem of the first such rank.
-    """
+    them."""
     if told := next(filter(None, of_all_ranks(problem)), ""):
         raise UnsupportedModelError(told)

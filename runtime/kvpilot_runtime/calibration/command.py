@@ -28,11 +28,7 @@ DTYPE = "k4v4"
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Return the texts of a prompts file: lines ``{"text": "..."}`` of a .jsonl file, or a whole text file as one text.
-
-    Raises:
-        CalibrateError: the file cannot be read or is empty, or a line has no text.
-    """
+    """Return the texts of a prompts file: lines ``{"text": "..."}`` of a .jsonl file, or a text file as one text."""
     try:
         body = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -131,9 +127,6 @@ def run(
 
     Args:
         dtype: of the KV cache that will be served. recent: tokens of its recent window, None for its default.
-
-    Raises:
-        CalibrateError: names whatever cannot work.
     """
     if length < 2 or tokens < length:
         raise CalibrateError(f"--length {length} and --tokens {tokens} leave no sequence; use at least 2 and --length")

@@ -42,9 +42,6 @@ def fit_model(
     Args:
         pieces: token ids, int64 [tokens] each. first: token ids, int64 [n], that prompts begin with.
         recent: tokens of the window that will be served.
-
-    Raises:
-        CalibrateError: attention that our formats do not serve, or gradients that are not finite.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)

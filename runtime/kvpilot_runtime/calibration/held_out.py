@@ -14,8 +14,7 @@ from transformers import AttentionInterface
 from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.fit import Observed
-from kvpilot_kernels.reference.codec import Codec
-from kvpilot_kernels.reference.own import own
+from kvpilot_kernels.reference.attention import round_trip
 from kvpilot_kernels.reference.windowed import windowed
 from kvpilot_runtime.calibration.text import passes
 
@@ -106,14 +105,18 @@ def damage(
         pieces: token ids, int64 [tokens] each. factors: by layer; a layer without factors stays in 16 bits.
     """
     fmt = formats.parse(dtype)
-    codecs = {layer: (own(fmt, one), own(fmt, one, recent=True)) for layer, one in factors.items()}
+
+    def read_back(x: torch.Tensor, side: str, one: Factors, fine: bool) -> torch.Tensor:
+        return round_trip(x[0].transpose(0, 1), fmt, side, one, fine).float().transpose(0, 1)[None].to(x.dtype)
 
     def attend(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
     ) -> Any:
-        if module.layer_idx not in codecs:
+        if (one := factors.get(module.layer_idx)) is None:
             return exact(module, query, key, value, mask, **options)
-        pages, fine = (_read_back(codec, key, value) for codec in codecs[module.layer_idx])
+        pages, fine = (
+            (read_back(key, "key", one, near), read_back(value, "value", one, near)) for near in (False, True)
+        )
         how = Attention.of(module, options)
         out = windowed(query, pages, fine, how.scale, recent, softcap=how.softcap)
         return out.transpose(1, 2).contiguous(), None
@@ -133,11 +136,3 @@ def damage(
                 total += float((p.exp() * (p - q)).sum())
         tokens += piece.numel()
     return 1000 * total / tokens
-
-
-def _read_back(codec: Codec, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    back = [
-        side(x[0].transpose(0, 1)).transpose(0, 1)[None].to(x.dtype)
-        for side, x in ((codec.key, key), (codec.value, value))
-    ]
-    return back[0], back[1]

@@ -36,9 +36,6 @@ def text_ids(tokenizer: Any, length: int) -> list[int]:
     """Return `length` tokens of the built-in text, which begin like a prompt. A shorter text is repeated.
 
     The last `lone(length)` tokens are possible first tokens of a prompt: the tokenizer's first special token, or any.
-
-    Raises:
-        NoTokensError: the tokenizer gives no tokens.
     """
     ids: list[int] = []
     while len(ids) < length:

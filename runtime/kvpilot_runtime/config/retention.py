@@ -107,11 +107,7 @@ class HeavyHitters(SinksAndWindow):
 def parse(
     policy: str | None, sinks: int | None, window: int | None, budget: int | None = None
 ) -> SinksAndWindow | None:
-    """Return the bound that kvpilot-serve's options name, or else the environment's bound. None keeps all tokens.
-
-    Raises:
-        PreflightError: BadArguments; values are missing, do not belong to the policy, or do not fit in the budget.
-    """
+    """Return the bound that kvpilot-serve's options name, or else the environment's bound. None keeps all tokens."""
 
     def refuse(message: str) -> PreflightError:
         return PreflightError("BadArguments", message)
@@ -152,11 +148,7 @@ def parse(
 
 
 def asked() -> SinksAndWindow | None:
-    """Return the bound that the environment names; None keeps all tokens.
-
-    Raises:
-        UnsupportedModelError: it is not as kvpilot-serve writes it.
-    """
+    """Return the bound that the environment names; None keeps all tokens."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return None

@@ -21,12 +21,7 @@ def check(
     fmt: formats.Format | LatentFormat, config: models.Architecture | None, request: Request,
     platform: machine.Platform,
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Return warnings as (reason, message). There are none if the cache keeps all tokens.
-
-    Raises:
-        PreflightError: BadArguments if an option is not supported beside a bounded cache; ModelUnsupported if the model
-            is not.
-    """
+    """Return warnings as (reason, message). There are none if the cache keeps all tokens."""
     bound = request.retention
     if bound is None:
         return []
@@ -73,7 +68,7 @@ def _heavy(
     every = read((*request.others, f"--tensor-parallel-size={request.tensor_parallel}"))
     if (found := rules.first_on(every, rules.BESIDE_HEAVY_HITTERS)) is not None:
         raise refuse(f"{found[0]} ({found[1]})", "leave it out")
-    page = options.count(request.others, "--block-size")
+    page = request.arguments.count("--block-size")
     page = usual if page == 1 else page
     if bound.budget < bound.least(page):
         raise PreflightError(

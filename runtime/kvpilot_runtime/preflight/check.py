@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvpilot_formats import dtypes, formats, hardware, latent, models
+from kvpilot_formats.arguments.drafts import DRAFT_MODELS, speculation
 from kvpilot_formats.dtypes import Dtype
 from kvpilot_runtime.config import options
 from kvpilot_runtime.errors import PreflightError
@@ -24,11 +25,7 @@ CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e
 
 
 def check(request: Request) -> Findings:
-    """Check model, dtype and memory, in this order.
-
-    Raises:
-        PreflightError: the engine cannot work as asked.
-    """
+    """Check model, dtype and memory, in this order."""
     findings = Findings(skip_layers=request.skip_layers or ())
     platform = machine.platform()
     fmt = _dtype(request.dtype)
@@ -42,7 +39,7 @@ def check(request: Request) -> Findings:
     if left.gpus is None:
         _platform_dtype(fmt, platform, request, findings)
         findings.warnings += memory.unknown(request, platform)
-    if any(options.given(request.others, options.OFFLOAD)):
+    if request.arguments.on(options.OFFLOAD):
         memory.check_offload(request, platform)
     if request.disk_path is not None or request.disk_bytes is not None:
         _disk(request)
@@ -71,18 +68,14 @@ def check(request: Request) -> Findings:
 
 
 def _draft_bytes(request: Request, model: Path) -> int:
-    """Return the bytes of the weights of a draft model in a folder of its own.
-
-    Raises:
-        PreflightError: ModelNotFound, as `weight_bytes`.
-    """
-    asked = options.speculation(request.others)
-    folder = model_folder(asked.get("model", "")) if asked.get("method") in options.DRAFT_MODELS else None
+    """Return the bytes of the weights of a draft model in a folder of its own."""
+    asked = speculation(request.arguments)
+    folder = model_folder(asked.get("model", "")) if asked.get("method") in DRAFT_MODELS else None
     return 0 if folder is None or folder == model or not asked.get("model") else weight_bytes(folder)
 
 
 def _ask_hub(request: Request, left: elsewhere.Elsewhere, findings: Findings) -> None:
-    token = next((value for _, value in options.given(request.others, "--hf-token")), None)
+    token = request.arguments.value("--hf-token")
     file = hub.config_file(elsewhere.config_source(request), request.revision, token)
     unchecked = "its architecture and size are" if file is None else "whether its weights fit is"
     findings.warnings.append(
@@ -141,7 +134,7 @@ def _architecture(
 
 def _custom_code(config: models.Architecture, request: Request) -> None:
     """Refuse code from a model's repository unless the user has trusted it."""
-    if not config.custom_code or any(options.given(request.others, "--trust-remote-code")):
+    if not config.custom_code or request.arguments.on("--trust-remote-code"):
         return
     ours = installed.known_model_types()
     if not ours or config.model_type in ours or models.known(config.model_type):
@@ -186,18 +179,18 @@ def _disk(request: Request) -> None:
     if request.disk_path is None or request.disk_bytes is None:
         lacks, given = (options.DISK_PATH, options.DISK_SIZE)[:: 1 if request.disk_path is None else -1]
         raise PreflightError("BadArguments", f"{given} needs {lacks}: give both, or leave it out")
-    if not any(options.given(request.others, options.OFFLOAD)):
+    if not request.arguments.on(options.OFFLOAD):
         raise PreflightError("BadArguments", f"{options.DISK_PATH} holds pages that do not fit in host memory: give {options.OFFLOAD}, too, or leave it out")  # fmt: skip  # noqa: E501
     if lacks := compat.lacks_for_pinned():
         raise PreflightError("BadArguments", f"{options.DISK_PATH} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
-    if any(options.given(request.others, options.TRANSFER)):
+    if request.arguments.on(options.TRANSFER):
         raise PreflightError("BadArguments", f"{options.TRANSFER}: {options.DISK_PATH} sets it; leave one of the two out")  # fmt: skip  # noqa: E501
-    other = [value for _, value in options.given(request.others, "--kv-offloading-backend") if value != "native"]
-    if other or os.environ.get(options.SIMPLE_OFFLOAD, "0").strip() not in ("", "0"):
-        named = f"--kv-offloading-backend {other[0]}" if other else options.SIMPLE_OFFLOAD
+    backend = request.arguments.value("--kv-offloading-backend") or "native"
+    if backend != "native" or os.environ.get(options.SIMPLE_OFFLOAD, "0").strip() not in ("", "0"):
+        named = f"--kv-offloading-backend {backend}" if backend != "native" else options.SIMPLE_OFFLOAD
         raise PreflightError("BadArguments", f"{named}: {options.DISK_PATH} is for vLLM's own offloading; leave one of the two out")  # fmt: skip  # noqa: E501
     if memory.nodes(request) > 1:
         raise PreflightError("BadArguments", f"{options.DISK_PATH}: an engine over {memory.nodes(request)} nodes (--nnodes) has host memory on each, and a disk would hold only one node's part; leave it out")  # fmt: skip  # noqa: E501
-    engines_here = options.count(request.others, "--data-parallel-size")
+    engines_here = request.arguments.count("--data-parallel-size")
     if (error := disk_file.refused(options.DISK_PATH, request.disk_path, request.disk_bytes * engines_here)) is not None:  # fmt: skip  # noqa: E501
         raise error

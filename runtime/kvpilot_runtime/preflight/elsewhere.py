@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from kvpilot_formats.arguments import Arguments, read
+from kvpilot_formats.arguments import Arguments
 from kvpilot_formats.arguments.rules import Switch, first_on
 from kvpilot_formats.models import Architecture
 from kvpilot_runtime.preflight.request import Request, model_folder
@@ -67,7 +67,7 @@ class Elsewhere:
 
 def look(request: Request, platform: str) -> Elsewhere:
     """Find the options and variables that preflight cannot follow."""
-    arguments, folder = read(request.others), model_folder(request.model)
+    arguments, folder = request.arguments, model_folder(request.model)
     config = _by(arguments, _CONFIG, _VARIABLES["config"]) or _unreadable(arguments)
     if config is None and model_folder(config_source(request)) is None and modelscope():
         config = f"{MODELSCOPE} (a model that is not on the Hugging Face hub)"
@@ -85,12 +85,12 @@ def modelscope() -> bool:
 
 def config_source(request: Request) -> str:
     """Return the folder or hub id that the model's config comes from."""
-    return read(request.others).value(CONFIG_PATH) or request.model
+    return request.arguments.value(CONFIG_PATH) or request.model
 
 
 def overrides(request: Request) -> dict[str, Any]:
     """Return the fields of `--hf-overrides`; empty without it."""
-    return read(request.others).mapping(OVERRIDES)
+    return request.arguments.mapping(OVERRIDES)
 
 
 def overridden(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def as_cached(config: Architecture) -> Architecture:
 
 def asks_a_hub(request: Request) -> bool:
     """Return True if the model is in a folder, but an option names a tokenizer, config, draft or adapter on a hub."""
-    arguments = read(request.others)
+    arguments = request.arguments
     named = [arguments.value(option) for option in ("--tokenizer", CONFIG_PATH, "--spec-model")]
     named.append(arguments.mapping("--speculative-config").get("model"))
     named += [_adapter(item) for one in arguments.given if one.name == "--lora-modules" for item in one.values]

@@ -15,11 +15,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def refusals(model: str, revision: str | None) -> Iterator[None]:
-    """Turn the hub's final errors about a model or an adapter into refusals.
-
-    Raises:
-        PreflightError: ModelNotFound; the model or its revision does not exist, or this account may not read it.
-    """
+    """Turn the hub's final errors about a model or an adapter into refusals."""
     # Import it here: that takes a quarter of a second, and a model in a folder does not need it.
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -37,9 +33,6 @@ def config_file(model: str, revision: str | None, token: str | None = None) -> P
     """Return the config.json of a model on the hub from the cache that vLLM also reads. Fetch it if it is missing.
 
     Return None if the hub cannot be reached (after about 20 s of its client's attempts) or the model has no such file.
-
-    Raises:
-        PreflightError: ModelNotFound, in the same cases as `refusals`.
     """
     from huggingface_hub import hf_hub_download
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 from kvpilot_formats import formats, models
+from kvpilot_formats.arguments.drafts import drafts
 from kvpilot_formats.latent import ENTRY, RANK, LatentFormat
 from kvpilot_runtime.config import options
 from kvpilot_runtime.errors import PreflightError
@@ -29,12 +31,12 @@ RESULTS = 3
 
 def stages(request: Request) -> int:
     """Return the number of stages of pipeline parallelism, which share the layers."""
-    return options.count(request.others, "--pipeline-parallel-size", "-pp")
+    return request.arguments.count("--pipeline-parallel-size")
 
 
 def nodes(request: Request) -> int:
     """Return the number of machines that share one engine in equal parts."""
-    return options.count(request.others, "--nnodes", "-n")
+    return request.arguments.count("--nnodes")
 
 
 def ranks(request: Request) -> int:
@@ -54,9 +56,6 @@ def check(
     """Compare the memory that an engine needs with the available memory. `weights` are the bytes of the whole model.
 
     If a property of the machine is unknown, its check is skipped.
-
-    Raises:
-        PreflightError: DoesNotFit.
     """
     length = request.max_model_len or config.max_positions
     in_16_bits = len({layer for layer in request.skip_layers or () if layer.isdecimal()})
@@ -88,7 +87,7 @@ def check(
         extra = GPU_OVERHEAD + (0 if smallest is None else step_buffers(fmt, config, request, smallest))
         what = f"{request.memory_fraction:.0%} of each GPU's memory, less what others use"
         # Data-parallel engines also share experts, so this is the smallest possible share of a GPU.
-        weights //= ranks(request) * options.count(request.others, "--data-parallel-size", "-dp")
+        weights //= ranks(request) * request.arguments.count("--data-parallel-size")
     need = weights + kv + extra
     if have is not None and need > have:
         raise PreflightError(
@@ -104,24 +103,20 @@ def step_buffers(fmt: formats.Format | LatentFormat, config: models.Architecture
 
     These are the buffers of a step and the workspace of contexts. vLLM's own dtypes need neither.
     """
-    asked = [value for _, value in options.given(request.others, "--max-num-seqs") if value and value.isdecimal()]
-    sequences = int(asked[-1]) if asked else SEQUENCES[total >= LARGE_GPU]
+    asked = request.arguments.value("--max-num-seqs") or ""
+    sequences = int(asked) if asked.isdecimal() else SEQUENCES[total >= LARGE_GPU]
     heads = -(-config.heads // request.tensor_parallel)
     if isinstance(fmt, LatentFormat):
         return sequences * heads * (4 * RANK + 2 * ENTRY)
     if not fmt.ours:
         return 0
-    tokens, dim = 1 + options.drafts(request.others), formats.stored_dim(config.head_dim) or config.head_dim
+    tokens, dim = 1 + drafts(request.arguments), formats.stored_dim(config.head_dim) or config.head_dim
     plan = sequences * heads * dim * (4 * max(RESULTS, tokens) + 2 * tokens)
     return plan + int(total * request.memory_fraction) // options.WORKSPACE_SHARE
 
 
 def _of_gpus(request: Request) -> tuple[int | None, int | None]:
-    """Return the bytes that vLLM may use on the GPU with the least room, and the smallest memory; None if unknown.
-
-    Raises:
-        PreflightError: DoesNotFit, if there are too few GPUs.
-    """
+    """Return the bytes that vLLM may use on the GPU with the least room, and the smallest memory; None if unknown."""
     gpus, seen = machine.gpus(), here(request)
     if not gpus:
         if machine.may_have_gpus():
@@ -154,24 +149,21 @@ def _left(what: str) -> tuple[str, str]:
 
 
 def offloaded(request: Request) -> int:
-    """Return the bytes of host memory for offloaded pages of all engines on this machine; 0 without offloading.
-
-    Raises:
-        PreflightError: BadArguments.
-    """
+    """Return the bytes of host memory for offloaded pages of all engines on this machine; 0 without offloading."""
+    value = request.arguments.value(options.OFFLOAD)
+    if value is None:
+        return 0
     try:
-        size = options.offloaded_bytes(request.others)
-    except ValueError as error:
-        raise PreflightError("BadArguments", f"{options.OFFLOAD} is {error.args[0]!r}, and has to be a number of GiB above 0; set it to the host memory that offloaded pages may take, or leave it out") from None  # fmt: skip  # noqa: E501
-    return (size or 0) * options.count(request.others, "--data-parallel-size", "-dp")
+        gib = float(value)
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib < math.inf:
+        raise PreflightError("BadArguments", f"{options.OFFLOAD} is {value!r}, and has to be a number of GiB above 0; set it to the host memory that offloaded pages may take, or leave it out")  # fmt: skip  # noqa: E501
+    return int(gib * 2**30) * request.arguments.count("--data-parallel-size")
 
 
 def check_offload(request: Request, platform: machine.Platform) -> None:
-    """Compare the host memory that offloading uses with the available memory.
-
-    Raises:
-        PreflightError: BadArguments, DoesNotFit.
-    """
+    """Compare the host memory that offloading uses with the available memory."""
     wanted, have = offloaded(request), machine.available_memory()
     if have is not None and wanted > have:
         raise PreflightError(
@@ -200,7 +192,7 @@ def _ring_tokens(
         return 0
     block = BLOCK_TOKENS[platform]
     recent = fmt.recent_tokens(request.recent, context)
-    kept = recent + options.drafts(request.others) if recent else 0
+    kept = recent + drafts(request.arguments) if recent else 0
     return fmt.ring_blocks(kept, config.head_dim, block) * block
 
 

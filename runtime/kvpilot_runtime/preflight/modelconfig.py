@@ -13,11 +13,7 @@ from kvpilot_runtime.preflight.elsewhere import overridden
 
 
 def read_config(path: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> Architecture:
-    """Read `config.json` (the file itself, or the folder that holds it), and apply the fields of `--hf-overrides`.
-
-    Raises:
-        PreflightError: ModelNotFound if there is no such file; ModelUnsupported if it cannot be understood.
-    """
+    """Read `config.json` (the file itself, or the folder that holds it), and apply the fields of `--hf-overrides`."""
     try:
         if not path.exists():
             raise ConfigError("there is no such folder", missing=True)
@@ -29,11 +25,7 @@ def read_config(path: Path, changes: Mapping[str, Any] = MappingProxyType({})) -
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the bytes of the weights in the files that vLLM's default loader picks.
-
-    Raises:
-        PreflightError: ModelNotFound; the folder has no weights, or a file is damaged or truncated.
-    """
+    """Return the bytes of the weights in the files that vLLM's default loader picks."""
     try:
         return weights.weight_bytes(folder)
     except ConfigError as error:

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from kvpilot_formats import formats, hardware, latent, models
-from kvpilot_formats.arguments import read, rules
+from kvpilot_formats.arguments import rules
+from kvpilot_formats.arguments.drafts import DRAFT_MODELS, speculation
 from kvpilot_formats.dtypes import Dtype
 from kvpilot_runtime.config import connectors, options
 from kvpilot_runtime.errors import PreflightError
@@ -25,7 +26,7 @@ def check_options(fmt: Dtype, request: Request) -> None:
         option, what = found
         raise PreflightError("BadArguments", f"{option}: {what} does not work with kv-cache dtype {fmt.name!r}; leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     _check_blocks(fmt, request, machine.platform())
-    connector = connectors.SERVED.get(str(options.transfer(request.others).get("kv_connector")))
+    connector = connectors.SERVED.get(str(rules.transfer(request.arguments).get("kv_connector")))
     if connector is not None and (lacks := installed.lacks(connector)):
         raise PreflightError("BadArguments", f"{options.TRANSFER}: {connector.name} with kv-cache dtype {fmt.name!r} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
     named = request.calibration not in (None, CALIBRATION_OFF)
@@ -37,11 +38,10 @@ def check_options(fmt: Dtype, request: Request) -> None:
 
 def _check_blocks(fmt: Dtype, request: Request, platform: machine.Platform) -> None:
     step = hardware.BLOCK_STEPS[platform]
-    for option, value in options.given(request.others, "--block-size"):
-        if value is None or not value.isdecimal() or (int(value) and int(value) % step == 0):
-            continue
+    value = request.arguments.value("--block-size") or ""
+    if value.isdecimal() and (not int(value) or int(value) % step):
         nearest = max(1, round(int(value) / step)) * step
-        raise PreflightError("BadArguments", f"{option} {value}: kv-cache dtype {fmt.name!r} on {'a CPU' if platform == 'cpu' else 'a GPU'} takes multiples of {step} tokens; use {option}={nearest}, or leave it out")  # fmt: skip  # noqa: E501
+        raise PreflightError("BadArguments", f"--block-size {value}: kv-cache dtype {fmt.name!r} on {'a CPU' if platform == 'cpu' else 'a GPU'} takes multiples of {step} tokens; use --block-size={nearest}, or leave it out")  # fmt: skip  # noqa: E501
 
 
 def check_window(fmt: Dtype, request: Request, findings: Findings) -> None:
@@ -90,14 +90,14 @@ def check_own(fmt: Dtype, config: models.Architecture, request: Request, finding
     if (pooled := _pooled(config, request)) is not None:
         refuse(f"pooling, which is what vLLM serves {pooled!r} for")
     findings.disable_window = config.idle_window
-    drafted = options.speculation(request.others).get("method") in options.DRAFT_MODELS
+    drafted = speculation(request.arguments).get("method") in DRAFT_MODELS
     if drafted and (config.layers != config.full_layers or config.state_layers or request.skip_layers):
         refuse("a draft model, EAGLE or MTP beside layers that are not full attention, or stay in 16 bits,", "speculate by ngram, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     if config.layers != config.full_layers:
         kind = "sliding-window layers" if config.window_layers else "chunked attention"
-        for option, _ in options.given(request.others, options.OFFLOAD, options.TRANSFER):
+        for option in filter(request.arguments.on, (options.OFFLOAD, options.TRANSFER)):
             refuse(f"{option} for a model with {kind}, whose requests can block each other forever while blocks are loaded", "leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
-    if request.skip_layers and any(options.given(request.others, options.TRANSFER)):
+    if request.skip_layers and request.arguments.on(options.TRANSFER):
         refuse(f"{options.TRANSFER} beside layers that stay in 16 bits (--kv-cache-dtype-skip-layers)", "leave one of the two out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     if config.window_layers:
         if request.skip_layers is None:
@@ -112,7 +112,7 @@ def check_latent(fmt: latent.LatentFormat, config: models.Architecture | None, r
     def refuse(what: str, remedy: str = "leave it out, or use --kv-cache-dtype=auto") -> None:
         raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")
 
-    if (found := rules.first_on(read(request.others), rules.BESIDE_LATENT)) is not None:
+    if (found := rules.first_on(request.arguments, rules.BESIDE_LATENT)) is not None:
         refuse(f"{found[0]} ({found[1]})")
     if request.skip_layers:
         refuse("--kv-cache-dtype-skip-layers")
@@ -128,7 +128,7 @@ def check_latent(fmt: latent.LatentFormat, config: models.Architecture | None, r
 
 def _pooled(config: models.Architecture, request: Request) -> str | None:
     """Return the class if vLLM would serve it for embeddings, scores or classes. Return None if that is not known."""
-    if ("--runner", "generate") in options.given(request.others, "--runner"):
+    if request.arguments.value("--runner") == "generate":
         return None
     folder, name = model_folder(request.model), next(iter(config.architectures), config.model_type)
     if folder is not None and (folder / "modules.json").exists():  # a file of sentence-transformers

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvpilot_formats import models
+from kvpilot_formats.arguments import Arguments, read
 from kvpilot_runtime.config.retention import SinksAndWindow
 
 CALIBRATION_OFF = "off"
@@ -40,6 +41,11 @@ class Request:
     disk_path: str | None = None
     disk_bytes: int | None = None
     fit_length: bool = False
+
+    @property
+    def arguments(self) -> Arguments:
+        """The other arguments of `vllm serve`, as vLLM reads them."""
+        return read(self.others)
 
 
 @dataclass

@@ -21,8 +21,6 @@ from kvpilot_runtime.config import retention
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent import info as recent_info
 from kvpilot_runtime.speculation import drafts, spares
-from kvpilot_runtime.vllm_api import contract
-from kvpilot_runtime.vllm_api.vllm_parts import Feature
 
 VARIABLE = "KVPILOT_RECENT_TOKENS"
 """Environment variable with the tokens of the recent window, set by kvpilot-serve; empty for the default."""
@@ -68,11 +66,7 @@ class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # mypy sees vLLM's
 
 
 def asked() -> int | None:
-    """Return the window that the environment names; None for the default.
-
-    Raises:
-        UnsupportedModelError: it is not a supported window.
-    """
+    """Return the window that the environment names; None for the default."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return None
@@ -89,9 +83,6 @@ def attach(config: Any, layers: dict[str, Any]) -> None:
 
     Layers of later calls belong to a draft model and have no rings. Their backend gets another name. vLLM has one
     builder per backend, and a builder plans steps either with or without a window.
-
-    Raises:
-        UnsupportedModelError: the requested window is not supported, or is longer than the context.
     """
     if any(layer.impl.recent is not None for layer in layers.values()):
         for layer in layers.values():
@@ -156,8 +147,6 @@ def _cannot(config: Any, layers: dict[str, Any]) -> str:
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
 
-    if not contract.has(Feature.WINDOW):
-        return "VllmWithoutRings"
     if retention.asked() is not None:
         return "BoundedCache"
     if config.scheduler_config.disable_hybrid_kv_cache_manager:

@@ -1,7 +1,6 @@
 """Recent window in vLLM's scheduler: a ring of pages per request, never shared and never cached.
 
-Unpickling a `RingSpec` imports this module, which registers it. If this vLLM cannot keep the ring's pages out of prefix
-caching (`Feature.WINDOW`), no `RingSpec` is made.
+Unpickling a `RingSpec` imports this module, which registers it.
 """
 
 from __future__ import annotations

@@ -21,11 +21,7 @@ with contextlib.suppress(ValueError):  # ValueError: the tier is registered alre
 
 
 class DiskOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """vLLM's tiers with two additions: an engine never leaves a file in /dev/shm, and a CPU has a worker.
-
-    Raises:
-        UnsupportedEngineError: kvpilot was not run with this vLLM.
-    """
+    """vLLM's tiers with two additions: an engine never leaves a file in /dev/shm, and a CPU has a worker."""
 
     _worker: Any
 

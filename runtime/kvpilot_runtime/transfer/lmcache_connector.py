@@ -53,9 +53,6 @@ class PackedLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
         """Register the pages with LMCache, under a name of these terms and the worker's weights.
 
         Every rank must call this.
-
-        Raises:
-            UnsupportedEngineError: LMCache's server shares memory with engines.
         """
         adapter, weights = self.worker_adapter, weights_hash(worker)
         adapter.model_name = name_of(adapter.model_name, terms, weights)

@@ -38,11 +38,7 @@ ADVISED = shown(PINNED)
 
 
 def version_text() -> str:
-    """Return the version that the installed vLLM states.
-
-    Raises:
-        UnsupportedEngineError: vLLM is absent.
-    """
+    """Return the version that the installed vLLM states."""
     try:
         return importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
@@ -50,11 +46,7 @@ def version_text() -> str:
 
 
 def vllm_version() -> tuple[int, int]:
-    """Return major and minor version of the installed vLLM. A build without a version number counts as the newest.
-
-    Raises:
-        UnsupportedEngineError: vLLM is absent.
-    """
+    """Return major and minor version of the installed vLLM. A build without a version number counts as the newest."""
     found = re.match(r"(\d+)\.(\d+)", version_text())
     return (int(found[1]), int(found[2])) if found else _BUILD
 

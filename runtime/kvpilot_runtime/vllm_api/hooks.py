@@ -11,29 +11,27 @@ from typing import Any
 
 from kvpilot_formats import latent
 from kvpilot_runtime.errors import UnsupportedModelError
+from kvpilot_runtime.vllm_api import contract
 from kvpilot_runtime.vllm_api.wrap import wrap
-
-Judge = Callable[[str, bool], None]
-"""Function that refuses a layer with one of our dtypes. Its second argument is True if other layers stay in 16 bits."""
 
 CPU, CUDA = "vllm.platforms.cpu:CpuPlatform", "vllm.platforms.cuda:CudaPlatformBase"
 
 
-def route_backends(platform: str, paths: Mapping[str, str], judge: Judge) -> None:
+def route_backends(platform: str, paths: Mapping[str, str]) -> None:
     """Serve each KV-cache dtype in `paths` with the backend at its import path, on the platform `CPU` or `CUDA`."""
 
     def get_attn_backend_cls(
         stock: Any, cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        found = _ours(cls, paths, judge, attn_selector_config)
+        found = _ours(cls, paths, attn_selector_config)
         return found or stock(cls, selected_backend, attn_selector_config, *args, **kwargs)
 
     wrap(f"{platform}.get_attn_backend_cls", get_attn_backend_cls)
     if platform == CPU:
-        _settle_cpu(paths, judge)
+        _settle_cpu(paths)
 
 
-def _settle_cpu(paths: Mapping[str, str], judge: Judge) -> None:
+def _settle_cpu(paths: Mapping[str, str]) -> None:
     """Let the CPU platform configure engines with these dtypes as GPU platforms do."""
 
     def update_block_size_for_backend(stock: Any, cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -41,7 +39,6 @@ def _settle_cpu(paths: Mapping[str, str], judge: Judge) -> None:
         stock(cls, vllm_config, *args, **kwargs)
         dtype = vllm_config.cache_config.cache_dtype
         if vllm_config.cache_config.kv_cache_dtype_skip_layers and dtype in paths:
-            judge(dtype, True)
             cls._align_heterogeneous_kv_block_size(vllm_config, None)
 
     def check_and_update_config(stock: Any, cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -66,21 +63,16 @@ def _settle_cpu(paths: Mapping[str, str], judge: Judge) -> None:
     wrap(f"{CPU}.check_and_update_config", check_and_update_config)
 
 
-def _ours(platform: Any, paths: Mapping[str, str], judge: Judge, asked: Any) -> str | None:
-    """Return the path of our backend for a layer, or None if its KV-cache dtype is not ours.
-
-    Raises:
-        UnsupportedEngineError: in the same cases as `judge`.
-        UnsupportedModelError: our backend does not serve such a layer; the message has all of the backend's reasons.
-    """
+def _ours(platform: Any, paths: Mapping[str, str], asked: Any) -> str | None:
+    """Return the path of our backend for a layer, or None if its KV-cache dtype is not ours."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     dtype = asked.kv_cache_dtype or "auto"
     if dtype not in paths:
         return None
-    judge(dtype, False)
-    backend = resolve_obj_by_qualname(paths[dtype])
-    reasons = backend.validate_configuration(device_capability=platform.get_device_capability(), **asked._asdict())
+    with contract.needed(dtype):
+        backend = resolve_obj_by_qualname(paths[dtype])
+        reasons = backend.validate_configuration(device_capability=platform.get_device_capability(), **asked._asdict())
     if reasons:
         raise UnsupportedModelError(
             f"kv-cache dtype {dtype!r} cannot serve this model: {', '.join(reasons)}; use --kv-cache-dtype auto"
@@ -94,9 +86,8 @@ def share_pages(names: tuple[str, ...]) -> None:
     All pages of a pool have one size. vLLM takes the page size of the quantized layers and fits the other layers'
     blocks into it. But it asks the backend of the model's first layer for the sizes, which may be a layer in 16 bits.
     With this hook a quantized layer answers. The page holds the smallest block of every backend. A model without 16-bit
-    layers keeps its block size. A vLLM without this function is refused for such models (`Feature.SKIPPED`).
+    layers keeps its block size.
     """
-    from vllm.platforms.interface import Platform
 
     def align(stock: Any, cls: Any, vllm_config: Any, backend_cls: Any, *args: Any, **kwargs: Any) -> None:
         from vllm.config import get_layers_from_vllm_config
@@ -117,8 +108,7 @@ def share_pages(names: tuple[str, ...]) -> None:
         owner = type("Owner", (quantized[0],), {"get_supported_kernel_block_sizes": staticmethod(lambda: [smallest])})
         stock(cls, vllm_config, owner, *args, **kwargs)
 
-    if hasattr(Platform, "_align_heterogeneous_kv_block_size"):
-        wrap("vllm.platforms.interface:Platform._align_heterogeneous_kv_block_size", align)
+    wrap("vllm.platforms.interface:Platform._align_heterogeneous_kv_block_size", align)
 
 
 def around_kv_cache(before: Callable[[Any], None], after: Callable[[Any], None]) -> None:

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpilot_formats.formats import Format
+from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.reference.attention import round_trip
+
 RoundTrip = Callable[[torch.Tensor], torch.Tensor]
 """Function from float32 [tokens, kv_heads, D] to the values read back, in the same shape."""
 
@@ -56,3 +60,18 @@ def min_max(x: torch.Tensor, bits: int, dim: int) -> tuple[torch.Tensor, torch.T
 def half(x: torch.Tensor) -> torch.Tensor:
     """Round to float16, in which caches store all numbers except codes, and return float32."""
     return x.half().float()
+
+
+def own(fmt: Format, factors: Factors | None = None, recent: bool = False) -> Codec:
+    """Return the codec of one layer in `fmt`, with or without factors. With `recent`, include the ring."""
+    return Codec(
+        fmt.name + ("+calibrated" if factors else ""),
+        lambda x: _read_back(x, fmt, "key", factors, recent),
+        lambda x: _read_back(x, fmt, "value", factors, recent),
+        lambda dim: (fmt.key.bits * fmt.row_dim(dim) + 16 * fmt.groups(dim)) / dim,
+        lambda dim: (fmt.value.bits * fmt.row_dim(dim) + 16 * fmt.groups(dim)) / dim,
+    )
+
+
+def _read_back(x: torch.Tensor, fmt: Format, side: str, factors: Factors | None, recent: bool) -> torch.Tensor:
+    return round_trip(x, fmt, side, factors, recent).float()

@@ -1,13 +1,17 @@
-"""A plan for people: tables of at most 120 columns, and the reason for a missing dtype."""
+"""Output of a plan: tables of at most 120 columns for people, JSON for programs, and a plot of sequences by context."""
 
 from __future__ import annotations
 
 import math
 import textwrap
+from pathlib import Path
+from typing import Any
 
-from kvpilot_cli.plan.load import FILL
-from kvpilot_cli.plan.make import Plan, Row
+from kvpilot_cli import plots
+from kvpilot_cli.plan.load import FILL, Cost
+from kvpilot_cli.plan.make import Fit, Plan, Request, Row
 from kvpilot_cli.text_tables import render
+from kvpilot_formats import dtypes
 
 WIDTH = 120
 
@@ -136,3 +140,124 @@ def _notes(plan: Plan) -> list[str]:
     for row in plan.rows:
         found += [row.infeasible] if row.infeasible is not None else row.notes
     return [textwrap.fill(note, WIDTH, initial_indent="- ", subsequent_indent="  ") for note in found]
+
+
+def document(plan: Plan) -> dict[str, Any]:
+    """Return the plan as JSON values: stable keys with units in their names, and integers for counts."""
+    request, load = plan.request, plan.request.load
+    return {
+        "model": request.model.name,
+        "gpu": request.gpu.name,
+        "gpus_per_replica": request.gpus,
+        "weights_dtype": plan.weights_dtype,
+        "memory_per_gpu": None
+        if plan.memory is None
+        else {
+            "usable_bytes": plan.memory.usable,
+            "weights_bytes": plan.memory.weights,
+            "engine_bytes": plan.memory.engine,
+        },
+        "kv_bytes_per_gpu": plan.kv_bytes,
+        "retention": None
+        if request.bound is None
+        else {
+            "sink_tokens": request.bound.sinks,
+            "window_tokens": request.bound.window,
+            "budget_tokens": request.bound.budget,
+        },
+        "host_memory_bytes": request.host or None,
+        "load": None
+        if load is None
+        else {
+            "requests_per_second": load.requests_per_second,
+            "prompt_tokens": load.prompt_tokens,
+            "generated_tokens": load.generated_tokens,
+            "max_microseconds_per_token": round(load.token_seconds * 1e6),
+        },
+        "dtypes": [_object(plan, row) for row in plan.rows],
+        "notes": list(plan.notes),
+    }
+
+
+def _object(plan: Plan, row: Row) -> dict[str, Any]:
+    if row.infeasible is not None:
+        return {"dtype": row.dtype, "veto": row.infeasible}
+    return {
+        "dtype": row.dtype,
+        "veto": None,
+        "bits_per_element": row.bits,
+        "bytes_per_token": row.token_bytes,
+        "window_bytes_per_sequence": row.window_bytes,
+        "recent_tokens": row.recent_tokens,
+        "recent_bytes_per_sequence": row.recent_bytes,
+        "capacities": _fitting(row.fits),
+        "bounded": None
+        if plan.request.bound is None
+        else {"bytes_per_sequence": row.bounded_bytes, "capacities": _fitting(row.bounded)},
+        "host_capacity_tokens": row.host_tokens,
+        "notes": list(row.notes),
+        "cost": None if row.cost is None else _figures(row.cost, plan.request),
+    }
+
+
+def _fitting(fits: tuple[Fit, ...]) -> list[dict[str, int]]:
+    return [{"context_tokens": f.context, "capacity_tokens": f.tokens, "sequences": f.sequences} for f in fits]
+
+
+def _figures(cost: Cost, request: Request) -> dict[str, Any]:
+    if cost.replicas is None:
+        return {"replicas": None, "gpus": None, "limit": cost.limit}
+    at = cost.operating
+    return {
+        "replicas": cost.replicas,
+        "gpus": cost.replicas * request.gpus,
+        "limit": cost.limit,
+        "microseconds_per_token": round(at.token_seconds * 1e6),
+        "sequences_per_replica": math.ceil(at.sequences),
+        "kv_fill_percent": round(at.fill * 100),
+        "prompt_time_percent": round(at.prompt_share * 100),
+        "per_hour_micros": _micros(request.hourly(cost)),
+        "per_million_tokens_micros": _micros(request.per_million(cost)),
+    }
+
+
+def _micros(price: float | None) -> int | None:
+    return None if price is None else round(price * 1e6)
+
+
+def draw(plan: Plan, file: Path) -> None:
+    """Write the plot, with a line for each dtype; `plots.check` must have passed."""
+    request = plan.request
+    with plots.drawing(file, 7.5, 4.5) as axes:
+        ends = []
+        for row in plan.rows:
+            fits = sorted({fit.context: fit.sequences for fit in row.fits if fit.sequences}.items())
+            if not fits:
+                continue
+            contexts, sequences = zip(*fits, strict=True)
+            colour = dtypes.parse(row.dtype).colour
+            axes.plot(contexts, sequences, color=colour, marker="o", markersize=4, linewidth=1.8)
+            ends.append((sequences[-1], contexts[-1], row.dtype, colour))
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(plan.contexts, [f"{c:,}" for c in plan.contexts])
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.grid(axis="y", alpha=0.25)
+        axes.set(
+            xlabel="tokens of each sequence",
+            ylabel="sequences that fit at once",
+            title=f"{request.model.name} on {request.gpus} x {request.gpu.name}",
+        )
+        _label(axes, ends)
+
+
+def _label(axes: Any, ends: list[tuple[int, int, str, str]]) -> None:
+    """Label each line at its right end, with enough distance between labels."""
+    low, high = axes.get_ylim()
+    gap = (high / low) ** 0.05
+    lowest = 0.0
+    for height, context, dtype, colour in sorted(ends):
+        lowest = max(float(height), lowest * gap)
+        place = (axes.get_xlim()[1], lowest)
+        axes.annotate(f" {dtype}  {height:,}", (context, height), place, color=colour, va="center")
