@@ -125,14 +125,9 @@ def check_text(site: Path) -> None:
 
 def _words(markup: str) -> str:
     """Return the text of HTML without white space, the theme's buttons and the marks of headings."""
-    for extra in (
-        r'<a [^>]*class="md-content__button.*?</a>',
-        r'<aside class="md-source-file.*',
-        r"<[^>]+>",
-        r"[\s¶]+",
-    ):
-        markup = re.sub(extra, "", markup, flags=re.DOTALL)
-    return html.unescape(markup)
+    buttons = r'<a [^>]*class="md-content__button.*?</a>|<aside class="md-source-file.*'
+    text = re.sub(r"<[^>]+>", "", re.sub(buttons, "", markup, flags=re.DOTALL))
+    return re.sub(r"[\s¶]+", "", html.unescape(text))
 
 
 def checks(site: Path, context: BrowserContext, home: str) -> Iterator[str]:
