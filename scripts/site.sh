@@ -8,6 +8,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 fail() { echo "site: $1" >&2; exit 1; }
 
+case ${1:-} in
+  build | serve | check) ;;
+  publish) [[ -n ${2:-} ]] || fail "publish needs a version: scripts/site.sh publish main" ;;
+  *) fail "no action '${1:-}': use build, serve, check or publish" ;;
+esac
 browser=${CHROMIUM:-$(command -v chromium || command -v google-chrome || true)}
 [[ ${1:-} != check || -x $browser ]] ||
   fail "no browser${browser:+ at $browser}: install chromium (apt-get install chromium), or set CHROMIUM to the path of one"
@@ -17,7 +22,7 @@ tools=${KVPILOT_CACHE:-$HOME/.cache/kvpilot}/tools/site-$(sha256sum <scripts/sit
 # mike runs mkdocs by its name. Without the variable, Material announces its successor at every start.
 export PATH=$tools/bin:$PATH NO_MKDOCS_2_WARNING=1
 
-case ${1:-} in
+case $1 in
   build) exec mkdocs build --quiet ;;
   serve) exec mkdocs serve --no-strict "${@:2}" ;;
   check)
@@ -25,7 +30,6 @@ case ${1:-} in
     exec python scripts/site_check.py dist/site "$browser"
     ;;
   publish)
-    [[ -n ${2:-} ]] || fail "publish needs a version: scripts/site.sh publish main"
     # The first version has no branch to add to.
     git fetch --quiet origin gh-pages:gh-pages 2>/dev/null || true
     mike deploy --push --update-aliases "${@:2}"
@@ -33,5 +37,4 @@ case ${1:-} in
     if mike list latest >/dev/null 2>&1; then default=latest; else default=$2; fi
     mike set-default --push "$default"
     ;;
-  *) fail "no action '${1:-}': use build, serve, check or publish" ;;
 esac
