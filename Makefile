@@ -1,4 +1,4 @@
-.PHONY: install demo test quick check unit kernels chart images monitoring cluster scale runtime e2e faults long generate format clean
+.PHONY: install demo test quick check unit kernels chart images monitoring cluster scale runtime e2e faults long docs docs-serve docs-check generate format clean
 RUN := .venv/bin/
 CACHE := $(or $(KVPILOT_CACHE),$(HOME)/.cache/kvpilot)
 # Whatever the shell says: what one process has compiled the next one reads, and engines start in half the time.
@@ -35,6 +35,14 @@ unit kernels chart images monitoring cluster scale runtime e2e faults: install
 # What takes longer than CI has: canaries under live load, with and without spare capacity.
 long: install
 	$(RUN)python scripts/run_tests.py --jobs 1 --long
+
+# The documentation as a site, with its own packages: built into dist/site, shown at http://127.0.0.1:8000, read in a browser.
+docs:
+	scripts/site.sh build
+docs-serve:
+	scripts/site.sh serve
+docs-check:
+	scripts/site.sh check
 
 # All that is made of something else in here, such as config/ of charts/ and the API's reference of crds/.
 generate: install

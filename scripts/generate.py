@@ -4,8 +4,9 @@
     .venv/bin/python scripts/generate.py --check     # write nothing; exit 1 and name the files that would change
 
 It generates the chart's copies and config/, the API's reference, the tables of metrics and of decisions, defaults of
-transformers' config classes, costs of `kvpilot backtest`, pages of models.json, and pages and plots of docs/benchmarks.
-It does not generate measured or resolved files: figures, `tests/faults/table.py`, pictures of dashboards, locks.
+transformers' config classes, costs of `kvpilot backtest`, pages of models.json, README's badges, the picture of a
+recording, and pages and plots of docs/benchmarks. It does not generate measured or resolved files: figures,
+`tests/faults/table.py`, recordings, pictures of dashboards, locks.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ COMMANDS = (
     ("scripts/model_defaults.py", "formats/kvpilot_formats/models/defaults.json"),
     ("scripts/api_reference.py", "docs/reference"),
     ("scripts/decisions_page.py", "docs/decisions"),
+    ("scripts/badges.py", "docs/images/badges"),
+    ("scripts/picture.py", "draw", "docs/images/rollback.ansi", "--from", "-- why"),
     (
         "-m",
         "benchmarks.backtest.backtest_profile",

@@ -12,6 +12,8 @@ vllm=0.32.0
 hatchling=1.27.0
 # Tools of a release, which may sign and publish.
 release=(pip-audit==2.10.1 cyclonedx-bom==7.5.0)
+# Packages that make the documentation a site, publish its versions and read it in a browser.
+site=(mkdocs-material==9.8.2 mdformat-mkdocs==5.2.1 mdformat-tables==1.0.0 mike==2.2.0 playwright==1.65.2)
 uv_version=0.13.9
 export UV_CACHE_DIR=$cache/uv UV_LINK_MODE=hardlink
 
@@ -39,6 +41,7 @@ if [[ ${1:-} == lock ]]; then
   "${compile[@]}" "${linux[@]}" --constraint requirements.lock --extra operator --extra tracing pyproject.toml -o docker/operator.lock
   printf 'hatchling==%s\n' "$hatchling" | "${compile[@]}" "${linux[@]}" - -o docker/build.lock
   printf '%s\n' "${release[@]}" | "${compile[@]}" "${linux[@]}" - -o scripts/release.lock
+  printf '%s\n' "${site[@]}" | "${compile[@]}" "${linux[@]}" - -o scripts/site.lock
   printf 'uv==%s\n' "$uv_version" | "${compile[@]}" - -o scripts/uv.lock
   exit
 fi

@@ -38,8 +38,8 @@ def steps(workflow: Path) -> list[dict[str, Any]]:
     return [step for job in yaml.safe_load(workflow.read_text())["jobs"].values() for step in job.get("steps", ())]
 
 
-def test_there_are_two() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["ci", "release"]
+def test_there_are_three() -> None:
+    assert [path.stem for path in WORKFLOWS] == ["ci", "docs", "release"]
 
 
 def test_actionlint_finds_nothing(workflow: Path, lint: str) -> None:

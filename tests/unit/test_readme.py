@@ -1,0 +1,137 @@
+"""README is short, its commands can be pasted, and its figures are those of the benchmarks' pages."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvpilot_kubectl.commands import parser
+from kvpilot_localcluster.toolbox.helm import helm, run_helm
+from kvpilot_localcluster.toolbox.kubectl import kubectl
+from kvpilot_operator.api.faults import faults
+from kvpilot_operator.api.spec import parse
+from support.crd import apply_defaults
+from support.page_commands import Command, commands_of, options_of, subcommand
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TOP, _, BELOW = README.partition("\n## ")
+COMMANDS = commands_of(README)
+
+
+def section(title: str) -> str:
+    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def of(program: str) -> list[Command]:
+    return [one for one in COMMANDS if one.words[0] == program]
+
+
+def test_it_is_short_and_has_few_links() -> None:
+    assert len(README.splitlines()) <= 150
+    assert len(re.findall(r"\]\((?!#)", BELOW)) <= 10
+
+
+def test_its_first_screen_has_a_picture_a_number_and_the_state() -> None:
+    assert re.search(r"!\[[^\]]{20,}\]\(docs/images/\w+\.svg\)", TOP)
+    assert re.search(r"\*\*[^*]*\d[^*]*\*\*", TOP)
+    assert "not released" in TOP
+
+
+def test_every_command_is_of_a_program_that_is_checked_here() -> None:
+    assert {one.words[0] for one in COMMANDS} == {"make", "docker", "helm", "kubectl", "pip"}
+
+
+def test_make_demo_runs_the_program_that_the_end_to_end_test_runs_and_make_test_what_ci_runs() -> None:
+    assert [one.words for one in of("make")] == [("make", "demo"), ("make", "test")]
+    plan = {
+        name: subprocess.run(["make", "--dry-run", name], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for name in ("demo", "test")
+    }
+    assert "-m kvpilot_demo" in plan["demo"]
+    assert '"-m", "kvpilot_demo"' in (ROOT / "tests/e2e/test_demo.py").read_text(encoding="utf-8")
+    assert "scripts/run_tests.py" in plan["test"]
+    assert (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()[-1] == "make test"
+
+
+def test_programs_that_the_local_build_needs_are_all_named() -> None:
+    assert {"make", "dpkg-dev", "patch", "xz-utils", "openssl", "python3-venv"} <= set(
+        re.findall(r"`([\w-]+)`", section("Try it"))
+    )
+
+
+@pytest.mark.parametrize("program", ["kubectl", "helm"])
+def test_kubectl_and_helm_have_the_options_that_they_get(program: str) -> None:
+    at = Path({"kubectl": kubectl, "helm": helm}[program]())
+    asked = [one for one in of(program) if one.words[1] != "kvpilot"]
+    assert asked
+    for one in asked:
+        assert set(one.options) <= options_of(at, *subcommand(one.words)), one.words
+
+
+def test_our_own_command_takes_its_arguments_and_its_extra_exists() -> None:
+    (ours,) = (one for one in of("kubectl") if one.words[1] == "kvpilot")
+    assert parser().parse_args(list(ours.words[2:])).service == "chat"
+    assert [one.words for one in of("pip")] == [("pip", "install", ".[kubectl]")]
+
+
+def test_each_image_is_built_for_gpu_nodes_pushed_and_used() -> None:
+    build, push = (
+        [
+            one.words[-1] if verb == "push" else one.words[one.words.index("-t") + 1]
+            for one in of("docker")
+            if one.words[1] == verb
+        ]
+        for verb in ("build", "push")
+    )
+    assert build == push
+    assert len(set(build)) == 2
+    for one in of("docker"):
+        if one.words[1] == "build":
+            assert "--platform" in one.options
+            assert (ROOT / one.words[one.words.index("-f") + 1]).is_file()
+    (install,) = of("helm")
+    values = [install.words[i + 1] for i, word in enumerate(install.words) if word == "--set"]
+    text = run_helm("template", "kvpilot", ROOT / "charts/kvpilot", *(f"--set={value}" for value in values))
+    deployed = {
+        container["image"]
+        for one in yaml.safe_load_all(text) if one and one["kind"] == "Deployment"
+        for container in one["spec"]["template"]["spec"]["containers"]
+    }  # fmt: skip
+    assert deployed | {service()["spec"]["engine"]["image"]} == set(push)
+
+
+@cache
+def service() -> dict:
+    (apply,) = (one for one in of("kubectl") if "apply" in one.words)
+    return yaml.safe_load(apply.given)
+
+
+def test_its_service_is_accepted_and_takes_one_gpu_at_most() -> None:
+    assert faults(service()) == ()
+    spec = parse(apply_defaults(service()))
+    assert spec.kv_cache.mode == "Recommend"
+    assert spec.scaling.max_replicas * spec.engine.tensor_parallel_size == 1
+    engine = service()["spec"]["engine"]
+    assert engine["resources"]["limits"] == {"nvidia.com/gpu": spec.engine.tensor_parallel_size}
+    assert {"cpu", "memory"} <= set(engine["resources"]["requests"])
+
+
+def test_the_programs_in_the_support_matrix_exist() -> None:
+    named = re.findall(r"`(benchmarks/[\w/.]+)`", section("What works where"))
+    assert named
+    assert all((ROOT / path).is_file() for path in named)
+
+
+def test_figures_are_those_of_the_benchmarks_page() -> None:
+    page = (ROOT / "docs/benchmarks/h200-engine-window.md").read_text(encoding="utf-8")
+    rows = [line for line in section("On a GPU").splitlines() if line.startswith(("| bf16", "| fp8", "| `k"))]
+    assert len(rows) == 4
+    for row in rows:
+        for figure in re.findall(r"\d[\d,.]*(?= ms| tokens/s| \|)", row.rpartition(" | ")[0] + " |"):
+            assert figure in page, figure
