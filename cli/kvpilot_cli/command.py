@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 
 GROUP = "kvpilot.commands"
 EXTRAS = {"backtest": "cli", "calibrate": "runtime", "plan": "cli", "probe": "operator"}
@@ -23,9 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands = {entry.name: entry for entry in entry_points(group=GROUP)}
-    usage = f"usage: kvpilot {{{','.join(sorted(commands))}}} ...  (kvpilot COMMAND --help explains one)"
+    usage = f"usage: kvpilot [--version] {{{','.join(sorted(commands))}}} ...  (kvpilot COMMAND --help explains one)"
     if arguments[:1] in (["-h"], ["--help"]):
         print(usage)
+        return 0
+    if arguments[:1] == ["--version"]:
+        print(f"kvpilot {version('kvpilot')}")
         return 0
     if not arguments or arguments[0] not in commands:
         print(f"{usage}\nkvpilot: {arguments[0]!r} is not a command" if arguments else usage, file=sys.stderr)

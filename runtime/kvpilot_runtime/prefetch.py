@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from kvpilot_formats.installed import add_version
 from kvpilot_formats.untrusted import lines
 from kvpilot_runtime import listening
 from kvpilot_runtime.errors import PreflightError
@@ -208,6 +209,7 @@ def _written(path: Path) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 if everything is there, 78 if only a change can help, and 1 if another attempt may help."""
     parser = argparse.ArgumentParser(prog="kvpilot-prefetch", allow_abbrev=False, description=__doc__)
+    add_version(parser)
     parser.add_argument("--model", required=True, metavar="ORG/MODEL", help="on the hub")
     parser.add_argument("--revision", help="branch, tag or commit of the model")
     parser.add_argument("--adapter", action="append", default=[], metavar="ORG/ADAPTER", help="may be given again")
