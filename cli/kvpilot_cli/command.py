@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points, version
 
+from kvpilot_formats.installed import lacks
+
 GROUP = "kvpilot.commands"
 EXTRAS = {"backtest": "cli", "calibrate": "runtime", "plan": "cli", "probe": "operator"}
 """Extras of pyproject.toml that a command needs."""
@@ -37,12 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = commands[name].load()
     except ModuleNotFoundError as error:
-        # Our own packages are installed together. A missing one is a defect, so keep the traceback.
-        if name not in EXTRAS or (error.name or "").startswith("kvpilot_"):
+        if name not in EXTRAS:
             raise
-        remedy = f"pip install 'kvpilot[{EXTRAS[name]}]', in a checkout pip install '.[{EXTRAS[name]}]'"
-        print(f"kvpilot {name}: the module {error.name} is not installed: {remedy}", file=sys.stderr)
-        return 2
+        lacks(f"kvpilot {name}", EXTRAS[name], error)
     try:
         status = int(run(arguments[1:]))
         sys.stdout.flush()

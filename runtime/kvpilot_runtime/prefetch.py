@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from kvpilot_formats.installed import add_version
+from kvpilot_formats.installed import add_version, lacks
 from kvpilot_formats.untrusted import lines
 from kvpilot_runtime import listening
 from kvpilot_runtime.errors import PreflightError
@@ -218,8 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The first process of a container ignores SIGTERM by default. Exit at once: threads would first finish their files.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(_TERMINATED))
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from huggingface_hub.constants import HF_HUB_CACHE
-
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ModuleNotFoundError as error:
+        lacks("kvpilot-prefetch", "runtime", error)
     wanted = [(asked.model, asked.revision), *((adapter, None) for adapter in asked.adapter)]
     try:
         run(wanted, Path(HF_HUB_CACHE), asked.port)
