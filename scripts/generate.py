@@ -4,7 +4,7 @@
     .venv/bin/python scripts/generate.py --check     # write nothing; exit 1 and name the files that would change
 
 It generates the chart's copies and config/, the API's reference, the tables of metrics and of decisions, defaults of
-transformers' config classes, costs of `kvpilot backtest`, pages of models.json, README's badges, the picture of a
+transformers' config classes, costs of `kvpilot backtest`, pages of models, README's badges, the picture of a
 recording, and pages and plots of docs/benchmarks. It does not generate measured or resolved files: figures,
 `tests/faults/table.py`, recordings, pictures of dashboards, locks.
 """
@@ -25,7 +25,7 @@ FIGURES = "docs/benchmarks"
 COMMANDS = (
     ("scripts/manifests.py",),
     ("scripts/metrics_table.py",),
-    ("scripts/models_page.py", "docs/models.json", "docs/models.md"),
+    ("scripts/models_page.py", "cli/kvpilot_cli/plan/published.json", "docs/models.md"),
     ("scripts/model_defaults.py", "formats/kvpilot_formats/models/defaults.json"),
     ("scripts/api_reference.py", "docs/reference"),
     ("scripts/decisions_page.py", "docs/decisions"),

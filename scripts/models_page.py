@@ -1,6 +1,6 @@
-"""Write docs/models.md and its two tables from docs/models.json: published models and the dtypes that they take.
+"""Write docs/models.md and its two tables from published.json of `kvpilot plan`: models and the dtypes that they take.
 
-.venv/bin/python scripts/models_page.py docs/models.json docs/models.md
+.venv/bin/python scripts/models_page.py cli/kvpilot_cli/plan/published.json docs/models.md
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ For a model that is not listed:
 
 ```sh
 kvpilot plan /models/my-model --gpu H100-80GB      # the folder with its config.json
-kvpilot plan --list                                # the models that it knows by name
+kvpilot plan --list                                # its models and GPUs by name
 ```
 
 ## How do you read the tables?
@@ -53,7 +53,8 @@ kvpilot plan --list                                # the models that it knows by
 
 ## Where do the figures come from?
 
-[models.json](models.json) holds the relevant fields of {count} published configurations, each with its source.
+[published.json](../cli/kvpilot_cli/plan/published.json) has the fields of {count} published configurations, each with
+its source. `kvpilot plan` knows every one by its name.
 `kvpilot-serve` and `kvpilot plan` read these figures of them
 ([decision 21](decisions/0021-read-configs-over-a-table-of-class-defaults.md)). `make generate` writes these pages.
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
+
+from kvpilot_formats.installed import lacks
 
 GROUP = "kvpilot.commands"
 EXTRAS = {"backtest": "cli", "calibrate": "runtime", "plan": "cli", "probe": "operator"}
@@ -23,9 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands = {entry.name: entry for entry in entry_points(group=GROUP)}
-    usage = f"usage: kvpilot {{{','.join(sorted(commands))}}} ...  (kvpilot COMMAND --help explains one)"
+    usage = f"usage: kvpilot [--version] {{{','.join(sorted(commands))}}} ...  (kvpilot COMMAND --help explains one)"
     if arguments[:1] in (["-h"], ["--help"]):
         print(usage)
+        return 0
+    if arguments[:1] == ["--version"]:
+        print(f"kvpilot {version('kvpilot')}")
         return 0
     if not arguments or arguments[0] not in commands:
         print(f"{usage}\nkvpilot: {arguments[0]!r} is not a command" if arguments else usage, file=sys.stderr)
@@ -34,12 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = commands[name].load()
     except ModuleNotFoundError as error:
-        # Our own packages are installed together. A missing one is a defect, so keep the traceback.
-        if name not in EXTRAS or (error.name or "").startswith("kvpilot_"):
+        if name not in EXTRAS:
             raise
-        remedy = f"pip install 'kvpilot[{EXTRAS[name]}]', in a checkout pip install '.[{EXTRAS[name]}]'"
-        print(f"kvpilot {name}: the module {error.name} is not installed: {remedy}", file=sys.stderr)
-        return 2
+        lacks(f"kvpilot {name}", EXTRAS[name], error)
     try:
         status = int(run(arguments[1:]))
         sys.stdout.flush()

@@ -20,6 +20,7 @@ from kvpilot_demo.load import LoadError
 from kvpilot_demo.screen import Screen
 from kvpilot_demo.story import BAD, GOOD, Record, Story, StoryFailed
 from kvpilot_demo.world import World, run_folder
+from kvpilot_formats.installed import add_version
 from kvpilot_localcluster.errors import LocalClusterError
 from kvpilot_operator.errors import KvpilotError
 from kvpilot_smallmodels.models import ModelError
@@ -30,6 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="kvpilot_demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_version(parser)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--record", type=Path)

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NoReturn
 
+from kvpilot_formats.installed import add_version
 from kvpilot_kubectl.errors import DONE, ToolError, UsageError
 
 PROG = "kubectl kvpilot"
@@ -45,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         parents=[common],
     )
+    add_version(whole)
     commands = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from kvpilot_formats.installed import lacks
 from kvpilot_kubectl.commands import PROG, parser
 from kvpilot_kubectl.errors import INTERRUPTED, REFUSED, ToolError
 
@@ -29,11 +30,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROG}: {error}", file=sys.stderr)
         return error.code
     except ModuleNotFoundError as error:
-        print(f"{PROG}: {error.name} is not installed: install kvpilot with its extra `kubectl`", file=sys.stderr)
-        return REFUSED
+        lacks(PROG, "kubectl", error)
     except BrokenPipeError:
         # The reader has closed the pipe. Python must not write to it at exit, either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def complete() -> int:
+    """Complete a command line for kubectl. Without the extra `kubectl` there are no candidates."""
+    try:
+        from kvpilot_kubectl.complete import main as candidates
+    except ModuleNotFoundError:
+        return 0
+    return candidates()

@@ -24,7 +24,6 @@ from kvpilot_operator.control.leader import Election, Leader, Replica, prepare
 from kvpilot_operator.control.logs import configure
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import LeadershipLost
-from kvpilot_operator.options import parse_arguments
 from kvpilot_operator.tracing import NO_TRACER, TracingError, span_sender
 
 log = logging.getLogger(__name__)
@@ -170,9 +169,8 @@ async def run(options: argparse.Namespace) -> None:
             raise operator.error
 
 
-def main() -> None:
-    """Entry point of the `kvpilot-operator` command."""
-    options = parse_arguments(sys.argv[1:])
+def main(options: argparse.Namespace) -> None:
+    """Run the process. Exit with status 1 if this replica lost the Lease, and with 2 if it cannot send traces."""
     configure(options.log_level)
     try:
         asyncio.run(run(options))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from kvpilot_formats.installed import add_version
 from kvpilot_operator.api.pod_template import KINDS
 from kvpilot_operator.gpus import PriceError, prices
 
@@ -18,6 +19,7 @@ PURPOSE = "Gives every QuantizedLLMService the smallest KV cache that it can aff
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="kvpilot-operator", description=PURPOSE)
+    add_version(parser)
     parser.add_argument(
         "--namespace", action="append", default=[], help="watch this namespace only (may be repeated; default: all)"
     )

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from kvpilot_formats.installed import add_version, lacks
 from kvpilot_formats.untrusted import lines
 from kvpilot_runtime import listening
 from kvpilot_runtime.errors import PreflightError
@@ -208,6 +209,7 @@ def _written(path: Path) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 if everything is there, 78 if only a change can help, and 1 if another attempt may help."""
     parser = argparse.ArgumentParser(prog="kvpilot-prefetch", allow_abbrev=False, description=__doc__)
+    add_version(parser)
     parser.add_argument("--model", required=True, metavar="ORG/MODEL", help="on the hub")
     parser.add_argument("--revision", help="branch, tag or commit of the model")
     parser.add_argument("--adapter", action="append", default=[], metavar="ORG/ADAPTER", help="may be given again")
@@ -216,8 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The first process of a container ignores SIGTERM by default. Exit at once: threads would first finish their files.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(_TERMINATED))
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from huggingface_hub.constants import HF_HUB_CACHE
-
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ModuleNotFoundError as error:
+        lacks("kvpilot-prefetch", "runtime", error)
     wanted = [(asked.model, asked.revision), *((adapter, None) for adapter in asked.adapter)]
     try:
         run(wanted, Path(HF_HUB_CACHE), asked.port)

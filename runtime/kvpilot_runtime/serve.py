@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from kvpilot_formats import arguments as vllm
 from kvpilot_formats import formats
+from kvpilot_formats.installed import add_version
 from kvpilot_formats.untrusted import shown
 from kvpilot_runtime import compiled, listening
 from kvpilot_runtime.config import offload, options, retention
@@ -89,6 +90,7 @@ def _fraction(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="kvpilot-serve", allow_abbrev=False, description="Check, then serve with vLLM. Any further "
                      "argument goes unchanged to `vllm serve`.")  # fmt: skip
+    add_version(parser)
     parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--revision", help="of a model on the hub")
     parser.add_argument("--kv-cache-dtype", default="auto")
@@ -167,8 +169,11 @@ def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the request, then replace this process by `vllm serve`. Return only on a refusal."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given == ["--version"]:
+        _parser().parse_args(given)
     try:
-        request, arguments = parse(sys.argv[1:] if argv is None else argv)
+        request, arguments = parse(given)
         findings = check(request)
     except PreflightError as error:
         _say("refused", error.reason, error.message)

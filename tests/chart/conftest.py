@@ -61,7 +61,7 @@ def rendered(chart: Path) -> Callable[[str], list[dict[str, Any]]]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Yield a local cluster with one node, which pretends to have a GPU and holds none of our objects.
+    """Yield a local cluster with one node, which pretends to have four GPUs and holds none of our objects.
 
     The operator's image runs as its pod's own account. The runtime image of docs/install.md is replaced by a cheap
     engine, because its model cannot be downloaded here.
@@ -77,7 +77,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     table = yaml.safe_load(DEFAULT_TABLE.read_text())
     table["images"][:0] = [operator, engine]
     (folder.parent / "images.yaml").write_text(yaml.safe_dump(table))
-    gpus = {"nvidia.com/gpu": "1"}
+    gpus = {"nvidia.com/gpu": "4"}
     with LocalCluster(folder, backoff=1.0, table=folder.parent / "images.yaml", resources=gpus) as running:
         yield running
         running.check()

@@ -41,7 +41,7 @@ def resolved(scheme: dict[str, Any] | None) -> str | None:
     return str(resolve_kv_cache_dtype_string("auto", SimpleNamespace(hf_config=config)))
 
 
-CORPUS = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())["models"]
+CORPUS = json.loads((Path(__file__).parents[2] / "cli/kvpilot_cli/plan/published.json").read_text())["models"]
 STATIC = {"dynamic": False, "num_bits": 8, "type": "float"}
 SCHEMES: list[Any] = [None, {}, "FP8", "fp8", "NVFP4", "nvfp4", "INT8", STATIC, {**STATIC, "dynamic": True},
                       {**STATIC, "dynamic": None}, {**STATIC, "type": "int"}, {"num_bits": 4, "type": "float"},

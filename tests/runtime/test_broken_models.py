@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvpilot_runtime import serve
 from kvpilot_runtime.preflight import machine, vllm_layers
 
-CORPUS = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())["models"]
+CORPUS = json.loads((Path(__file__).parents[2] / "cli/kvpilot_cli/plan/published.json").read_text())["models"]
 DTYPES = ["auto", "fp8", "k4v4", "k8v4"]
 
 values = st.recursive(

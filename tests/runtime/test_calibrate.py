@@ -61,7 +61,7 @@ def test_the_hash_is_over_the_first_keys_too() -> None:
 
 
 def test_sizes_that_a_config_leaves_out_are_its_classs_own() -> None:
-    corpus = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())["models"]
+    corpus = json.loads((Path(__file__).parents[2] / "cli/kvpilot_cli/plan/published.json").read_text())["models"]
     published = {entry["model"]: entry["config"] for entry in corpus}
     facts = factors_file.ModelFacts.of(published["google/gemma-3-4b-it"])
     assert (facts.layers, facts.kv_heads, facts.head_dim) == (34, 4, 256)

@@ -49,7 +49,7 @@ def test_window_layers_and_latent_attention_are_told(tmp_path: Path) -> None:
 
 
 def test_layers_that_attend_within_chunks_are_none_that_stay_in_16_bits() -> None:
-    corpus = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())["models"]
+    corpus = json.loads((Path(__file__).parents[2] / "cli/kvpilot_cli/plan/published.json").read_text())["models"]
     facts = [read(entry["config"]) for entry in corpus if "Llama-4" in entry["model"]]
     assert all(found.chunked_layers for found in facts)
     assert {json.loads(model_info.encode(found))["window_layers"] for found in facts} == {0}

@@ -1,4 +1,4 @@
-"""Layers of published models (docs/models.json) against the KV-cache specs that vLLM builds for them."""
+"""Layers of published models (published.json) against the KV-cache specs that vLLM builds for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpilot_runtime.preflight import installed
 from support.own_process import ask
 
 ROOT = Path(__file__).parents[2]
-CORPUS = json.loads((ROOT / "docs" / "models.json").read_text())["models"]
+CORPUS = json.loads((ROOT / "cli/kvpilot_cli/plan/published.json").read_text())["models"]
 BUILT = [entry for entry in CORPUS if "vllm" not in entry]
 """Models that the CPU build of vLLM builds; the others have a reason."""
 LARGEST_FIRST = sorted(BUILT, key=lambda entry: -read(entry["config"]).layers)

@@ -246,7 +246,7 @@ def test_a_model_that_attends_to_later_tokens_is_refused_by_name(tmp_path: Path,
 
 def published(model: str) -> dict[str, Any]:
     """Return the config of a model of the corpus."""
-    corpus = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())["models"]
+    corpus = json.loads((Path(__file__).parents[2] / "cli/kvpilot_cli/plan/published.json").read_text())["models"]
     [config] = [entry["config"] for entry in corpus if entry["model"] == model]
     return dict(config)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 _BLOCK = re.compile(r"^( *)```sh\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 _GIVEN = re.compile(r"<<EOF\n(.*?)\nEOF\n", re.DOTALL)
 # Programs with subcommands.
-_DEEPER = {("repo", "add"), ("create", "namespace"), ("create", "secret"), ("auth", "can-i"), ("rollout", "status")}
+_DEEPER = {("repo", "add"), ("create", "namespace"), ("auth", "can-i"), ("rollout", "status")}
 
 
 class Command(NamedTuple):
@@ -85,4 +85,6 @@ def subcommand(words: tuple[str, ...]) -> tuple[str, ...]:
     rest = list(words[1:])
     while rest and rest[0].startswith("-"):
         rest = rest[1 if "=" in rest[0] else 2 :]
+    if rest[:2] == ["create", "secret"]:
+        return tuple(rest[:3])
     return tuple(rest[:2]) if tuple(rest[:2]) in _DEEPER else (rest[0],)

@@ -7,6 +7,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
+from kvpilot_cli.backtest import command
 from kvpilot_cli.backtest.buckets import FINE
 from kvpilot_cli.backtest.costs import load_profile
 from kvpilot_cli.backtest.fleet import Pods, run_fleet, services
@@ -80,3 +81,10 @@ def test_pods_answer_after_their_start_and_the_youngest_go_first() -> None:
     assert (pods.ready[0], pods.asked[0]) == (3, 3)
     pods.scale(np.array([1]))
     assert (pods.ready[0], pods.asked[0]) == (1, 1)
+
+
+def test_a_fleet_says_which_policy_runs_before_it_has_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--services=4", "--days=0.05", "--policies=max"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "max: policy 1 of 1 runs\n"
+    assert "max: 4 services" in shown.out

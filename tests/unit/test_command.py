@@ -55,7 +55,7 @@ def test_a_command_that_does_not_exist_is_named_with_those_that_do(capsys):
 
 def test_without_a_command_the_usage_is_an_error(capsys):
     assert command.main([]) == 2
-    assert "usage: kvpilot {" in capsys.readouterr().err
+    assert "usage: kvpilot [--version] {" in capsys.readouterr().err
 
 
 def test_help_lists_the_commands(capsys):

@@ -42,7 +42,6 @@ def test_an_image_for_a_cluster_is_built_for_the_platform_of_its_nodes(page: Pat
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_kvpilot_is_installed_with_what_the_commands_of_the_page_need(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert not re.search(r"pip install \.(?![\w\[])", text), "installs no dependency"
     extras = set(re.findall(r"pip install '\.\[([\w,]+)\]'", text))
     used = {EXTRAS[name] for name in re.findall(r"(?m)^kvpilot (\w+) ", "\n".join(lines(page))) if name in EXTRAS}
     if extras and used == {"cli"}:

@@ -1,4 +1,4 @@
-"""We and transformers read published models (docs/models.json) alike, and broken ones are refused."""
+"""We and transformers read published models (published.json of `kvpilot plan`) alike, and broken ones are refused."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ from kvpilot_formats.models import ConfigError, Kind, read
 from kvpilot_formats.models.layers import HYBRID, WORDS
 
 ROOT = Path(__file__).parents[2]
-CORPUS = json.loads((ROOT / "docs" / "models.json").read_text())["models"]
+CORPUS = json.loads((ROOT / "cli/kvpilot_cli/plan/published.json").read_text())["models"]
 CONFIGS = {entry["model"]: entry["config"] for entry in CORPUS}
 FAMILIES = {
     "Llama 2", "Llama 3", "Llama 4", "Qwen2", "Qwen2.5", "Qwen3", "Qwen3-Next", "Qwen3.5", "gpt-oss", "Gemma 2",
@@ -38,7 +38,7 @@ OTHER_KINDS = {
     "stepfun-ai/Step-3.7-Flash-FP8",
     "stepfun-ai/Step-3.7-Flash",  # the class in transformers ignores layer_types of the published file
 }
-# Configs for which transformers needs fields that docs/models.json leaves out.
+# Configs for which transformers needs fields that published.json leaves out.
 INCOMPLETE = {"mistralai/Ministral-3-3B-Instruct-2512"}
 
 

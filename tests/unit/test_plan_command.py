@@ -128,8 +128,8 @@ def test_a_gpu_is_known_by_its_node_label_too(capsys):
 
 
 def test_a_model_is_known_by_its_name_without_publisher_in_any_case(capsys):
-    assert planned(capsys, "llama-3.1-8b-instruct")["model"] == "meta-llama/Llama-3.1-8B"
-    assert planned(capsys, "meta-llama/Llama-3.1-8B-Instruct")["model"] == "meta-llama/Llama-3.1-8B"
+    assert planned(capsys, "llama-3.1-8b-instruct")["model"] == "meta-llama/Llama-3.1-8B-Instruct"
+    assert planned(capsys, "meta-llama/Llama-3.1-8B-Instruct")["model"] == "meta-llama/Llama-3.1-8B-Instruct"
 
 
 @pytest.mark.parametrize(

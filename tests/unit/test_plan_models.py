@@ -1,9 +1,12 @@
+import re
+
 import pytest
 
 from kvpilot_cli.plan import models
 from kvpilot_cli.plan.capacity import weight_bytes
+from kvpilot_cli.plan.facts import PlanError
 from kvpilot_cli.plan.facts_config import from_config
-from kvpilot_cli.plan.gpus import BF16_TFLOPS
+from kvpilot_cli.plan.gpus import BF16_TFLOPS, find_gpu
 from kvpilot_operator.gpus import GPUS, by_product
 
 TABLE = models.table()
@@ -81,3 +84,34 @@ def test_a_slice_of_a_gpu_is_not_taken_for_the_whole():
     assert by_product("NVIDIA-H100-80GB-HBM3-MIG-1g.10gb") is None
     assert by_product("NVIDIA-H100-80GB-HBM3-SHARED") is None
     assert by_product("cpu") is None
+
+
+@pytest.mark.parametrize("name", models.published())
+def test_a_model_of_the_docs_is_planned_under_its_own_name_or_its_cache_is_the_reason(name):
+    try:
+        found = models.find(name)
+    except PlanError as error:
+        assert f"MODEL {name!r}: " in str(error)
+        assert re.search("not known here|no attention layers|is_encoder_decoder", str(error))
+    else:
+        assert found.name == name
+
+
+@pytest.mark.parametrize("model", TABLE, ids=lambda model: model.name)
+def test_a_model_with_another_ones_facts_keeps_its_own_name(model):
+    for name in (model.name, *model.also):
+        called = name if "/" in name else model.name
+        assert models.find(name.upper()).name == models.find(name.rpartition("/")[2]).name == called
+
+
+def test_a_name_that_is_not_known_is_never_answered_for_another_model():
+    for name in ("meta-llama/Llama-3.3-71B", "acme/Qwen3-8B-tuned", "Qwen3", "Qwen/Qwen3-30B-A3B-Instruct-2507", "8B"):
+        with pytest.raises(PlanError, match="neither a folder nor in the table"):
+            models.find(name)
+
+
+def test_a_short_name_of_a_gpu_names_every_gpu_that_begins_so():
+    with pytest.raises(PlanError, match="use one of H100-80GB, H100-NVL, H100-PCIe, or"):
+        find_gpu("h100")
+    with pytest.raises(PlanError, match=r"use one of B200, H200, .*, T4, or"):
+        find_gpu("MI300X")

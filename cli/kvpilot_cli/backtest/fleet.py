@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -193,7 +194,9 @@ def show(
     figures: list[dict[str, Any]] = []
     half = count // 2 // 4 * 4
     shares = [(half, 0), (count - half, half)] if half else [(count, 0)]
-    for policy in policies:
+    for number, policy in enumerate(policies, start=1):
+        # A policy takes half a minute or more for a small fleet: say that it runs.
+        print(f"{policy}: policy {number} of {len(policies)} runs", file=sys.stderr, flush=True)
         began = time.monotonic()
         jobs = [(n, first, days, seed, policy, spec, profile, objective) for n, first in shares]
         with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:

@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -216,6 +217,10 @@ def _prices_of(path: Path) -> list[tuple[str, object]]:
 def _list() -> str:
     known = [[m.name, f"{(m.parameters or 0) / 1e9:,.1f}", f"{m.max_positions or 0:,}"] for m in models.table()]
     also = [f"  {m.name}: {', '.join(n.rpartition('/')[2] for n in m.also)}" for m in models.table() if m.also]
+    listed = {name for m in models.table() for name in (m.name, *m.also)}
+    more = textwrap.fill(
+        ", ".join(name for name in models.published() if name not in listed), 118, break_on_hyphens=False
+    )
     gpus = [
         [g.name, f"{g.memory_mib:,}", f"{g.bandwidth_gb_s:,}", ".".join(map(str, g.compute_capability))] for g in GPUS
     ]
@@ -225,6 +230,9 @@ def _list() -> str:
             "",
             "models with the same facts:",
             *also,
+            "",
+            "models of docs/models.md, planned by their config.json:",
+            textwrap.indent(more, "  "),
             "",
             render(["GPU", "MiB", "GB/s", "compute capability"], gpus),
         ]

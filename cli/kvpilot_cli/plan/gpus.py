@@ -46,7 +46,8 @@ def find_gpu(name: str) -> Gpu:
     gpu = known.get(name.lower()) or by_product(name)
     if gpu is not None:
         return gpu
-    close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
+    # A short name, such as H100, stands for several GPUs: name all of them.
+    close = [key for key in known if key.startswith(name.lower())] or difflib.get_close_matches(name.lower(), known)
     names = [known[key].name for key in close] or [gpu.name for gpu in GPUS]
     raise PlanError(f"--gpu {name!r} is not in the table; use one of {', '.join(names)}, or a node's nvidia.com/gpu.product label")  # fmt: skip  # noqa: E501
 

@@ -1,33 +1,74 @@
-"""The built-in table of well-known models."""
+"""The models that `kvpilot plan` knows by name.
+
+models.yaml has well-known models with their exact number of parameters. published.json has the configurations behind
+docs/models.md, from which the rest follows.
+"""
 
 from __future__ import annotations
 
 import difflib
 import functools
+import json
+from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
+from typing import Any
 
 import yaml
 
 from kvpilot_cli.plan.facts import Model, PlanError
+from kvpilot_cli.plan.facts_config import from_config
 
 
 @functools.cache
 def table() -> tuple[Model, ...]:
     """Return every model of models.yaml, in its order."""
-    text = (resources.files("kvpilot_cli.plan") / "models.yaml").read_text()
-    return tuple(Model(**{**entry, "also": tuple(entry.get("also", ()))}) for entry in yaml.safe_load(text))
+    return tuple(
+        Model(**{**entry, "also": tuple(entry.get("also", ()))}) for entry in yaml.safe_load(_read("models.yaml"))
+    )
+
+
+@functools.cache
+def published() -> dict[str, dict[str, Any]]:
+    """Return the entry of each model of published.json, by its name, in their order."""
+    return {entry["model"]: entry for entry in json.loads(_read("published.json"))["models"]}
 
 
 def find(name: str) -> Model:
-    """Return the model called `name`: its full name or the part after the slash, in any case."""
-    known = {_key(alias): (alias, model) for model in table() for alias in (*model.also, model.name)}
-    known |= {key.rpartition("/")[2]: value for key, value in known.items()}
+    """Return the model called `name`, under that name: its full name or the part after the slash, in any case."""
+    known = _known()
     if (hit := known.get(_key(name))) is not None:
-        return hit[1]
+        called, facts = hit
+        return replace(facts(), name=called)
     close = difflib.get_close_matches(_key(name).rpartition("/")[2], known, n=4, cutoff=0.5)
     shown = list(dict.fromkeys(known[key][0] for key in close))
     hint = f"did you mean {', '.join(shown)}?" if shown else "`kvpilot plan --list` shows them all"
     raise PlanError(f"MODEL {name!r} is neither a folder nor in the table; {hint}")
+
+
+@functools.cache
+def _known() -> dict[str, tuple[str, Callable[[], Model]]]:
+    """Return each model's proper name and facts, by full and short name. The table comes before published.json."""
+    named: list[tuple[str, Callable[[], Model]]] = [
+        *((name, functools.partial(_of_config, name)) for name in published()),
+        *((name, functools.partial(_itself, model)) for model in table() for name in (*model.also, model.name)),
+    ]
+    # A name without a publisher is a short one of the model itself.
+    full = {_key(name): (name if "/" in name else facts().name, facts) for name, facts in named}
+    return {key.rpartition("/")[2]: value for key, value in full.items()} | full
+
+
+def _of_config(name: str) -> Model:
+    entry = published()[name]
+    return replace(from_config(entry["config"], name), source=entry["source"])
+
+
+def _itself(model: Model) -> Model:
+    return model
+
+
+def _read(file: str) -> str:
+    return (resources.files("kvpilot_cli.plan") / file).read_text(encoding="utf-8")
 
 
 def _key(name: str) -> str:

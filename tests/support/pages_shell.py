@@ -1,0 +1,61 @@
+"""Shell blocks of pages, run in bash as a reader pastes them, against the local cluster."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from kvpilot_localcluster.toolbox.helm import helm
+from kvpilot_localcluster.toolbox.kubectl import kubectl
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+# The core publishes CRDs as Kubernetes 1.20 knows them, without CEL rules, so clients must not validate against them.
+_PROGRAM = """#!/bin/sh
+for word in "$@"; do
+  case $word in apply | install | upgrade) exec {program} "$@" {unchecked} ;; esac
+done
+exec {program} "$@"
+"""
+
+
+def section(page: str, title: str) -> str:
+    """Return the text below a heading of a page of docs/."""
+    text = (DOCS / page).read_text()
+    (found,) = re.findall(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    return str(found)
+
+
+def blocks(text: str, language: str = "sh") -> list[str]:
+    """Return the code blocks of a text in order."""
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+class Shell:
+    """Bash of a user with kubectl, Helm and `kubectl kvpilot`, in a folder of their own.
+
+    `chart` takes the place of charts/kvpilot in commands.
+    """
+
+    def __init__(self, folder: Path, kubeconfig: Path, chart: Path, **variables: str) -> None:
+        self.folder, self._chart = folder, chart
+        programs = folder / "programs"
+        programs.mkdir()
+        unchecked = {"helm": (helm(), "--disable-openapi-validation"), "kubectl": (kubectl(), "--validate=false")}
+        for name, (program, option) in unchecked.items():
+            (programs / name).write_text(_PROGRAM.format(program=program, unchecked=option))
+            (programs / name).chmod(0o755)
+        path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), "/usr/bin", "/bin"])
+        self._env = {"PATH": path, "KUBECONFIG": str(kubeconfig), "HOME": str(folder), "NO_COLOR": "1", **variables}
+
+    def __call__(self, script: str, **variables: str) -> str:
+        """Run a block, which must succeed, and return its stdout."""
+        done = subprocess.run(
+            ["bash", "-euc", script.replace("charts/kvpilot", str(self._chart))],
+            cwd=self.folder, env={**self._env, **variables}, capture_output=True, text=True, check=False, timeout=900,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{script}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        return done.stdout

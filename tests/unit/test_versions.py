@@ -1,0 +1,30 @@
+"""Every command of ours tells the installed version of kvpilot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import entry_points, version
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = sorted(
+    one.name for one in entry_points(group="console_scripts")
+    if one.value.startswith("kvpilot_") and not one.name.startswith("kubectl_complete")
+)  # fmt: skip
+PROGRAMS = {
+    **{name: [str(Path(sys.executable).with_name(name))] for name in SCRIPTS},
+    "kvpilot_demo": [sys.executable, "-m", "kvpilot_demo"],
+}
+
+
+def test_the_commands_are_the_known_ones() -> None:
+    assert SCRIPTS == ["kubectl-kvpilot", "kvpilot", "kvpilot-operator", "kvpilot-prefetch", "kvpilot-serve"]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_command_prints_its_version_and_does_nothing_else(name: str) -> None:
+    done = subprocess.run([*PROGRAMS[name], "--version"], capture_output=True, text=True, check=False, timeout=600)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{name.replace('kubectl-', 'kubectl ')} {version('kvpilot')}\n"
