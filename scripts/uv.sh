@@ -7,7 +7,7 @@ mkdir -p "$tools"
 exec 9>"$tools/.uv.lock"
 flock 9
 if ! { [[ -x $tools/bin/uv ]] && cmp -s uv.lock "$tools/uv.lock"; }; then
-  "$(command -v python3.11 || command -v python3)" -m venv "$tools"
+  "$(./python.sh)" -m venv "$tools"
   "$tools/bin/pip" install -q --only-binary :all: --require-hashes --requirement uv.lock
   cp uv.lock "$tools/uv.lock"
 fi

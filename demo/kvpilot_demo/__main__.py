@@ -1,8 +1,9 @@
-"""Start a cluster with kvpilot, show what it does step by step, and stop everything again.
+"""Show what kvpilot does with a service, step by step, on a cluster of its own or on yours.
 
---keep     leave it running at the end and print kubectl commands to try; Ctrl-C ends it
---plain    print lines instead of a live screen (default without a terminal)
---record   write the observations as JSON (the end-to-end test reads them)
+--keep       leave it running at the end and print kubectl commands to try; Ctrl-C ends it
+--plain      print lines instead of a live screen (default without a terminal)
+--record     write the observations as JSON (the end-to-end test reads them)
+--cluster    run on the cluster of kubectl's current context, with --image=, --model= and, for no question, --yes
 """
 
 from __future__ import annotations
@@ -14,63 +15,104 @@ import json
 import shutil
 import signal
 import sys
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+from kvpilot_demo import user_cluster
 from kvpilot_demo.load import LoadError
 from kvpilot_demo.screen import Screen
-from kvpilot_demo.story import BAD, GOOD, Record, Story, StoryFailed
+from kvpilot_demo.service import DemoError, DemoService
+from kvpilot_demo.story import Story, StoryFailed
+from kvpilot_demo.summary import summary
 from kvpilot_demo.world import World, run_folder
 from kvpilot_formats.installed import add_version
 from kvpilot_localcluster.errors import LocalClusterError
+from kvpilot_operator.api.spec import parse
 from kvpilot_operator.errors import KvpilotError
 from kvpilot_smallmodels.models import ModelError
+
+START = "start the cluster"
 
 
 def main() -> int:
     """Run the demo. Return 0 if every step succeeded, 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(
-        prog="kvpilot_demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_version(parser)
-    parser.add_argument("--keep", action="store_true")
-    parser.add_argument("--plain", action="store_true")
-    parser.add_argument("--record", type=Path)
-    options = parser.parse_args()
+    options = _parser().parse_args()
     screen = Screen(plain=options.plain or not sys.stdout.isatty())
-    try:
-        return asyncio.run(_tell(options, screen))
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        screen.note("stopped; all processes have been ended")
-        return 130
-    except (StoryFailed, KvpilotError, LocalClusterError, ModelError, LoadError) as error:
-        print(f"\nThe demo failed: {error}", file=sys.stderr)
-        return 1
-
-
-async def _tell(options: argparse.Namespace, screen: Screen) -> int:
-    task = asyncio.current_task()
-    if task is not None:
-        # Python turns SIGINT into a cancellation; do the same for SIGTERM.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     folder = run_folder()
     try:
-        await _in_a_world(options, screen, folder)
-    except asyncio.CancelledError:
+        if not options.cluster:
+            asyncio.run(_tell(options, screen, folder))
+        elif not _tell_on_users_cluster(options, screen, folder):
+            return 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        screen.note("stopped; nothing runs any more")
         shutil.rmtree(folder)
-        raise
+        return 130
+    except StoryFailed as error:
+        _explain(error.step, str(error), error.log)
+        return 1
+    except (DemoError, KvpilotError, LocalClusterError, ModelError, LoadError, TimeoutError) as error:
+        _explain(START, str(error), str(folder))
+        return 1
     # Keep the logs only after a failure.
     shutil.rmtree(folder)
     return 0
 
 
-async def _in_a_world(options: argparse.Namespace, screen: Screen, folder: Path) -> None:
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvpilot_demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_version(parser)
+    for name in ("--keep", "--plain", "--cluster", "--yes"):
+        parser.add_argument(name, action="store_true")
+    parser.add_argument("--record", type=Path)
+    parser.add_argument("--image", default="")
+    parser.add_argument("--model", default=user_cluster.MODEL)
+    return parser
+
+
+def _explain(step: str, why: str, log: str) -> None:
+    """Print which step failed, why, and which log to read."""
+    print(f"\nThe demo failed at: {step}\n  why: {' '.join(why.split())}\n  log: {log}", file=sys.stderr)
+
+
+def _tell_on_users_cluster(options: argparse.Namespace, screen: Screen, folder: Path) -> bool:
+    """Run the demo on the user's cluster if the user agrees. Return False if not."""
+    if not options.image:
+        raise DemoError("IMAGE is missing: build the runtime's image (docs/install.md), and name it as IMAGE=...")
+    with user_cluster.current_context(folder):
+        if agreed := _agreed(options):
+            asyncio.run(_tell(options, screen, folder))
+    return agreed
+
+
+def _agreed(options: argparse.Namespace) -> bool:
+    """Show what would run on the user's cluster, and ask."""
+    print(user_cluster.plan(options.image, options.model))
+    if options.yes:
+        return True
+    if not sys.stdin.isatty():
+        raise DemoError("nobody can be asked without a terminal: add YES=1 to go on")
+    return input("Go on? [y/N] ").strip().lower() in ("y", "yes")
+
+
+async def _tell(options: argparse.Namespace, screen: Screen, folder: Path) -> None:
+    task = asyncio.current_task()
+    if task is not None:
+        # Python turns SIGINT into a cancellation; do the same for SIGTERM.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with contextlib.AsyncExitStack() as stack:
         with screen.live():
-            with screen.step("start control plane, node, model and operator"), screen.progress() as report:
-                world = await stack.enter_async_context(World.up(folder, report))
-            screen.note(f"logs: {folder}")
+            with screen.step(START), screen.progress() as report:
+                where: AbstractAsyncContextManager[DemoService] = (
+                    user_cluster.UserCluster.up(folder, options.image, options.model)
+                    if options.cluster
+                    else World.up(folder, report, newer=False)
+                )
+                world = await stack.enter_async_context(where)
             record = await Story(world, screen).run()
-        screen.close(_ending(record))
+        screen.close(summary(record, parse(world.example).accuracy.max_excess_kl_millinats))
         if options.record is not None:
             options.record.write_text(json.dumps(record.as_json(), indent=2))
         if options.keep:
@@ -78,39 +120,17 @@ async def _in_a_world(options: argparse.Namespace, screen: Screen, folder: Path)
             await asyncio.Event().wait()
 
 
-def _ending(record: Record) -> list[tuple[str, str]]:
-    good, bad = record.good_probe, record.bad_probe
-    told = [
-        ("why", record.decision),
-        (
-            "gain",
-            f"{record.capacity_before:,} -> {record.capacity_after:,} KV tokens ({record.capacity_ratio:.2f}x) "
-            f"by vLLM's own metrics\n{record.requests} requests during the change, {record.failed_requests} failed\n"
-            f"{GOOD}: {_figures(good)}",
-        ),
-    ]
-    if not bad:
-        return told
-    answers = "\n\n".join(record.bad_answers.split(" | "))
-    return [*told, (f"caught: {BAD}", f"{_figures(bad)}\n\n{answers}")]
-
-
-def _figures(probe: dict[str, int]) -> str:
-    return (
-        f"excess KL divergence {probe['excessKLMicronats'] / 1000:.1f} (nats x 1000), top-1 agreement "
-        f"{probe['top1AgreementPermille'] / 10:.1f}%"
-    )
-
-
-def _print_commands(world: World) -> None:
-    print(f"\nStill running. In another terminal:\n\n  export KUBECONFIG={world.kubeconfig}")
+def _print_commands(world: DemoService) -> None:
+    print("\nStill running. In another terminal:\n")
+    if isinstance(world, World):
+        print(f"  export KUBECONFIG={world.kubeconfig}")
     for command in (
-        "kubectl get qllm",
-        f"kubectl describe qllm {world.name}",
-        "kubectl get deploy,pods,svc",
-        f"kubectl get qllm {world.name} -o jsonpath='{{.status.decisions}}'",
+        "get qllm",
+        f"describe qllm {world.name}",
+        "get deploy,pods,svc",
+        f"get qllm {world.name} -o jsonpath='{{.status.decisions}}'",
     ):
-        print(f"  {command}")
+        print(f"  kubectl -n {world.namespace} {command}")
     print(f"\nLogs: {world.logs}\nCtrl-C ends everything.")
 
 

@@ -110,14 +110,16 @@ class Load:
                 self._tasks[index] = asyncio.create_task(self._user(index))
 
     async def stop(self, patience_seconds: float = 60.0) -> None:
-        """Send no more requests. Those in flight may finish within the patience, and count as failed after it."""
+        """Send no more requests, and let those in flight finish. They count as failed if none ends in the patience."""
         self._stopping = True
-        tasks = [t for t in self._tasks.values() if not t.done()]
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=patience_seconds)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+        late = {t for t in self._tasks.values() if not t.done()}
+        while late:
+            ended, late = await asyncio.wait(late, timeout=patience_seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not ended:
+                break
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
         await self._http.aclose()
 
     def summary(self) -> str:

@@ -1,4 +1,4 @@
-"""Screen of the demo: its steps, the service as `kubectl get` shows it, the load, and notes."""
+"""Screen of the demo: its steps, one table of the service, events as they come, and a summary."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from kvpilot_demo.load import Stats
+
 _KEPT_NOTES = 14
-
-
-@dataclass(slots=True)
-class Facts:
-    """Rows of the live table. None means unknown."""
-
-    service: dict[str, Any] | None = None
-    load: str | None = None
+_EVENT_WIDTH = 150
+# Columns that change all the time: plain lines are not repeated for them.
+_RESTLESS = ("CACHE USED", "ANSWERED")
+Row = list[tuple[str, str]]
 
 
 @dataclass(slots=True)
@@ -41,13 +39,13 @@ class Screen:
     """A live screen on a terminal, or plain lines (`plain`)."""
 
     plain: bool
-    facts: Facts = field(default_factory=Facts)
     _console: Console = field(default_factory=lambda: Console(highlight=False))
     _began: float = field(default_factory=time.monotonic)
     _steps: list[_Step] = field(default_factory=list)
     _notes: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_NOTES))
     _progress: Progress | None = None
-    _last_row: str = ""
+    _row: Row = field(default_factory=list)
+    _waiting: str = ""
 
     @contextmanager
     def live(self) -> Iterator[None]:
@@ -71,7 +69,7 @@ class Screen:
             step.failed = True
             raise
         finally:
-            step.ended = time.monotonic()
+            step.ended, self._waiting = time.monotonic(), ""
             if self.plain:
                 self._line(f"   {'failed' if step.failed else 'done'} in {step.ended - step.began:.1f} s: {title}")
 
@@ -81,14 +79,24 @@ class Screen:
         if self.plain:
             self._line(f"   {text}")
 
-    def show(self, service: dict[str, Any] | None, load: str | None) -> None:
-        """Update the live table."""
-        self.facts = Facts(service, load)
-        if self.plain:
-            row = " | ".join(f"{name} {value}" for name, value in service_row(service))
-            if row != self._last_row:
-                self._last_row = row
-                self._line(f"   {row}")
+    def event(self, reason: str, message: str) -> None:
+        """Print an Event in one line."""
+        text = f"{reason}: {' '.join(message.split())}"
+        self.note(text if len(text) <= _EVENT_WIDTH else f"{text[: _EVENT_WIDTH - 3]}...")
+
+    def waits_for(self, what: str, state: str) -> None:
+        """Tell the reader what the step waits for, and how far it is."""
+        waiting = f"waits for {what} ({state})"
+        if self.plain and waiting != self._waiting:
+            self._line(f"   {waiting}")
+        self._waiting = waiting
+
+    def show(self, service: dict[str, Any] | None, load: Stats | None) -> None:
+        """Update the table."""
+        row = service_row(service, load)
+        if self.plain and row and _calm(row) != _calm(self._row):
+            self._line("   " + " | ".join(f"{name} {value}" for name, value in row))
+        self._row = row
 
     @contextmanager
     def progress(self) -> Iterator[Any]:
@@ -114,13 +122,16 @@ class Screen:
         finally:
             self._progress = None
 
-    def close(self, panels: list[tuple[str, str]]) -> None:
-        """Print the closing panel, which stays on the screen."""
-        for title, text in panels:
-            if self.plain:
-                self._line(f"-- {title}\n{text}")
-            else:
-                self._console.print(Panel(escape(text), title=title, title_align="left", border_style="green"))
+    def close(self, summary: list[tuple[str, str]]) -> None:
+        """Print the summary, which stays on the screen."""
+        if self.plain:
+            for title, text in summary:
+                self._line(f"{title:>12}  {text}")
+            return
+        table = Table.grid(padding=(0, 2))
+        for title, text in summary:
+            table.add_row(f"[bold]{escape(title)}[/bold]", escape(text))
+        self._console.print(Panel(table, title="What you saw", title_align="left", border_style="green"))
 
     def _line(self, text: str) -> None:
         self._console.print(Text(f"[{self._elapsed():>7}] {text}"), soft_wrap=True)
@@ -133,9 +144,11 @@ class Screen:
         parts: list[RenderableType] = [self._story()]
         if self._progress is not None:
             parts.append(self._progress)
-        if self.facts.service is not None:
-            parts.append(_service_table(self.facts))
-        parts.append(Panel(Text.from_markup("\n".join(self._notes) or " "), title="what happened", title_align="left"))
+        if self._waiting:
+            parts.append(Text(f"   {self._waiting}", style="yellow"))
+        if self._row:
+            parts.append(_table(self._row))
+        parts.append(Panel(Text.from_markup("\n".join(self._notes) or " "), title="Events", title_align="left"))
         return Group(*parts)
 
     def _story(self) -> RenderableType:
@@ -151,30 +164,34 @@ class Screen:
         return table
 
 
-def service_row(service: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Return the columns of `kubectl get qllm`, and a line about the canary."""
+def service_row(service: dict[str, Any] | None, load: Stats | None) -> Row:
+    """Return the table's columns: the service in words, its canary and the load."""
     if service is None:
         return []
     status = service.get("status") or {}
-    conditions = {c["type"]: c for c in status.get("conditions", [])}
+    conditions = {one["type"]: one["status"] for one in status.get("conditions", [])}
     cache, canary = status.get("kvCache", {}), status.get("canary")
     row = [
-        *((kind.upper(), conditions.get(kind, {}).get("status", "-")) for kind in ("Ready", "Serving")),
-        ("DTYPE", cache.get("activeDtype", "-")),
-        ("KV%", str(cache.get("usagePercent", "-"))),
-        ("CAPACITY", f"{cache['capacityTokens']:,} tokens" if cache.get("capacityTokens") else "-"),
-        ("PRESSURED", conditions.get("MemoryPressured", {}).get("status", "-")),
-        ("REASON", conditions.get("Ready", {}).get("reason", "-")),
+        ("SERVICE", service["metadata"]["name"]),
+        ("READY", conditions.get("Ready", "-")),
+        ("KV CACHE", cache.get("activeDtype", "-")),
+        ("HOLDS", f"{cache['capacityTokens']:,} tokens" if cache.get("capacityTokens") else "-"),
+        ("CACHE USED", f"{cache['usagePercent']}%" if cache.get("usagePercent") is not None else "-"),
+        ("TOO FULL", conditions.get("MemoryPressured", "-")),
+        ("ON TRIAL", f"{canary['dtype']}: {canary['stage']}" if canary else "-"),
     ]
-    if canary:
-        row.append(("CANARY", f"{canary['dtype']} {canary['stage']}"))
+    if load is not None:
+        row += [("ANSWERED", str(load.ok)), ("FAILED", str(load.failed))]
     return row
 
 
-def _service_table(facts: Facts) -> RenderableType:
-    table = Table(title="kubectl get qllm", title_justify="left", expand=False)
-    row = service_row(facts.service)
+def _calm(row: Row) -> Row:
+    return [(name, value) for name, value in row if name not in _RESTLESS]
+
+
+def _table(row: Row) -> RenderableType:
+    table = Table(expand=False)
     for name, _ in row:
         table.add_column(name)
     table.add_row(*(value for _, value in row))
-    return Group(table, Text(f"  load: {facts.load}")) if facts.load else table
+    return table

@@ -1,8 +1,9 @@
-"""Steps of the demo. A step ends when its promised effect was observed, or fails with the observation."""
+"""Steps of the demo. A step ends when its promised effect was observed, or fails when nothing moves any more."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
@@ -10,26 +11,37 @@ from typing import Any
 
 import httpx
 
-from kvpilot_demo.load import Load
+from kvpilot_demo.load import Load, LoadError
+from kvpilot_demo.observation import STANDSTILL, Observation, Patience
 from kvpilot_demo.screen import Screen
-from kvpilot_demo.world import World
-from kvpilot_smallmodels.processor import serves_quantized
+from kvpilot_demo.service import DemoError, DemoService
+from kvpilot_operator.errors import KvpilotError
 
 USERS = 12
 PROMPT_TOKENS = 400
 OUTPUT_TOKENS = 48
-GOOD, BAD = "k4v4", "int4_per_token_head"
-HANGS = 900
-"""Seconds until a step fails. On quiet cores a step takes at most 90 s."""
+GOOD, BAD = "k4v4", "k2v2"
+# Two bits without the recent window: the API allows it, the engine looks healthy, and a small model answers badly.
+MISTAKE = {"mode": "Fixed", "dtype": BAD, "recentTokens": 0}
+UNDONE = {"mode": "Auto", "dtype": None, "recentTokens": None}
 
 
-class StoryFailed(Exception):
-    """Error of a step without its promised effect."""
+class StoryFailed(DemoError):
+    """Error of a step without its promised effect.
+
+    Attributes:
+        step: the step's title.
+        log: the log to read.
+    """
+
+    def __init__(self, step: str, why: str, log: str) -> None:
+        super().__init__(why)
+        self.step, self.log = step, log
 
 
 @dataclass(slots=True)
 class Record:
-    """Observations for the closing panel and the end-to-end test."""
+    """Observations for the closing summary and the end-to-end test."""
 
     answer: str = ""
     pressure: str = ""
@@ -41,12 +53,12 @@ class Record:
     failures: list[str] = field(default_factory=list)
     good_probe: dict[str, Any] = field(default_factory=dict)
     bad_probe: dict[str, Any] = field(default_factory=dict)
-    preflight_warning: str = ""
     denied: list[dict[str, Any]] = field(default_factory=list)
     bad_answers: str = ""
     bad_canary: dict[str, Any] = field(default_factory=dict)
     canary_had_traffic: bool = False
     final_dtype: str = ""
+    final_answer: str = ""
     events: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -61,98 +73,97 @@ class Record:
 
 
 class Story:
-    """The demo's steps in a World, shown on a Screen."""
+    """The demo's steps with a service, shown on a Screen."""
 
-    def __init__(self, world: World, screen: Screen) -> None:
+    def __init__(self, world: DemoService, screen: Screen) -> None:
         self._world = world
         self._screen = screen
         self._load: Load | None = None
         self._told: set[str] = set()
+        self._title = ""
         self.record = Record()
 
     async def run(self) -> Record:
         """Run all steps in order."""
-        async with asyncio.TaskGroup() as group:
-            watcher = group.create_task(self._watch())
-            try:
-                await self._step("the service becomes Ready and answers", self._becomes_ready)
-                await self._step("load fills the KV cache: MemoryPressured", self._is_pressured)
-                await self._step(f"the operator earns {GOOD}: canary, probe, promotion", self._earns_a_smaller_cache)
-                if serves_quantized():
-                    await self._step(f"a bad dtype, {BAD}, is caught before it gets traffic", self._catches_a_bad_dtype)
-                else:
-                    self._screen.note(
-                        f"left out: a bad dtype, {BAD}, which vLLM serves on x86 only with AVX-512 or AMX"
-                    )
-            finally:
-                watcher.cancel()
-                if self._load is not None:
-                    await self._load.stop(patience_seconds=0)
+        watcher = asyncio.create_task(self._watch())
+        try:
+            await self._step("a model serves with a 16-bit KV cache", self._becomes_ready)
+            await self._step(f"{USERS} users fill the KV cache", self._is_pressured)
+            await self._step(f"kvpilot tries {GOOD}, checks its answers and switches", self._earns)
+            await self._step(f"you ask for {BAD} without its recent window; kvpilot refuses", self._catches)
+        finally:
+            watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watcher
+            if self._load is not None:
+                await self._load.stop(patience_seconds=0)
         return self.record
 
     async def _step(self, title: str, act: Callable[[], Awaitable[None]]) -> None:
-        began = time.monotonic()
+        began, self._title = time.monotonic(), title
         with self._screen.step(title):
-            await act()
+            try:
+                await act()
+            except (KvpilotError, LoadError, httpx.HTTPError, OSError) as error:
+                raise StoryFailed(title, f"{type(error).__name__}: {error}", self._world.logs) from error
         self.record.seconds[title] = round(time.monotonic() - began, 1)
 
     async def _becomes_ready(self) -> None:
         await self._world.apply_example()
-        await self._until(lambda s: _condition(s, "Ready") == "True", "Ready")
+        await self._until(lambda o: o.true("Ready"), "the first engine")
         self.record.answer = await self._chat("In one short sentence: what is the capital of France?")
-        self._screen.note(f"chat through the Service at {await self._world.service_url()}: {self.record.answer!r}")
-        await self._until(lambda s: bool(_at(s, "accuracy", "baseline")), "a 16-bit baseline")
+        self._screen.note(f"You asked for the capital of France. The model answered: {self.record.answer}")
+        await self._until(lambda o: bool(o.at("accuracy", "baseline")), "16-bit answers to compare with")
 
     async def _is_pressured(self) -> None:
         self._load = Load(
-            await self._world.service_url(),
+            await self._world.url(),
             self._world.model,
             users=USERS,
             prompt_tokens=PROMPT_TOKENS,
             output_tokens=OUTPUT_TOKENS,
         )
         await self._load.start()
-        status = await self._until(lambda s: _condition(s, "MemoryPressured") == "True", "MemoryPressured")
-        self.record.pressure = _message(status, "MemoryPressured")
+        seen = await self._until(lambda o: o.true("MemoryPressured"), "a full KV cache, for 15 s")
+        self.record.pressure = seen.condition("MemoryPressured").get("message", "")
 
-    async def _earns_a_smaller_cache(self) -> None:
-        before = await self._until(lambda s: bool(_at(s, "canary")), "a canary")
-        decision = next(d for d in before["decisions"] if d["action"] == "StartCanary")
+    async def _earns(self) -> None:
+        before = await self._until(lambda o: bool(o.at("canary")), "kvpilot's decision")
+        decision = next(d for d in before.status["decisions"] if d["action"] == "StartCanary")
         self.record.decision = f"{decision['fromDtype']} -> {decision['toDtype']}: {decision['message']}"
-        self.record.capacity_before = before["kvCache"]["capacityTokens"]
+        self.record.capacity_before = before.status["kvCache"]["capacityTokens"]
         after = await self._until(
-            lambda s: (
-                _at(s, "kvCache", "activeDtype") == GOOD
-                and _ended(s).get("verdict") == "Passed"
+            lambda o: (
+                o.at("kvCache", "activeDtype") == GOOD
+                and o.ended(GOOD, "Passed")
                 # Until the first scrape after the promotion, the status keeps the old engine's capacity.
-                and _at(s, "kvCache", "capacityTokens") != self.record.capacity_before
+                and o.at("kvCache", "capacityTokens") != self.record.capacity_before
             ),
-            f"{GOOD} promoted",
+            f"an engine with {GOOD}, its probe and the switch",
         )
-        self.record.good_probe = after["accuracy"]["last"]
-        self.record.capacity_after = after["kvCache"]["capacityTokens"]
+        self.record.good_probe = after.status["accuracy"]["last"]
+        self.record.capacity_after = after.status["kvCache"]["capacityTokens"]
         # Only after the old engine has drained is it certain that the change lost no request.
-        await self._world.until_pods(1, HANGS)
+        await self._until(lambda o: len(o.pods) == 1, "the last requests of the old engine")
         await self._end_load()
 
-    async def _catches_a_bad_dtype(self) -> None:
-        await self._world.patch({"spec": {"kvCache": {"mode": "Fixed", "dtype": BAD}}})
-        self._screen.note(f"kubectl patch qllm {self._world.name}: spec.kvCache = Fixed, {BAD}")
-        await self._until(lambda s: _at(s, "canary", "stage") == "Probing", "a canary that is probed")
-        self.record.preflight_warning = await self._world.preflight_warning(BAD)
-        self._screen.note(f"preflight: {self.record.preflight_warning}")
+    async def _catches(self) -> None:
+        self._screen.note(f"You set spec.kvCache to {BAD} with recentTokens 0")
+        await self._world.patch({"spec": {"kvCache": MISTAKE}})
+        await self._until(lambda o: o.at("canary", "stage") == "Probing", f"an engine with {BAD}")
         self.record.canary_had_traffic = await self._world.canary_has_traffic()
-        status = await self._until(
-            lambda s: not _at(s, "canary") and (_ended(s).get("verdict"), _ended(s).get("dtype")) == ("Failed", BAD),
-            f"{BAD} rolled back",
-        )
-        self.record.bad_probe = status["accuracy"]["last"]
+        seen = await self._until(lambda o: o.ended(BAD, "Failed"), f"the answers of {BAD}")
+        self.record.bad_probe = seen.status["accuracy"]["last"]
+        self.record.bad_canary = seen.trial
+        self.record.denied = seen.status["kvCache"].get("denied", [])
+        # If the mistake stood, kvpilot would try the serving dtype without its window next.
+        await self._world.patch({"spec": {"kvCache": UNDONE}})
+        self._screen.note("You undo the change. Nothing has to restart.")
         await self._until(lambda _: bool(self._answers()), "an Event with both answers")
         self.record.bad_answers = self._answers()
-        self.record.bad_canary = _ended(status)
-        self.record.denied = status["kvCache"].get("denied", [])
-        self.record.final_dtype = status["kvCache"]["activeDtype"]
-        await self._chat("Say hello.")
+        last = await self._until(lambda o: not o.at("canary") and len(o.pods) == 1, "the end of the rejected engine")
+        self.record.final_dtype = last.status["kvCache"]["activeDtype"]
+        self.record.final_answer = await self._chat("Say hello.")
 
     def _answers(self) -> str:
         """Return the newest Event with the answers of both dtypes; empty before it is seen."""
@@ -162,11 +173,11 @@ class Story:
     async def _end_load(self) -> None:
         if self._load is None:
             return
-        await self._load.stop(HANGS)
+        await self._load.stop(STANDSTILL)
         stats = self._load.stats
         self.record.requests, self.record.failed_requests = stats.ok + stats.failed, stats.failed
         self.record.failures = list(stats.failures)[:5]
-        self._screen.note(f"{stats.ok} requests answered, {stats.failed} failed during the change")
+        self._screen.note(f"{stats.ok} requests were answered during the change, {stats.failed} failed")
 
     async def _chat(self, question: str) -> str:
         body = {
@@ -175,54 +186,43 @@ class Story:
             "max_tokens": 32,
             "temperature": 0,
         }
-        async with httpx.AsyncClient(timeout=120) as client:
-            answer = await client.post(f"{await self._world.service_url()}/v1/chat/completions", json=body)
+        async with httpx.AsyncClient(timeout=STANDSTILL, trust_env=False) as client:
+            answer = await client.post(f"{await self._world.url()}/v1/chat/completions", json=body)
             answer.raise_for_status()
             text: str = answer.json()["choices"][0]["message"]["content"]
             return text.strip()
 
-    async def _until(self, seen: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
-        deadline = time.monotonic() + HANGS
-        status: dict[str, Any] = {}
-        while time.monotonic() < deadline:
-            service = await self._world.service()
-            status = (service or {}).get("status") or {}
-            if seen(status):
-                return status
+    async def _until(self, seen: Callable[[Observation], bool], what: str) -> Observation:
+        """Return the first observation that is `seen`.
+
+        Raises:
+            StoryFailed: nothing has moved for a long time.
+        """
+        patience = Patience()
+        while True:
+            found = await self._world.observe()
+            if seen(found):
+                return found
+            self._screen.waits_for(what, found.summary)
+            answered = self._load.stats.ok + self._load.stats.failed if self._load else 0
+            if patience.ended((found.sign, answered), time.monotonic()):
+                said = "; ".join(f"{c['type']}={c['status']} {c['reason']}" for c in found.status.get("conditions", ()))
+                why = f"waited for {what}, and nothing has moved for {STANDSTILL:.0f} s ({said or 'no status'})"
+                raise StoryFailed(self._title, why, self._world.logs)
             await asyncio.sleep(0.5)
-        conditions = "; ".join(
-            f"{c['type']}={c['status']} {c['reason']}: {c.get('message', '')}" for c in status.get("conditions", [])
-        )
-        raise StoryFailed(f"no {what} within {HANGS} s; conditions: {conditions}; logs: {self._world.logs}")
 
     async def _watch(self) -> None:
         while True:
-            self._screen.show(await self._world.service(), self._load.summary() if self._load else None)
-            for event in await self._world.events():
-                line = f"{event['reason']}: {event['message']}"
-                identity = event["metadata"]["uid"]
-                if identity not in self._told:
-                    self._told.add(identity)
-                    self.record.events.append(line)
-                    self._screen.note(line)
+            # The steps report a cluster that cannot be read; the screen only waits for it.
+            with contextlib.suppress(KvpilotError):
+                await self._look()
             await asyncio.sleep(1.0)
 
-
-def _ended(status: dict[str, Any]) -> dict[str, Any]:
-    """Return the newest trial that ended; empty if none has."""
-    return next(iter(status.get("history", ())), {})
-
-
-def _at(status: dict[str, Any], *path: str) -> Any:
-    here: Any = status
-    for name in path:
-        here = here.get(name) if isinstance(here, dict) else None
-    return here
-
-
-def _condition(status: dict[str, Any], kind: str) -> str | None:
-    return next((c["status"] for c in status.get("conditions", []) if c["type"] == kind), None)
-
-
-def _message(status: dict[str, Any], kind: str) -> str:
-    return next((c.get("message", "") for c in status.get("conditions", []) if c["type"] == kind), "")
+    async def _look(self) -> None:
+        self._screen.show(await self._world.service(), self._load.stats if self._load else None)
+        for event in await self._world.events():
+            identity = event["metadata"]["uid"]
+            if identity not in self._told:
+                self._told.add(identity)
+                self.record.events.append(f"{event['reason']}: {event['message']}")
+                self._screen.event(event["reason"], event["message"])

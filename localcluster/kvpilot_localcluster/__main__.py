@@ -56,15 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _build() -> None:
-    said = ""
-
-    def report(step: str, part: float) -> None:
-        nonlocal said
-        if (line := f"{part:4.0%} {step}") != said:
-            print(line, flush=True)
-        said = line
-
-    binaries = build.build(report)
+    binaries = build.tell()
     print(f"the programs are in {binaries.kube_apiserver.parent}")
     for lack in binaries.missing:
         print(f"missing: {lack}", file=sys.stderr)

@@ -73,29 +73,31 @@ def builds_folder() -> Path:
     return cache_folder() / "controlplane"
 
 
-def find() -> Binaries | None:
+def find(*, newer: bool = True) -> Binaries | None:
     """Return existing programs from KUBEBUILDER_ASSETS or the cache, or None if they must be built.
+
+    With `newer` they include the server that enforces CEL rules, whose build takes longer than all others together.
 
     Raises:
         MissingTool: KUBEBUILDER_ASSETS is set and does not hold etcd and a kube-apiserver of 1.29 or newer.
     """
     if assets := os.environ.get("KUBEBUILDER_ASSETS"):
         return _of_assets(Path(assets))
-    core, newer = _finished(CORE), _finished(MODERN)
-    return None if core is None or newer is None else _of_builds(core, newer)
+    core, modern = _finished(CORE), _finished(MODERN) if newer else None
+    return None if core is None or (newer and modern is None) else _of_builds(core, modern)
 
 
-def progress() -> Iterator[Progress]:
+def progress(*, newer: bool = True) -> Iterator[Progress]:
     """Build the programs that `find` misses, and yield the progress. Return at once if none is missing.
 
     Raises:
         MissingTool: a system tool is missing; the message names it and its package.
         BuildFailed: a step failed; finished steps are kept for the next try.
     """
-    if find() is not None:
+    if find(newer=newer) is not None:
         return
     check_tools()
-    recipes = [recipe for recipe in (CORE, MODERN) if _finished(recipe) is None]
+    recipes = [recipe for recipe in ((CORE, MODERN) if newer else (CORE,)) if _finished(recipe) is None]
     weights = [_FETCH_WEIGHT + sum(step.weight for step in recipe.steps) for recipe in recipes]
     done = 0.0
     for recipe, weight in zip(recipes, weights, strict=True):
@@ -104,19 +106,32 @@ def progress() -> Iterator[Progress]:
         done += weight
 
 
-def build(report: Report | None = None) -> Binaries:
+def build(report: Report | None = None, *, newer: bool = True) -> Binaries:
     """Return the programs, and build them first if needed. `report` gets the progress.
 
     Raises:
         MissingTool, BuildFailed: as `progress`.
     """
-    for news in progress():
+    for news in progress(newer=newer):
         if report is not None:
             report(news.step, news.fraction)
-    found = find()
+    found = find(newer=newer)
     if found is None:
         raise BuildFailed(f"the build ended but {builds_folder()} holds no complete result: remove it and try again")
     return found
+
+
+def tell(*, newer: bool = True) -> Binaries:
+    """Return the programs, and print the progress of their build: a line such as ` 42% unpack` for each percent."""
+    said = ""
+
+    def report(step: str, part: float) -> None:
+        nonlocal said
+        if (line := f"{part:4.0%} {step}") != said:
+            print(line, flush=True)
+        said = line
+
+    return build(report, newer=newer)
 
 
 def make(recipe: Recipe, cache: Path) -> Iterator[Progress]:
@@ -184,9 +199,10 @@ def _finished(recipe: Recipe, cache: Path | None = None) -> Path | None:
     return None
 
 
-def _of_builds(core: Path, modern: Path) -> Binaries:
+def _of_builds(core: Path, modern: Path | None) -> Binaries:
     paths = [core / name for name in CORE.programs]
-    return Binaries(paths[0], paths[1], paths[2], paths[3], modern / "apiextensions-apiserver", (1, 20))
+    newer = None if modern is None else modern / "apiextensions-apiserver"
+    return Binaries(paths[0], paths[1], paths[2], paths[3], newer, (1, 20))
 
 
 def _of_assets(folder: Path) -> Binaries:

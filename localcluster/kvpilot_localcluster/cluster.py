@@ -40,14 +40,16 @@ class LocalCluster:
         resources: Mapping[str, str] | None = None,
         backoff: float = 10.0,
         audit: bool = False,
+        newer: bool = True,
         report: build.Report | None = None,
     ) -> None:
-        """Args: see `ControlPlane` for audit, `Options` for the rest, `build` for report."""
+        """Args: see `ControlPlane` for audit, `Options` for the rest, `build` for newer and report."""
         self.folder = folder.absolute()
         self._table = table
         self._resources = dict(resources or {})
         self._backoff = backoff
-        self.plane = controlplane.ControlPlane(self.folder / "controlplane", build.build(report), audit=audit)
+        binaries = build.build(report, newer=newer)
+        self.plane = controlplane.ControlPlane(self.folder / "controlplane", binaries, audit=audit)
         self.kubeconfig = self.plane.kubeconfig
         self._agent: subprocess.Popen[bytes] | None = None
 

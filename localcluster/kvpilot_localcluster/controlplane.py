@@ -7,6 +7,7 @@ machines cannot reach the cluster.
 
 kvpilot needs Kubernetes 1.29, but the core is 1.20. Servers behind the core's aggregator add the missing parts: a newer
 apiextensions-apiserver keeps all definitions and enforces their CEL rules, and `localcluster.policy` serves policy/v1.
+Without the former, the core keeps the definitions and ignores the rules.
 """
 
 from __future__ import annotations
@@ -237,12 +238,12 @@ class ControlPlane:
 
     def _newer_apis(self) -> None:
         port = free_port()
-        newer = self._apiextensions(port)
         self._policy = PolicyServer(self.rest, self.folder)
         self._aggregation = Aggregation(self.rest)
         self._aggregation.start({"definitions": port, "policy": self._policy.port})
         self._aggregation.route("policy", "v1", self._policy.port, priority=17100)
-        self._aggregation.take_definitions(newer, port)
+        if self._binaries.apiextensions_apiserver is not None:
+            self._aggregation.take_definitions(self._apiextensions(port), port)
         until(lambda: self.rest.get("/apis/policy/v1"), "policy/v1 is served")
 
     def _apiextensions(self, port: int) -> Rest:

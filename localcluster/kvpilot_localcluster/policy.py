@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,13 +26,23 @@ _IMPERSONATE = {"X-Remote-User": "Impersonate-User", "X-Remote-Group": "Imperson
 _EXTRA = "X-Remote-Extra-"
 
 
+log = logging.getLogger("kvpilot_localcluster.policy")
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log a request that broke off: the base class would print its traceback on the user's screen."""
+        log.debug("a request from %s broke off", client_address, exc_info=True)
+
+
 class PolicyServer:
     """Server of the aggregator's requests for policy/v1; it acts as the user that the aggregator names."""
 
     def __init__(self, core: Rest, folder: Path) -> None:
         """Listen with the certificate in `folder`, and accept the aggregator's if the authority there signed it."""
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(core))
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), _handler(core))
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(folder / "ca.crt"))
         tls.verify_mode = ssl.CERT_REQUIRED
         tls.load_cert_chain(str(folder / "server.crt"), str(folder / "server.key"))

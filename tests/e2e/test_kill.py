@@ -15,9 +15,8 @@ from kvpilot_demo.screen import Screen
 from kvpilot_demo.story import BAD, GOOD, Story
 from kvpilot_demo.world import World
 from kvpilot_operator.errors import ClusterError
-from support.processors import serves_quantized_by_vllm
 
-pytestmark = [serves_quantized_by_vllm, pytest.mark.long, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 
 def at(status, *path):

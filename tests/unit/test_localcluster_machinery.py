@@ -126,6 +126,20 @@ def test_a_build_of_an_older_recipe_is_not_used(tmp_path: Path, monkeypatch: pyt
     assert len(list(tmp_path.glob("test-*"))) == 2
 
 
+def test_the_core_alone_is_enough_for_a_cluster_without_the_newer_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBEBUILDER_ASSETS", raising=False)
+    monkeypatch.setenv("KVPILOT_CACHE", str(tmp_path))
+    built = tmp_path / "controlplane" / "core-1" / "built.json"
+    built.parent.mkdir(parents=True)
+    built.write_text(f'{{"recipe": "{recipes.REVISION}"}}')
+    found = build.find(newer=False)
+    assert found is not None
+    assert (found.kube_apiserver.parent, found.apiextensions_apiserver) == (built.parent, None)
+    assert build.find() is None
+
+
 def service(name: str = "web", namespace: str = "n") -> dict[str, Any]:
     return {"metadata": {"name": name, "namespace": namespace}, "spec": {}}
 

@@ -1,0 +1,69 @@
+"""Checks before the demo changes anything. Standard library only: they run before the packages are installed."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+
+from kvpilot_localcluster import build, debian
+from kvpilot_localcluster.cache import cache_folder
+from kvpilot_localcluster.causes import PROXIES, no_room, without_password
+from kvpilot_localcluster.errors import LocalClusterError
+
+INSTALL_GB = 5.0
+"""Room for packages and wheels on the first run: 3.7 GB stay, the rest is scratch."""
+BUILD_GB = 3.0
+"""Room for the build of the control plane, of which 0.3 GB stay."""
+# Addresses of loopback that neither pods nor Services use.
+_POD, _SERVICE = "127.0.255.254", "127.126.255.254"
+
+
+def faults(*, local: bool, installed: bool, variables: Mapping[str, str] | None = None) -> list[str]:
+    """Return what keeps the demo from running, each with its remedy.
+
+    Args:
+        local: the demo runs on its own cluster.
+        installed: the packages are there.
+        variables: the environment.
+    """
+    given = os.environ if variables is None else variables
+    needed = 0.0 if installed else INSTALL_GB
+    found = []
+    if local:
+        found += [taken(_POD, 8000), taken(_SERVICE, 80 if os.geteuid() == 0 else 20080)]
+        try:
+            if build.find(newer=False) is None:
+                needed += BUILD_GB
+                debian.check_tools()
+        except LocalClusterError as error:
+            found.append(str(error))
+    if needed:
+        found += [no_room(cache_folder(), needed), _silent_proxy(given)]
+    return [one for one in found if one]
+
+
+def taken(address: str, port: int) -> str:
+    """Describe a program that listens on all addresses: it takes the port from pods and Services."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((address, port))
+        except PermissionError:
+            return ""
+        except OSError:
+            return f"port {port} is taken on all addresses: end the program that listens there (ss -ltnp shows it)"
+    return ""
+
+
+def _silent_proxy(variables: Mapping[str, str]) -> str:
+    name = next((one for one in PROXIES if variables.get(one)), None)
+    if name is None:
+        return ""
+    address = variables[name].split("//")[-1].split("@")[-1].rstrip("/")
+    host, _, port = address.partition(":")
+    try:
+        with socket.create_connection((host, int(port or 80)), timeout=10):
+            return ""
+    except (OSError, ValueError) as error:
+        return f"{name}={without_password(variables[name])} does not answer ({error}): correct it, or unset it"

@@ -1,0 +1,99 @@
+"""Observations of the demo's service, and patience that ends when nothing moves any more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvpilot_operator.cluster.objects import Object
+
+STANDSTILL = 900.0
+"""Seconds without any progress after which a step is stuck. A slow step that moves goes on."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The service's status, its pods, and the count of finished work.
+
+    Attributes:
+        status: the status of the QuantizedLLMService; empty before the operator has written it.
+        pods: the service's engine pods.
+        work: lines that the engines have logged, and requests that were answered.
+    """
+
+    status: dict[str, Any] = field(default_factory=dict)
+    pods: list[Object] = field(default_factory=list)
+    work: int = 0
+
+    def at(self, *path: str) -> Any:
+        """Return a field of the status, or None."""
+        here: Any = self.status
+        for name in path:
+            here = here.get(name) if isinstance(here, dict) else None
+        return here
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        """Return a condition; empty if it is missing."""
+        return next((one for one in self.status.get("conditions", ()) if one["type"] == kind), {})
+
+    def true(self, kind: str) -> bool:
+        """Return True if a condition is True."""
+        return self.condition(kind).get("status") == "True"
+
+    @property
+    def trial(self) -> dict[str, Any]:
+        """Return the newest trial that has a verdict; empty if there is none."""
+        return next(iter(self.status.get("history", ())), {})
+
+    def ended(self, dtype: str, verdict: str) -> bool:
+        """Return True if the newest trial is of this dtype and ended with this verdict."""
+        return (self.trial.get("dtype"), self.trial.get("verdict")) == (dtype, verdict)
+
+    @property
+    def summary(self) -> str:
+        """Return the current state in some words, for a reader who waits."""
+        canary = self.at("canary") or {}
+        ready = sum(_ready(pod) for pod in self.pods)
+        parts = [f"{ready} of {len(self.pods)} engines ready"]
+        parts += [f"canary {canary['dtype']} {canary['stage']}"] if canary else []
+        reason = self.condition("Ready").get("reason")
+        return ", ".join([*parts, *([str(reason)] if reason else [])])
+
+    @property
+    def sign(self) -> object:
+        """Return the part that changes only if something has moved."""
+        canary = self.at("canary") or {}
+        return (
+            self.work,
+            [(pod["metadata"]["name"], _ready(pod), (pod.get("status") or {}).get("phase")) for pod in self.pods],
+            [(one["type"], one["status"], one.get("reason")) for one in self.status.get("conditions", ())],
+            [canary.get(name) for name in ("revision", "stage", "message", "weightPercent")],
+            len(self.status.get("history", ())),
+            self.at("kvCache", "activeDtype"),
+            self.at("accuracy", "baseline"),
+        )
+
+
+class Patience:
+    """The time since the last sign of progress."""
+
+    def __init__(self, seconds: float = STANDSTILL) -> None:
+        self._seconds = seconds
+        self._sign: object = None
+        self._since = 0.0
+
+    def ended(self, sign: object, now: float) -> bool:
+        """Take in a sign. Return True if it has been the same for too long."""
+        if sign != self._sign:
+            self._sign, self._since = sign, now
+        return now - self._since >= self._seconds
+
+
+def work_lines(log: str) -> int:
+    """Count the lines of an engine's log, without the regular reads of its health and metrics."""
+    return sum('"GET /' not in line for line in log.splitlines())
+
+
+def _ready(pod: Object) -> bool:
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    return any((one["type"], one["status"]) == ("Ready", "True") for one in conditions)

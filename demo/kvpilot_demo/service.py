@@ -1,0 +1,94 @@
+"""The demo's service in any cluster: the calls that kubectl would make."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvpilot_demo.observation import Observation
+from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Object, Ref
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "smollm2.yaml"
+
+
+class DemoError(Exception):
+    """Error that keeps the demo from going on. The message has the remedy."""
+
+
+class DemoService:
+    """The service of examples/smollm2.yaml in one namespace of a cluster.
+
+    Attributes:
+        folder: the folder of this run's files.
+    """
+
+    def __init__(self, folder: Path, cluster: Cluster, namespace: str) -> None:
+        self.folder, self.cluster, self.namespace = folder, cluster, namespace
+        self.example: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
+        self.name: str = self.example["metadata"]["name"]
+        self.model: str = self.example["spec"]["model"].get("servedName", self.name)
+
+    def manifest(self) -> Object:
+        """Return the service to apply."""
+        made = copy.deepcopy(self.example)
+        made["metadata"]["namespace"] = self.namespace
+        return made
+
+    async def apply_example(self) -> None:
+        """Create the service."""
+        await self.cluster.create(self.manifest())
+
+    async def patch(self, patch: Object) -> None:
+        """Merge a patch into the service."""
+        await self.cluster.merge(self._ref(API_VERSION, KIND), patch)
+
+    async def service(self) -> Object | None:
+        """Return the service, or None."""
+        return await self.cluster.find(self._ref(API_VERSION, KIND))
+
+    async def observe(self) -> Observation:
+        """Return the service's status and pods, and how much the engines have done."""
+        service = await self.service()
+        return Observation((service or {}).get("status") or {}, await self.pods(), self.work())
+
+    def work(self) -> int:
+        """Return a number that grows while engines start or answer; 0 if that cannot be seen."""
+        return 0
+
+    async def events(self) -> list[Object]:
+        """Return the Events about the service."""
+        found = await self.cluster.list("v1", "Event", self.namespace, "")
+        return [e for e in found if e["involvedObject"].get("kind") == KIND]
+
+    async def pods(self) -> list[Object]:
+        """Return the service's engine pods."""
+        return await self.cluster.list("v1", "Pod", self.namespace, f"{SERVICE_LABEL}={self.name}")
+
+    @property
+    def logs(self) -> str:
+        """Name the logs to read after a failure."""
+        raise NotImplementedError
+
+    async def url(self) -> str:
+        """Return an address that reaches the Service from here."""
+        raise NotImplementedError
+
+    async def canary_has_traffic(self) -> bool:
+        """Return True if the Service selects the canary's revision, alone or with others."""
+        found = await self.cluster.get(self._ref("v1", "Service"))
+        revision = (await self.observe()).at("canary", "revision")
+        return found["spec"]["selector"].get(REVISION_LABEL) in (None, revision)
+
+    async def cluster_ip(self) -> str:
+        """Return the address of the Service in its cluster."""
+        address: str = (await self.cluster.get(self._ref("v1", "Service")))["spec"]["clusterIP"]
+        return address
+
+    def _ref(self, version: str, kind: str) -> Ref:
+        return Ref(version, kind, self.namespace, self.name)
