@@ -11,9 +11,10 @@ import torch
 
 pytest.importorskip("vllm.v1.attention.backends.fa_utils")
 
+from cuda_engine import BLOCK, DIM, HEADS, KV_HEADS, STEP, Engine
+
 from kvpilot_kernels.reference.attention import round_trip
 from kvpilot_runtime.config.retention import SinksAndWindow
-from support.cuda_engine import BLOCK, DIM, HEADS, KV_HEADS, STEP, Engine
 
 BOUND = SinksAndWindow(4, 100)
 

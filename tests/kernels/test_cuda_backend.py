@@ -20,7 +20,7 @@ from support.gluon_eager import EagerKernel
 
 pytest.importorskip("vllm.v1.attention.backends.fa_utils")
 
-from support.cuda_engine import BLOCK, DIM, HEADS, KV_HEADS, Engine
+from cuda_engine import BLOCK, DIM, HEADS, KV_HEADS, Engine
 
 
 @pytest.mark.parametrize(("name", "recent"), [("k4v4", 64), ("k4v4", 128), ("k8v4", 64), ("k2v2", 64)])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounding import assert_within_rounding
 
 from kvpilot_formats import formats
 from kvpilot_kernels.cpu import PackedPages
@@ -13,7 +14,6 @@ from kvpilot_kernels.places import stored_slots
 from kvpilot_kernels.reference.attention import decode_reference
 from support.gluon_eager import EagerKernel
 from support.gpu_batch import BLOCK_OUTERMOST, DIMS, MINE, OTHERS, Batch, among_layers, ordinals
-from support.rounding import assert_within_rounding
 
 CLOSE = 1e-3
 """Allowed error over a head's norm, for fixed inputs: queries and probabilities are rounded to float16."""

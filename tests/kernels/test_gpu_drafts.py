@@ -6,14 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recent import Sequences
+from rounding import assert_within_rounding
 
 from kvpilot_formats import formats
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
 from kvpilot_kernels.reference.attention import decode_reference
 from support.gpu_batch import CPU, DIMS, PAST_THE_END, Batch, decode_rows, launch_as
-from support.recent import Sequences
-from support.rounding import assert_within_rounding
 
 WITH_RING = [name for name in formats.own_names() if formats.parse(name).has_ring]
 names, seeds = st.sampled_from(formats.own_names()), st.integers(0, 2**31)

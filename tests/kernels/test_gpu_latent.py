@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from latent_batch import CPU, LatentBatch, generator, poisoned, rotated, some_entries, some_factors
 
 from kvpilot_formats.latent import ENTRY, RANK, names, parse
 from kvpilot_kernels.check import BadInputError
@@ -13,7 +14,6 @@ from kvpilot_kernels.latent.cpu import LatentPages
 from kvpilot_kernels.latent.factors import LatentFactors
 from kvpilot_kernels.latent.reference import decode_reference
 from support.gluon_eager import EagerKernel
-from support.latent_batch import CPU, LatentBatch, generator, poisoned, rotated, some_entries, some_factors
 
 BLOCKS, HEADS = 5, 3
 every, seeds = st.sampled_from(names()), st.integers(0, 2**31)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from decided import decided
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from kvpilot_kernels.gpu.operands import key_planes
 from kvpilot_kernels.gpu.pages import LOG2_E, GpuPages, Plan, Shape
 from kvpilot_kernels.reference.hadamard import rotation
 from kvpilot_kernels.reference.quantize import encode, pack
-from support.decided import decided
 from support.gpu_batch import CPU, DIMS, generator, ordinals, poisoned, some_factors
 
 KV_HEADS, RATIO, BLOCKS = 2, 3, 5

@@ -13,10 +13,11 @@ import torch
 
 pytest.importorskip("vllm.v1.attention.backends.fa_utils")
 
+from cuda_engine import BLOCK, DIM, HEADS, KV_HEADS, STEP, Engine
+
 from kvpilot_kernels.reference.attention import round_trip
 from kvpilot_runtime.config.retention import HeavyHitters
 from kvpilot_runtime.errors import UnsupportedModelError
-from support.cuda_engine import BLOCK, DIM, HEADS, KV_HEADS, STEP, Engine
 
 BOUND = HeavyHitters(4, 100, 4 * BLOCK)
 LAYERS = 2

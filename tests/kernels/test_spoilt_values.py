@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from latent_batch import LatentBatch
+from recent import Sequences
 
 from kvpilot_formats import formats
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 from support.gpu_batch import CPU, DIMS, Batch, decode_rows, launch_as, ordinals
-from support.latent_batch import LatentBatch
-from support.recent import Sequences
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's minimum under Triton's interpreter
 RATIO, LENGTHS = 2, [50, 33]

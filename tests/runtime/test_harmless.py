@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm_attributes
 from vllm.config import cache
 
 import kvpilot_runtime
@@ -18,7 +19,6 @@ from kvpilot_runtime import plugin
 from kvpilot_runtime.config import options, retention
 from kvpilot_runtime.transfer import host
 from kvpilot_runtime.vllm_api.wrap import MARK, wrap
-from support import vllm_attributes
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from pod_templates import TEMPLATES
 
 from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.pod_template import KINDS
@@ -19,7 +20,6 @@ from kvpilot_operator.render.engine import pod_template, revision, strategic_mer
 from support.bad_manifests import BAD
 from support.crd import apply_defaults, root_schema
 from support.kinds import unknown
-from support.pod_templates import TEMPLATES
 from support.server import refused
 from support.services import KEY, manifest, spec_of
 

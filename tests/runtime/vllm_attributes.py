@@ -38,7 +38,7 @@ class Told:
 
 def replaced(dtypes: tuple[str, ...] = (), spawns: bool = False, **environment: str) -> Told:
     """Ask one."""
-    return Told(**ask("support.vllm_attributes", Asked(dtypes, spawns).__dict__, **environment))
+    return Told(**ask("vllm_attributes", Asked(dtypes, spawns).__dict__, **environment))
 
 
 def attributes() -> dict[str, Any]:
@@ -83,7 +83,7 @@ def look(asked: Asked) -> Told:
 def _child() -> list[str]:
     """Return the attributes that are replaced in a process that only inherits the environment."""
     environment = {name: value for name, value in os.environ.items() if name.startswith("KVPILOT_")}
-    return Told(**ask("support.vllm_attributes", Asked().__dict__, **environment)).registered
+    return Told(**ask("vllm_attributes", Asked().__dict__, **environment)).registered
 
 
 def main() -> None:
