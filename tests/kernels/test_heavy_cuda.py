@@ -47,7 +47,7 @@ def attention(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return torch.einsum("hd,thd->ht", query.double(), keys).mul(DIM**-0.5).softmax(-1)
 
 
-@pytest.mark.parametrize(("name", "room"), [("k4v4", 64), ("k4v4", 1024), ("k8v4", 256), ("k4v2", 320), ("k2v2", 1024)])
+@pytest.mark.parametrize(("name", "room"), [("k4v4", 64), ("k8v4", 256), ("k4v2", 320), ("k2v2", 1024)])
 def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
     cuda: Any, name: str, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
