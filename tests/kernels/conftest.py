@@ -53,6 +53,6 @@ def on_cpu() -> Iterator[None]:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the CUDA backend's module, with stand-ins for GPU-only parts."""
-    from support.cuda_engine import cuda_module
+    from cuda_engine import cuda_module
 
     return cuda_module(monkeypatch)

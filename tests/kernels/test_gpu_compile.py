@@ -18,13 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import kernel_keys
 import pytest
 
 import kvpilot_formats
 import kvpilot_kernels
 from kvpilot_formats import formats
 from kvpilot_localcluster.cache import cache_folder
-from support import kernel_keys
 
 PACKAGES = (Path(kvpilot_kernels.__file__).parent, Path(kvpilot_formats.__file__).parent)
 UNUSED = 14 * 24 * 3600
@@ -156,7 +156,7 @@ for _ in range(2):
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the report of tests/support/kernel_keys.py on the package."""
+    """Return the report of kernel_keys.py on the package."""
     done = python(kernel_keys.__file__, cache=tmp_path_factory.mktemp("keys"), timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout))

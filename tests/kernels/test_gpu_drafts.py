@@ -6,14 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recent import Sequences
+from rounding import assert_within_rounding
 
 from kvpilot_formats import formats
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
 from kvpilot_kernels.reference.attention import decode_reference
 from support.gpu_batch import CPU, DIMS, PAST_THE_END, Batch, decode_rows, launch_as
-from support.recent import Sequences
-from support.rounding import assert_within_rounding
 
 WITH_RING = [name for name in formats.own_names() if formats.parse(name).has_ring]
 names, seeds = st.sampled_from(formats.own_names()), st.integers(0, 2**31)
@@ -49,7 +49,7 @@ def test_every_format_at_every_head_dim(name: str, dim: int) -> None:
     assert_equals_reference(Batch(name, dim, [35, 0, 2], seed=3, ratio=4), [4, 0, 2], padding=2)
 
 
-@settings(max_examples=40)
+@settings(max_examples=16)
 @given(
     names, st.sampled_from(DIMS), steps, seeds, st.integers(1, 2), st.sampled_from([1, 2, 3, 4, 5, 8, 16]),
     st.sampled_from([(16, 16), (32, 16), (48, 16), (64, 32), (64, 64)]), st.integers(2, 4), st.integers(1, 4),
@@ -64,7 +64,7 @@ def test_each_token_sees_its_sequence_up_to_itself_however_the_work_is_cut(
     assert_equals_reference(batch, counts, padding)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(names, steps, st.integers(1, 60), st.integers(1, 3), seeds)
 def test_a_sliding_window_ends_with_each_token(
     name: str, step: list[tuple[int, int]], window: int, wave: int, seed: int
@@ -114,7 +114,7 @@ def test_more_rows_than_two_thousand_are_cut_and_merged() -> None:
     assert not out[6:].any()
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     st.sampled_from(WITH_RING), st.sampled_from([64, 128]),
     st.lists(drafted, min_size=1, max_size=3),

@@ -12,7 +12,7 @@ from support.gpu_batch import DIMS, Batch
 
 
 @example("k4v2", 96, 16, [(64, 64), (0, 3), (130, 65)], torch.float32, True, 0)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     st.sampled_from(formats.own_names()), st.sampled_from(DIMS), st.sampled_from([16, 48, 64]),
     st.lists(st.tuples(st.integers(0, 130), st.integers(0, 130)), min_size=1, max_size=3),
@@ -38,7 +38,7 @@ def test_a_chunk_of_every_context_equals_what_the_cpu_reads(
     assert (value[rows[-1] :] == 7).all()
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     st.sampled_from(formats.own_names()), st.sampled_from([64, 96]), st.sampled_from([16, 64]),
     st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=3), st.integers(0, 2**31),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from latent_batch import CPU, LatentBatch, generator, poisoned, rotated, some_entries, some_factors
 
 from kvpilot_formats.latent import ENTRY, RANK, names, parse
 from kvpilot_kernels.check import BadInputError
@@ -13,7 +14,6 @@ from kvpilot_kernels.latent.cpu import LatentPages
 from kvpilot_kernels.latent.factors import LatentFactors
 from kvpilot_kernels.latent.reference import decode_reference
 from support.gluon_eager import EagerKernel
-from support.latent_batch import CPU, LatentBatch, generator, poisoned, rotated, some_entries, some_factors
 
 BLOCKS, HEADS = 5, 3
 every, seeds = st.sampled_from(names()), st.integers(0, 2**31)
@@ -117,7 +117,7 @@ def test_decode_equals_the_reference_for_every_models_heads(name: str, heads: in
     assert_equals_reference(LatentBatch(name, [40, 0, 1], 3, heads))
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(every, st.lists(st.integers(0, 150), min_size=1, max_size=3), seeds, st.sampled_from([1, 3, 7, 12, 33]), cuts,
        st.integers(2, 4), st.sampled_from([4, 8]), st.integers(1, 3), st.booleans())  # fmt: skip
 def test_decode_equals_the_reference_however_the_work_is_cut(
@@ -234,7 +234,7 @@ def test_out_may_be_a_part_of_a_wider_buffer_and_a_step_smaller_than_the_plan(dt
     assert (buffer[:, 3 * RANK :] == 7).all()
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     every, st.sampled_from([16, 48, 64]),
     st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), min_size=1, max_size=3),

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from decided import decided
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recent import Sequences
+from rounding import assert_within_rounding
 
 from kvpilot_formats import formats
 from kvpilot_kernels.check import BadInputError
@@ -11,7 +14,6 @@ from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.gpu import decode, pages
 from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.reference.hadamard import rotation
-from support.decided import decided
 from support.gluon_eager import EagerKernel
 from support.gpu_batch import (
     BLOCK_OUTERMOST,
@@ -24,8 +26,6 @@ from support.gpu_batch import (
     launch_as,
     ordinals,
 )  # fmt: skip
-from support.recent import Sequences
-from support.rounding import assert_within_rounding
 
 CLOSE = 1e-3
 WITH_RING = [name for name in formats.own_names() if formats.parse(name).has_ring]
@@ -111,7 +111,7 @@ def test_rings_among_other_layers_are_stored_and_read_as_alone_and_those_stay_as
         assert all((layers[other] == 0x55).all() for other in OTHERS)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     names, st.sampled_from([64, 128]), st.lists(st.integers(1, 140), min_size=1, max_size=3), st.integers(1, 80),
     st.integers(0, 60), st.sampled_from([1, 4, 9]), st.sampled_from([(16, 16), (48, 16), (64, 32), (64, 64)]),

@@ -64,7 +64,7 @@ def ends(draw: st.DrawFn, length: int) -> list[int]:
     return sorted(inner | {length}) if length else []
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.data(), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.sampled_from(DIMS),
        st.sampled_from([1, 2, 5, 7, 16]), st.sampled_from([1.0, 30.0, 1000.0]), st.booleans(),
        st.integers(0, 2**31))  # fmt: skip

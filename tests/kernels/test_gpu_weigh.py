@@ -58,7 +58,7 @@ def assert_right(
 
 @example("k4v2", 96, [130, 0, 1], 3, 16, 1, False, 0)
 @example("k4v4", 512, [70], 2, 64, 3, True, 1)
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     st.sampled_from(formats.own_names()), st.sampled_from(DIMS), st.lists(st.integers(0, 200), min_size=1, max_size=3),
     st.integers(1, 5), st.sampled_from([16, 48, 64]), st.integers(1, 20), st.booleans(), st.integers(0, 2**31),

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from latent_batch import generator, some_entries, some_factors
 
 from kvpilot_formats.latent import ENTRY, RANK, ROPE, names, parse
 from kvpilot_kernels.latent.factors import LatentFactors
 from kvpilot_kernels.latent.reference import attend, round_trip
-from support.latent_batch import generator, some_entries, some_factors
 
 seeds = st.integers(0, 2**31)
 every = st.sampled_from(names())

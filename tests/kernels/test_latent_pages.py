@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from latent_batch import LatentBatch, poisoned
 
 from kvpilot_formats.latent import ENTRY, RANK, ROPE, names, parse
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.latent.cpu import LatentPages
 from kvpilot_kernels.latent.reference import decode_reference, round_trip
-from support.latent_batch import LatentBatch, poisoned
 
 
 @settings(max_examples=30)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recent import Sequences
 
 from kvpilot_formats import formats
 from kvpilot_formats.formats import FormatError
@@ -22,7 +23,6 @@ from kvpilot_kernels.reference.residual import (
 )
 from kvpilot_kernels.ring import ring_slots
 from support.gpu_batch import DIMS, generator
-from support.recent import Sequences
 
 WITH_RING = [name for name in formats.own_names() if formats.parse(name).has_ring]
 names, dims, seeds = st.sampled_from(WITH_RING), st.sampled_from(DIMS), st.integers(0, 2**31)

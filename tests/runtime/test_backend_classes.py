@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import pickle
-import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,6 +21,14 @@ from kvpilot_kernels.reference.attention import decode_reference
 from kvpilot_runtime.backends import cpu, packed
 from kvpilot_runtime.calibration.factors_file import Calibration
 from kvpilot_runtime.vllm_api import compat
+from support.own_process import ask
+
+
+def main() -> None:
+    """Read a pickled class from stdin and write the name of its dtype to stdout."""
+    cls = pickle.loads(bytes.fromhex(json.load(sys.stdin)["pickled"]))  # noqa: S301 - our own bytes
+    print(json.dumps(cls.fmt.name))
+
 
 MADE_UP = replace(formats.parse("k8v4"), name="k8v2", value=formats.Side(2, 2, 64))
 
@@ -48,9 +56,7 @@ def test_each_dtype_has_a_class_that_is_found_by_path_and_survives_pickling(dtyp
 
 def test_a_class_pickled_here_is_made_anew_in_another_process() -> None:
     cls = resolve_obj_by_qualname("kvpilot_runtime.backends.cpu.K4V4Backend")
-    program = "import pickle, sys; print(pickle.load(sys.stdin.buffer).fmt.name)"
-    ran = subprocess.run([sys.executable, "-c", program], input=pickle.dumps(cls), capture_output=True, check=True)
-    assert ran.stdout.decode().split()[-1] == "k4v4"
+    assert ask("test_backend_classes", {"pickled": pickle.dumps(cls).hex()}) == "k4v4"
 
 
 @pytest.mark.parametrize("name", ["K9V9Backend", "k4v4Backend", "AUTOBackend", "Backend"])

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from apart import LEAVE, Apart, engines
 
 from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_smallmodels.models import tiny_llama
 from kvpilot_smallmodels.oracle import Oracle
-from support.apart import LEAVE, Apart, engines
 from support.judge import Judge
 from support.stepped_engine import Asked, Told
 

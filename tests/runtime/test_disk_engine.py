@@ -16,9 +16,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpilot_formats import formats
-from kvpilot_localcluster.engines.real import HANGS, engine
+from kvpilot_localcluster.engines.real import HANGS
 from kvpilot_smallmodels.models import tiny_llama
 from kvpilot_smallmodels.oracle import Oracle
+from support.forked_serve import engine
 from support.judge import Judge
 from support.stepped_engine import Asked, serve
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm_attributes
 from vllm.config import cache
 
 import kvpilot_runtime
@@ -18,7 +19,6 @@ from kvpilot_runtime import plugin
 from kvpilot_runtime.config import options, retention
 from kvpilot_runtime.transfer import host
 from kvpilot_runtime.vllm_api.wrap import MARK, wrap
-from support import vllm_attributes
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -44,18 +44,18 @@ def wrapped(found: list[str]) -> set[str]:
 
 
 def test_an_engine_of_vllms_own_dtypes_runs_without_one_replaced_attribute() -> None:
-    told = vllm_attributes.replaced(("auto", "fp8", "bfloat16"), spawns=True)
+    told = vllm_attributes.replaced(("auto", "fp8", "bfloat16"))
     assert wrapped(told.registered) == set()
     assert wrapped(told.configured) == set()
-    assert wrapped(told.spawned) == set()
+    assert wrapped(vllm_attributes.replaced(**told.environment).registered) == set()
 
 
 def test_the_first_configuration_of_our_dtype_wraps_vllm_here_and_in_processes_that_start_later() -> None:
-    told = vllm_attributes.replaced(("auto", "k4v4"), spawns=True)
+    told = vllm_attributes.replaced(("auto", "k4v4"))
     assert wrapped(told.registered) == set()
     assert "vllm.platforms.cpu.CpuPlatform.get_attn_backend_cls" in told.configured
     assert "vllm.v1.worker.worker_base.WorkerWrapperBase.initialize_from_config" in told.configured
-    assert wrapped(told.spawned) == wrapped(told.configured)
+    assert wrapped(vllm_attributes.replaced(**told.environment).registered) == wrapped(told.configured)
 
 
 @pytest.mark.parametrize(

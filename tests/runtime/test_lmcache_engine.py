@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from apart import Apart, engines
 
 from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_smallmodels.models import tiny_llama
 from kvpilot_smallmodels.oracle import Oracle
-from support.apart import Apart, engines
 from support.judge import Judge
 from support.stepped_engine import Asked, Told
 
 pytest.importorskip("lmcache", reason="pages at LMCache need the package lmcache")
-from support.lmcache_server import Server, server
+from lmcache_server import Server, server
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -148,7 +148,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def both(cache: Server) -> Iterator[Shared]:
-    with engines(tiny_llama(), *[engine(cache.port)] * 2, module="support.shared_engine") as each:
+    with engines(tiny_llama(), *[engine(cache.port)] * 2, module="shared_engine") as each:
         yield Shared(each, "k4v4", window_of("k4v4"))
 
 
@@ -162,7 +162,7 @@ def test_pages_come_as_they_left_and_answers_are_those_after_a_prefix_hit(both: 
 
 
 def test_an_engine_with_other_factors_finds_none_of_the_pages(both: Shared, cache: Server) -> None:
-    with engines(tiny_llama(), engine(cache.port, max_num_batched_tokens=96), module="support.shared_engine") as (one,):
+    with engines(tiny_llama(), engine(cache.port, max_num_batched_tokens=96), module="shared_engine") as (one,):
         stranger = Shared([one], both.dtype, both.window)
         assert both.serve(both.each[0], prompts := both.prompts(3)) >= 0
         assert both.serve(both.each[1], prompts) > 0
@@ -186,7 +186,7 @@ def test_a_server_that_shares_memory_is_refused(tmp_path: Path) -> None:
     with (
         server(tmp_path, "--shm-name=kvpilot-test", "--no-l1-use-lazy") as cache,
         pytest.raises(RuntimeError, match="LMCache's server was started with --shm-name"),
-        engines(tiny_llama(), engine(cache.port), module="support.shared_engine"),
+        engines(tiny_llama(), engine(cache.port), module="shared_engine"),
     ):
         pass
 
@@ -197,7 +197,7 @@ def test_a_server_that_shares_memory_is_refused(tmp_path: Path) -> None:
 def test_pages_of_every_format_come_as_they_left(dtype: str, recent: str, tmp_path: Path) -> None:
     with (
         server(tmp_path) as cache,
-        engines(tiny_llama(), *[engine(cache.port, dtype, recent)] * 2, module="support.shared_engine") as each,
+        engines(tiny_llama(), *[engine(cache.port, dtype, recent)] * 2, module="shared_engine") as each,
     ):
         assert_shared(Shared(each, dtype, window_of(dtype, recent)), 1)
 
@@ -206,8 +206,6 @@ def test_pages_of_every_format_come_as_they_left(dtype: str, recent: str, tmp_pa
 def test_ranks_of_tensor_parallelism_share_with_their_like(tmp_path: Path) -> None:
     with (
         server(tmp_path) as cache,
-        engines(
-            tiny_llama(), *[engine(cache.port, tensor_parallel_size=2)] * 2, module="support.shared_engine"
-        ) as each,
+        engines(tiny_llama(), *[engine(cache.port, tensor_parallel_size=2)] * 2, module="shared_engine") as each,
     ):
         assert_shared(Shared(each, "k4v4", window_of("k4v4")), 1)

@@ -86,8 +86,10 @@ def test_a_model_that_vllm_does_not_build_here_has_its_reason_beside_it() -> Non
 
 @pytest.mark.long
 def test_every_class_of_transformers_that_vllm_builds_here_has_its_layers_by_default() -> None:
-    script = ROOT / "tests" / "support" / "class_defaults.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=900)
+    script = ROOT / "tests" / "support" / "config_classes.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "defaults"], capture_output=True, text=True, check=True, timeout=900
+    )
     known = installed.known_architectures()
     entries = [
         {"model": kind, "config": config}

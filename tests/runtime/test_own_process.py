@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from own_environment import Asked, Told, serve
 
-from support.own_environment import Asked, Told, serve
 from support.own_process import QUIET, address, ask, begin, run, status
 
 pytestmark = pytest.mark.timeout(1800)
@@ -51,7 +51,7 @@ def test_each_process_is_as_if_it_were_the_only_one(tmp_path: Path, monkeypatch:
     assert (second.asker, second.mess) == (first.asker, False)
     environment = {**os.environ, **QUIET, "KVPILOT_PREFILL_FROM_PAGES": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     alone = subprocess.run(
-        [sys.executable, "-P", "-m", "support.own_environment"], input=json.dumps(asdict(Asked())),
+        [sys.executable, "-P", "-m", "own_environment"], input=json.dumps(asdict(Asked())),
         env={**environment, "KVPILOT_CALIBRATION": "off"}, stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     third = Told(**json.loads(alone.stdout.splitlines()[-1]))
@@ -75,7 +75,7 @@ def test_a_signal_ends_a_process_with_all_that_it_started_and_so_does_an_asker_t
         file, question = tmp_path / f"numbers-{i}", tmp_path / f"question-{i}"
         question.write_text(json.dumps(asdict(Asked(str(file)))))
         with question.open() as stdin:
-            told = begin(address(), "support.own_environment", [], os.environ, [stdin.fileno(), 1, 2])
+            told = begin(address(), "own_environment", [], os.environ, [stdin.fileno(), 1, 2])
         waiting = numbers(file)
         assert len(waiting) == 2
         assert all(map(alive, waiting))
@@ -88,7 +88,7 @@ def test_a_signal_ends_a_process_with_all_that_it_started_and_so_does_an_asker_t
 
 def test_who_answers_does_not_outlive_an_asker_that_is_killed(tmp_path: Path) -> None:
     file = tmp_path / "numbers"
-    words = "import sys; from support.own_environment import serve; serve(sys.argv[1])"
+    words = "import sys; from own_environment import serve; serve(sys.argv[1])"
     command = [sys.executable, "-P", "-c", words, str(file)]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}) as asker:
         waiting = numbers(file)

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvpilot_localcluster.engines.real import HANGS, Engine, engine
+from kvpilot_localcluster.engines.real import HANGS, Engine
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.state.snapshot import ModelFacts
 from kvpilot_runtime.calibration import info as calibration_info
@@ -57,7 +57,7 @@ SAME = ("--kv-cache-memory-bytes=64M",)
 def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
     arguments = (*SAME, f"--shutdown-timeout={HANGS}")
     with (
-        engine(tiny_llama(), "k4v4", tmp_path_factory.mktemp("life"), *arguments) as running,
+        forked_serve.engine(tiny_llama(), "k4v4", tmp_path_factory.mktemp("life"), *arguments) as running,
         ThreadPoolExecutor(1) as user,
     ):
         tokens = int(running.cache_config()["kv_cache_size_tokens"])

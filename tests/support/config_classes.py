@@ -1,8 +1,10 @@
-"""What transformers' own classes make of configs, in a process without torch, which they would load first::
+"""Facts of transformers' own config classes, in a process without torch, which they would load first::
 
     python config_classes.py < '{"NAME": CONFIG, ...}' > '{"NAME": {"kinds": [...], "heads": 32, ...}, ...}'
+    python config_classes.py defaults > '{"MODEL_TYPE": CONFIG, ...}'
 
-Configs of a model_type that transformers does not have are left out.
+The first leaves out configs of a model_type that transformers does not have. The second prints the default config of
+each class of decoders, with the class of the model that it is for.
 """
 
 from __future__ import annotations
@@ -18,17 +20,35 @@ sys.modules["torch"] = None  # type: ignore[assignment]
 
 
 def main() -> None:
-    """Read configs from stdin and write what their classes say to stdout."""
+    """Write the default configs, or the facts of the configs on stdin, to stdout."""
+    json.dump(defaults() if sys.argv[1:] == ["defaults"] else facts_of_all(json.load(sys.stdin)), sys.stdout)
+
+
+def defaults() -> dict[str, Any]:
+    """Return the default config of each class that has one."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    found = {}
+    for kind, names in CLASSES.items():
+        with contextlib.suppress(Exception):  # some classes have no defaults
+            config = json.loads(CONFIG_MAPPING[kind]().to_json_string())
+            name = names if isinstance(names, str) else names[0]
+            found[kind] = {**config, "architectures": [name], "dtype": "bfloat16"}
+    return found
+
+
+def facts_of_all(configs: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of each config that its class accepts."""
     from huggingface_hub.errors import StrictDataclassFieldValidationError
     from transformers import CONFIG_MAPPING
 
-    configs: dict[str, Any] = json.load(sys.stdin)
     found = {}
     for name, config in configs.items():
         if config["model_type"] in CONFIG_MAPPING:
             with contextlib.suppress(StrictDataclassFieldValidationError):  # a config older than the class
                 found[name] = facts(CONFIG_MAPPING[config["model_type"]].from_dict(config))
-    json.dump(found, sys.stdout)
+    return found
 
 
 def facts(config: Any) -> dict[str, Any]:

@@ -165,6 +165,10 @@ class Copies:
     """Asynchronous copies of one program (`async_copy`), with their targets and content."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the copies of the program before."""
         self.uncommitted: list[tuple[Any, Block]] = []
         self.groups: list[list[tuple[Any, Block]]] = []
 
@@ -281,8 +285,8 @@ def checked_multiple(x: Any, of: int) -> Any:
     return x
 
 
-def language(program: tuple[int, ...], grid: tuple[int, ...]) -> SimpleNamespace:
-    """Return `gl` for the program at this place of the grid."""
+def language(program: list[int], grid: tuple[int, ...]) -> SimpleNamespace:
+    """Return `gl` for the program whose place in the grid is in `program`."""
     layouts = ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "SwizzledSharedLayout")
     dtypes = ("int8", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32")
     return SimpleNamespace(
@@ -321,16 +325,20 @@ class EagerKernel:
         def launch(*args: Any, num_warps: int, maxnreg: int | None, enable_fp_fusion: bool, launch_pdl: bool = False,
                    **constants: Any) -> None:  # fmt: skip
             pointers = [Pointer.of(x) if isinstance(x, torch.Tensor) else x for x in args]
+            program, copies = [0] * len(grid), Copies()
+            function = self._function(language(program, grid), copies)
             with np.errstate(all="ignore"):
-                for program in itertools.product(*map(range, grid)):
+                for place in itertools.product(*map(range, grid)):
+                    program[:] = place
                     self.on_start()
-                    self._function(language(program, grid))(*pointers, **constants)
+                    copies.begin()
+                    function(*pointers, **constants)
 
         return launch
 
-    def _function(self, gl: SimpleNamespace) -> Any:
+    def _function(self, gl: SimpleNamespace, copies: Copies) -> Any:
         """Return the kernel with its names and those of the modules that it takes functions from, except a GPU's."""
-        ours = {"gl": gl, "async_copy": Copies(), "mma_v2": mma_v2, "gdc_wait": self.on_gdc_wait,
+        ours = {"gl": gl, "async_copy": copies, "mma_v2": mma_v2, "gdc_wait": self.on_gdc_wait,
                 "gdc_launch_dependents": lambda: None}  # fmt: skip
         made: dict[int, dict[str, Any]] = {}
 

@@ -17,6 +17,7 @@ from triton.runtime import interpreter
 def mend(set_attribute: Callable[[Any, str, Any], None]) -> None:
     """Patch it by `setattr`, or by a fixture's version that restores it."""
     set_attribute(interpreter.InterpreterBuilder, "create_splat", splat)
+    set_attribute(interpreter, "_patch_lang", patch_language)
     set_attribute(interpreter, "_patch_builtin", patch_builtins)
     set_attribute(interpreter, "_get_np_dtype", numpy_dtype)
     set_attribute(tl.core.tensor, "__init__", make_tensor)
@@ -35,16 +36,29 @@ def splat(self: Any, to: Any, scalar: Any) -> Any:
     return interpreter.TensorHandle(np.full(to.shape, scalar.data, scalar.data.dtype), scalar.dtype.scalar)
 
 
+def patch_language(function: Any) -> Any:
+    """Patch the language as Triton does, unless the calling kernel did: then a function finds it patched."""
+    languages = (one for one in (tl, tl.core) if any(one is value for value in function.__globals__.values()))
+    if all(is_patched(one) for one in languages):
+        return interpreter._LangPatchScope()
+    return stock_patch_language(function)
+
+
+def is_patched(package: Any) -> bool:
+    """Return True if a package's built-in functions are interpreted at the moment."""
+    names = builtins_of(package)
+    return bool(names) and not tl.core.is_builtin(getattr(package, names[0]))
+
+
 def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
     """Let a package's built-in functions be interpreted.
 
     Triton does that at each call of a function by a kernel, and scans the package each time: a quarter of a kernel's
     time here. All of them are patched at once, and restored.
     """
-    names = builtins_of(package)
-    if names and not tl.core.is_builtin(getattr(package, names[0])):
+    if is_patched(package):
         return
-    for name in names:
+    for name in builtins_of(package):
         interpreter._patch_attr(package, name, getattr(package, name), builder, scope)
 
 
@@ -95,3 +109,4 @@ def checked(shape: tuple[int, ...]) -> tuple[Any, int, str]:
 
 
 stock_block_type = tl.core.block_type.__init__
+stock_patch_language = interpreter._patch_lang

@@ -33,14 +33,16 @@ def refused(obj: Mapping[str, Json]) -> list[tuple[str, str]]:
 
 def broken_rules(value: Json, schema: Mapping[str, Json], path: str) -> Iterator[tuple[str, str]]:
     """Return (field, message) of each rule that a value, or a part of it, breaks."""
-    for rule in schema.get("x-kubernetes-validations", ()):
+    rules = schema.get("x-kubernetes-validations", ())
+    seen = {"self": _typed(value, schema)} if rules else {}
+    for rule in rules:
         try:
-            holds = bool(_program(rule["rule"]).evaluate({"self": _typed(value, schema)}))
+            holds = bool(_program(rule["rule"]).evaluate(seen))
         except CELEvalError:
             holds = False
         if not holds:
             shown = rule.get("messageExpression")
-            text = str(_program(shown).evaluate({"self": _typed(value, schema)})) if shown else rule["message"]
+            text = str(_program(shown).evaluate(seen)) if shown else rule["message"]
             yield f"{path}{rule.get('fieldPath', '')}", text
     for item, below, at in _children(value, schema, path):
         yield from broken_rules(item, below, at)

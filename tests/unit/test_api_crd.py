@@ -15,8 +15,8 @@ from kubernetes.utils.quantity import parse_quantity
 
 from kvpilot_formats import dtypes, formats
 from support.bad_manifests import BAD, GOOD, GOOD_GPU_LIMITS, Bad, with_gpus
-from support.crd import load_crd, root_schema
-from support.server import refused
+from support.crd import apply_defaults, load_crd, root_schema
+from support.server import broken_rules, refused
 
 VERSION = load_crd()["spec"]["versions"][0]
 SPEC = root_schema()["properties"]["spec"]
@@ -154,17 +154,11 @@ def test_the_recent_window_is_bounded_and_described_as_the_formats_module_has_it
 @pytest.mark.slow
 def test_the_ladder_goes_down_exactly_when_bits_per_element_do() -> None:
     smaller = [d for d in dtypes.names() if dtypes.parse(d).bits_per_element() < 16]
+    plain = apply_defaults(GOOD)["spec"]["kvCache"]
     for above, below in permutations(smaller, 2):
-        manifest = {
-            "metadata": {"name": "a"},
-            "spec": {
-                "model": {"source": "file:///m"},
-                "engine": {"image": "i"},
-                "kvCache": {"ladder": [above, below]},
-            },
-        }
         downwards = dtypes.parse(above).bits_per_element() > dtypes.parse(below).bits_per_element()
-        assert (refused(manifest) == []) == downwards, (above, below)
+        found = broken_rules({**plain, "ladder": [above, below]}, SPEC["properties"]["kvCache"], "spec.kvCache")
+        assert [field for field, _ in found] == ([] if downwards else ["spec.kvCache.ladder"]), (above, below)
 
 
 @pytest.mark.parametrize("bad", [one for one in BAD if one.judge in ("schema", "rule")], ids=lambda bad: bad.name)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from service_states import STATES
 
 from kvpilot_operator.api.words import (
     Action,
@@ -24,7 +25,6 @@ from kvpilot_operator.api.words import (
 from kvpilot_operator.control.known_reasons import ENGINE, KNOWN
 from kvpilot_runtime import errors
 from support.crd import root_schema
-from support.service_states import STATES
 
 DOCS = Path(__file__).parents[2] / "docs"
 WEIGHED = {Action.STAY, Action.DTYPE_DOWN, Action.DTYPE_UP, Action.SCALE_OUT, Action.SCALE_IN, Action.OFFLOAD}

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shown_services import PLAIN
 
 from kvpilot_kubectl import service, show
 from kvpilot_operator.decide import decide
@@ -23,7 +24,6 @@ from kvpilot_operator.state.objects import DeploymentView
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Status
 from support.services import KEY, NOW, manifest, pod, revision_of, running, spec_of
-from support.shown_services import PLAIN
 
 SCALING = {"mode": "External"}
 OLD = manifest(scaling=SCALING)

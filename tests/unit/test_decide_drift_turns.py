@@ -9,12 +9,12 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
+from serving_fleet import PERIOD, ServingFleet, fixed, serving
 
 from kvpilot_operator.decide.accuracy.drift import due, next_pod
 from kvpilot_operator.state.accuracy import Accuracy, Measured
 from kvpilot_operator.state.status import parse_status
 from support.services import NOW, manifest, pod, snapshot, spec_of
-from support.serving_fleet import PERIOD, ServingFleet, fixed, serving
 
 
 def test_a_promoted_dtype_is_probed_once_a_period_for_as_long_as_it_serves():

@@ -104,7 +104,7 @@ def test_a_baseline_that_cannot_be_kept_ends_the_trial_and_keeps_nothing_else_wa
     refused=st.sets(st.integers(0, 60), max_size=40),
     policy=st.sampled_from(["Surge", "ReplaceOne"]),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_killed_and_refused_at_any_moment_a_trial_ends_as_ever(
     cuts: dict[int, int], refused: set[int], policy: str
 ) -> None:

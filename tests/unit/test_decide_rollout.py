@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -213,6 +214,11 @@ def _end(cluster: ModelCluster) -> tuple[object, ...]:
     )
 
 
+@cache
+def _undisturbed() -> tuple[object, ...]:
+    return _story({})
+
+
 def _story(kills: dict[int, int]) -> tuple[object, ...]:
     cluster = ModelCluster(manifest(**AUTO), bad=frozenset({BAD}), demand=9000)
     for tick in range(50):
@@ -226,9 +232,9 @@ def _story(kills: dict[int, int]) -> tuple[object, ...]:
 
 @pytest.mark.slow
 @given(cuts=st.dictionaries(st.integers(0, 70), st.integers(0, 5), max_size=12))
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_a_kill_between_any_two_writes_ends_in_the_same_state(cuts):
-    assert _story(cuts) == _story({})
+    assert _story(cuts) == _undisturbed()
 
 
 @given(st.integers(0, 100_000_000), st.integers(0, 1000), st.integers(0, 400))

@@ -109,7 +109,7 @@ def undisturbed(name: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("name", STORIES)
 @given(cuts=st.dictionaries(st.integers(0, 59), st.integers(0, 6), max_size=15))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_a_kill_between_any_two_writes_keeps_every_limit_and_ends_the_same(name, cuts):
     assert end_of(name, cuts) == undisturbed(name)
 

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from celpy.evaluation import CELEvalError
 from lupa import lua51
+from service_states import STATES, after, settled
 
 from kvpilot_operator.api.names import SERVICE_LABEL
 from kvpilot_operator.errors import ClusterError
@@ -25,7 +26,6 @@ from support.crd import load_crd
 from support.failing_questions import decide, failing
 from support.kstatus import compute, seen
 from support.model_cluster import ModelCluster
-from support.service_states import STATES, after, settled
 from support.services import KEY, manifest, revision_of
 from support.trials import NEW, OLD, service
 

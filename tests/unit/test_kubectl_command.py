@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import yaml
+from loopback_api import LoopbackApi, client_configuration
 
 from kvpilot_kubectl import complete
 from kvpilot_kubectl.commands import parser
 from kvpilot_kubectl.main import main
-from support.loopback_api import LoopbackApi, client_configuration
 from support.services import manifest
 
 Run = Callable[..., tuple[int, str, str]]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loopback_api import LoopbackApi
 
 from kvpilot_cli.plan import command as plan
 from kvpilot_kubectl.errors import ToolError
 from kvpilot_kubectl.main import main
 from kvpilot_kubectl.plan import arguments
-from support.loopback_api import LoopbackApi
 from support.services import manifest
 
 DOCS = Path(__file__).parents[2] / "docs" / "kubectl.md"

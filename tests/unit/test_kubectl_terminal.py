@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from shown_services import COLOURED, PLAIN, detailed, engine_pod, now, story, warning
 
 from kvpilot_kubectl import journal, pods, service, show
-from support.shown_services import COLOURED, PLAIN, detailed, engine_pod, now, story, warning
 
 
 def test_a_message_can_neither_steer_the_terminal_nor_break_its_line() -> None:

@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from kvpilot_kubectl import fields, journal, pods, service, show
-from kvpilot_operator.decide import decide
-from support.crd import load_crd
-from support.services import manifest, running
-from support.shown_services import (
+from shown_services import (
     BAD,
     PLAIN,
     detailed,
@@ -25,6 +20,11 @@ from support.shown_services import (
     warning,
     why,
 )
+
+from kvpilot_kubectl import fields, journal, pods, service, show
+from kvpilot_operator.decide import decide
+from support.crd import load_crd
+from support.services import manifest, running
 
 
 def listed(*objects: Any, everywhere: bool = False) -> list[dict[str, str]]:

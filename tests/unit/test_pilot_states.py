@@ -279,5 +279,5 @@ class BadDays(RuleBasedStateMachine):
 
 TestBadDays = pytest.mark.slow(BadDays.TestCase)
 TestBadDays.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )

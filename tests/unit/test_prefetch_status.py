@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prefetched import GB, applied, deleted, kept, obj, said, view, worker
 
 from kvpilot_operator.api.words import CachePhase
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import ClusterError, ScrapeError
 from kvpilot_operator.observe.prefetch import ProgressReader
 from kvpilot_operator.state.questions import Question, unanswered
-from support.prefetched import GB, applied, deleted, kept, obj, said, view, worker
 from support.services import running, snapshot, spec_of
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_operator.api.kv_cache import Pressure
@@ -266,6 +266,7 @@ def test_the_order_of_ranks_says_nothing_and_none_is_fuller_than_its_replica(
     st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(0, 20)), min_size=1, max_size=4),
     st.integers(1, 3),
 )
+@settings(max_examples=30)
 def test_no_even_share_of_the_load_is_told_as_an_imbalance(ranks: list[tuple[float, int]], pods: int) -> None:
     usage, waiting = ranks[0]
 

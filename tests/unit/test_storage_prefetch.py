@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from prefetched import FILLED, JOB, made, obj, pod_of
 
 from kvpilot_operator.errors import ClusterError, Conflict
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.prefetch import identity
 from support.kinds import unknown
 from support.memory_api import MemoryApi, Operator
-from support.prefetched import FILLED, JOB, made, obj, pod_of
 from support.services import KEY, spec_of
 
 # Content of the Job.

@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from service_states import settled
 
 from kvpilot_kubectl import fields
 from kvpilot_kubectl.errors import ToolError
@@ -37,7 +38,6 @@ from kvpilot_runtime.errors import PreflightError
 from support.answering_server import Server, status
 from support.metrics_pages import parse_page
 from support.scrape_loop import ignore, scraping
-from support.service_states import settled
 from support.services import KEY
 
 SECRET = "PASSW0RD"

@@ -75,7 +75,7 @@ def test_the_stories_go_through_every_stage():
 @given(
     changes=st.lists(st.tuples(st.sampled_from(STAGES), st.integers(0, 8), st.integers(0, 5)), min_size=1, max_size=4)
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_a_new_leader_in_any_stage_and_between_any_two_writes_ends_the_trial_the_same(name, changes):
     cluster = story(name)
     in_stage: dict[str, int] = {}
@@ -93,7 +93,7 @@ def test_a_new_leader_in_any_stage_and_between_any_two_writes_ends_the_trial_the
 
 @pytest.mark.parametrize("name", STORIES)
 @given(evictions=st.lists(st.tuples(st.sampled_from(STAGES), st.integers(0, 8), st.booleans()), min_size=1, max_size=4))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_pods_that_are_evicted_in_any_stage_are_replaced_and_the_trial_ends_the_same(name, evictions):
     cluster = story(name)
     cluster.watch = lambda _: None  # the operator does not control evictions, and one may take pods that it would keep
@@ -115,7 +115,7 @@ def test_pods_that_are_evicted_in_any_stage_are_replaced_and_the_trial_ends_the_
 
 @pytest.mark.parametrize("name", STORIES)
 @given(where=st.sampled_from(STAGES), nth=st.integers(0, 8), hours=st.sampled_from([-1, 1]), back=st.booleans())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_a_clock_that_jumps_by_an_hour_in_any_stage_keeps_every_limit_and_the_trial_still_ends(
     name, where, nth, hours, back
 ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from support.apart_worker import ApartWorker
+from apart_worker import ApartWorker
 
 
 class SharedWorker(ApartWorker):

@@ -20,7 +20,7 @@ LEAVE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 class Apart:
-    """Engine (`support.apart_engine`, or another `module` like it) in its own process."""
+    """Engine (`apart_engine`, or another `module` like it) in its own process."""
 
     def __init__(self, folder: Path, name: str, module: str, **environment: str) -> None:
         self.log_file, where = folder / f"{name}.log", folder / f"{name}.socket"
@@ -83,7 +83,7 @@ class Apart:
 
 @contextmanager
 def engines(
-    model: Path, *each: tuple[dict[str, Any], dict[str, str]], module: str = "support.apart_engine"
+    model: Path, *each: tuple[dict[str, Any], dict[str, str]], module: str = "apart_engine"
 ) -> Iterator[list[Apart]]:
     """Yield engines with these options of vLLM's, and these variables."""
     with TemporaryDirectory() as folder:

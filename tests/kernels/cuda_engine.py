@@ -17,7 +17,7 @@ import torch
 from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu import tuning
-from kvpilot_kernels.gpu.tuning import Choice
+from kvpilot_kernels.gpu.tuning import Block, Choice
 from kvpilot_kernels.reference.attention import attend, decode_reference, round_trip
 from kvpilot_runtime.vllm_api.compat import backend_class
 from support.gpu_batch import PAST_THE_END, generator, poisoned
@@ -83,6 +83,10 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     # Small tiles, and a wave of 2 programs a KV head.
     monkeypatch.setattr(tuning, "choose", lambda *_: Choice(16, 2, 4))
     monkeypatch.setattr(tuning, "FEW_TOKENS", 4)  # steps meet all of `store`'s blocks
+    # The interpreter takes as long for a program of 8 tokens as for one of 64.
+    stores = {dim: (few, Block(64, many.warps)) for dim, (few, many) in tuning.STORES.items()}
+    monkeypatch.setattr(tuning, "STORES", stores)
+    monkeypatch.setattr(tuning, "GATHERS", {dim: Block(64, one.warps) for dim, one in tuning.GATHERS.items()})
     monkeypatch.setattr(module, "flash_attn_varlen_func", flash_attention)
     monkeypatch.setattr(module, "merge_attn_states", merge)
     monkeypatch.setattr(module, "get_flash_attn_version", lambda **_: 3)

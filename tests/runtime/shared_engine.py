@@ -1,16 +1,16 @@
-"""Engine like `support.apart_engine` that shares pages through LMCache; its steps include the moves."""
+"""Engine like `apart_engine` that shares pages through LMCache; its steps include the moves."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from support import apart_engine
+import apart_engine
 
 
 class SharedEngine(apart_engine.Engine):
     """Engine that records each rank's `moved` blocks after every step."""
 
-    extension = "support.shared_worker.SharedWorker"
+    extension = "shared_worker.SharedWorker"
 
     def start(self, model: str, options: dict[str, Any]) -> dict[str, Any]:
         """Make the engine.

@@ -13,7 +13,7 @@ import os
 import pickle
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +24,26 @@ Attributes = dict[tuple[str, str], int]
 
 @dataclass
 class Asked:
-    """Dtypes that configure a cache after registration; `child` repeats this in a second process."""
+    """Dtypes that configure a cache after registration."""
 
     dtypes: tuple[str, ...] = ()
-    spawns: bool = False
 
 
 @dataclass
 class Told:
-    """Replaced attributes, `module.Class.name`: after registration, after the configurations, and in a child."""
+    """Replaced attributes, `module.Class.name`: after registration, and after the configurations.
+
+    `environment` has our variables then, which later processes inherit.
+    """
 
     registered: list[str]
     configured: list[str]
-    spawned: list[str]
+    environment: dict[str, str]
 
 
-def replaced(dtypes: tuple[str, ...] = (), spawns: bool = False, **environment: str) -> Told:
+def replaced(dtypes: tuple[str, ...] = (), **environment: str) -> Told:
     """Ask one."""
-    return Told(**ask("support.vllm_attributes", Asked(dtypes, spawns).__dict__, **environment))
+    return Told(**ask("vllm_attributes", Asked(dtypes), **environment))
 
 
 def attributes() -> dict[str, Any]:
@@ -64,7 +66,7 @@ def others(before: dict[str, Any]) -> list[str]:
 
 
 def look(asked: Asked) -> Told:
-    """Register, configure and spawn."""
+    """Register and configure."""
     import kvpilot_runtime.plugin
 
     sources = (file.read_text() for file in Path(kvpilot_runtime.plugin.__file__).parent.rglob("*.py"))
@@ -79,20 +81,13 @@ def look(asked: Asked) -> Told:
 
     for dtype in asked.dtypes:
         pickle.loads(pickle.dumps(CacheConfig(cache_dtype=dtype)))  # noqa: S301 - its own
-    spawned = _child() if asked.spawns else []
-    return Told(registered, others(before), spawned)
-
-
-def _child() -> list[str]:
-    """Return the attributes that are replaced in a process that only inherits the environment."""
     environment = {name: value for name, value in os.environ.items() if name.startswith("KVPILOT_")}
-    return Told(**ask("support.vllm_attributes", Asked().__dict__, **environment)).registered
+    return Told(registered, others(before), environment)
 
 
 def main() -> None:
     """Answer the request on stdin."""
-    question = json.load(sys.stdin)
-    print(json.dumps(look(Asked(tuple(question["dtypes"]), question["spawns"])).__dict__), flush=True)
+    print(json.dumps(asdict(look(Asked(**json.load(sys.stdin))))), flush=True)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Told:
 
 def serve(waits: str = "", **environment: str) -> Told:
     """Ask one."""
-    return Told(**ask("support.own_environment", Asked(waits), **environment))
+    return Told(**ask("own_environment", Asked(waits), **environment))
 
 
 def main() -> None:

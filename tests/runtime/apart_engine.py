@@ -1,6 +1,6 @@
 """A real vLLM that prefills for another engine, or decodes for one, under the control of a socket.
 
-`python -m support.apart_engine ADDRESS`: connects to a Unix socket, and answers each line of JSON with one.
+`python -m apart_engine ADDRESS`: connects to a Unix socket, and answers each line of JSON with one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 class Engine:
     """Engine that can be asked: each method is a question, its arguments and answer are JSON."""
 
-    extension = "support.apart_worker.ApartWorker"
+    extension = "apart_worker.ApartWorker"
 
     def start(self, model: str, options: dict[str, Any]) -> dict[str, Any]:
         """Make the engine."""
