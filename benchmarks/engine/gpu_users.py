@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,7 @@ import aiohttp
 
 from benchmarks.engine.gpu_engine import size
 from benchmarks.engine.gpu_engine_process import attention_lines, environment, error_lines, say, versions
-from benchmarks.engine.gpu_engine_shapes import SHAPES, Shape, write
+from benchmarks.engine.gpu_engine_shapes import SHAPES, write
 from benchmarks.engine.users import Load, Objectives, Users, summary
 
 LEVELS = "auto=75,100 fp8=150,175 k8v4=150,200 k4v4=225,250,275"
@@ -66,6 +67,7 @@ def server(args: argparse.Namespace, model: Path, dtype: str, place: int, log: P
     """Run `vllm serve` on GPU number `place`; yield its address and process. Its group ends with it."""
     shape, load = SHAPES[args.shape], Load(args.history)
     port = args.port + place
+    refuse_busy(port)
     options = {
         "host": "127.0.0.1", "port": port, "load-format": "dummy", "dtype": "bfloat16", "kv-cache-dtype": dtype,
         "max-model-len": longest(load), "max-num-seqs": args.max_num_seqs, "served-model-name": args.shape,
@@ -85,14 +87,24 @@ def server(args: argparse.Namespace, model: Path, dtype: str, place: int, log: P
             child.wait()
 
 
+def refuse_busy(port: int) -> None:
+    """Raise OSError if a server has the port: its answers would be taken for ours."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise OSError(f"--port: {port} is in use ({error}); end that server, or name another port") from error
+
+
 def longest(load: Load) -> int:
     """Return the longest context that a conversation reaches, rounded up to a whole 1,024 tokens."""
     return -(-(load.history + load.turns * (load.asked + load.answered)) // 1024) * 1024
 
 
-async def measure(args: argparse.Namespace, url: str, child: Any, dtype: str, shape: Shape) -> dict[str, Any]:
-    """Raise the level until an objective is missed; return each level's figures."""
-    objectives, found = Objectives(args.ttft, args.itl), []
+async def measure(args: argparse.Namespace, url: str, child: Any, dtype: str, found: dict[str, Any]) -> None:
+    """Raise the level until an objective is missed; add each level's figures to `found`."""
+    objectives, levels = Objectives(args.ttft, args.itl), found.setdefault("levels", [])
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
         began = time.monotonic()
         while not await healthy(session, url):
@@ -100,7 +112,8 @@ async def measure(args: argparse.Namespace, url: str, child: Any, dtype: str, sh
                 raise RuntimeError(f"{dtype}: the server does not answer; see its log")
             await asyncio.sleep(1)
         say(f"{dtype}: serves after {time.monotonic() - began:.0f} s")
-        users = Users(session, url, args.shape, Load(args.history), shape.vocab)
+        found["kv_tokens"] = await kv_tokens(session, url)
+        users = Users(session, url, args.shape, Load(args.history), SHAPES[args.shape].vocab)
         try:
             for level in args.levels[dtype]:
                 users.raise_to(level, args.settle)
@@ -110,13 +123,12 @@ async def measure(args: argparse.Namespace, url: str, child: Any, dtype: str, sh
                 after = await counters(session, url)
                 users.check()
                 figures = summary(users.turns, begin, time.perf_counter(), objectives)
-                found.append({"users": level, **figures, **{name: after[name] - before[name] for name in after}})
-                say(f"{dtype}: {level} users: {row(found[-1])}")
+                levels.append({"users": level, **figures, **{name: after[name] - before[name] for name in after}})
+                say(f"{dtype}: {level} users: {row(levels[-1])}")
                 if not figures["held"]:
                     break
         finally:
             await users.close()
-        return {"kv_tokens": await kv_tokens(session, url), "levels": found}
 
 
 async def healthy(session: aiohttp.ClientSession, url: str) -> bool:
@@ -165,22 +177,25 @@ def row(level: dict[str, Any]) -> str:
 
 
 async def run(args: argparse.Namespace, model: Path, place: int, dtype: str) -> dict[str, Any]:
-    """Measure one dtype on one GPU. An error is part of the result."""
+    """Measure one dtype on one GPU. An error is part of the result, and so are the levels before an interruption."""
     out = args.out / f"users-{args.shape}-{dtype}.json"
-    log, error, measured = out.with_suffix(".log"), None, {}
-    with server(args, model, dtype, place, log) as (url, child):
-        try:
-            measured = await measure(args, url, child, dtype, SHAPES[args.shape])
-        except (RuntimeError, aiohttp.ClientError) as failure:
-            error = "; ".join([str(failure), *error_lines(log)])
-            say(f"{dtype}: failed: {error}")
+    log = out.with_suffix(".log")
     facts = {
         "shape": args.shape, "dtype": dtype, "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
         "command": " ".join(["python", "-m", "benchmarks.engine.gpu_users", *sys.argv[1:]]), **versions(),
-        "attention": attention_lines(log), "settle": args.settle, "seconds": args.seconds,
-        "objectives": {"ttft_p95": args.ttft, "itl_p95": args.itl}, **measured, "error": error,
+        "settle": args.settle, "seconds": args.seconds, "objectives": {"ttft_p95": args.ttft, "itl_p95": args.itl},
+        "error": "interrupted",
     }  # fmt: skip
-    out.write_text(json.dumps(facts, indent=1) + "\n")
+    try:
+        with server(args, model, dtype, place, log) as (url, child):
+            await measure(args, url, child, dtype, facts)
+        facts["error"] = None
+    except (RuntimeError, OSError, aiohttp.ClientError) as failure:
+        facts["error"] = "; ".join([str(failure), *(error_lines(log) if log.exists() else ())])
+        say(f"{dtype}: failed: {facts['error']}")
+    finally:
+        facts["attention"] = attention_lines(log) if log.exists() else []
+        out.write_text(json.dumps(facts, indent=1) + "\n")
     return facts
 
 
@@ -192,6 +207,7 @@ async def run_all(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]
 def main() -> int:
     """Run every dtype, and print the table. Return 1 if one failed."""
     args = arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the servers end, too
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvpilot-model-") as scratch:
         shape = SHAPES[args.shape]

@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import socket
+import sys
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.engine.gpu_users import refuse_busy
 from benchmarks.engine.users import Load, Objectives, Turn, Users, quantiles, summary
 
 STRICT = Objectives(ttft=2.0, itl=0.05)
@@ -75,3 +82,12 @@ def test_each_question_repeats_the_conversation_with_its_answers() -> None:
     for earlier, later in itertools.pairwise(asked):
         assert later[: len(earlier) + 3] == [*earlier, 0, 1, 2]
         assert len(later) == len(earlier) + 4 + 3
+
+
+def test_a_busy_port_is_refused_before_a_server_starts() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"--port: {port} is in use"):
+            refuse_busy(port)
