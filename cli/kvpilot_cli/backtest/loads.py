@@ -62,7 +62,7 @@ class Asked(Protocol):
         """Return its duration in seconds."""
 
     def sessions(self) -> Iterator[Session]:
-        """All sessions in order of start; the same at every call."""
+        """Yield all sessions in order of start, the same at every call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Load:
         return len(self.rate) * STEP
 
     def sessions(self) -> Iterator[Session]:
-        """All sessions in order of start; the same at every call."""
+        """Yield all sessions in order of start, the same at every call."""
         number = 0
         for i, rate in enumerate(self.rate):
             chance = np.random.default_rng((self.seed, i))
@@ -124,12 +124,12 @@ NAMES = ("agents", "chat", "rag", "bursts")
 
 
 def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float = 0.0) -> Load:
-    """Return one of NAMES. `size` scales the rate: a handful of H200 serve 1 in bf16 at its busiest.
+    """Return a load of NAMES. `size` scales the rate: a few H200s serve size 1 in bf16 at its busiest.
 
     `agents` has contexts that grow to tens of thousands of tokens over many turns with short pauses, even at night.
     `chat` has medium contexts and quiet nights. `rag` has long prompts, short answers and no reuse. `bursts` is chat at
-    half the rate, with six bursts a day on average; a burst has five times the sessions for ten minutes. The day begins
-    `zone` hours later than that of the simulation.
+    a third of the rate, with six bursts a day on average. A burst has five times the sessions for ten minutes. The day
+    begins `zone` hours later than that of the simulation.
     """
     if name not in NAMES:
         raise BacktestError(f"trace: {name!r} is unknown: use one of {', '.join(NAMES)}, or all")
@@ -146,7 +146,7 @@ def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float 
     }[name]
     # Busiest at 14:00, quietest at 02:00.
     curve = 1 - depth * (1 + np.cos((hours - zone - 2) * 2 * np.pi / 24)) / 2
-    # Add noise of about a tenth to the smooth curve of a day, with a new value every half hour.
+    # Multiply the daily curve by noise of about a tenth, with a new value every half hour.
     knots = np.arange(0.0, hours[-1] + 1.0, 0.5)
     rate = peak * size * curve * np.exp(0.1 * np.interp(hours, knots, chance.standard_normal(len(knots))))
     if name == "bursts":
@@ -157,6 +157,6 @@ def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float 
 
 
 def cut(load: Load, start: float, seconds: float) -> Load:
-    """Return a part of a load, for a trial."""
+    """Return the `seconds` of a load from `start` on, for a trial."""
     a, b = int(start // STEP), int((start + seconds) // STEP)
     return replace(load, rate=load.rate[a:b], prompt_scale=load.prompt_scale[a:b], output_scale=load.output_scale[a:b])
