@@ -1,4 +1,4 @@
-"""Run probes in parallel to the reconciles: one at a time for a service, under shared permits, yielding to users."""
+"""Run probes beside the reconciles: one at a time for a service, under shared permits, yielding to user requests."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Prober:
         self._checks = Permits(CHECK)
 
     async def probe(self, key: ServiceKey, spec: Spec, request: Request, *, uid: str) -> Found:
-        """Wait for a permit, and probe; `uid` is the service's: only a baseline that it owns counts."""
+        """Wait for a permit, and run the probe. Use only a baseline that the service with this `uid` owns."""
         about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name, **_about(spec, request)}
         with span(self._tracer, "probe", about) as told:
             found = await self._placed(key, uid, spec, request, told)
@@ -221,8 +221,8 @@ class Prober:
         return Captured(captured)
 
     def _settings(self, key: ServiceKey, spec: Spec, request: Request) -> Settings:
-        """Return settings that make a probe yield to users. A capture yields only for a time, because under pressure a
-        baseline is needed."""
+        """Return settings that make a probe yield to users. A capture goes on after GIVE_WAY_SECONDS, because under
+        pressure a baseline is needed."""
         priority = LOW_PRIORITY if schedules_by_priority(spec.engine) else None
         from_host = isinstance(request, Measure) and spec.offloads
         if isinstance(request, Find) or not request.serving:

@@ -59,7 +59,7 @@ class NodeCache:
         self._read: dict[str, tuple[datetime, NodeFacts]] = {}
 
     async def facts(self, pods: Sequence[PodView]) -> NodeFacts:
-        """Return the accelerator of the first of the pods' nodes that has one; raises ClusterError."""
+        """Return the accelerator of the first of the pods' nodes that has one. Raise ClusterError if a read fails."""
         await asyncio.gather(*(self._read_again(name) for name in _nodes_of(pods)))
         return self.known(pods)
 
@@ -135,7 +135,7 @@ def _nvidia(labels: Mapping[str, str], allocatable: Mapping[str, str]) -> NodeFa
 
 
 def _product_of_gke(labels: Mapping[str, str]) -> str:
-    """Return GPU feature discovery's name of the GPU; empty where GKE says nothing."""
+    """Return GPU feature discovery's name of the GPU; empty without GKE's labels."""
     accelerator = labels.get("cloud.google.com/gke-accelerator", "")
     if not accelerator.startswith("nvidia-"):
         return ""

@@ -186,7 +186,7 @@ class _Loader(yaml.CSafeLoader):
 
 
 def _plain(text: str) -> object:
-    """Return the value of a YAML document that uses no more of YAML than JSON has."""
+    """Return the value of a YAML document without features that JSON lacks."""
     depth = 0
     # The parser's events come before any value is made, so the cost of a text is proportional to its length.
     for event in yaml.parse(text, Loader=yaml.CSafeLoader):
