@@ -20,8 +20,7 @@ EXTRAS = {"backtest": "cli", "calibrate": "runtime", "plan": "cli", "probe": "op
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command named by the first argument with the other arguments, and return its exit status.
 
-    The status is 2 for an unknown command or missing dependencies. As in a shell, it is 130 after an interrupt and 141
-    after a broken pipe.
+    It is 2 for an unknown command or missing dependencies, 130 after an interrupt, and 141 after a broken pipe.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands = {entry.name: entry for entry in entry_points(group=GROUP)}

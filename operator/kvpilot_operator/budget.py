@@ -43,8 +43,7 @@ METRICS_STEPS = 4
 METRICS_WORK_BYTES = 128
 METRICS_WORK_PER_SECOND = 2_000
 
-# Refuse a larger ConfigMap before parsing it. A pack has at most 32 KiB (probes/packs.py), but the API server sends
-# whole objects of up to 1.5 MiB.
+# Refuse a larger ConfigMap unparsed. A pack has at most 32 KiB (probes/packs.py), a whole object up to 1.5 MiB.
 CONFIG_MAP_BYTES = 256 * _KIB
 CONFIG_MAPS = 4
 
@@ -94,8 +93,7 @@ async def whole_lines(
 class Permits:
     """Semaphore of all tenants (namespaces or addresses), with a smaller one for each.
 
-    Work that is silent for longer than its patience loses its permit if other work waits. So a hanging engine delays
-    others by seconds only.
+    Work that is silent beyond its patience loses its permit if others wait, so a hanging engine delays them by seconds.
     """
 
     def __init__(self, limits: InputLimits) -> None:

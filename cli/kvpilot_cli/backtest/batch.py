@@ -99,8 +99,7 @@ class Blocks:
 class Decoding:
     """Requests that decode, over KV blocks of `block_size` tokens.
 
-    Requests are grouped by their length modulo the block size, and all grow by one token a step. So one look-up gives
-    the blocks that a step needs.
+    Requests are grouped by length modulo the block size, and all grow by one token a step: a look-up counts new blocks.
     """
 
     def __init__(self, block_size: int) -> None:

@@ -141,7 +141,6 @@ def _range(text: str | None) -> tuple[float, float]:
 
 
 def _run_all(jobs: Sequence[_Job]) -> list[Row]:
-    """Run each load under each policy in a pool of processes. Runs are independent of each other."""
     if len(jobs) == 1:
         return [_run(jobs[0])]
     rows = []

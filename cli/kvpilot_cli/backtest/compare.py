@@ -32,8 +32,7 @@ POLICIES = ("pilot", "objectives", "bf16-hpa", "bf16-requests", "fp8-hpa", "fp8-
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy on one load. Times are in seconds. ITL percentiles are over gaps between tokens, others over
-    requests."""
+    """One policy on one load. Times are in seconds; percentiles of ITL are over token gaps, others over requests."""
 
     load: str
     policy: str

@@ -66,8 +66,7 @@ class Profile:
     def of(self, dtype: str) -> Costs:
         """Return the costs of a dtype.
 
-        An unmeasured dtype gets the costs of the measured dtype with the next fewer bits, and a capacity scaled by the
-        bits.
+        An unmeasured dtype gets the costs of the next one with fewer bits, and a capacity scaled by the bits.
         """
         if dtype in self.costs:
             return self.costs[dtype]

@@ -34,8 +34,7 @@ _START = round(START_SECONDS / STEP)
 
 @dataclass(frozen=True, slots=True)
 class FleetRow:
-    """The result of one policy over all services of one kind of load. Times are in seconds; percentiles cover all
-    requests."""
+    """The result of one policy over all services of one kind of load. Times are in seconds, over all requests."""
 
     load: str
     policy: str

@@ -176,8 +176,7 @@ class Fleet:
         """Return the share y of the time for prefill when `running` requests share a replica.
 
         A request takes `output` steps of plain / (1 - y) seconds, and `work` seconds of prefill. A replica finishes x =
-        y / work requests a second. By Little's law, running = x (output * plain / (1 - y) + work). This is quadratic in
-        y, with one root in [0, 1).
+        y / work requests a second. By Little's law, running = x (output * plain / (1 - y) + work), a quadratic in y.
         """
         b = running + 1 + self._m["output"] * plain / work
         return np.asarray(0.5 * (b - np.sqrt(b * b - 4 * running)))

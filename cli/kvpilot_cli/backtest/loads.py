@@ -1,8 +1,7 @@
 """Loads of a service over time: seeded synthetic traces of sessions with several turns, lengths in tokens.
 
-The seed fixes every session's start, turns, lengths and pauses, so that every policy gets the same requests. A turn
-starts after the previous answer and a pause. So a slow service stretches a session, and a request that times out ends
-its session.
+The seed fixes every session's start, turns, lengths and pauses, so every policy gets the same requests. A turn starts
+after the previous answer and a pause. So a slow service stretches a session, and a timeout ends it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from kvpilot_cli.backtest.costs import BacktestError
 
 Array = NDArray[np.float64]
 STEP = 60.0
-"""Seconds with a constant rate."""
+"""Seconds of a step, within which the rate of sessions is constant."""
 DAY = 86400.0
 
 
@@ -42,8 +41,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One conversation: (prompt, output, pause before) of its turns. A prompt contains the whole earlier
-    conversation."""
+    """One conversation: (prompt, output, pause before) of its turns. A prompt contains all earlier turns."""
 
     number: int
     start: float

@@ -170,7 +170,6 @@ def _prompts(options: argparse.Namespace) -> tuple[packs.ProbePrompt, ...]:
 
 
 def _default_limits() -> Accuracy:
-    """Return the API's default accuracy settings."""
     least = {"metadata": {"name": "probe"}, "spec": {"model": {"source": "file:///m"}, "engine": {"image": "i"}}}
     return parse(least).accuracy
 

@@ -217,8 +217,7 @@ class Actor:
             return
         uid = await self._uid(s, manifest)
         if kind == "InferencePool" and seen is not None and seen.picker and "endpointPickerRef" not in manifest["spec"]:
-            # Remove the picker by a patch. Another field manager co-owns it (it claimed the name or changed the pool),
-            # so an apply would leave it.
+            # Remove the picker by a patch: an apply would leave it, because another field manager co-owns it.
             none = {"metadata": {"uid": uid}, "spec": {"endpointPickerRef": None}}
             await self._cluster.merge(Ref.to(manifest), none)
         pinned = {**manifest, "metadata": {**manifest["metadata"], **({"uid": uid} if uid else {})}}

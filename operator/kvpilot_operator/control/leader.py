@@ -43,7 +43,7 @@ class Leader:
     telemetry: Telemetry
     options: Namespace
     ready: asyncio.Event
-    """Event for /readyz, set once all watched objects have been read."""
+    """Event for /readyz, set when all watched objects have been read, or earlier by the election."""
 
     async def start(self) -> Leader:
         """Begin to lead."""

@@ -44,8 +44,7 @@ from kvpilot_operator.tracing import Span, Tracer, span, trace_headers
 
 log = logging.getLogger(__name__)
 
-# A failed probe that no decision counts (a baseline captured ahead of need) is tried again after this time, doubled
-# with each failure.
+# Pause after a failed probe that no decision counts (a baseline captured ahead of need), doubled with each failure.
 BACKOFF = Backoff(15.0, 900.0)
 
 Run = Callable[[ServiceKey, Spec, Request], Awaitable[Found]]
@@ -221,8 +220,7 @@ class Prober:
         return Captured(captured)
 
     def _settings(self, key: ServiceKey, spec: Spec, request: Request) -> Settings:
-        """Return settings that make a probe yield to users. A capture goes on after GIVE_WAY_SECONDS, because under
-        pressure a baseline is needed."""
+        """Return settings that make a probe yield to users. A capture yields for a time only, because it is needed."""
         priority = LOW_PRIORITY if schedules_by_priority(spec.engine) else None
         from_host = isinstance(request, Measure) and spec.offloads
         if isinstance(request, Find) or not request.serving:
@@ -235,7 +233,6 @@ class Prober:
 
 
 def _about(spec: Spec, request: Request) -> dict[str, str]:
-    """Return the attributes of a span that are known before the probe begins."""
     said = {"kvpilot.probe": type(request).__name__.lower()}
     if isinstance(request, Find):
         return said

@@ -114,5 +114,5 @@ def refusal_of(events: Sequence[Object]) -> str | None:
 
 
 def _time(event: Object) -> str:
-    """Return the Event's time as RFC 3339 text in UTC, which sorts by time. Recorders differ in the field."""
+    """Return the Event's time as RFC 3339 text in UTC, which sorts by time. Recorders use different fields for it."""
     return str(event.get("lastTimestamp") or event.get("eventTime") or "")

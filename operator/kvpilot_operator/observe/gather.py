@@ -258,7 +258,7 @@ async def _observed(question: Question, reading: Awaitable[T], otherwise: T, fai
     try:
         return await reading
     except Exception as error:
-        # Subclasses but Throttled concern this request. A plain ClusterError may mean that the API server is away.
+        # Throttled or a plain ClusterError may concern the whole API server; other subclasses concern this request.
         asked = type(error) is ClusterError and (error.away or error.status == 429)
         if isinstance(error, Throttled) or asked:
             raise

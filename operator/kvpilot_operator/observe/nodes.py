@@ -85,7 +85,6 @@ class NodeCache:
             self._forget(now)
 
     def _forget(self, now: datetime) -> None:
-        """Drop nodes that were not asked for in a long time."""
         for name in [name for name, (read, _) in self._read.items() if (now - read).total_seconds() > FORGET_SECONDS]:
             del self._read[name]
 
@@ -163,7 +162,6 @@ def _has(allocatable: Mapping[str, str], resource: str) -> bool:
 
 
 def _texts(value: object, *path: str) -> Mapping[str, str]:
-    """Return the texts by name at this path."""
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
     entries = value.items() if isinstance(value, Mapping) else ()

@@ -69,7 +69,6 @@ _BUCKETS = {f"{name}_bucket": name for name in _HISTOGRAMS.values()}
 _SUMS = frozenset([*_SECONDS.values(), *(f"{name}_sum" for name in _HISTOGRAMS.values())])
 _INFO = (_CONFIG, _MODEL, _FACTORS, _RECENT, _RETENTION)
 WANTED = frozenset(name.encode() for name in (_USAGE, *_COUNTERS, *_SUMS, *_BUCKETS, *_INFO))
-"""The names of the series that are read."""
 
 # Each request needs a connection, and a process can open about a million files.
 MOST_REQUESTS = 1_000_000

@@ -89,8 +89,7 @@ class Scraper:
             return page.close()
 
     async def waiting(self, service: ServiceKey, url: str) -> float:
-        """Return the requests that wait for room in one pod: 0 without a usable page, 1 if the engine is too busy to
-        answer."""
+        """Return the requests that wait for room in one pod: 0 without a usable page, 1 if the engine is too busy."""
         try:
             # No work is charged: the number of requests in a probe already bounds this.
             return (await self.scrape(service, url, lambda _: None)).waiting
@@ -107,8 +106,7 @@ class Scraper:
     async def _answer(
         self, service: ServiceKey, address: str
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
-        """Yield an engine's plain answer and its time limit. Turn every failure, also the reader's, into a
-        ScrapeError."""
+        """Yield an engine's plain answer and its time limit. Turn every failure, also a reader's, into ScrapeError."""
         try:
             async with (
                 self._permits.of(service.namespace),
@@ -186,8 +184,7 @@ class ScrapeThrottle:
     def spend(self, work: int, now: float) -> None:
         """Count the work of a page, even of a bad one.
 
-        The next scrape of the service waits until the budget of all its pods covers their work, so that no pod with a
-        large page looks silent.
+        The service's next scrape waits until its pods' budget covers it, so no pod with a large page looks silent.
         """
         self._paid_at = max(self._paid_at, now) + work / (budget.METRICS_WORK_PER_SECOND * max(1, self._asked))
 

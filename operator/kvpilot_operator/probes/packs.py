@@ -1,7 +1,6 @@
 """Probe packs: the prompts that accuracy is measured on, built in or from a user's ConfigMap.
 
-A pack is YAML (docs/accuracy.md has an example) without tags, anchors or aliases, which could make a small text large
-or run a constructor.
+A pack is YAML (example: docs/accuracy.md). Tags, anchors and aliases are refused: they could expand or run code.
 """
 
 from __future__ import annotations

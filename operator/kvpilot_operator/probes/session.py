@@ -63,8 +63,7 @@ MAX_TOKENS = 128
 TOP_K = 20
 # A 4-bit cache diverges from bf16 about every tenth token. Twelve leave a margin and bound the cost of garbage.
 MAX_RESUMES = 12
-# The slowest useful pace: about a third of the pace of a small model on two CPU cores with other work
-# (docs/accuracy-watch.md).
+# The slowest useful pace: a third of a small model's on two CPU cores with other work (docs/accuracy-watch.md).
 START_SECONDS = 60.0
 PREFILL_TOKENS_PER_SECOND = 100
 DECODE_TOKENS_PER_SECOND = 2

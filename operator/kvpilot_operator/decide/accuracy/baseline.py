@@ -29,8 +29,7 @@ def misreported(c: Context) -> Cause | None:
 
 
 def reference_fault(c: Context) -> Cause | None:
-    """Return the cause that makes the 16-bit engine unfit as a reference for the present probe sets; None if
-    unknown."""
+    """Return the cause that makes the 16-bit engine unfit as a reference for the present probe sets, if known."""
     named, result = c.status.accuracy.baseline, c.snapshot.probe_result
     if known(c) is not None:
         return None

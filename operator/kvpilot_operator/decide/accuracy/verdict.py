@@ -14,11 +14,10 @@ from kvpilot_operator.state.status import clip
 MAX_SHOWN = 300
 # Fewer compared positions than this say nothing about a 99th percentile or a share in percent.
 MIN_POSITIONS = 100
-# Probability that a dtype exactly at the agreement limit fails by chance. With 250 positions, agreement varies by 3
-# points between two draws.
+# Probability that a dtype exactly at the agreement limit fails by chance. Agreement varies by 3 points at 250
+# positions.
 ALPHA = 0.01
-# Noise of sound engines; docs/accuracy-watch.md has a mean of 0.8 millinats and 98.9%. Stricter limits apply only to
-# the damage beyond this noise.
+# Noise of sound engines (docs/accuracy-watch.md: 0.8 millinats, 98.9%). Stricter limits apply to the damage beyond it.
 SOUND_MICRONATS = 2_000
 SOUND_AGREEMENT_PERCENT = 98
 

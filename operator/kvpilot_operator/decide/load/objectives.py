@@ -1,6 +1,5 @@
 """Latency objectives (spec.scaling.objectives), judged by vLLM's histograms over the workload's window. An objective is
-missed if both halves of the window miss it, met if the whole window meets it, else undecided. Percentiles of too few
-samples are ignored."""
+missed if both halves of the window miss it, met if the whole window meets it, else undecided."""
 
 import math
 from collections.abc import Sequence

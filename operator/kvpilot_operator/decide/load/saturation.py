@@ -26,9 +26,9 @@ HOLD = timedelta(days=1)
 
 
 def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Saturation, ...]:
-    """Return `known` with the highest recent request rate of `w` for this dtype. A surge is found before requests
-    queue, so it never lowers a known rate. Only services with objectives record computed prompt tokens, on which larger
-    scale-ins depend."""
+    """Return `known` with the highest recent request rate of `w` for this dtype. A surge never lowers a known rate,
+    because it is found before requests queue. Larger scale-ins need computed prompt tokens, kept only with
+    objectives."""
     now, best = w.requests_per_second or 0.0, w.best_requests_per_second or 0.0
     rate, computed = (best, w.best_computed_prompt) if best > now else (now, w.computed_prompt)
     if not rate or not w.pods:

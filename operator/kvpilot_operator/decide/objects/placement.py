@@ -21,8 +21,7 @@ from kvpilot_operator.state.status import Stable
 
 def in_order(c: Context) -> Context:
     """Put the objects of the decided status in the order of their writes. Serving objects (claim, engines, Service,
-    budget) come first, so that a failed write of a canary's object does not block them. Engines that shrink come
-    last."""
+    budget) come first, so no failed write for the canary blocks them. Engines that shrink come last."""
     named = render.named_by_pods(c.snapshot.key.name, c.spec)
     if c.stable is None:
         # Without a revision, place only the claim and Job for the weights, and delete nothing.

@@ -185,7 +185,6 @@ def _promote(c: Context) -> Context:
 
 
 def _replace_one(c: Context, no_node: str) -> Context:
-    """Stop waiting for spare capacity if a replica can be removed."""
     if not one_can_leave(c.spec, c.replicas):
         text = (
             f"no node has room for it ({no_node}), and none of {c.replicas} replicas can give way: "

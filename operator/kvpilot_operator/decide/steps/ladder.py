@@ -14,8 +14,7 @@ from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Denied
 from kvpilot_operator.times import utc
 
-# vLLM's CPU backend accepts these names but computes wrong results: a perplexity above 40,000 instead of 27 with bf16
-# (SmolLM2-135M, vLLM 0.32.0).
+# vLLM's CPU backend accepts these names but computes wrong results: perplexity 40,000, not 27 (SmolLM2-135M, 0.32.0).
 _NOT_ON_CPU = ("int4_per_token_head", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "turboquant")
 # A smaller gain of capacity is not worth a restart of every replica.
 MIN_GAIN = 1.2

@@ -88,7 +88,7 @@ def down(s: PolicyInput) -> list[Weighed]:
 
 
 def instead_of_replicas(s: PolicyInput) -> list[Weighed]:
-    """Weigh smaller dtypes, the safest first, that would save a calm service a replica that only memory requires."""
+    """Weigh smaller dtypes, the safest first, that would save a calm service a replica needed only for memory."""
     w, scaling = s.workload, s.spec.scaling
     known = next((k for k in s.saturations if k.dtype == s.dtype), None)
     if known is None or not known.memory or not known.requests_per_hour or scaling.mode == "External":

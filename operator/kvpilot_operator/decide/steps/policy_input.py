@@ -14,8 +14,7 @@ from kvpilot_operator.times import utc
 # After a rollback, the next dtype change waits this long, or minDwellSeconds if that is shorter. Otherwise a service
 # could try its whole ladder within an hour.
 COOL_DOWN_SECONDS = 3600
-# A step to a larger dtype waits this many times minDwellSeconds after the last change, so that a quiet night does not
-# cause two flips a day.
+# A step to a larger dtype waits this many times minDwellSeconds. Otherwise a quiet night would cause two flips.
 CLIMB_DWELLS = 4
 
 
