@@ -1,6 +1,6 @@
 """`kvpilot COMMAND ...`: each package adds its commands, as entry points of the group `kvpilot.commands`.
 
-Commands are looked up by name, so that one runs even if the dependencies of another are not installed.
+Only the requested command is imported, so it runs even if another command's dependencies are missing.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from kvpilot_formats.installed import lacks
 
 GROUP = "kvpilot.commands"
 EXTRAS = {"backtest": "cli", "calibrate": "runtime", "plan": "cli", "probe": "operator"}
-"""Extras of pyproject.toml that a command needs."""
+"""The extra of pyproject.toml that each command needs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names with the others, and return its exit status.
+    """Run the command named by the first argument with the other arguments, and return its exit status.
 
-    Exit with status 2 for an unknown command, and for a command with missing dependencies. It is 130 after an
-    interrupt and 141 after a broken pipe, a shell's statuses for SIGINT and SIGPIPE.
+    It is 2 for an unknown command or missing dependencies, 130 after an interrupt, and 141 after a broken pipe.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands = {entry.name: entry for entry in entry_points(group=GROUP)}

@@ -10,7 +10,7 @@ from typing import Any
 from kvpilot_operator.errors import KvpilotError
 
 SUFFIXES = (".svg", ".png")
-# A white background for dark viewers. No random ids: equal data give equal files.
+# Use a white background for dark viewers, and no random ids: equal data give equal files.
 _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "kvpilot",
     "savefig.facecolor": "white",
@@ -37,7 +37,7 @@ def check(file: Path) -> None:
 
 @contextmanager
 def drawing(file: Path, width: float, height: float) -> Iterator[Any]:
-    """Yield axes of this size in inches, and write the figure at the end of the block; `check` must have passed."""
+    """Yield axes of this size in inches, and write the figure at the end of the block. Call `check` first."""
     import matplotlib as mpl
 
     mpl.use("agg")

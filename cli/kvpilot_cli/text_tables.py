@@ -1,4 +1,4 @@
-"""Plain text tables with narrow columns and numbers to the right."""
+"""Plain text tables with narrow columns and numbers flush right."""
 
 from __future__ import annotations
 

@@ -127,7 +127,6 @@ class Cluster:
             ) from error
 
     def _refusal(self, error: ApiException, verb: str, what: str, namespace: str, name: str) -> ToolError:
-        """Return the error that explains the API server's status code."""
         try:
             answer = json.loads(error.body)
         except (TypeError, ValueError):

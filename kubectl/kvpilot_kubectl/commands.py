@@ -22,8 +22,6 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error in one line."""
-
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message.removeprefix('argument ')} (`{self.prog} --help` explains)")
 

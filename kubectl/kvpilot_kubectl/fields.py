@@ -1,6 +1,6 @@
 """Readers of JSON from any source: operators of other versions, scripts, or an empty status.
 
-A missing value, or one of another type, reads as None or as empty, never as an error. Text is made printable,
+A missing value, or a value of another type, reads as None or as empty, never as an error. Text is made printable,
 because messages quote engines and a terminal obeys control characters.
 """
 
@@ -34,7 +34,7 @@ def text(value: Json, *path: str) -> str:
 
 
 def whole(value: Json, *path: str) -> int | None:
-    """Return the integer at this path, or None. It has at most 64 bits, like integers in the API."""
+    """Return the integer at this path, or None. Larger integers than the API's 64 bits count as missing."""
     found = at(value, *path)
     return found if isinstance(found, int) and not isinstance(found, bool) and -_INT64 <= found < _INT64 else None
 
@@ -70,7 +70,7 @@ def duration(span: timedelta) -> str:
 
 
 def ago(then: datetime | None, now: datetime) -> str:
-    """Return how long ago a time is, or how far ahead. Return the empty string without a time."""
+    """Return the distance from now, such as "5m ago" or "in 3d", or the empty string without a time."""
     if then is None:
         return ""
     return f"{duration(now - then)} ago" if then <= now else f"in {duration(then - now)}"

@@ -1,4 +1,4 @@
-"""Timeline of a service: the journal in its status, and the Events that add to it. Pure."""
+"""Timeline of a service: the journal in its status, with its Events. Pure."""
 
 from __future__ import annotations
 

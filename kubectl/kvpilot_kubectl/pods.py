@@ -17,7 +17,7 @@ _BEGINNING = datetime.min.replace(tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """A warning about a pod: the newest Event of each text, or the reason why the first waiting container waits."""
+    """A warning about a pod: the newest Event with this text, or the reason why its first waiting container waits."""
 
     pod: str
     node: str
@@ -35,7 +35,7 @@ def unready(pods: Iterable[Json]) -> tuple[Json, ...]:
 
 
 def _answers(pod: Json) -> bool:
-    """Return True if the engine answers: a canary does so before it is Ready."""
+    """Return True if the engine answers. A canary answers before it is Ready."""
     told = [(text(one, "type"), text(one, "status")) for one in items(pod, "status", "conditions")]
     return ("ContainersReady", "True") in told or ("Ready", "True") in told
 

@@ -13,7 +13,7 @@ from kvpilot_operator.api.words import ConditionType, Reason, Stage, Verdict, Wo
 DENY_SECONDS = 604_800
 """The default of spec.rollout.denySeconds, for an object that has none."""
 
-# The statuses of a service that needs no attention. Conditions that are not listed never ask for it.
+# The statuses of a service that needs no attention. Conditions that are not listed never need attention.
 _CALM: dict[str, tuple[str, ...]] = {
     ConditionType.READY: ("True",),
     ConditionType.SERVING: ("True",),
@@ -26,7 +26,7 @@ _CALM: dict[str, tuple[str, ...]] = {
 }
 
 
-# These reasons need attention, whatever the status of the condition is.
+# These reasons need attention whatever the condition's status is.
 _TOLD_BY_REASON = (
     (ConditionType.RECONCILING, Reason.RECONCILE_INCOMPLETE),
     (ConditionType.METRICS_AVAILABLE, WorkloadKind.ENGINES_STALLED),
@@ -52,7 +52,7 @@ class Condition:
 
     @property
     def calm(self) -> bool:
-        """Return True if the condition needs no attention. Unknown types do not."""
+        """Return True if the condition needs no attention. Unknown types need none."""
         if self.type == ConditionType.SERVING and self.reason == Reason.SCALED_TO_ZERO:
             return True
         if self.type == ConditionType.CANARY_HEALTHY and self.reason in _HELD_UP:
@@ -259,7 +259,6 @@ def document(service: Service) -> dict[str, Any]:
 
 
 def _trial_document(trial: Trial) -> dict[str, Any]:
-    """Return a trial for programs."""
     return {
         "dtype": trial.dtype,
         "fromDtype": trial.from_dtype,

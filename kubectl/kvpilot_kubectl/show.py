@@ -152,7 +152,7 @@ def timeline(service: Service, entries: Sequence[Entry], now: datetime, notes: S
 
 
 def replicas(service: Service) -> str:
-    """Return the number of answering replicas of all."""
+    """Return the answering and the wanted replicas, such as 2/3."""
     return f"{_number(service.ready, '0' if service.replicas is not None else _NONE)}/{_number(service.replicas)}"
 
 
@@ -195,7 +195,7 @@ def _weighed(entry: Entry) -> Table:
 
 def _figures(one: Trial) -> str:
     dtypes = (one.from_dtype or _NONE, one.dtype or _NONE)
-    # With one dtype, another part of the spec changes, and the message names it.
+    # If the dtypes are equal, another part of the spec changes. The message names it.
     parts = [_joined(f"{' -> '.join(dict.fromkeys(dtypes))} {one.stage}".strip(), one.verdict)]
     if one.stable_capacity and one.capacity:
         parts.append(f"a replica holds {one.capacity / one.stable_capacity:.2f}x the tokens")

@@ -15,7 +15,7 @@ class Backoff:
     last: float
 
     def pause(self, failures: int) -> float:
-        """Return the pause after one more failure, if `failures` came before it in a row."""
+        """Return the pause after a failure that follows `failures` others in a row."""
         return min(self.first * 2.0 ** min(failures, 64), self.last)
 
     def __iter__(self) -> Iterator[float]:

@@ -1,4 +1,4 @@
-"""Limits on the bytes, the work and the concurrency of each tenant's input, and so on its cost for the operator.
+"""Limits on the bytes, work and concurrency of each tenant's input, and so on its cost for the operator.
 
 docs/benchmarks/operator-parsers.md has the cost of each input.
 """
@@ -27,11 +27,11 @@ class InputLimits:
     share: int
 
 
-# A page of vLLM is about 50 KiB for each data parallel rank, so this is 20 ranks behind one server. Reading one takes
+# A page of vLLM has about 50 KiB for each data parallel rank, so this is 20 ranks behind one server. Reading it takes
 # about 192 KiB. A healthy engine answers within 10 ms, so 450 pages a second (control/pilot.py) take 5 permits.
 METRICS = InputLimits("a page of metrics", 1 * _MIB, permits=256, share=64)
 METRICS_SOCKET_BYTES = 32 * _KIB
-# The longest line of a vLLM 0.32 (its cache_config_info) has 1.1 KiB. A rank has about 300 lines.
+# The longest line of vLLM 0.32 (cache_config_info) has 1.1 KiB. A rank has about 300 lines.
 METRICS_LINE_BYTES = 16 * _KIB
 METRICS_LINES = 16_384
 METRICS_CHUNK_BYTES = 32 * _KIB
@@ -43,16 +43,15 @@ METRICS_STEPS = 4
 METRICS_WORK_BYTES = 128
 METRICS_WORK_PER_SECOND = 2_000
 
-# A pack has at most 32 KiB (probes/packs.py), but the API server sends whole objects of up to 1.5 MiB. A larger
-# ConfigMap than this is refused before it is parsed.
+# Refuse a larger ConfigMap unparsed. A pack has at most 32 KiB (probes/packs.py), a whole object up to 1.5 MiB.
 CONFIG_MAP_BYTES = 256 * _KIB
 CONFIG_MAPS = 4
 
 # Limit of all custom packs of one service together.
 PACKS_BYTES = 128 * _KIB
 
-# A run takes 2 MiB at most, and with the built-in packs some 0.5 MiB. It takes seconds on a GPU and half a minute on a
-# CPU. No prompt has more than the 65,536 tokens that a baseline keeps, of 10 bytes each.
+# A run takes at most 2 MiB, and about 0.5 MiB with the built-in packs. It takes seconds on a GPU and half a minute on a
+# CPU. A prompt has at most the 65,536 tokens that a baseline keeps, of 10 bytes each.
 CANARY_PROBE = InputLimits("a probe of a canary", 640 * _KIB, permits=16, share=8)
 # Probes of serving replicas have separate permits, so that a canary never waits behind a thousand of them.
 CHECK = InputLimits("a check of a replica", 640 * _KIB, permits=16, share=8)
@@ -94,8 +93,7 @@ async def whole_lines(
 class Permits:
     """Semaphore of all tenants (namespaces or addresses), with a smaller one for each.
 
-    Work that is silent for longer than its patience loses its permit if other work waits. So hanging engines delay
-    others by seconds only.
+    Work that is silent beyond its patience loses its permit if others wait, so a hanging engine delays them by seconds.
     """
 
     def __init__(self, limits: InputLimits) -> None:
@@ -106,7 +104,7 @@ class Permits:
 
     @contextlib.asynccontextmanager
     async def of(self, tenant: Hashable, patience_seconds: float = math.inf) -> AsyncIterator[Callable[[], None]]:
-        """Wait for a permit, and give it back in the end; raises PermitLost. Yield a function that reports progress."""
+        """Hold a permit for the block, and yield a function that reports progress. Raise PermitLost after silence."""
         loop, moved = asyncio.get_running_loop(), math.inf
         ours = self._tenants.setdefault(tenant, asyncio.Semaphore(self._share))
 

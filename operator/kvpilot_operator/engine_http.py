@@ -70,7 +70,7 @@ class _Answer(ResponseHandler):
 
 
 class EngineConnector(aiohttp.TCPConnector):
-    """Makes a connection for each request: engines close idle ones within seconds."""
+    """A connector with a new connection for each request, because engines close idle ones within seconds."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(force_close=True, **options)

@@ -18,7 +18,7 @@ class KvpilotError(Exception):
 
 
 class ClusterError(KvpilotError):
-    """The Kubernetes API refused a request, method and path; `status` is its HTTP status."""
+    """A failed request to the Kubernetes API: `request` is method and path, `status` HTTP's, or 0 without an answer."""
 
     def __init__(self, method: str, path: str, status: int, message: str) -> None:
         super().__init__(f"{method} {path}: HTTP {status}: {message}")

@@ -1,7 +1,6 @@
 """GPUs by the name that GPU feature discovery gives them: memory, bandwidth and compute capability.
 
-The table deliberately omits labels with a suffix (`-SHARED` under time slicing, `-MIG-1g.10gb` for a slice), because
-they do not mean a whole GPU.
+The table omits names of partial GPUs: `-SHARED` under time slicing, `-MIG-1g.10gb` for a slice.
 """
 
 from __future__ import annotations

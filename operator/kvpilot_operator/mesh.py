@@ -45,7 +45,6 @@ class Identity:
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    """Return a mark that changes with the file."""
     try:
         found = file.stat()
     except OSError:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request. Lengths are in tokens, times in seconds since the start, -1 until they are known."""
+    """A request. Lengths are in tokens. Times are seconds since the start, or -1 while unknown."""
 
     number: int
     arrival: float
@@ -27,7 +27,7 @@ class Request:
     dropped: bool = False
     preempted: int = 0
     epoch: int = 0
-    """Number of times that it stopped decoding. Each stop invalidates earlier forecasts of its end."""
+    """Number of times that the request stopped decoding. Each stop invalidates earlier forecasts of its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class Limits:
 
 
 class Blocks:
-    """A pool of `total` blocks. Freed blocks stay as the cached prefix of a session until they are needed.
+    """A pool of `total` blocks. Freed blocks stay as a session's cached prefix until another request needs them.
 
-    Kept prefixes are overwritten in order of age, their ends first.
+    The oldest prefixes are overwritten first, from their ends.
     """
 
     def __init__(self, total: int) -> None:
@@ -64,7 +64,7 @@ class Blocks:
         return self.total - self.available
 
     def take(self, count: int) -> None:
-        """Take blocks, empty ones first. There must be enough."""
+        """Take blocks, empty ones first. The caller checks that enough are available."""
         while count > self._empty:
             session, kept = next(iter(self._kept.items()))
             given = min(kept, count - self._empty)
@@ -77,7 +77,7 @@ class Blocks:
         self._empty -= count
 
     def give(self, count: int, session: int, keep: int) -> None:
-        """Give blocks back and keep `keep` of them as the session's prefix, in place of an older copy."""
+        """Free `count` blocks, but keep `keep` of them as the session's prefix, in place of an older copy."""
         self._empty += count - keep
         if keep:
             older = self._kept.pop(session, 0)
@@ -90,24 +90,23 @@ class Blocks:
         return self._kept.get(session, 0)
 
     def reuse(self, session: int, count: int) -> None:
-        """Take the first `count` blocks of the prefix, and empty the rest."""
+        """Take the first `count` blocks of the session's prefix, and empty the rest."""
         kept = self._kept.pop(session, 0)
         self._kept_sum -= kept
         self._empty += kept - count
 
 
 class Decoding:
-    """Decoding requests over blocks of `block_size` tokens.
+    """Requests that decode, over KV blocks of `block_size` tokens.
 
-    Requests are grouped by their length modulo the block size, and all grow by one token a step. So one look-up gives
-    the blocks that a step needs, for any number of requests.
+    Requests are grouped by length modulo the block size, and all grow by one token a step: a look-up counts new blocks.
     """
 
     def __init__(self, block_size: int) -> None:
         self.tokens = 0
         """Tokens in the contexts of all decoding requests."""
         self._size = block_size
-        self._held: dict[int, tuple[Request, int]] = {}  # the request, and its length less the count of steps
+        self._held: dict[int, tuple[Request, int]] = {}  # request, and its length minus the steps so far
         self._by_remainder = [0] * block_size
         self._ends: list[tuple[int, int, int]] = []  # step at which a request ends, its number and epoch
         self._steps = 0
@@ -142,21 +141,21 @@ class Decoding:
         return True
 
     def step(self, count: int, requests: int) -> None:
-        """Record `steps` in which each request got a token."""
+        """Record `count` steps that each gave `requests` requests one token."""
         self._steps += count
         self.tokens += requests * count
 
     def needed(self) -> int:
-        """Return the blocks for the next token: one for each request with full blocks."""
+        """Return the blocks that the next step needs: one for each request with full blocks."""
         return self._by_remainder[-self._steps % self._size]
 
     def needed_for(self, count: int) -> int:
-        """Return the blocks for that many steps."""
+        """Return the blocks that the next `count` steps need."""
         whole, rest = divmod(count, self._size)
         return whole * len(self) + sum(self._by_remainder[-(self._steps + i) % self._size] for i in range(rest))
 
     def until_one_ends(self) -> int:
-        """Return the steps until the first request ends. There must be one."""
+        """Return the number of steps until the first request ends. At least one request must decode."""
         while self._void(self._ends[0]):
             heapq.heappop(self._ends)
         return self._ends[0][0] - self._steps

@@ -32,7 +32,7 @@ class Tally:
         self.total = 0.0
 
     def add(self, value: float, times: float = 1.0) -> None:
-        """Count a value."""
+        """Count a value `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 

@@ -141,7 +141,6 @@ def _range(text: str | None) -> tuple[float, float]:
 
 
 def _run_all(jobs: Sequence[_Job]) -> list[Row]:
-    """Run every load under every policy in processes. Results do not depend on other runs."""
     if len(jobs) == 1:
         return [_run(jobs[0])]
     rows = []

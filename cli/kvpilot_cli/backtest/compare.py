@@ -25,16 +25,14 @@ START_SECONDS = 240.0
 """Seconds from the request for a replica to its first answer: weights, compilation, graphs (usually 2 to 7 minutes)."""
 TIMEOUT = 120.0
 WARM_UP = 3600.0
-"""Seconds at the start of a load of more than four hours that are not counted, because every policy begins with the
-same replicas."""
+"""Warm-up in seconds, not counted in loads of more than four hours: every policy begins with the same replicas."""
 FLEET_POLICIES = ("pilot", "bf16-hpa", "fp8-hpa", "max")
 POLICIES = ("pilot", "objectives", "bf16-hpa", "bf16-requests", "fp8-hpa", "fp8-requests", "wva", "fp8-wva", "max")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy on one load. Times are in seconds. Percentiles cover all requests, or all tokens for gaps between
-    tokens."""
+    """One policy on one load. Times are in seconds; percentiles of ITL are over token gaps, others over requests."""
 
     load: str
     policy: str
@@ -66,8 +64,7 @@ class Row:
 def policy(
     name: str, spec: Spec, profile: Profile, objective: Objective, requests_target: float = REQUESTS_TARGET
 ) -> tuple[Policy, str, int]:
-    """Return a policy by name, with its initial dtype and replicas. All policies but the last begin with
-    spec.replicas."""
+    """Return a policy by name, with its initial dtype and replicas. `max` starts with the most replicas."""
     replicas = spec.scaling.clamp(spec.replicas)
     lowest, highest = max(1, spec.scaling.min_replicas), spec.scaling.max_replicas
     baseline = spec.kv_cache.baseline
@@ -93,7 +90,7 @@ def use(sample: Sample) -> float:
 
 
 def in_hand(sample: Sample) -> float:
-    """Return the running and waiting requests of a replica."""
+    """Return the running and waiting requests per replica."""
     return (sample.running + sample.waiting) / sample.pods
 
 

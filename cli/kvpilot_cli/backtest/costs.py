@@ -1,13 +1,12 @@
-"""Duration of an engine's step and capacity of its cache, from constants that were fitted to measurements for each
-dtype.
+"""Step durations and cache capacity of an engine, from constants fitted to measurements of each dtype.
 
-A step that decodes n sequences over K cached tokens in all and prefills p tokens with c context tokens before them
-(summed over the p) takes
+A step decodes n sequences over K cached tokens in total, and prefills p tokens. Each of the p tokens has context tokens
+before it; their sum over p is c. The step takes
 
     base + per_sequence * n + per_kv_token * K + per_prefill_token * p + per_prefill_pair * c      seconds.
 
-Decode reads every cached token once (memory-bound, linear in K); prefill is linear in its tokens, plus the attention of
-each token to the tokens before it.
+Decode reads every cached token once: it is memory-bound and linear in K. Prefill is linear in its tokens, plus the
+attention of each token to the tokens before it.
 """
 
 from __future__ import annotations
@@ -65,10 +64,9 @@ class Profile:
     """vLLM's default for a server on an H100 or H200."""
 
     def of(self, dtype: str) -> Costs:
-        """Return the costs of a dtype. A dtype without a measurement gets the costs of the nearest dtype with fewer
-        bits.
+        """Return the costs of a dtype.
 
-        Its capacity follows from its bits.
+        An unmeasured dtype gets the costs of the next one with fewer bits, and a capacity scaled by the bits.
         """
         if dtype in self.costs:
             return self.costs[dtype]

@@ -30,13 +30,13 @@ class Crew:
         self._minute = -1
 
     def take(self, minute: Minute, pods: Array) -> None:
-        """Take in a scrape of every service."""
+        """Store a scrape of every service."""
         self._minute += 1
         for i, samples in enumerate(self._samples):
             samples.append(self._sample(i, minute, float(pods[i])))
 
     def flipped(self, i: int, dtype: str) -> None:
-        """Note that a roll is done. Samples of the new revision begin with the next scrape."""
+        """Record that a service runs a new dtype. Its window starts again with the next scrape."""
         self.pilots[i].dtype = dtype
         self.pilots[i].dtype_changed = self._now()
         self._samples[i].clear()
@@ -46,7 +46,7 @@ class Crew:
         self.pilots[i].replicas_changed = self._now()
 
     def judge(self, asked: Array, ready: Array, busy: NDArray[np.bool_]) -> Iterator[tuple[int, PolicyDecision]]:
-        """Yield this minute's decisions that are not Stay, by service."""
+        """Yield the index of each service whose decision is not Stay, with the decision."""
         for i, pilot in enumerate(self.pilots):
             why = "a canary is in flight" if busy[i] else None
             decision, _ = pilot.rule(list(self._samples[i]), self._now(), int(asked[i]), int(ready[i]), why)

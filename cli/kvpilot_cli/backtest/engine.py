@@ -1,11 +1,13 @@
-"""One vLLM engine, step by step: continuous batching over KV blocks, as vLLM's V1 scheduler does it.
+"""One vLLM engine, step by step: continuous batching over KV blocks, like vLLM's V1 scheduler.
 
-Each step first gives every running request its next token, in the order of admission. Then it continues prefills. Last,
-it admits waiting requests in order of arrival, while the token budget lasts and free blocks hold the whole prompt. A
-running request that finds no free block evicts the one admitted last, which goes to the head of the queue and computes
-its tokens again. A step that evicts admits nothing. Finished and evicted requests leave their full blocks as the cached
-prefix of their session. The session's next request reuses them. If space is needed, the oldest prefixes are overwritten
-first, from their ends.
+Each step first gives every running request its next token, in order of admission. Then it continues prefills. Last, it
+admits waiting requests in order of arrival, while the token budget lasts and free blocks hold the whole prompt.
+
+A running request that finds no free block evicts the request admitted last. The evicted request goes to the head of the
+queue and computes its tokens again. A step that evicts admits nothing.
+
+Finished and evicted requests leave their full blocks as their session's cached prefix, which the session's next request
+reuses. The oldest prefixes are overwritten first, from their ends.
 
 A step's cost in Python does not grow with the batch (see `batch`).
 """
@@ -106,7 +108,6 @@ class Engine:
         return -(-tokens // self.costs.block_size)
 
     def _step(self) -> None:
-        """Run one scheduling step with its forward pass."""
         evicted = self._make_room()
         decoding = len(self.decoding)
         self.blocks.take(self.decoding.needed())
@@ -136,14 +137,13 @@ class Engine:
         self.on_gap(seconds, times)
 
     def alike(self, until: float) -> int:
-        """Return the number of next steps that only decode the same requests, without an arrival, end or eviction."""
+        """Return the number of steps that decode the same requests without an arrival, end or eviction."""
         n = len(self.decoding)
         if self.waiting or self.prefilling or not n:
             return 1
         horizon = (min(until, self.arriving[0].arrival) if self.arriving else until) - self.now
         most = min(_ALIKE, self.decoding.until_one_ends(), self.blocks.available // n * self.costs.block_size)
-        # A step takes longer as contexts grow. The duration of the last step bounds all steps, so none passes the
-        # horizon.
+        # Steps get longer as contexts grow. The last step's duration bounds all, so none passes the horizon.
         longest = self.costs.decode_step(n, self.decoding.tokens + n * most)
         return min(most, int(horizon / longest))
 
@@ -161,7 +161,7 @@ class Engine:
         self._finish_decodes()
 
     def _make_room(self) -> bool:
-        """Evict from the end until every decoding request has the block that it needs."""
+        """Evict the last admitted requests until the next step has enough blocks. Return True if any was evicted."""
         evicted = False
         while self.decoding.needed() > self.blocks.available:
             self._preempt(next(reversed(self.running.values())))

@@ -34,8 +34,7 @@ _START = round(START_SECONDS / STEP)
 
 @dataclass(frozen=True, slots=True)
 class FleetRow:
-    """The result of one policy over all services of one kind of load. Times are in seconds; percentiles cover all
-    requests."""
+    """The result of one policy over all services of one kind of load. Times are in seconds, over all requests."""
 
     load: str
     policy: str
@@ -50,7 +49,7 @@ class FleetRow:
     flips: int
     scalings: int
     asked: int = 0
-    """Number of questions to a pilot."""
+    """Number of decisions that the pilots made."""
 
 
 def services(count: int, days: float, seed: int, first: int = 0) -> list[Load]:
@@ -66,7 +65,7 @@ def services(count: int, days: float, seed: int, first: int = 0) -> list[Load]:
 
 
 class Pods:
-    """The replicas of all services: answering ones, and starting ones by the minute of their first answer."""
+    """Replicas of all services: ready ones, and starting ones by the minute in which they become ready."""
 
     def __init__(self, replicas: NDArray[np.int64]) -> None:
         self.ready = replicas.copy()
@@ -74,17 +73,17 @@ class Pods:
 
     @property
     def asked(self) -> NDArray[np.int64]:
-        """Return the requested replicas."""
+        """Return the requested replicas, ready and starting."""
         return np.asarray(self.ready + self._starting.sum(axis=0))
 
     def pass_minute(self) -> None:
-        """Let replicas answer once their start time is over."""
+        """Advance by one minute: replicas become ready once their start time is over."""
         self.ready = self.ready + self._starting[0]
         self._starting = np.roll(self._starting, -1, axis=0)
         self._starting[-1] = 0
 
     def scale(self, wanted: NDArray[np.int64]) -> None:
-        """Start missing replicas, or drop the youngest superfluous ones."""
+        """Start missing replicas, or stop surplus ones, the youngest first."""
         more = wanted - self.asked
         self._starting[-1] += np.maximum(more, 0)
         fewer = np.maximum(-more, 0)
@@ -99,7 +98,7 @@ def run_fleet(
     loads: Sequence[Load], policy: str, spec: Spec, profile: Profile, objective: Objective, seed: int,
     *, hpa_target: float = HPA_TARGET,
 ) -> list[FleetRow]:  # fmt: skip
-    """Drive all loads."""
+    """Simulate all loads under one policy. Return one row for each kind of load."""
     size = len(loads)
     dtypes = tuple(dict.fromkeys((spec.kv_cache.baseline, "fp8", *spec.kv_cache.ladder)))
     costs = profile.of(spec.kv_cache.baseline)
@@ -136,7 +135,7 @@ def _pilot(
     crew: Crew, seen: Minute, pods: Pods, minute: int, rolls: dict[int, tuple[int, str]], busy: NDArray[np.bool_],
     dtype: NDArray[np.int64], dtypes: tuple[str, ...], flips: NDArray[np.int64], scalings: NDArray[np.int64],
 ) -> None:  # fmt: skip
-    """Run one minute of every pilot. A canary costs one more GPU until all replicas are rolled."""
+    """Run one minute of every pilot. A canary costs one more replica until all replicas are rolled."""
     crew.take(seen, pods.ready.astype(float))
     for i in [i for i, (end, _) in rolls.items() if minute >= end]:
         _, new = rolls.pop(i)
@@ -188,14 +187,14 @@ def show(
     count: int, days: float, seed: int, spec: Spec, profile: Profile, objective: Objective, policies: Sequence[str],
     out: Path | None,
 ) -> int:  # fmt: skip
-    """Run the fleet under each policy in turn, print, and write JSON."""
+    """Run the fleet under each policy, print the figures, and write them to `out` as JSON."""
     if count < 4:
         raise BacktestError(f"services: {count}; give at least 4, one of each kind of load")
     figures: list[dict[str, Any]] = []
     half = count // 2 // 4 * 4
     shares = [(half, 0), (count - half, half)] if half else [(count, 0)]
     for number, policy in enumerate(policies, start=1):
-        # A policy takes half a minute or more for a small fleet: say that it runs.
+        # Show progress: even a small fleet takes half a minute for each policy.
         print(f"{policy}: policy {number} of {len(policies)} runs", file=sys.stderr, flush=True)
         began = time.monotonic()
         jobs = [(n, first, days, seed, policy, spec, profile, objective) for n, first in shares]

@@ -1,9 +1,8 @@
 """Load from the Prometheus history of one service, minute by minute.
 
 The input is answers of `/api/v1/query_range` (result type matrix), from a file or a server. The request rate comes from
-vllm:request_success_total, and mean lengths from vllm:prompt_tokens_total and vllm:generation_tokens_total. The cache
-use of vllm:kv_cache_usage_perc is compared with the simulation. Counters may have been reset. A gap between scrapes is
-filled with the previous value.
+vllm:request_success_total, and mean lengths from vllm:prompt_tokens_total and vllm:generation_tokens_total. The report
+shows vllm:kv_cache_usage_perc beside the simulation. Counters may reset. Values between scrapes are interpolated.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def read_file(path: Path, seed: int = 0) -> History:
 
 
 def read_server(url: str, start: float, end: float, selector: str = "", seed: int = 0) -> History:
-    """Ask a Prometheus for all metrics from `start` to `end` (Unix seconds); `selector` is label matchers."""
+    """Query a Prometheus for all metrics from `start` to `end` (Unix seconds). `selector` adds label matchers."""
     if not end > start:
         raise BacktestError(f"query range: end {end} is not after start {start}; give START,END in Unix seconds")
     query = f'{{__name__=~"{"|".join(METRICS)}"{"," if selector else ""}{selector}}}'

@@ -1,8 +1,11 @@
 """The Kubernetes HorizontalPodAutoscaler on mean KV use, for many services at once.
 
-As of Kubernetes 1.34's documentation: desired = ceil(current * use / target), nothing within a tolerance of 0.1; a pod
-that is not ready yet counts as 0% used when that would scale up; at most four pods or twice as many within 15 s;
-a scale-in takes the highest recommendation of the last 300 s. A scale-in may remove all replicas in one step.
+The rules follow Kubernetes 1.34's documentation:
+
+- desired = ceil(current * use / target), unless use / target is within 0.1 of 1.
+- In a scale-out, a pod that is not ready counts as 0% used.
+- A scale-out adds at most four pods, or doubles them if that is more, within 15 s.
+- A scale-in uses the highest recommendation of the last 300 s. It may remove any number of replicas at once.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-TOLERANCE = 0.1 + 1e-9  # 0.55 over 0.5 is a hair above 1.1 in binary
+TOLERANCE = 0.1 + 1e-9  # 0.55 / 0.5 is slightly above 1.1 in floating point
 STABILIZATION_SECONDS = 300.0
 
 
@@ -25,7 +28,7 @@ def recommend(use: Floats, ready: Ints, replicas: Ints, target: float) -> Ints:
     ratio = use / target
     pending = replicas - ready
     plain = np.where(np.abs(ratio - 1) <= TOLERANCE, replicas, _ceil(ratio * ready))
-    # If pods are pending, recompute a scale-out with their use as 0, and drop it if it becomes a scale-in.
+    # In a scale-out, count the use of pending pods as 0. Do not scale if the result would be a scale-in.
     ratio_all = use * ready / (target * np.maximum(replicas, 1))
     damped = np.where((np.abs(ratio_all - 1) <= TOLERANCE) | (ratio_all < 1), replicas, _ceil(ratio_all * replicas))
     wanted = np.where((pending > 0) & (ratio > 1), np.maximum(damped, replicas), plain)
@@ -33,7 +36,7 @@ def recommend(use: Floats, ready: Ints, replicas: Ints, target: float) -> Ints:
 
 
 def _ceil(x: Floats) -> Ints:
-    # 0.9 / 0.6 * 2 is a hair above 3 in binary, and must not become 4.
+    # 0.9 / 0.6 * 2 is slightly above 3 in floating point, and must not become 4.
     return np.ceil(x - 1e-9).astype(np.int64)
 
 

@@ -1,9 +1,9 @@
 """Fluid model of many services in steps of ten seconds; `engine` simulates single requests.
 
 A service is a closed network: sessions pause, ask, wait, run and pause again. Arrivals are Poisson. KV memory,
-max_num_seqs and the speed of prefill limit the running requests. The duration of a step follows from `costs` and the
-running requests, after prefill has taken its share (processor sharing). Prefixes survive a pause until their blocks are
-needed for other requests. docs/benchmarks/backtest.md compares it with `engine` and states the error.
+max_num_seqs and the speed of prefill limit the running requests. A step's duration follows from `costs` and the running
+requests, after prefill has taken its share (processor sharing). Prefixes survive a pause until other requests need
+their blocks. docs/benchmarks/backtest.md compares this model with `engine` and states the error.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from kvpilot_cli.backtest.moments import WEIGHTS, Array, Moments
 
 SUBSTEP = 10.0
 _FILL = 0.985
-"""Use at which no further prompt fits, from the request-level simulation."""
+"""KV use at which no further prompt fits, from the request-level simulation."""
 _PREEMPTED = 0.3
-"""Preemptions per finished request while memory is the limit, times the ratio of prompt to generated tokens. From the
-request-level simulation."""
+"""Preemptions per finished request while memory is the limit, for equal prompt and generated tokens (simulated)."""
 
 
 @dataclass(slots=True)
 class Minute:
-    """The figures of one step by service, as scrapes and users see them."""
+    """Figures of one call of `step` for each service, as scrapes and users see them."""
 
     usage: Array
     running: Array
@@ -77,14 +76,14 @@ class Fleet:
         self.total = {name: zeros.copy() for name in ("finished", "lost", "good", "preemptions")}
 
     def step(self, starts: Array, ready: Array, dtype: NDArray[np.int64], substeps: int) -> Minute:
-        """Advance all services by `starts` sessions a second on `ready` replicas; `dtype` indexes `dtypes`."""
+        """Advance all services. `starts` are new sessions a second, `ready` replicas, and `dtype` indexes `dtypes`."""
         costs = {name: values[dtype] for name, values in self._costs.items()}
         sums = {name: np.zeros(self.size) for name in
                 ("preemptions", "finished", "lost", "good", "prefill", "decode")}  # fmt: skip
         pods = np.maximum(ready, 1.0)
         for _ in range(substeps):
             usage, wait, last = self._substep(starts, ready, pods, costs, sums)
-        # All requests of a minute get the times of its last substep.
+        # All requests of a call get the latencies of its last substep.
         sums["good"] = self._latencies(sums["finished"], wait, *last, costs)
         for name in ("finished", "lost", "good", "preemptions"):
             self.total[name] += sums[name]
@@ -99,7 +98,7 @@ class Fleet:
     ) -> tuple[Array, Array, tuple[Array, Array, Array, Array]]:
         m, h = self._m, SUBSTEP
         normal = self._chance.standard_normal((2, self.size))
-        # Draw the number of returning sessions once and use it on both sides, so that the total number does not drift.
+        # Draw the returning sessions once and use the number on both sides, so that the total does not drift.
         returns = np.minimum(h / m["pause"], 1.0)
         back = self.thinking * returns + np.sqrt(self.thinking * returns * (1 - returns)) * normal[0]
         back = np.clip(back, 0.0, self.thinking)
@@ -117,8 +116,7 @@ class Fleet:
         chunk = np.minimum(self._budget / tokens, 1.0) * work
         full = work * np.maximum(self._budget / tokens, 1.0)
         present = self.waiting + self.inside + arrived
-        # Running requests are counted after the substep, but their rate of leaving depends on that count. Iterate
-        # twice.
+        # The rate of leaving depends on the running requests after the substep. Iterate twice to find both.
         running = self.inside
         for _ in range(2):
             each = running / pods
@@ -153,7 +151,7 @@ class Fleet:
         return usage, wait, (work, chunk, plain, share)
 
     def _youth(self) -> Array:
-        """Return the length of running contexts over the usual one: lost turns end sessions early."""
+        """Return the ratio of running contexts to their usual length. Lost turns end sessions early and lower it."""
         m = self._m
         usual = m["turns"] - 1
         goes_on = (1 - 1 / m["turns"]) * (1 - self.losing)
@@ -162,12 +160,12 @@ class Fleet:
         return np.asarray(np.where(usual > 0.01, first + (1 - first) * age / np.maximum(usual, 0.01), 1.0))
 
     def _kinds(self) -> tuple[Array, Array, Array]:
-        """Return the shares of first turns, and of later ones with and without their prefix."""
+        """Return the shares of first turns, and of later turns with and without a cached prefix."""
         later = self._m["reusable"]
         return 1 - later, self.hit, np.maximum(later - self.hit, 0.0)
 
     def _work(self, costs: dict[str, Array], young: Array) -> tuple[Array, Array]:
-        """Return the mean seconds and tokens of prefill of a request."""
+        """Return a request's mean prefill, in seconds and in tokens."""
         m, token, pair = self._m, costs["per_prefill_token"], costs["per_prefill_pair"]
         new, hit, miss = self._kinds()
         tokens = new * m["new_tokens"] + hit * m["hit_tokens"] + miss * m["miss_tokens"] * young
@@ -178,18 +176,18 @@ class Fleet:
         """Return the share y of the time for prefill when `running` requests share a replica.
 
         A request takes `output` steps of plain / (1 - y) seconds, and `work` seconds of prefill. A replica finishes x =
-        y / work requests a second. By Little's law, running = x (output * plain / (1 - y) + work). This is quadratic in
-        y, with one root in [0, 1).
+        y / work requests a second. By Little's law, running = x (output * plain / (1 - y) + work), a quadratic in y.
         """
         b = running + 1 + self._m["output"] * plain / work
         return np.asarray(0.5 * (b - np.sqrt(b * b - 4 * running)))
 
     def _remember(self, rate: Array, held: Array, costs: dict[str, Array], pods: Array, young: Array) -> None:
-        """Return the share of requests that find their prefix.
+        """Update the share of requests that find their prefix.
 
-        Freed blocks wait in a queue to be overwritten, and leave it early if their session returns. With F free tokens,
-        and H freed by each of x requests a second, a prefix survives T seconds with F / (x H) = integral over 0..T of
-        the share that has not returned yet. Solved by Newton's method from the last T (the left side is concave in T).
+        Freed blocks wait in a queue to be overwritten, and leave it early if their session returns. F tokens are free,
+        and each of x requests a second frees H tokens. A prefix then survives T seconds, where F / (x H) = integral
+        over 0..T of the share of sessions that have not returned. Newton's method finds T from the last T (the integral
+        is concave in T).
         """
         m = self._m
         free = np.maximum(costs["kv_tokens"] * pods - self.inside * held, 0.0)
@@ -208,7 +206,7 @@ class Fleet:
         self, finished: Array, wait: Array, work: Array, chunk: Array, plain: Array, share: Array,
         costs: dict[str, Array],
     ) -> Array:  # fmt: skip
-        """Count times to first token and gaps of finished requests, and return the number of good ones."""
+        """Add finished requests to the TTFT and ITL histograms. Return the number of good ones."""
         slow = 1 / (1 - share)
         # On average half a step passes until the next one begins, and earlier prompts come first.
         before = wait + 1.5 * plain + 0.5 * share * slow * work
@@ -221,7 +219,7 @@ class Fleet:
         count = kinds * WEIGHTS * finished[:, None]
         self._count(self.ttft, ttft, count)
         good = (count * (ttft <= self._objective[0])).sum(axis=(0, 2)) * (self.step_seconds <= self._objective[1])
-        # Prefill comes in chunks, so some of the steps in a second carry a chunk and take longer.
+        # Prefill comes in chunks, so some steps carry a chunk and take longer.
         steps = (1 - share) / plain
         mixed = np.minimum(share / np.maximum(chunk, 1e-9) / np.maximum(steps, 1e-9), 1.0)
         tokens = finished * self._m["output"]

@@ -1,8 +1,7 @@
 """Loads of a service over time: seeded synthetic traces of sessions with several turns, lengths in tokens.
 
-The seed fixes every session's start, turns, lengths and pauses, so that every policy gets the same requests. A turn
-starts after the previous answer and a pause. So a slow service stretches a session, and a request that times out ends
-its session.
+The seed fixes every session's start, turns, lengths and pauses, so every policy gets the same requests. A turn starts
+after the previous answer and a pause. So a slow service stretches a session, and a timeout ends it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from kvpilot_cli.backtest.costs import BacktestError
 
 Array = NDArray[np.float64]
 STEP = 60.0
-"""Seconds with a constant rate."""
+"""Seconds of a step, within which the rate of sessions is constant."""
 DAY = 86400.0
 
 
@@ -42,8 +41,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One conversation: (prompt, output, pause before) of its turns. A prompt contains the whole earlier
-    conversation."""
+    """One conversation: (prompt, output, pause before) of its turns. A prompt contains all earlier turns."""
 
     number: int
     start: float
@@ -62,7 +60,7 @@ class Asked(Protocol):
         """Return its duration in seconds."""
 
     def sessions(self) -> Iterator[Session]:
-        """All sessions in order of start; the same at every call."""
+        """Yield all sessions in order of start, the same at every call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ class Load:
         return len(self.rate) * STEP
 
     def sessions(self) -> Iterator[Session]:
-        """All sessions in order of start; the same at every call."""
+        """Yield all sessions in order of start, the same at every call."""
         number = 0
         for i, rate in enumerate(self.rate):
             chance = np.random.default_rng((self.seed, i))
@@ -124,12 +122,12 @@ NAMES = ("agents", "chat", "rag", "bursts")
 
 
 def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float = 0.0) -> Load:
-    """Return one of NAMES. `size` scales the rate: a handful of H200 serve 1 in bf16 at its busiest.
+    """Return a load of NAMES. `size` scales the rate: a few H200s serve size 1 in bf16 at its busiest.
 
     `agents` has contexts that grow to tens of thousands of tokens over many turns with short pauses, even at night.
     `chat` has medium contexts and quiet nights. `rag` has long prompts, short answers and no reuse. `bursts` is chat at
-    half the rate, with six bursts a day on average; a burst has five times the sessions for ten minutes. The day begins
-    `zone` hours later than that of the simulation.
+    a third of the rate, with six bursts a day on average. A burst has five times the sessions for ten minutes. The day
+    begins `zone` hours later than that of the simulation.
     """
     if name not in NAMES:
         raise BacktestError(f"trace: {name!r} is unknown: use one of {', '.join(NAMES)}, or all")
@@ -146,7 +144,7 @@ def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float 
     }[name]
     # Busiest at 14:00, quietest at 02:00.
     curve = 1 - depth * (1 + np.cos((hours - zone - 2) * 2 * np.pi / 24)) / 2
-    # Add noise of about a tenth to the smooth curve of a day, with a new value every half hour.
+    # Multiply the daily curve by noise of about a tenth, with a new value every half hour.
     knots = np.arange(0.0, hours[-1] + 1.0, 0.5)
     rate = peak * size * curve * np.exp(0.1 * np.interp(hours, knots, chance.standard_normal(len(knots))))
     if name == "bursts":
@@ -157,6 +155,6 @@ def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float 
 
 
 def cut(load: Load, start: float, seconds: float) -> Load:
-    """Return a part of a load, for a trial."""
+    """Return the `seconds` of a load from `start` on, for a trial."""
     a, b = int(start // STEP), int((start + seconds) // STEP)
     return replace(load, rate=load.rate[a:b], prompt_scale=load.prompt_scale[a:b], output_scale=load.output_scale[a:b])

@@ -12,7 +12,7 @@ from kvpilot_cli.backtest.loads import STEP, Load
 
 Array = NDArray[np.float64]
 POINTS = np.array([0.1, 0.3, 0.5, 0.7, 0.85, 0.93, 0.97, 0.99])
-"""Quantiles that represent the distribution of prefill work, with the shares in WEIGHTS."""
+"""Quantiles that represent the distribution of prefill work. WEIGHTS has the share of each."""
 WEIGHTS = np.array([0.2, 0.2, 0.2, 0.18, 0.12, 0.05, 0.03, 0.02])
 
 
@@ -28,11 +28,11 @@ class Moments:
     prompt: float
     output: float
     held: float
-    """Mean tokens of a decoding request."""
+    """Mean tokens that a decoding request holds."""
     held_cv: float
     """Standard deviation of `held` over requests, divided by its mean."""
     first: float
-    """The same for a session's first turn."""
+    """Mean tokens that a request holds in a session's first turn."""
     reusable: float
     """Share of requests that have a prefix to reuse."""
     new_tokens: float
@@ -42,7 +42,7 @@ class Moments:
     miss_tokens: float
     miss_pairs: float
     new_points: Array
-    """(points, 2): tokens and pairs at POINTS of its work."""
+    """Array (points, 2): prefill tokens and attention pairs at the quantiles POINTS."""
     hit_points: Array
     miss_points: Array
 

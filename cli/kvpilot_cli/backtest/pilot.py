@@ -1,7 +1,7 @@
 """Pilot of one simulated service: the operator's own rules, and the roll to another dtype.
 
-Plain fields here hold the state that the operator keeps in the status. A canary's probes cannot be simulated: the
-verdict is assumed to be Passed, and the canary's time and GPU are charged.
+Plain fields hold the state that the operator keeps in the status. A canary's probes cannot be simulated: every canary
+passes, and its time and GPU are charged.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def model_of(profile: Profile) -> ModelFacts:
 
 @dataclass(slots=True)
 class Pilot:
-    """The operator's memory of the service."""
+    """The operator's state of one service."""
 
     spec: Spec
     node: NodeFacts
@@ -93,7 +93,7 @@ class Pilot:
         busy: str | None,
         yields: bool = False,
     ) -> tuple[PolicyDecision, Workload]:
-        """Let the operator's code decide over the window."""
+        """Classify the window's workload and choose a step, both by the operator's code."""
         workload = classify(
             samples, self.spec.kv_cache.pressure, now, was_bound=self.was_bound,
             calm_seconds=self.spec.scaling.scale_down_stabilization_seconds,

@@ -19,16 +19,16 @@ from kvpilot_operator.decide.traffic_plan import Counts, rolling_step
 from kvpilot_operator.state.samples import Sample
 
 SCRAPE = 15.0
-"""Seconds between two scrapes and between two judgements: the HorizontalPodAutoscaler's period."""
+"""Seconds between two scrapes and two decisions: the HorizontalPodAutoscaler's period."""
 PROBE_SECONDS = 300.0
 """Seconds for the accuracy probes of a canary, during which it gets no traffic."""
 _KEEP = timedelta(hours=1)
 HPA_TARGET = 0.5
-"""Target of mean KV use. The usual 0.8 serves far fewer requests well here, so this is the fairer baseline."""
+"""Target of mean KV use. With the usual 0.8 far fewer requests meet the objective, so 0.5 is the fairer baseline."""
 
 
 REQUESTS_TARGET = 16.0
-"""Target of running and waiting requests of a replica."""
+"""Target of running and waiting requests per replica."""
 
 
 class Policy(Protocol):
@@ -39,18 +39,18 @@ class Policy(Protocol):
 
 
 Wanted = Callable[[Service, Sample | None], int]
-"""An autoscaler: a function of a service and its sample, None while no replica answers, that returns replicas."""
+"""Autoscaler: takes a service and its sample, which is None while no replica answers, and returns replicas."""
 
 
 @dataclass
 class Fixed:
-    """A fixed dtype whose replicas an autoscaler sets; without one they stay."""
+    """A fixed dtype. An autoscaler sets the replicas, if there is one."""
 
     dtype: str
     wanted: Wanted | None = None
 
     def judge(self, service: Service, sample: Sample | None) -> None:
-        """Scale as the autoscaler says."""
+        """Scale to the autoscaler's number of replicas."""
         if self.wanted is not None and (wanted := self.wanted(service, sample)) != len(service.of(self.dtype)):
             service.scale(self.dtype, wanted)
             service.outcome.scalings += 1
@@ -74,7 +74,7 @@ def by_wva(wva: Wva, dtype: str) -> Wanted:
 
 @dataclass
 class Piloted:
-    """kvpilot in mode Auto with scaling mode Operator: the operator's decisions, and its way to roll."""
+    """kvpilot in mode Auto with scaling mode Operator: the operator's decisions and rollout."""
 
     pilot: Pilot
     replicas: int
@@ -94,7 +94,7 @@ class Piloted:
             self._roll(service)
         ready = len(service.ready(self.pilot.dtype))
         busy = "a canary is in flight" if self.canary is not None else None
-        # The simulation promotes a canary as soon as its probes have passed.
+        # A canary may give way to a surge until it serves. The simulation promotes it once its probes have passed.
         yields = self.canary is not None and self.canary not in service.serving
         decision, _ = self.pilot.rule(tuple(self.samples), now, self.replicas, ready, busy, yields)
         chosen = decision.chosen
@@ -117,7 +117,7 @@ class Piloted:
             service.outcome.scalings += 1
 
     def _roll(self, service: Service) -> None:
-        """Let the canary start and be probed, and then replace the others one by one."""
+        """Wait until the canary is ready and probed, then replace the other replicas one by one."""
         new, old = self.canary, self.pilot.dtype
         assert new is not None  # noqa: S101 - asked only while there is one
         if not service.ready(new):

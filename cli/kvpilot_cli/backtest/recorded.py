@@ -1,7 +1,7 @@
 """Recorded load from CSV or JSON lines: arrival and lengths of each request.
 
-FORMS has the supported column names: our own, and those of published traces. Other columns are ignored. The traces do
-not show shared prefixes, so each request is a separate session and reuses nothing.
+FORMS has the supported column names: our own, and those of published traces. Other columns are ignored. Traces do not
+show shared prefixes, so each request is a separate session and reuses nothing.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from kvpilot_cli.backtest.loads import DAY, STEP, Array, Session
 MOST_TOKENS = 10_000_000
 _MOST_DAYS = 366
 _MOST_NUMBER = 1e15
-"""Largest time: a larger float has no thousandths."""
+"""Upper bound of numbers: larger floats lose fractions of a second."""
 _LONGEST = 80
-"""Characters of a value in a message."""
+"""Longest value that a message quotes, in characters."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Column names of a trace. `unit` is the unit of `arrival` in seconds, or None for a date with a time."""
+    """Column names of a trace. `unit` is one unit of `arrival` in seconds, or None for a date with a time."""
 
     arrival: str
     prompt: str
@@ -63,11 +63,11 @@ class Recorded:
     prompt: NDArray[np.int64]
     output: NDArray[np.int64]
     left_out: int = 0
-    """Number of requests without a token of prompt or answer: they failed."""
+    """Number of failed requests, which have no prompt or no answer tokens."""
 
     @property
     def seconds(self) -> float:
-        """Return the duration in seconds of whole minutes, with at least one minute for the last answers."""
+        """Return the duration in seconds: whole minutes, at least one of them for the last answers."""
         return float(self.arrival[-1] // STEP + 2) * STEP
 
     def sessions(self) -> Iterator[Session]:
@@ -76,9 +76,10 @@ class Recorded:
             yield Session(number, float(start), ((int(prompt), int(output), 0.0),))
 
     def scaled(self, size: float, seed: int) -> Recorded:
-        """Return the load with `size` times the requests: copies within a minute, or a random part below 1.
+        """Return a load with `size` times the requests.
 
-        The curve of a day and bursts of several minutes stay unchanged; gaps between single requests do not.
+        Copies arrive within a minute of the original; below 1, requests are drawn at random. The daily curve and bursts
+        of minutes stay, but gaps between requests change.
         """
         if size == 1:
             return self
@@ -104,7 +105,7 @@ class Recorded:
 
 
 def read(path: Path) -> Recorded:
-    """Read a file."""
+    """Read a file of recorded requests."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             return parse(file, path.name)
@@ -188,7 +189,7 @@ def _arrival(row: Mapping[str, Any], form: Form, where: str) -> float:
         if not isinstance(value, str):
             raise ValueError
         time = datetime.fromisoformat(value)
-        # Times without a zone all belong to one zone.
+        # Only differences between times matter, so any zone will do.
         return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError) as error:
         raise BacktestError(

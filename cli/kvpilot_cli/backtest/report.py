@@ -27,18 +27,18 @@ NAMES = {
     "max": "static bf16, max replicas",
 }
 EVEN_PERCENT = 2.0
-"""Largest difference that counts as equal."""
+"""Largest difference of two prices, in percent, that counts as equal."""
 MORE_PERCENT = 1.0
 SERVED_PERCENT = 99.0
-"""A load counts as served from this share of requests within the objective on."""
+"""Percentage of good requests from which on a load counts as served."""
 
 
 def judge(pilot: Row, other: Row) -> str:
-    """Return `ahead`, `equal` or `behind`: first by serving the load, then by GPU-hours a good request.
+    """Return `ahead`, `equal` or `behind`.
 
-    If both serve the load (SERVED_PERCENT within the objective), the policy with fewer GPU-hours per good request is
-    ahead. If neither does, the policy with more good requests is ahead, provided that the difference is above one
-    percent of all requests. Otherwise the price decides again.
+    If only one policy serves the load (SERVED_PERCENT within the objective), it is ahead. If neither does, the policy
+    with more good requests is ahead, if they differ by more than MORE_PERCENT of all requests. Otherwise the policy
+    with fewer GPU-hours per good request is ahead.
     """
     served = pilot.good_percent >= SERVED_PERCENT, other.good_percent >= SERVED_PERCENT
     if served[0] != served[1]:
@@ -54,7 +54,7 @@ def judge(pilot: Row, other: Row) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return the pilot's verdicts on one load against each other policy."""
+    """Return the pilot's verdict against each other policy, on one load."""
     pilot = next((r for r in rows if r.policy == "pilot"), None)
     if pilot is None or len(rows) == 1:
         return ""

@@ -1,8 +1,8 @@
 """A service of several simulated engines behind a router, request by request.
 
 A session stays with its replica to reuse the cached prefix, unless requests wait there and another replica has room. A
-new session goes to the replica with the fewest requests. A replica answers `start_seconds` after it was requested. It
-costs from the request for it until its last request ends.
+new session goes to the replica with the fewest requests. A replica answers `start_seconds` after it was requested. Its
+GPU time counts from that request until its last inference request ends.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvpilot_cli.backtest.loads import Asked, Session
 from kvpilot_operator.state.samples import Flows, Sample, Spread
 
 SLICE = 1.0
-"""Seconds between two looks of the router at its engines."""
+"""Seconds between two runs of the router."""
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One pod. `engine.dtype` is its revision."""
+    """One replica. `engine.dtype` identifies its revision."""
 
     engine: Engine
     ready_at: float
@@ -34,14 +34,14 @@ class Replica:
 
 @dataclass(slots=True)
 class Outcome:
-    """Latencies of the users and cost. Histograms have the fine grid."""
+    """Latencies that users see, and cost. Histograms have FINE buckets."""
 
     gpu_seconds: float = 0.0
     finished: int = 0
     good: int = 0
-    """Finished requests with first token and mean inter-token latency within the objective."""
+    """Finished requests whose TTFT and mean inter-token latency meet the objective."""
     lost: int = 0
-    """Requests that timed out or were refused, and the turns that would have followed."""
+    """Requests that timed out or were refused, and the later turns of their sessions."""
     preemptions: int = 0
     flips: int = 0
     scalings: int = 0
@@ -88,11 +88,11 @@ class Service:
             replica.engine.on_gap = self.outcome.itl.add
 
     def of(self, dtype: str) -> list[Replica]:
-        """Return the replicas of a revision that do not drain."""
+        """Return the revision's replicas that are not draining."""
         return [r for r in self.replicas if r.engine.dtype == dtype and not r.leaving]
 
     def ready(self, dtype: str) -> list[Replica]:
-        """Return the answering replicas of a revision."""
+        """Return the revision's ready replicas."""
         return [r for r in self.of(dtype) if r.ready_at <= self.now]
 
     def scale(self, dtype: str, replicas: int) -> None:
@@ -115,7 +115,7 @@ class Service:
                 replica.leaving = True
 
     def advance(self, until: float) -> None:
-        """Let users ask and engines answer until the clock reads `until`."""
+        """Run users and engines until the clock reads `until`."""
         while self.now < until:
             end = min(self.now + SLICE, until)
             self._ask(end)
@@ -170,7 +170,7 @@ class Service:
             self._count += 1
 
     def _route(self, session: int) -> Replica:
-        """Return the session's replica. It moves if requests wait there while another one has room."""
+        """Return the session's replica. Move the session if requests wait there while another replica has room."""
         home = self._home.get(session)
         if home is not None and not home.leaving and not home.engine.waiting:
             return home

@@ -1,13 +1,13 @@
-"""llm-d's Workload Variant Autoscaler with one variant: its saturation rules by percentages, and the HPA behind it.
+"""llm-d's Workload Variant Autoscaler with one variant: its percentage-based saturation rules, and the HPA behind it.
 
 The rules and defaults are those of its documentation (docs/saturation-analyzer.md and
 docs/integrations/hpa-integration.md of llm-d-workload-variant-autoscaler). A replica is saturated at 80% of its KV
 cache or five waiting requests. The spare room below these limits is averaged over the other replicas. If it is below 10
-points or 3 requests, one replica is added, unless one is starting. If one replica fewer would still leave that room,
+points or 3 requests, one replica is added, unless one is starting. If that room would remain with one replica fewer,
 one is removed. The rules run each minute on each replica's peaks of that minute. The HPA applies a recommendation that
 has stood for 240 s, in either direction.
 
-From version 0.9 on its default analyzer counts tokens instead; that one is not modelled here.
+Version 0.9 and later count tokens by default. That analyzer is not modelled here.
 """
 
 from __future__ import annotations

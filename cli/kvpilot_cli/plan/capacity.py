@@ -1,7 +1,7 @@
 """Count the tokens and sequences that fit into the memory left by the weights and vLLM.
 
-All sizes are those of one GPU under tensor parallelism. Weights and KV heads are cut evenly; with more GPUs than KV
-heads, each GPU keeps a copy of one. Every GPU keeps a latent cache (MLA) whole.
+All sizes are those of one GPU under tensor parallelism. Weights and KV heads are split evenly. With more GPUs than KV
+heads, each GPU keeps a copy of one head. Every GPU keeps a latent cache (MLA) whole.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ ENGINE_BYTES = 3 * 2**30
 """Bytes on each GPU for activations, CUDA graphs and the allocator's slack, as in kvpilot-serve's preflight."""
 
 WEIGHT_BITS = {"bfloat16": 16.0, "fp8": 8.0, "int4": 4.16, "mxfp4": 4.25}
-"""Bits of a quantized weight with its scales. int4 is AWQ's and GPTQ's groups of 128 (a 16-bit scale, a 4-bit zero
-point), mxfp4 has a byte per 32. Embeddings stay in 16 bits; mxfp4 is for experts only."""
+"""Bits of a quantized weight with its scales. int4 is AWQ or GPTQ: groups of 128 have a 16-bit scale and a 4-bit zero
+point. mxfp4 has one byte per 32 weights, and is for experts only. Embeddings stay in 16 bits."""
 
 BLOCK = 16
 """Tokens in a KV block of vLLM's formats on a GPU (docs/benchmarks/h200-engine.json, block_size)."""
@@ -56,7 +56,7 @@ def memory(gpu: Gpu, gpus: int, utilization: float, weights: int) -> Memory:
 
 
 def kv_heads_per_gpu(model: Model, gpus: int) -> int:
-    """Return the KV heads of one GPU."""
+    """Return the number of KV heads on one GPU."""
     if model.heads % gpus or (model.kv_heads % gpus and gpus % model.kv_heads):
         fits = [n for n in (1, 2, 4, 8, 16, 32) if not model.heads % n and not (model.kv_heads % n and n % model.kv_heads)]  # fmt: skip  # noqa: E501
         raise PlanError(f"--gpus {gpus}: {model.heads} heads with {model.kv_heads} KV heads cannot be cut into {gpus} parts; use one of {', '.join(map(str, fits))}")  # fmt: skip  # noqa: E501
@@ -67,19 +67,19 @@ def kv_heads_per_gpu(model: Model, gpus: int) -> int:
 class Cache:
     """Layout of the KV cache of one dtype on one GPU.
 
-    All pages have one size. Layers are put into groups of equal size, full attention apart from windows, and a block
+    All pages have one size. Full-attention layers and layers with a window form separate groups of equal size. A block
     is a page of every layer of a group (vLLM 0.32, v1/core/kv_cache_utils.py).
 
     Attributes:
-        block, window_block: tokens in a page of a full layer and of a layer with a window.
-        page_bytes: one layer's page.
-        group_layers: layers in a group, including layers that are only padding.
-        full_groups, window_groups: groups of each kind.
-        window: tokens that a layer with a window attends to.
-        full_token_bytes, window_token_bytes: bytes of one token in all full layers, and in all layers with a window.
-        ring_blocks: blocks of the recent window that a sequence holds at most, in each full group; 0 without one.
-        ring_tokens: tokens in a page of the recent window.
-        most_pages: most pages of a sequence in each full group; 0 if they are unbounded.
+      block, window_block: tokens in a page of a full layer and of a layer with a window.
+      page_bytes: bytes of one layer's page.
+      group_layers: layers in a group, including layers that are only padding.
+      full_groups, window_groups: groups of each kind.
+      window: tokens that a layer with a window attends to.
+      full_token_bytes, window_token_bytes: bytes of one token in all full layers, and in all layers with a window.
+      ring_blocks: most blocks of a sequence's recent window in each full group; 0 without a recent window.
+      ring_tokens: tokens in a page of the recent window.
+      most_pages: most pages of a sequence in each full group; 0 if they are unbounded.
     """
 
     block: int
@@ -100,7 +100,7 @@ class Cache:
         return kv_bytes // (self.page_bytes * self.group_layers)
 
     def held(self, context: int) -> int:
-        """Return the number of blocks for a sequence of `context` tokens. A window may begin and end inside a block.
+        """Return the blocks of a sequence of `context` tokens. A window may begin and end inside a block.
 
         Pages of the recent window are allocated one by one, as tokens need them.
         """
@@ -125,14 +125,14 @@ class Cache:
 def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None) -> Cache:
     """Return the layout of this dtype.
 
-    Layers with a window stay in 16 bits, as the operator starts engines by default. Layers with chunks do not: a model
-    with such layers has no recent window.
+    Layers with a window stay in 16 bits, the default of engines that the operator starts. Chunked layers use `dtype`,
+    and a model with chunked layers has no recent window.
 
-    `recent_tokens` is the length of the recent window, None for the dtype's default. Other dtypes ignore it.
+    `recent_tokens` is the length of the recent window, None for the dtype's default. Dtypes without a window ignore it.
 
     Raises:
-        PlanError: the heads cannot be cut into `gpus` parts.
-        FormatError: the dtype has no layout for the model's head_dim, or does not support the window.
+      PlanError: the heads cannot be split into `gpus` parts.
+      FormatError: the dtype has no layout for the model's head_dim, or does not support the window.
     """
     stored = dtypes.parse(model.served(dtype))
     recent = stored.recent_tokens(recent_tokens, model.max_positions)
@@ -151,8 +151,8 @@ def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None)
     full, windows = model.full_layers, model.sliding_layers
     window_block = block
     if full and windows:
-        # A page of a full layer covers the smallest block of a layer with a window, which takes as many tokens as fit
-        # in steps of BLOCK and wastes the rest (docs/model-kinds.md).
+        # A full layer's page holds at least the smallest block of a layer with a window. That block takes as many
+        # tokens as fit in steps of BLOCK and wastes the rest (docs/model-kinds.md).
         block *= -(-wide // row)
         window_block = row * block // (wide * BLOCK) * BLOCK
         few, many = sorted((full, windows))

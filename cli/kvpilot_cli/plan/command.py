@@ -35,8 +35,6 @@ T = TypeVar("T")
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error in one line."""
-
     def error(self, message: str) -> NoReturn:
         raise PlanError(message.removeprefix("argument "))
 
@@ -178,7 +176,7 @@ def _load(options: argparse.Namespace) -> Load | None:
 
 
 def _price(given: Sequence[str], gpu: Gpu, load: Load | None) -> float | None:
-    """Return the price of this GPU's hour, or None without --price."""
+    """Return the price of one hour of this GPU, or None without --price."""
     if not given:
         return None
     if load is None:

@@ -19,27 +19,24 @@ class Model:
     """Architecture facts of one model; sizes in elements.
 
     Attributes:
-        name: the model's name at its publisher, or the folder it was read from.
-        layers: decoder layers with their own KV cache.
-        parameters: all of them, embeddings included; None when the architecture cannot be counted from its config.
-        max_positions: longest context in tokens, or None when the model does not say.
-        sliding_layers: layers that attend to the last `window` tokens only, or, if `chunked`, to a chunk of `window`
-        tokens. window_kv_heads, window_head_dim: values of sliding layers, if they differ from the other layers; 0 if
-        they do not. state_layers, shared_layers: layers with a state of fixed size, and those that read another layer's
-        cache.
-        experts: experts in a layer (0: dense); a token uses `experts_per_token` of them; each has a hidden size of
-            `expert_intermediate`. The first `dense_layers` layers have none.
-        latent_dim: elements of a token's compressed cache entry under multi-head latent attention (0: plain
-            attention).
-        alibi, other_layers: biases by distance, and layers with an unknown cache, which kvpilot does not serve.
-        value_dim: elements of a value, if it is shorter than a key; 0 if it is not.
-        auto: the KV-cache dtype that vLLM uses for `auto` if the checkpoint names one; else `auto`.
-        published: how the publisher stores the weights.
-        weight_bytes: bytes of the weights found beside a config.json, or None.
-        uncounted: the reason why `parameters` is None, if it is not the architecture.
-        source: source of the facts.
-        doubt: uncertainty of these facts, for people.
-        also: other names of models with exactly these facts.
+      name: the model's name at its publisher, or the folder it was read from.
+      layers: decoder layers with their own KV cache.
+      parameters: number of parameters with embeddings, or None if config.json does not determine it.
+      max_positions: longest context in tokens, or None if unknown.
+      sliding_layers: layers that attend to the last `window` tokens or, if `chunked`, to a chunk of `window` tokens.
+      window_kv_heads, window_head_dim: values of sliding layers, or 0 if they equal those of the other layers.
+      state_layers, shared_layers: layers with a state of fixed size, and layers that read another layer's cache.
+      experts, experts_per_token: experts in a layer (0: dense), and those that a token uses.
+      expert_intermediate, dense_layers: hidden size of an expert, and number of first layers without experts.
+      latent_dim: elements of a token's compressed entry under multi-head latent attention (0: plain attention).
+      alibi, other_layers: biases by distance, and layers with an unknown cache. kvpilot serves neither.
+      value_dim: elements of a value, or 0 if a value has as many as a key.
+      auto: the KV-cache dtype that the checkpoint names for `auto`; else `auto`.
+      published: format of the published weights.
+      weight_bytes: bytes of the weights found beside a config.json, or None.
+      uncounted: the reason why `parameters` is None, if it is not the architecture.
+      doubt: uncertainty of these facts, for people.
+      also: other names of models with exactly these facts.
     """
 
     name: str
@@ -87,7 +84,7 @@ class Model:
 
     @property
     def architecture(self) -> Architecture:
-        """Return the facts for the KV cache in the form of the shared package."""
+        """Return the KV cache's facts as the shared package's Architecture."""
         full = Group(Kind.FULL, self.full_layers, self.kv_heads, self.head_dim, self.value_dim or self.head_dim)
         heads, dim = self.window_kv_heads or self.kv_heads, self.window_head_dim or self.head_dim
         kind = Kind.CHUNKED if self.chunked else Kind.WINDOW

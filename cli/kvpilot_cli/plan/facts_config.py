@@ -11,14 +11,14 @@ from kvpilot_cli.plan.facts import Model, PlanError, Published
 from kvpilot_formats.models import Architecture, ConfigError, Group, Kind, load, read, weights
 from kvpilot_formats.models.config import Fields
 
-# Models with a plain MLP of two matrices. All others that vLLM serves have a gated one of three.
+# Model types whose MLP has two matrices. All others that vLLM serves have a gated MLP with three.
 _PLAIN_MLP = frozenset(
     {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "opt", "phi", "starcoder2"}
 )
 
 
 def read_folder(folder: Path) -> Model:
-    """Return the facts in a folder's config.json, with the size of the weights beside it."""
+    """Return the facts in a folder's config.json, and the bytes of the weights next to it."""
     try:
         raw = load(folder / "config.json")
     except ConfigError as error:
@@ -32,7 +32,6 @@ def read_folder(folder: Path) -> Model:
 
 
 def _weight_bytes(folder: Path) -> int | None:
-    """Return the bytes of the weights beside a config.json, or None."""
     try:
         return weights.weight_bytes(folder) or None
     except ConfigError as error:
@@ -42,7 +41,7 @@ def _weight_bytes(folder: Path) -> int | None:
 
 
 def from_config(raw: Mapping[str, Any], name: str, weight_bytes: int | None = None) -> Model:
-    """Return the facts of a Hugging Face config. For a model with images they cover its text part."""
+    """Return the facts of a Hugging Face config. For a multimodal model they cover the text part."""
     try:
         return _model(raw, name, weight_bytes)
     except ConfigError as error:

@@ -10,8 +10,8 @@ from kvpilot_cli.plan.facts import Model, PlanError
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A bound on the cache of a sequence: its first and last tokens in whole pages (`SinksAndWindow`), or `budget`
-    tokens in all (`HeavyHitters`; its other numbers do not change the size)."""
+    """Bound on a sequence's cache. `SinksAndWindow` keeps its first and last tokens in whole pages; `HeavyHitters`
+    keeps `budget` tokens, whatever its other numbers."""
 
     sinks: int | None = None
     window: int | None = None
@@ -24,7 +24,7 @@ class Bound:
         return f"SinksAndWindow, of which the first {self.sinks:,} and the last {self.window:,} tokens are kept"
 
     def of(self, layout: Cache) -> Cache:
-        """Return the layout with this bound. Engines then keep no recent window."""
+        """Return the layout with this bound, and without a recent window."""
         if self.budget is not None:
             pages = self.budget // layout.block + 1
         else:
@@ -48,7 +48,7 @@ def check_bound(model: Model) -> None:
 
 
 def host_tokens(model: Model, layout: Cache, gpus: int, host_bytes: int) -> int | None:
-    """Return the number of tokens in whole blocks that fit `host_bytes`, for all GPUs of an engine together.
+    """Return the tokens in whole blocks that fit into `host_bytes`, for all GPUs of an engine together.
 
     Return None for layers with a window and for latents, which vLLM stores differently.
     """

@@ -1,12 +1,12 @@
 """Cost of a load in GPUs: Little's law over the model of a step.
 
-Requests arrive at a rate r on each replica, with P prompt and G generated tokens. Prompts take the share
-rho = r * prompt_seconds(P) of the time, so a token of every sequence takes step / (1 - rho) on average. By Little's
-law N = r * G * that time are decoding at once. A step grows with N, so N is where both agree: the least fixed point,
-found by iteration from 0. Sequences hold P + G/2 tokens on average while they decode, and P while their prompt runs.
+Requests arrive at a rate r on each replica, with P prompt and G generated tokens. Prompts take the share rho = r *
+prompt_seconds(P) of the time, so a token takes step / (1 - rho) on average. By Little's law, N = r * G * step / (1 -
+rho) sequences decode at once. A step gets longer with N, so iteration from 0 finds the least fixed point. Sequences
+hold P + G/2 tokens on average while they decode, and P while their prompt runs.
 
-The plan takes the fewest replicas that meet three limits: a token takes at most the requested time, the KV cache is at
-most FILL full, and no more sequences run than vLLM allows. The plan only uses averages. FILL leaves room for bursts.
+The plan takes the fewest replicas that meet three limits: the requested time per token, a KV cache at most FILL full,
+and vLLM's limit of running sequences. It uses averages only. FILL leaves room for bursts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Operating:
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Replicas for a load, the state of each, and the limit that one replica fewer would exceed (None for one replica).
-    `replicas` is None if no number is enough; `limit` then has the reason."""
+    If no number is enough, `replicas` is None and `limit` has the reason."""
 
     replicas: int | None
     operating: Operating

@@ -14,7 +14,7 @@ from kvpilot_operator.gpus import Gpu
 
 
 def usual_dtypes(latent: bool) -> tuple[str, ...]:
-    """Return the default dtypes: 16 bits, vLLM's fp8, and ours for a model with or without latent attention."""
+    """Return the default dtypes: `auto`, vLLM's fp8, and ours for a model with or without latent attention."""
     return ("auto", "fp8", *dtypes.own_names(latent))
 
 
@@ -23,11 +23,11 @@ CONTEXTS = (2_048, 8_192, 32_768, 131_072)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A planning request. `weights` and `kv` are bytes of all GPUs together that replace the estimates.
+    """A planning request.
 
-    `dtypes` default to the usual ones for the model.
-    `recent_tokens` is the length of the recent window, None for each dtype's default. The plan covers `bound` in
-    addition to the whole cache. `host` are bytes of host memory of one engine for offloaded blocks, 0 for none.
+    `weights` and `kv` replace the estimates, in bytes of all GPUs together. `dtypes` default to the usual ones for the
+    model. `recent_tokens` is the length of the recent window, None for each dtype's default. With `bound`, the plan has
+    the bounded cache, too. `host` is the host memory for an engine's offloaded blocks, in bytes.
     """
 
     model: Model
@@ -71,18 +71,18 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One dtype. If `infeasible` has a reason against it, the rest is empty.
+    """One dtype. If `infeasible` has a reason, the rest is empty.
 
     Attributes:
-        bits: bits of a cache element, including its metadata.
-        token_bytes: of one token in the full-attention layers of all GPUs, copies of KV heads included; where all
-            layers have a window, in these, as long as a token is within it.
-        window_bytes: bytes of one sequence's full windows, in all GPUs.
-        recent_tokens, recent_bytes: size of one sequence's recent window in all GPUs; 0 if dtype or model has none.
-        bounded: tokens and sequences that fit with the bound; empty if none was asked for.
-        bounded_bytes: most bytes of a sequence with the bound, over all GPUs.
-        host_tokens: tokens that host memory holds; None if it was not requested or the number is unknown.
-        cost: cost of the load; None if there is no load or no known speed.
+      bits: bits of a cache element, including its metadata.
+      token_bytes: bytes of one token in the full-attention layers of all GPUs, including copies of KV heads. If all
+        layers have a window: bytes of one token within the window.
+      window_bytes: bytes of one sequence's full windows, in all GPUs.
+      recent_tokens, recent_bytes: size of one sequence's recent window in all GPUs; 0 if dtype or model has none.
+      bounded: tokens and sequences that fit with the bound; empty without a bound.
+      bounded_bytes: most bytes of a sequence with the bound, over all GPUs.
+      host_tokens: tokens that host memory holds; None if not requested or unknown.
+      cost: cost of the load; None without a load or a known speed.
     """
 
     dtype: str
@@ -138,13 +138,13 @@ def make(request: Request) -> Plan:
 
 
 def _usual(model: Model) -> tuple[str, ...]:
-    """Return the usual dtypes, and 16 bits by name if `auto` means something else."""
+    """Return the usual dtypes. Add `bfloat16` if the checkpoint's `auto` means another dtype."""
     auto, *others = usual_dtypes(bool(model.latent_dim))
     return (auto, *(() if model.auto == "auto" else ("bfloat16",)), *others)
 
 
 def _contexts(model: Model) -> tuple[int, ...]:
-    """Return the usual contexts up to the model's longest, and the longest."""
+    """Return the usual contexts below the model's longest, and the longest, up to the largest of CONTEXTS."""
     longest = model.max_positions or CONTEXTS[-1]
     return (*(c for c in CONTEXTS[:-1] if c < longest), min(longest, CONTEXTS[-1]))
 
@@ -236,7 +236,7 @@ def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def infeasible(model: Model, dtype: str, gpu: Gpu) -> str | None:
-    """Return the reason why this dtype cannot serve the model there, or None."""
+    """Return the reason why this dtype cannot serve the model on this GPU, or None."""
     stored, latent = dtypes.parse(dtype), bool(model.latent_dim)
     fault = hardware.gpu_fault(dtype, gpu.compute_capability, model.head_dim, latent)
     if fault is not None:
@@ -249,7 +249,7 @@ def infeasible(model: Model, dtype: str, gpu: Gpu) -> str | None:
 
 
 def dtype_notes(model: Model, dtype: str) -> tuple[str, ...]:
-    """Return notes about a dtype that is not ruled out."""
+    """Return notes about a dtype that can serve the model."""
     found = []
     if dtype.startswith("fp8") and model.head_dim >= 256:
         found.append(

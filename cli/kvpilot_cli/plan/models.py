@@ -35,7 +35,7 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def find(name: str) -> Model:
-    """Return the model called `name`, under that name: its full name or the part after the slash, in any case."""
+    """Return the model by its full name or the part after the slash, in any case. Keep the name's proper spelling."""
     known = _known()
     if (hit := known.get(_key(name))) is not None:
         called, facts = hit
@@ -48,12 +48,12 @@ def find(name: str) -> Model:
 
 @functools.cache
 def _known() -> dict[str, tuple[str, Callable[[], Model]]]:
-    """Return each model's proper name and facts, by full and short name. The table comes before published.json."""
+    """Return each model's proper name and facts, by full and short name. models.yaml precedes published.json."""
     named: list[tuple[str, Callable[[], Model]]] = [
         *((name, functools.partial(_of_config, name)) for name in published()),
         *((name, functools.partial(_itself, model)) for model in table() for name in (*model.also, model.name)),
     ]
-    # A name without a publisher is a short one of the model itself.
+    # A name without a publisher is short: use the full name of its model.
     full = {_key(name): (name if "/" in name else facts().name, facts) for name, facts in named}
     return {key.rpartition("/")[2]: value for key, value in full.items()} | full
 

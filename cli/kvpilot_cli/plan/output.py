@@ -226,7 +226,7 @@ def _micros(price: float | None) -> int | None:
 
 
 def draw(plan: Plan, file: Path) -> None:
-    """Write the plot, with a line for each dtype; `plots.check` must have passed."""
+    """Write the plot, with a line for each dtype. Call `plots.check` first."""
     request = plan.request
     with plots.drawing(file, 7.5, 4.5) as axes:
         ends = []

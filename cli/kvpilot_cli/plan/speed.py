@@ -19,22 +19,22 @@ from kvpilot_operator.decide.steps.latency import EFFICIENCY
 from kvpilot_operator.gpus import Gpu
 
 WEIGHTS = 0.587
-"""Share of peak bandwidth in a step with a nearly empty cache, with all fixed costs: the 5.33 ms of 32 x 16 tokens in
+"""Share of peak bandwidth in a step with a nearly empty cache, fixed costs included: 5.33 ms for 32 x 16 tokens with
 Llama-3-8B (docs/benchmarks/h200-engine.md)."""
 
 FLOPS = 0.66
-"""Share of peak bfloat16: the 33,908 tokens/s of 16K prompts in Llama-3-8B (docs/benchmarks/h200-engine.md, `auto`)."""
+"""Share of peak bfloat16: 33,908 tokens/s for 16K prompts with Llama-3-8B (docs/benchmarks/h200-engine.md, `auto`)."""
 
 HEAD_DIM_256 = {"auto": 0.859, "fp8": 0.352, "int8": 0.750, "k8v4": 0.683, "k4v4": 0.617, "k4v2": 0.494, "k2v2": 0.370}
-"""Share of peak bandwidth for attention at head_dim 256 (the operator's table has head_dim 128): one layer at
-32 x 16,384 tokens, with the store of the new token (docs/benchmarks/h200-decode.md, `layer`; for the 16-bit and
-fp8 caches FlashAttention 3's `merged`)."""
+"""Share of peak bandwidth for attention at head_dim 256 (the operator's table has 128): one layer, 32 x 16,384 tokens,
+with the store of the new token (docs/benchmarks/h200-decode.md, `layer`; for the 16-bit and fp8 caches FlashAttention
+3's `merged`)."""
 
 
 def attention_efficiency(model: Model, dtype: str) -> float | None:
     """Return the share of peak bandwidth at which this dtype's cache is read, or None without a measurement.
 
-    Smaller batches reach less, and other GPUs than the H200 were not measured.
+    Smaller batches reach less. Only the H200 was measured.
     """
     if model.latent_dim or model.parameters is None or model.head_dim > 256:
         return None
@@ -69,12 +69,11 @@ class Speed:
         return max(read, compute) + sequences * (full + window) / bandwidth
 
     def prompt_seconds(self, tokens: float) -> float:
-        """Return the seconds of a prompt of `tokens` without a cached one."""
+        """Return the seconds of a prompt of `tokens` without a cached prefix."""
         return tokens * self._flops(tokens / 2) / (self._peak() * FLOPS)
 
     def _weights_read(self, sequences: float) -> float:
-        """Return the bytes of weights that one GPU reads in a step. It only reads experts to which a token was
-        routed."""
+        """Return the bytes of weights that one GPU reads in a step. It skips experts that no token was routed to."""
         model = self.model
         total = model.parameters or 0
         looked_up = 0 if model.tied_embeddings else model.vocabulary * model.hidden

@@ -43,8 +43,6 @@ class GateError(KvpilotError):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error in one line."""
-
     def error(self, message: str) -> NoReturn:
         raise GateError(message.removeprefix("argument "))
 
@@ -172,7 +170,6 @@ def _prompts(options: argparse.Namespace) -> tuple[packs.ProbePrompt, ...]:
 
 
 def _default_limits() -> Accuracy:
-    """Return the API's defaults."""
     least = {"metadata": {"name": "probe"}, "spec": {"model": {"source": "file:///m"}, "engine": {"image": "i"}}}
     return parse(least).accuracy
 

@@ -1,5 +1,4 @@
-"""Compare two engines with the operator's own code: capture the baseline, measure its noise and the candidate, and
-judge."""
+"""Compare two engines with the operator's own code: capture the baseline, measure noise and candidate, and judge."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ from kvpilot_operator.probes.session import Settings
 from kvpilot_operator.probes.stats import Measurement
 
 Tell = Callable[[str], Progress]
-"""Callback that gets the name of a stage and returns a function for each answer of an engine."""
+"""Callback that gets the name of a stage and returns a function to call after each answer."""
 
 
 class UnknownModel(ProbeError):
-    """An endpoint that serves no model, or several without a named one."""
+    """An endpoint that serves no model, or several while the options name none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ def _percent(found: Measurement) -> str:
 
 
 def plot(found: Comparison, file: Path) -> None:
-    """Plot the damage and the baseline's noise by context position; `plots.check` must have passed."""
+    """Plot the damage and the baseline's noise by context position. Call `plots.check` first."""
     sides = (("baseline", found.control, _NOISE), ("candidate", found.measured, _DAMAGE))
     places = sorted({(b.from_position, b.to_position) for _, side, _ in sides for b in side.buckets})
     with plots.drawing(file, 7.5, 4) as axes:

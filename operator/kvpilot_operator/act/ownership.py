@@ -1,7 +1,7 @@
 """Ownership of objects: the operator writes or deletes only objects that name the service's uid as an owner.
 
-Each write carries the uid of its object, so that the server refuses it for another object of the name. Server-side
-apply cannot say "only if there is none", so the operator claims a free name first, by creating the object.
+Each write carries its object's uid, so the server refuses it if another object has taken the name. Server-side apply
+cannot require that an object is new, so the operator claims a free name first, by creating the object.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def is_owned(obj: Object, uid: str) -> bool:
 
 
 def own(s: Snapshot, kind: str, found: Object) -> str:
-    """Return the uid of an object that the service owns; raises NameTaken.
+    """Return the uid of an object that the service owns; else raise NameTaken.
 
-    An object of an earlier service of this name is about to be deleted, and raises Conflict.
+    Raise Conflict for an object of an earlier service of this name, which is about to be deleted.
     """
     metadata = found["metadata"]
     if is_owned(found, s.uid):
@@ -42,15 +42,15 @@ def own(s: Snapshot, kind: str, found: Object) -> str:
 def claim(manifest: Manifest) -> dict[str, Any] | None:
     """Return an object that claims the manifest's name and does nothing yet; None for a Deployment.
 
-    A Deployment needs no claim: its selector is immutable, so the server refuses to merge ours into another one. Leave
-    out fields that a later apply may drop, because their creator keeps them.
+    A Deployment needs no claim: its selector is immutable, so the server refuses to merge ours into another one. The
+    claim leaves out fields that a later apply may drop, because the apply could not remove them.
     """
     if manifest["kind"] == "Deployment":
         return None
     claimed = {part: manifest[part] for part in ("apiVersion", "kind", "metadata")}
     if manifest["kind"] == "InferencePool":
         # A pool needs a selector, and before v1.6 of the extension also a picker. Pods that are not admitted get no
-        # requests.
+        # requests, so the wide selector is safe.
         labels = {SERVICE_LABEL: manifest["spec"]["selector"]["matchLabels"][SERVICE_LABEL]}
         claimed["spec"] = {**manifest["spec"], "selector": {"matchLabels": labels}}
     elif manifest["kind"] == "HTTPRoute":
@@ -74,7 +74,7 @@ def starts_pods(s: Snapshot, manifest: Manifest) -> bool:
 
 
 async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: str, name: str) -> None:
-    """Return once the pods of this workload or Job may start; raise NotStarted, or Conflict as `own` does."""
+    """Check that the objects that these pods need are there and ours; raise NotStarted, or Conflict as `own` does."""
     for api_version, needed, about in named:
         found = await cluster.find(Ref(api_version, needed, s.key.namespace, about))
         if found is None:

@@ -1,6 +1,6 @@
 """Carry out one Decision: first the baseline, then the status, then objects and pods, then events.
 
-A refusal (by a quota, a webhook or a field check) is data for the next decision. Only temporary errors (a conflict, an
+A refusal (by a quota, a webhook or a field check) is input to the next decision. Only temporary errors (a conflict, an
 unreachable server) end the reconcile.
 """
 
@@ -34,12 +34,12 @@ from kvpilot_operator.state.status import without_figures
 
 log = logging.getLogger(__name__)
 
-# Keep some old baselines: a service that returns to an earlier model or probe set can use them again.
+# Keep some old baselines for a service that returns to an earlier model or probe set.
 MAX_KEPT = 4
 # Read at most this many ConfigMaps, because anyone may put our label on any number of them.
 MAX_SEEN = 64
-# Apply an object again after this time, or half of it, to undo changes by others. The cache reports a changed workload
-# or Service immediately, but not changed labels or a changed budget.
+# Apply an unchanged object again after half to all of this time, to undo changes by others. The cache reports a changed
+# workload or Service at once, but not changed labels or a changed budget.
 REAPPLY_SECONDS = 600.0
 # If only figures changed, write the status at most this often. Metrics always have the newest figures.
 FIGURES_SECONDS = 30.0
@@ -51,7 +51,6 @@ class _Applied(NamedTuple):
     content: bytes
     """A hash of the manifest."""
     due: float
-    """When to apply it again."""
     uid: str
     version: str
 
@@ -70,7 +69,7 @@ class Actor:
         self._told = -math.inf
 
     async def perform(self, s: Snapshot, decision: Decision) -> None:
-        """Write everything that the decision asks for. A refused baseline ends it, because the status would name it."""
+        """Write what the decision asks for. Stop if the baseline is refused, because the status would name it."""
         if decision.baseline is not None and not await self._keep(s, decision.baseline):
             return
         waits = self._waits(s, decision)
@@ -81,7 +80,7 @@ class Actor:
             await self._place(s, decision.objects)
         await self._set_gates(s, {name for name, admitted in decision.gates.items() if not admitted}, admitted=False)
         await mark_do_not_evict(self._cluster, s, decision.do_not_evict)
-        # Events report a change of the status. If the status write waits, the next reconcile finds both again.
+        # Events report a change of the status. If its write waits, the next reconcile finds change and events again.
         for event in () if waits else decision.events:
             await self._events.post(s, event)
 
@@ -96,7 +95,7 @@ class Actor:
         manifest = baseline_config_map(s.key, s.uid, baseline.identity, codec.encode(baseline))
         about = ("ConfigMap", manifest["metadata"]["name"])
         content = _hash(manifest)
-        # A new capture means that no baseline is stored, so forget an earlier write of it.
+        # A capture means that no baseline is stored, so forget an earlier write of it.
         self._applied.pop(about, None)
         return await self._attempt(s, about, content, partial(self._apply, s, manifest, content))
 
@@ -140,8 +139,7 @@ class Actor:
             if manifest not in fewer:
                 await self._write(s, manifest, objects.named)
         if any(s.rejection(one.kind, one.name) is None for one in self.rejections or ()):
-            # The scale-down relied on an object that was just refused. The next reconcile decides again and knows the
-            # refusal.
+            # The scale-down relied on an object that was just refused. The next reconcile knows the refusal.
             return
         for manifest in fewer:
             await self._write(s, manifest)
@@ -219,8 +217,7 @@ class Actor:
             return
         uid = await self._uid(s, manifest)
         if kind == "InferencePool" and seen is not None and seen.picker and "endpointPickerRef" not in manifest["spec"]:
-            # Remove the picker by a patch. Another field manager co-owns it (it claimed the name or changed the pool),
-            # so an apply would leave it.
+            # Remove the picker by a patch: an apply would leave it, because another field manager co-owns it.
             none = {"metadata": {"uid": uid}, "spec": {"endpointPickerRef": None}}
             await self._cluster.merge(Ref.to(manifest), none)
         pinned = {**manifest, "metadata": {**manifest["metadata"], **({"uid": uid} if uid else {})}}
@@ -244,7 +241,7 @@ class Actor:
         return "" if claimed is None else str((await self._cluster.create(claimed))["metadata"]["uid"])
 
     async def _remove(self, s: Snapshot, api_version: str, kind: str, name: str) -> None:
-        """Delete an object of ours. Read an unwatched object only once, and after each apply."""
+        """Delete the service's own object. Read an object of an unwatched kind once, and again after each apply."""
         what, ref = (kind, name), Ref(api_version, kind, s.key.namespace, name)
         if kind in _WATCHED:
             seen = s.objects.get(what)
@@ -260,7 +257,7 @@ class Actor:
 
 
 async def mark_do_not_evict(cluster: Cluster, s: Snapshot, wanted: frozenset[str]) -> None:
-    """Ask cluster autoscalers not to move these pods and their workers, and no others.
+    """Ask cluster autoscalers not to move these pods and their workers. Withdraw this from all other pods.
 
     Annotate the pods themselves, because a change of the pod template would restart them.
     """
@@ -296,9 +293,9 @@ def _shrinks(s: Snapshot, manifest: Manifest) -> bool:
 
 
 async def prune(cluster: Cluster, s: Snapshot, but: Baseline) -> None:
-    """Delete the service's oldest baselines, other than this one, beyond `MAX_KEPT` with it.
+    """Delete the service's oldest baselines, so that `MAX_KEPT` remain, including `but`.
 
-    If the API server refuses to delete one, keep it and go on: the new capture is worth more.
+    If the API server refuses, log it and go on: the new capture is worth more.
     """
     kept = baseline_name(s.key.name, but.identity)
     selector, beginning = f"{SERVICE_LABEL}={s.key.name}", baseline_name(s.key.name, "")

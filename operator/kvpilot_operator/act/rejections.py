@@ -36,7 +36,7 @@ class Rejections:
     def now(self) -> tuple[Rejection, ...] | None:
         """Return the current refusals; None if nothing was written yet.
 
-        A baseline is written once, after a capture. Its refusal counts until it may be tried again.
+        A refused baseline counts until its retry is due: it is written only once, after a capture.
         """
         if not self._written:
             return None
@@ -44,7 +44,7 @@ class Rejections:
         return tuple(one.rejection for one in self._held.values() if one.rejection.kind != "ConfigMap" or now < one.due)
 
     def waits(self, what: What, content: bytes) -> bool:
-        """Return True if this very content was refused, and it is too early to write it again."""
+        """Return True if this content was refused and its retry is not due yet."""
         one = self._held.get(what)
         return one is not None and one.content == content and self._clock() < one.due
 
@@ -65,6 +65,6 @@ class Rejections:
         self._written = True
 
     def keep(self, asked: Collection[What]) -> None:
-        """Forget refusals of objects that are not requested any more, except baselines."""
+        """Forget refusals of objects that the decision does not ask for, except baselines."""
         self._held = {what: one for what, one in self._held.items() if what in asked or what[0] == "ConfigMap"}
         self._written = True

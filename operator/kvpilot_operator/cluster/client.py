@@ -27,7 +27,7 @@ OnWrite = Callable[[str, str, str, Object | None], None]
 
 
 class Cluster:
-    """Reads and writes objects; every failure is a ClusterError."""
+    """A client that reads and writes objects. Every failure is a ClusterError."""
 
     def __init__(self, api: ApiClient, fence: WriteFence | None = None, on_request: OnRequest | None = None) -> None:
         self._transport = Transport(api, fence or WriteFence.opened(), on_request or (lambda *_: None))

@@ -1,4 +1,4 @@
-"""The fence that every write must pass. It closes by the clock, so a process that was stopped finds it closed."""
+"""The fence that every write must pass. It closes by the clock, even while the process is suspended."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class WriteFence:
         return fence
 
     def open(self, starts_before: float, ends_before: float) -> None:
-        """Let writes start before one time, and end before another (of the fence's clock)."""
+        """Let writes start before one time, and end before another, both by the fence's clock."""
         self._starts_before, self._ends_before = starts_before, ends_before
 
     def close(self) -> None:
@@ -48,7 +48,7 @@ class WriteFence:
 
     @contextmanager
     def write(self, method: str, path: str) -> Iterator[float]:
-        """Surround one write; yield the seconds after which it is given up. Raise NotLeader if the fence is closed."""
+        """Guard one write, and yield the seconds until it must end. Raise NotLeader if the fence is closed."""
         now, ends_before = self._clock(), self._ends_before
         if now >= min(self._starts_before, ends_before):
             raise NotLeader(method, path)

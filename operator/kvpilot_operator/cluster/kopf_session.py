@@ -1,7 +1,7 @@
 """kopf's connection to the API server, with our sockets and the official client's credentials.
 
-kopf ends the operator if a request is refused (401, 403, 404, 410), after an error event other than 410, or after an
-answer that is not JSON. Here these become a broken connection, after which kopf lists or watches again
+kopf ends the operator after a refused request (401, 403, 404, 410), an error event other than 410, or an answer that is
+not JSON. This session breaks the connection instead, so that kopf lists or watches again
 (docs/upstream/kopf-watch-errors.patch).
 """
 
@@ -46,8 +46,8 @@ class _Event(msgspec.Struct):
 class KopfSession:
     """A middleware of kopf's HTTP session, which watches one kind in some namespaces.
 
-    kopf never reports objects that are missing from the new list after a 410. So the session reads each list, too, and
-    hands it to `listed` when it is whole.
+    After a 410, kopf does not report objects that are missing from the new list. So the session reads each list, too,
+    and hands it to `listed` when it is complete.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class KopfSession:
         self._watched: dict[str, float] = {}
 
     def login(self) -> kopf.AiohttpSession:
-        """Return a session that kopf takes for credentials and closes itself."""
+        """Return a session that kopf accepts as credentials and closes itself."""
         api = self._transport.api
         session = aiohttp.ClientSession(
             connector=connector(api.rest_client.ssl_context),

@@ -1,8 +1,8 @@
 """One replica's view of the Lease for leader election. Pure: callers pass the time.
 
 The times in a Lease are only for people. A replica trusts only its own steady clock. The holder counts from the moment
-before it sends a renewal, other replicas from the moment after they see the Lease change, which is always later. So no
-replica takes a Lease while the holder still relies on it, even if wall clocks are wrong.
+before it sends a renewal. Other replicas count from the moment after they see the Lease change, which is always later.
+So no replica takes a Lease while the holder relies on it, even if wall clocks are wrong.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Candidate:
     def claim(self, wall: datetime, now: float) -> Object:
         """Return the Lease to write to claim or renew it; the server refuses the write if the Lease has changed since.
 
-        A missing Lease was perhaps deleted under a leader that still counts on it. So any other replica that creates
-        it is `blind`: it claims the Lease once more after the Lease's whole duration.
+        A missing Lease may have been deleted under a leader that still relies on it. So another replica that creates it
+        is `blind`: it claims the Lease again after the Lease's whole duration.
         """
         self.blind = self._found is None and self.left(now) <= 0
         time, spec = _micro_time(wall), self._spec
@@ -117,7 +117,7 @@ class Candidate:
         )
 
     def release(self, wall: datetime) -> Object:
-        """Return the Lease as a release writes it: the next replica that reads it may take it."""
+        """Return the Lease without a holder, so that the next replica that reads it may take it."""
         return self._with({**self._spec, "holderIdentity": "", "renewTime": _micro_time(wall)})
 
     def renewed(self, answer: Object, sent: float) -> None:
@@ -143,7 +143,7 @@ class Candidate:
         return (self._found or {}).get("spec") or {}
 
     def _with(self, spec: Object) -> Object:
-        """Keep the parts outside the spec (labels, an owner) and the version that was read."""
+        """Return the Lease with this spec. Keep its other parts (labels, an owner) and the version that was read."""
         found = self._found or {"metadata": {"namespace": self.namespace, "name": self.name}}
         return {**found, "apiVersion": API_VERSION, "kind": KIND, "spec": spec}
 

@@ -11,7 +11,7 @@ from kvpilot_operator.errors import BadName
 
 Object = dict[str, Any]
 
-# Names of all these kinds are DNS-1123 subdomains. The CRD has the same pattern (`pattern: *name`).
+# Names of all these kinds are DNS-1123 subdomains.
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _MAX_NAME = 253
 _KINDS = {
@@ -31,7 +31,7 @@ _KINDS = {
 
 
 class Ref(NamedTuple):
-    """Names one object; `namespace` is empty for a cluster-scoped kind."""
+    """A reference to one object; `namespace` is empty for a cluster-scoped kind."""
 
     api_version: str
     kind: str
@@ -46,7 +46,7 @@ class Ref(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The REST path; BadName for a name that no object can have."""
+        """REST path. Raise BadName for a name that no object can have."""
         return path_of(*self)
 
 

@@ -1,4 +1,4 @@
-"""Requests to the API server over the official client's connections and credentials: behind the fence, timed."""
+"""Requests to the API server, with the official client's connections and credentials. Writes pass the fence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvpilot_operator.errors import ClusterError, Conflict, NotFound, OverBudget
 from kvpilot_operator.numbers import whole
 
 # The kernel gives up unacknowledged data after this time. Otherwise it repeats a request for minutes, even after the
-# process was killed, and the request would arrive when another replica leads.
+# process was killed. The request could then arrive while another replica leads.
 UNACKNOWLEDGED_MILLISECONDS = 4000
 
 
@@ -61,7 +61,7 @@ SILENCE_SECONDS = 75.0
 # Ignore a requested pause of more than a day, and retry as after any other error.
 _MAX_WAIT_SECONDS = 86_400
 
-# Messages of lasting 500 answers that concern the object: an unknown field, a webhook without an answer.
+# Messages of HTTP 500 answers that do not pass soon: an unknown field, a webhook without an answer.
 _LASTING = ("failed to create typed patch object", "failed calling webhook")
 
 # A status cannot hold more anyway.
@@ -72,7 +72,7 @@ REMEDIES = {
     403: " (let the operator's role list and watch it)",
     404: " (install its CustomResourceDefinition: kubectl apply -f crds/)",
 }
-"""Remedies for answers that do not change by themselves."""
+"""Remedies for errors that do not pass by themselves."""
 
 # Called after every request: method (GET, LIST, WATCH, ...), kind, HTTP status (0: not reached), seconds.
 OnRequest = Callable[[str, str, int, float], None]
@@ -92,7 +92,7 @@ class Request:
 
 
 class Transport:
-    """Sends requests and calls `on_request` after each; every failure is a ClusterError."""
+    """A sender of requests that calls `on_request` after each. Every failure is a ClusterError."""
 
     def __init__(self, api: ApiClient, fence: WriteFence, on_request: OnRequest) -> None:
         self.api = api

@@ -30,10 +30,10 @@ _DENIALS = 6
 
 @dataclass(eq=False)
 class Reflector:
-    """Follows one collection (of one namespace, or of all if it is empty) into a Store; `filled` once it was listed.
+    """A Store's watch of one collection. `namespace` is empty for all namespaces; `filled` is set after the first list.
 
     The server may lack the kind of an `optional` watch. A kind that was served counts as missing only after several
-    denials, because a server that starts may not know its definitions yet.
+    denials, because a starting server may not know its definitions yet.
     """
 
     cluster: Cluster

@@ -1,1 +1,1 @@
-"""Runs the operator: watches fill a work queue, which reconciles services, and a loop scrapes the fleet."""
+"""Run the operator: watches fill a work queue, its workers reconcile services, and a loop scrapes the fleet."""

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 PATH = "/metrics"
 # Time to cache a granted right. A scrape every 15 s then costs two requests to the API server a minute.
 KEPT_SECONDS = 60.0
-# A client without access may have any number of tokens, so refusals are not cached.
+# Largest number of cached grants. Refusals are not cached, because a client may try any number of tokens.
 MAX_KEPT = 256
 
 
@@ -39,10 +39,10 @@ _NOBODY = Verdict(401, "send the token of a ServiceAccount or user: Authorizatio
 
 
 class MetricsAccess:
-    """Reviews tokens by TokenReview and SubjectAccessReview, as the metrics server of controller-runtime does."""
+    """A reviewer of tokens by TokenReview and SubjectAccessReview, like controller-runtime's metrics server."""
 
     def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
-        """Take a client without a fence, because a standby replica is asked, too."""
+        """Take a client without a fence, because standby replicas answer, too."""
         self._cluster = cluster
         self._clock = clock
         self._granted: dict[bytes, float] = {}
@@ -50,7 +50,7 @@ class MetricsAccess:
         self._reviews = Permits(TOKEN_REVIEW)
 
     async def verdict(self, authorization: str, peer: str) -> Verdict:
-        """Judge a request of this address by its Authorization header, empty if there is none."""
+        """Judge a request from the address `peer` by its Authorization header, which may be empty."""
         scheme, _, token = authorization.partition(" ")
         token = token.strip()
         if scheme.lower() != "bearer" or not token:
@@ -103,7 +103,7 @@ async def serve_http(
     ready: asyncio.Event,
     access: MetricsAccess | None = None,
 ) -> web.AppRunner:
-    """Serve until the returned runner is cleaned up; without a host on all addresses of IPv4 and IPv6.
+    """Serve until the returned runner is cleaned up. Without a `host`, listen on all addresses of IPv4 and IPv6.
 
     `ready` turns /readyz to 200. `access` judges readers of /metrics; without it everybody may read.
     """

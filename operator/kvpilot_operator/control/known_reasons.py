@@ -1,4 +1,4 @@
-"""The reasons that may be labels of metrics. Engines and webhooks may send others, and each would be a new series."""
+"""Reasons that may label metrics. Each other reason, from an engine or a webhook, would add a time series."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENGINE = (
     "ModelNotFound", "ModelUnsupported", "DtypeUnsupported", "DoesNotFit", "BadArguments", "VolumeFull",
     "VolumeNotWritable", "HubUnreachable",
 )  # fmt: skip
-# Reasons of a kubelet for a container that does not run.
+# A kubelet's reasons for a container that does not run.
 _KUBELET = (
     "ContainerCreating", "PodInitializing", "CrashLoopBackOff", "ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull",
     "ImageInspectError", "InvalidImageName", "RegistryUnavailable", "SignatureValidationFailed",
@@ -30,7 +30,7 @@ _API_SERVER = (
 
 
 def _errors(kind: type[Exception]) -> set[str]:
-    """Return the names of an error class and of all its subclasses. A failed probe has the class name as its reason."""
+    """Return the names of an error class and its subclasses, because a failed probe reports its class name."""
     return {kind.__name__}.union(*map(_errors, kind.__subclasses__()))
 
 

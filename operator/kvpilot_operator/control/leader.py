@@ -30,7 +30,7 @@ from kvpilot_operator.state.server import ServerFacts
 log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 1.0
-# Every write has its own timeout, which is much shorter.
+# Every write has its own, shorter timeout.
 DRAIN_SECONDS = 20.0
 
 
@@ -42,9 +42,8 @@ class Leader:
     fence: WriteFence
     telemetry: Telemetry
     options: Namespace
-    """The command line."""
     ready: asyncio.Event
-    """Set once all watched objects have been read, if not before."""
+    """Event for /readyz, set when all watched objects have been read, or earlier by the election."""
 
     async def start(self) -> Leader:
         """Begin to lead."""
@@ -81,7 +80,7 @@ class Leader:
         return drained
 
     async def close(self) -> None:
-        """Close the connections to engines; after `quiet`."""
+        """Close the connections to engines. Call `quiet` first."""
         await self._scraper.close()
 
 
@@ -89,7 +88,7 @@ class Leader:
 class Election:
     """An election by a Lease. The fence is open only while no other replica can lead.
 
-    `observed` is set once the Lease was looked for.
+    `observed` is set once the Lease has been read.
     """
 
     leases: Cluster
@@ -99,7 +98,7 @@ class Election:
     clock: Callable[[], float] = steady_time
 
     async def stand_by(self) -> None:
-        """Wait until this replica leads."""
+        """Wait until this replica holds the Lease."""
         told: str | None = None
         while not await self._attempt(self.candidate.timing.request):
             if self.observed.is_set() and self.candidate.holder != told:
@@ -194,7 +193,7 @@ class Replica:
         return self.leader
 
     async def ended(self) -> None:
-        """Wait until the work or the Lease has ended, and raise why."""
+        """Wait until the work or the hold of the Lease ends, and raise the reason."""
         assert self.leader is not None  # noqa: S101 - `lead` has returned
         holding = [asyncio.shield(self._hold)] if self._hold is not None else []
         await first_of(self.leader.ended(), *holding)

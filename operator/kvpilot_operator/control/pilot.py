@@ -31,7 +31,7 @@ PAGES_PER_SECOND = 450.0
 
 @dataclass(slots=True, eq=False)
 class ServiceRecord:
-    """The operator's memory of one service, as long as it is in the cache."""
+    """The operator's state of one service while it is in the cache."""
 
     key: ServiceKey
     uid: str
@@ -66,7 +66,7 @@ class Registry:
         return self._records.get(key)
 
     def follow(self, key: ServiceKey, uid: str | None) -> ServiceRecord | None:
-        """Return the record of the service that has this name now, and forget one that is gone."""
+        """Return the record of the service that now has this name. Close the record of an earlier one."""
         known = self._records.get(key)
         if known is not None and known.uid != uid:
             del self._records[key]
@@ -102,7 +102,7 @@ class Pilot:
         self.cache.on_change = self._changed
 
     async def run(self, ready: asyncio.Event) -> None:
-        """Work until cancelled; decide nothing before the cluster's state has been read once (`ready` is set)."""
+        """Work until cancelled. Decide nothing before all watched objects have been read, which sets `ready`."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.cache.run())
             await self.cache.filled()
@@ -150,7 +150,7 @@ class Pilot:
                 record.probe.ensure(snapshot.spec, decision.probe)
         record.series.show(snapshot, decision)
         _tell(snapshot, decision)
-        # Decide immediately on a new refusal, or on the end of one.
+        # Decide again at once if a refusal began or ended.
         anew = (record.actor.rejections or ()) != (snapshot.rejections or ())
         return 0.0 if anew else decision.again_seconds
 

@@ -1,4 +1,4 @@
-"""Run probes in parallel to the reconciles: one at a time for a service, under shared permits, yielding to users."""
+"""Run probes beside the reconciles: one at a time for a service, under shared permits, yielding to user requests."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ from kvpilot_operator.tracing import Span, Tracer, span, trace_headers
 
 log = logging.getLogger(__name__)
 
-# A failed probe that no decision counts (a baseline captured ahead of need) is tried again after this time, doubled
-# with each failure.
+# Pause after a failed probe that no decision counts (a baseline captured ahead of need), doubled with each failure.
 BACKOFF = Backoff(15.0, 900.0)
 
 Run = Callable[[ServiceKey, Spec, Request], Awaitable[Found]]
@@ -147,7 +146,7 @@ class Prober:
         self._checks = Permits(CHECK)
 
     async def probe(self, key: ServiceKey, spec: Spec, request: Request, *, uid: str) -> Found:
-        """Wait for a permit, and probe; `uid` is the service's: only a baseline that it owns counts."""
+        """Wait for a permit, and run the probe. Use only a baseline that the service with this `uid` owns."""
         about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name, **_about(spec, request)}
         with span(self._tracer, "probe", about) as told:
             found = await self._placed(key, uid, spec, request, told)
@@ -221,8 +220,7 @@ class Prober:
         return Captured(captured)
 
     def _settings(self, key: ServiceKey, spec: Spec, request: Request) -> Settings:
-        """Return settings that make a probe yield to users. A capture yields only for a time, because under pressure a
-        baseline is needed."""
+        """Return settings that make a probe yield to users. A capture yields for a time only, because it is needed."""
         priority = LOW_PRIORITY if schedules_by_priority(spec.engine) else None
         from_host = isinstance(request, Measure) and spec.offloads
         if isinstance(request, Find) or not request.serving:
@@ -235,7 +233,6 @@ class Prober:
 
 
 def _about(spec: Spec, request: Request) -> dict[str, str]:
-    """Return the attributes of a span that are known before the probe begins."""
     said = {"kvpilot.probe": type(request).__name__.lower()}
     if isinstance(request, Find):
         return said

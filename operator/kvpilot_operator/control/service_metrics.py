@@ -179,7 +179,7 @@ class ServiceMetrics(Collector):
         self.services: Callable[[], Iterable[tuple[ServiceKey, ServiceSeries]]] = tuple
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family, also without rows, so that its name and help are always there."""
+        """Yield every family, even without rows, so that its name and help are always there."""
         metrics = {
             family: (CounterMetricFamily if family.counts else GaugeMetricFamily)(
                 family.name, family.help, labels=("namespace", "name", *family.labels)

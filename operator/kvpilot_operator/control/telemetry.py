@@ -30,7 +30,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Telemetry:
-    """Counts the operator's work, and shows its view of each service; `tracer` makes its spans."""
+    """The metrics of the operator's work and of its view of each service. `tracer` makes its spans."""
 
     def __init__(self, tracer: Tracer = NO_TRACER) -> None:
         self.tracer = tracer
@@ -119,5 +119,5 @@ class Telemetry:
             self._api_seconds.labels(method).observe(seconds)
 
     def leads(self, yes: bool) -> None:
-        """Show whether this replica leads."""
+        """Set the metric `kvpilot_leader`."""
         self._leader.set(yes)

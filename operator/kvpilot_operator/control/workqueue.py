@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 # A reconcile mostly waits for the API server. With this many workers, a few slow services do not block the others.
 WORKERS = 32
 _BACKOFF = Backoff(0.5, 60.0)
-# A server that could not be reached is tried often, so that its return is noticed soon.
+# Retry a server that could not be reached often, so that its return is noticed soon.
 _LAST_UNREACHED_SECONDS = 5.0
 # One of this many reconciles is a low-priority one, even if many services have changed.
 _LOW_PRIORITY_EACH = 4
@@ -30,11 +30,11 @@ class Attempts:
     """The queue's memory of one service between two reconciles."""
 
     failures: int = 0
-    """Consecutive failures of the same request. If a later request fails, the count restarts at one."""
+    """Consecutive failures of the same request. If another request fails, the count restarts at one."""
     failed: str = ""
     """The request that failed, or the name of the operator's own error."""
     held: bool | None = None
-    """None if no retry timer runs. True if the API server itself has requested the pause."""
+    """None without a retry timer. True if the API server itself has requested the pause."""
     again: bool | None = None
     """None unless the service was added during its reconcile. True if it was added because of a change."""
     timer: asyncio.TimerHandle | None = None
@@ -49,9 +49,9 @@ class Attempts:
 class WorkQueue:
     """Two queues of services: changed ones (`add`), and those that are merely due (`add_low_priority`).
 
-    Changed services come first, but not always. The next service is the first one of the namespaces with the fewest
-    running reconciles. A change shortens a back-off, unless the API server itself has asked for the pause. `attempts`
-    returns the memory of a service, None if it is gone.
+    Changed services mostly come first. The next service is the first one of the namespaces with the fewest running
+    reconciles. A change shortens a back-off, unless the API server itself has asked for the pause. `attempts` returns
+    the state of a service, None if it is gone.
     """
 
     def __init__(

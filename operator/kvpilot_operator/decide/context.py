@@ -97,7 +97,7 @@ class Draft(Decision):
         return self.record(action, reason, message, from_dtype=canary.from_dtype, to_dtype=canary.dtype, **entry)
 
     def hold(self, reason: str, message: str, options: tuple[Option, ...] = ()) -> Self:
-        """Record why the next dtype or revision is on hold, unless the journal already has that hold."""
+        """Record a hold on the next dtype or revision, unless the journal already has it."""
         steps = (one for one in self.status.decisions if one.action not in _BESIDE)
         if any(one.reason == reason for one in takewhile(lambda one: one.action == Action.HOLD, steps)):
             return self
@@ -160,7 +160,7 @@ class Context(Draft):
 
     spec: Spec
     render: Callable[..., Revision]
-    """The present spec with a dtype, and with a whole cache on demand. Cached."""
+    """Function that renders the present spec with a dtype, or with a whole cache for the reference. Cached."""
     plan_traffic: Callable[[TrafficMode | None, bool, int], TrafficPlan]
     workload: Workload = _NOT_JUDGED
     policy: PolicyDecision = _NOT_WEIGHED
@@ -188,7 +188,7 @@ class Context(Draft):
         return scaling.target_replicas(self.spec, self.status.scaling)
 
     def denial(self, dtype: str) -> Denied | None:
-        """Return the denial of a dtype, if there is one. The GPU is unknown while no pod has a node."""
+        """Return the denial of a dtype, if there is one. Without a pod on a node, the GPU is unknown."""
         gpu = self.snapshot.node.gpu if any(pod.node for pod in self.snapshot.pods) else None
         return denial(dtype, self.spec, gpu, self.status.kv_cache.denied, self.now)
 
@@ -220,12 +220,12 @@ class Context(Draft):
 
     @property
     def reference(self) -> str:
-        """Return the name of that revision."""
+        """Return the name of the revision `sixteen_bits`."""
         return self.sixteen_bits.name
 
     @property
     def plan(self) -> TrafficPlan:
-        """Return how the canary, or the next one, gets live traffic."""
+        """Return the plan by which the canary, or the next one, gets live traffic."""
         canary = self.canary
         begun, replaces = (canary.traffic_mode, canary.replaces_one) if canary is not None else (None, False)
         return self.plan_traffic(begun, replaces, self.replicas)

@@ -18,7 +18,7 @@ D = TypeVar("D", bound=Draft)
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[D]):
-    """One step of a decision, a pure function. If `answer` raises, `otherwise`, which never fails, has the result."""
+    """One step of a decision, a pure function. If `answer` raises, `otherwise` decides; it never raises."""
 
     question: Question
     answer: Callable[[D], D]

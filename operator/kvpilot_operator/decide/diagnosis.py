@@ -1,4 +1,4 @@
-"""Faults of engines: why one does not start, and which have other calibration factors."""
+"""Faults of engines: causes that keep them from starting, and deviating calibration factors."""
 
 import json
 import re
@@ -14,8 +14,7 @@ from kvpilot_operator.state.status import clip
 MAX_RESTARTS = 3
 # Accept only the form of a condition's reason, because a container may write anything.
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-# Scheduler messages for a claim without a volume: immediate, or after a wait for provisioning. If some nodes lack room
-# and others a volume, more room may help.
+# Scheduler messages for a claim without a volume, except those that also report insufficient resources.
 _UNBOUND = re.compile(
     r'unbound immediate PersistentVolumeClaims|persistentvolumeclaim "[^"]*" not found|VolumeBinding'
     r"|^(?!.*Insufficient).*(?:didn't find available persistent volumes to bind|did not have enough free storage)"
@@ -31,7 +30,7 @@ _MISSING = {"secret": "Secret", "configmap": "ConfigMap"}
 
 
 def refusal(exit_message: str | None) -> Cause | None:
-    """Find the JSON line that kvpilot-serve leaves when it refuses to start."""
+    """Return the cause in the JSON line that kvpilot-serve leaves when it refuses to start."""
     for line in reversed((exit_message or "").splitlines()):
         if '"kvpilot"' not in line:
             continue
@@ -64,7 +63,7 @@ def engine_failure(pods: Sequence[PodView]) -> Cause | None:
 
 
 def made_anew(s: Snapshot, revision: str) -> list[PodView]:
-    """Return terminating leaders of groups: a failing group is deleted whole, and its last messages count."""
+    """Return terminating leaders of groups. A failing group is deleted whole, and its last messages count."""
     view = s.deployments.get(revision)
     groups = view is not None and view.nodes > 1
     return [pod for pod in s.pods if groups and pod.terminating and pod.revision == revision]
@@ -91,7 +90,6 @@ def pending_reason(pods: Sequence[PodView]) -> Cause | None:
 
 
 def _missing(message: str) -> Cause | None:
-    """Name the missing source of a container's variables, if the kubelet reports one."""
     found = _NOT_THERE.search(message)
     if found is None:
         return None

@@ -1,8 +1,13 @@
-"""Differences between two sides' figures, with one-sided confidence limits. A p95 has Woodruff's interval (1952, JASA
-47:635), and MOVER joins those of both sides on the log scale (Zou and Donner 2008, Statistics in Medicine 27:1693).
-Means and rates are ratios of sums (Cochran 1977, Sampling Techniques, 6.3), shares differ by Newcombe's method 10
-(1998, Statistics in Medicine 17:873). Consecutive requests resemble each other, so variances come from batch means over
-equal slices of time (Schmeiser 1982, Operations Research 30:556), with Student's t."""
+"""Differences between two sides' figures, with one-sided confidence limits.
+
+- p95: Woodruff's interval for each side (1952, JASA 47:635). MOVER joins both on the log scale (Zou and Donner 2008,
+  Statistics in Medicine 27:1693).
+- Means and rates: ratios of sums (Cochran 1977, Sampling Techniques, 6.3).
+- Shares: Newcombe's method 10 (1998, Statistics in Medicine 17:873).
+
+Consecutive requests resemble each other. So variances come from batch means over equal slices of time (Schmeiser 1982,
+Operations Research 30:556), with Student's t.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,7 +31,7 @@ class Estimate:
 
 
 def p95_change(ours: Sequence[Histogram], theirs: Sequence[Histogram]) -> Callable[[float], Estimate | None]:
-    """Return the log ratio of two p95s, by level; None if one lies above every bucket. Slices are correlated."""
+    """Return the log ratio of two p95s as a function of the level; None if one lies above every bucket."""
     bounds = common(sum(ours, Histogram()), sum(theirs, Histogram()))
     c, s = (_woodruff([_coarsen(h, bounds) for h in batches]) for batches in (ours, theirs))
     if c is None or s is None:
@@ -76,7 +81,7 @@ def share_change(ours: tuple[float, float], theirs: tuple[float, float], alpha: 
 
 
 def log_quantile(h: Histogram, q: float) -> float:
-    """Return the log of the value below which a share `q` lies (log-normal in a bucket); inf above the last one."""
+    """Return the log of the quantile `q`, or inf if it lies above the last bound. Buckets are log-normal inside."""
     rank = q * h.count
     for i, reached in enumerate(accumulate(h.counts)):
         if reached < rank or h.counts[i] <= 0:

@@ -11,7 +11,7 @@ from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
-# Cut refused values that are whole structures: they are long, and may contain values of variables.
+# Cut refused values that are whole structures: they are long, and may contain the values of variables.
 _STRUCTURE = re.compile(r"Invalid value: [\w.*&\[\]]*\{.*\}(?=: )", re.DOTALL)
 _FORBIDDEN = re.compile(r'User "[^"]*" cannot \S+ resource')
 
@@ -60,7 +60,7 @@ def refused(s: Snapshot) -> tuple[str, ...]:
 
 
 def of_workload(s: Snapshot, revision: str, rejections: Sequence[Rejection]) -> list[Rejection]:
-    """Return the rejections of the workload that runs a revision, of whatever kind it is."""
+    """Return the rejections of the workload that runs a revision."""
     name = deployment_name(s.key.name, revision)
     return [one for one in rejections if one.kind in KINDS and one.name == name]
 

@@ -66,7 +66,6 @@ def _adapters(c: Context, revision: str, told: tuple[str, ...]) -> tuple[str, ..
 
 
 def _figures(c: Context, sample: Sample | None) -> Figures:
-    """Return the measurements that only metrics show."""
     w, offload, each, pods = c.workload, c.spec.kv_cache.offload, c.snapshot.gpu_hour_micros, c.snapshot.deployments
     hits = {"gpu": w.gpu_hits, "host": None if w.host_hits is None else w.host_hits - (w.disk_hits or 0.0)}
     hits["disk"] = w.disk_hits if offload is not None and offload.disk is not None else None

@@ -40,7 +40,7 @@ def stay(c: Context) -> Context:
 
 
 def _away_from_harm(c: Context) -> Target | None:
-    """Return the next safer dtype if the serving one is denied for its answers; a canary of one continues."""
+    """Return a target with a safer dtype if the serving one is denied for its accuracy. A safer canary continues."""
     stable, canary = c.stable, c.canary
     if stable is None:
         return None

@@ -25,7 +25,7 @@ class TrafficStep:
 
 @dataclass(frozen=True, slots=True)
 class TrafficPlan:
-    """The way in which a canary gets live traffic; `held` says why it cannot get any yet."""
+    """The plan by which a canary gets live traffic. `held` has the reason why it cannot get any yet."""
 
     mode: TrafficMode
     steps: tuple[TrafficStep, ...] = ()
@@ -53,22 +53,25 @@ def floor(spec: Spec, replicas: int) -> int:
 
 
 def one_can_leave(spec: Spec, replicas: int) -> bool:
-    """Return True if minAvailable lets the operator remove one of so many replicas."""
+    """Return True if minAvailable lets the operator remove one of `replicas` replicas."""
     return replicas - 1 >= floor(spec, replicas)
 
 
 def total(spec: Spec, replaces_one: bool, replicas: int) -> int:
-    """Return the pods that a trial may ask for: one more than the service has, unless the canary took a place. If
-    minAvailable was raised meanwhile so that none may go, the trial needs one more pod to end."""
+    """Return the most pods that a trial may ask for: one more than the service has, unless the canary took a place. If
+    minAvailable was raised meanwhile so that no replica may leave, the trial needs one more pod to end."""
     return replicas if replaces_one and one_can_leave(spec, replicas) else replicas + 1
 
 
 def rolling_step(
     growing: Counts, goal: int, shrinking: Counts, *, total: int, floor: int, both_serve: bool, others: int = 0
 ) -> tuple[int, int]:
-    """Return the replicas of the growing and the shrinking revision, while they change places one by one. The growing
-    one gets a pod once all its pods answer, and only in a place seen to be free, so that nothing ever asks for more
-    than `total`. The shrinking one loses pods while `floor` pods answer, with `both_serve` those of either."""
+    """Return the replicas of the growing and the shrinking revision while they change places one by one.
+
+    The growing revision gets a pod once all its pods answer, and only in a place observed as free. So nothing ever asks
+    for more than `total` pods. The shrinking revision loses pods while `floor` pods answer, with `both_serve` pods of
+    either revision.
+    """
     want = min(goal, max(growing.replicas, growing.ready + 1))
     room = total - shrinking.replicas - others
     grown = min(want, max(room, growing.replicas, 0))

@@ -20,7 +20,7 @@ from kvpilot_operator.state.snapshot import ServiceKey
 Object = Mapping[str, Any]
 
 API_SECONDS = 30.0
-"""Time until a server that lacked an API is asked again, because definitions may be installed later."""
+"""Time until the server is asked about an API again, because definitions may be installed later."""
 READ_SECONDS = 30.0
 """Time until the Events of a StatefulSet are read again. They are read only while pods of it are missing."""
 FORGET_SECONDS = 600.0
@@ -53,7 +53,7 @@ class Served:
 
 
 def not_served(spec: Spec | None, groups: bool) -> tuple[Fault, ...]:
-    """Return the faults of a spec that this API server cannot fulfil; `groups`: it serves LeaderWorkerSets."""
+    """Return the faults of a spec that this API server cannot fulfil. `groups`: it serves LeaderWorkerSets."""
     if spec is None or spec.engine.nodes == 1 or groups:
         return ()
     text = (
@@ -66,7 +66,7 @@ def not_served(spec: Spec | None, groups: bool) -> tuple[Fault, ...]:
 
 @dataclass(eq=False)
 class GroupEvents:
-    """A reader of the reason why a pod of a group cannot be created. StatefulSets report it only in Events."""
+    """A reader of the reasons why pods of groups cannot be created. StatefulSets report them only in Events."""
 
     cluster: Cluster
     elapsed: Callable[[], float]
@@ -114,5 +114,5 @@ def refusal_of(events: Sequence[Object]) -> str | None:
 
 
 def _time(event: Object) -> str:
-    """Return RFC 3339 in UTC, which sorts as text; older and newer recorders use different fields."""
+    """Return the Event's time as RFC 3339 text in UTC, which sorts by time. Recorders use different fields for it."""
     return str(event.get("lastTimestamp") or event.get("eventTime") or "")

@@ -48,7 +48,7 @@ Objects = dict[tuple[str, str], ObjectView]
 
 
 class Observations:
-    """The memory of one observed service."""
+    """The observer's state of one service."""
 
     __slots__ = ("adapters", "key", "plan", "throttle", "uid", "windows")
 
@@ -258,7 +258,7 @@ async def _observed(question: Question, reading: Awaitable[T], otherwise: T, fai
     try:
         return await reading
     except Exception as error:
-        # A ClusterError of a subclass concerns this request. Otherwise the API server may be away or overloaded (429).
+        # Throttled or a plain ClusterError may concern the whole API server; other subclasses concern this request.
         asked = type(error) is ClusterError and (error.away or error.status == 429)
         if isinstance(error, Throttled) or asked:
             raise

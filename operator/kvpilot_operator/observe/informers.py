@@ -1,7 +1,7 @@
 """The informer cache: all services and their objects. A reconcile reads from here.
 
-kopf's watch brings the services, watches of our own their objects (docs/decisions/0012). The API server's answer to a
-write is stored immediately, so no reconcile sees a state older than earlier writes.
+kopf's watch brings the services, and our own watches bring their objects (docs/decisions/0012). The API server's answer
+to a write is stored immediately, so no reconcile sees a state older than earlier writes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvpilot_operator.state.status import Status, parse_status
 
 
 class ServiceFeed:
-    """Keeps a Store equal to the services of some namespaces; `filled` is set once each has been listed."""
+    """A feed that keeps a Store equal to the services of some namespaces. `filled` is set once all are listed."""
 
     def __init__(self, store: Store[Any, Any], namespaces: Sequence[str]) -> None:
         self._store = store
@@ -84,7 +84,7 @@ class Owned(Generic[V]):
 class InformerCache:
     """The informer cache. It calls `on_change` with a service whenever the service or its objects change.
 
-    `host_access` is as in `--allow-host-access`; with `mesh` engines in a mesh are reached by its mutual TLS.
+    `host_access` is as in `--allow-host-access`. With `mesh`, engines in a mesh are reached by the mesh's mutual TLS.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class NodeCache:
         self._read: dict[str, tuple[datetime, NodeFacts]] = {}
 
     async def facts(self, pods: Sequence[PodView]) -> NodeFacts:
-        """Return the accelerator of the first of the pods' nodes that has one; raises ClusterError."""
+        """Return the accelerator of the first of the pods' nodes that has one. Raise ClusterError if a read fails."""
         await asyncio.gather(*(self._read_again(name) for name in _nodes_of(pods)))
         return self.known(pods)
 
@@ -85,7 +85,6 @@ class NodeCache:
             self._forget(now)
 
     def _forget(self, now: datetime) -> None:
-        """Drop nodes that were not asked for in a long time."""
         for name in [name for name, (read, _) in self._read.items() if (now - read).total_seconds() > FORGET_SECONDS]:
             del self._read[name]
 
@@ -135,7 +134,7 @@ def _nvidia(labels: Mapping[str, str], allocatable: Mapping[str, str]) -> NodeFa
 
 
 def _product_of_gke(labels: Mapping[str, str]) -> str:
-    """Return GPU feature discovery's name of the GPU; empty where GKE says nothing."""
+    """Return GPU feature discovery's name of the GPU; empty without GKE's labels."""
     accelerator = labels.get("cloud.google.com/gke-accelerator", "")
     if not accelerator.startswith("nvidia-"):
         return ""
@@ -163,7 +162,6 @@ def _has(allocatable: Mapping[str, str], resource: str) -> bool:
 
 
 def _texts(value: object, *path: str) -> Mapping[str, str]:
-    """Return the texts by name at this path."""
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
     entries = value.items() if isinstance(value, Mapping) else ()

@@ -65,15 +65,14 @@ _OF_A_RANK = {**dict.fromkeys(_DONE, engine.DONE), _RUNNING: engine.RUNNING, _WA
 _PARTED = (_WAITING_BY_REASON, _COUNTED["finished"], _HTTP, _SOURCES)
 _COUNTERS = frozenset((*_COUNTED.values(), *_PARTED, _RUNNING, _WAITING, _START))
 _BUCKETS = {f"{name}_bucket": name for name in _HISTOGRAMS.values()}
-# A request that failed may lower these.
+# Failed requests may lower these sums.
 _SUMS = frozenset([*_SECONDS.values(), *(f"{name}_sum" for name in _HISTOGRAMS.values())])
 _INFO = (_CONFIG, _MODEL, _FACTORS, _RECENT, _RETENTION)
 WANTED = frozenset(name.encode() for name in (_USAGE, *_COUNTERS, *_SUMS, *_BUCKETS, *_INFO))
-"""The names of the series that are read."""
 
 # Each request needs a connection, and a process can open about a million files.
 MOST_REQUESTS = 1_000_000
-# No real counter gets this large, and a float still counts exactly enough below it.
+# No real counter gets this large, and floats below it are exact enough.
 MOST_COUNTED = 1e18
 MOST_TOKENS = 1e12
 # vLLM's histograms have about thirty buckets. Bounds stay in a cache, so a page must not add new ones at every scrape.
@@ -82,7 +81,7 @@ _LONGEST_BOUND = 32
 # status.kvCache.observedDtype has this maximum length.
 _LONGEST_DTYPE = 63
 _HASH = re.compile(r"[0-9a-f]{4,64}")
-# Unknown names become this one. Otherwise a page with a new name at every scrape would cause status writes and series.
+# Unknown names become this one. Otherwise a page with new names at each scrape would cause status writes and series.
 OTHER = "Other"
 POLICIES = ("All", "SinksAndWindow", "HeavyHitters")
 VLLM_DTYPES = (
@@ -90,16 +89,16 @@ VLLM_DTYPES = (
     "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "ultraquant_4bit", "int4_per_token_head",
     "int8_per_token_head", "fp8_per_token_head", "nvfp4", "nvfp4_4over6",
 )  # fmt: skip
-"""The dtypes of vLLM 0.32 that no service can ask for by our names."""
+"""vLLM 0.32's dtypes, in addition to `dtypes.names()`."""
 _DTYPES = (*dtypes.names(), *VLLM_DTYPES)
 
 
 class PageReader(SeriesReader[PodMetrics]):
-    """A reader of one page. A page without cache use, or with an impossible value, is a ScrapeError."""
+    """A reader of one page. It raises ScrapeError for a page without cache use, or with an impossible value."""
 
     def __init__(self) -> None:
         super().__init__(WANTED)
-        # Each engine (data-parallel rank) has a series: take the highest use, and add up everything else.
+        # Each engine (data-parallel rank) has its own series: take the highest use, and add up everything else.
         self._usage: float | None = None
         self._ranks = Ranks()
         self._sums: dict[str, float] = {}

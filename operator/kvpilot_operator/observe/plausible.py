@@ -5,7 +5,7 @@ pod with a lasting contradiction is reported as implausible. The rules, and why 
 
 - *Nothing runs, but blocks are held.* Blocks belong to running requests; cached ones count as free.
 - *More requests run than blocks are in use.* Each request owns its last block, even under prefix caching.
-- *Preemptions without a full cache.* To preempt is to run out of blocks, so the free ones must have been filled since.
+- *Preemptions without a full cache.* An engine preempts when no block is free, so tokens must have filled them all.
 - *Capacity more than twice off* the median of the other pods on such a GPU: one revision is one configuration.
 - *More than a machine can do*: tokens, preemptions or requests a second.
 
@@ -36,11 +36,11 @@ STALLED_SECONDS = 30.0
 # Least number of pods to compare: with fewer, it is unclear which pod is the wrong one.
 ENOUGH_TO_COMPARE = 3
 
-# Most pods with a deviating dtype or factors that a sample names, which is kept for the whole window.
+# Most pods with a deviating dtype or factors that a sample names. Samples are kept for the whole window.
 MOST_NAMED = 4
 
 _GAUGES = frozenset({"held", "crowded"})
-"""Contradictions of one page alone, which is left out immediately."""
+"""Contradictions within one page. Such a page is left out at once."""
 
 _HELD = 0.05
 _FAR_FROM_FULL = 0.25
@@ -56,13 +56,13 @@ class Streak:
     pages: int = 1
 
     def lasts(self, now: datetime, seconds: float = LASTING_SECONDS) -> bool:
-        """Return True once it has lasted long enough to count."""
+        """Return True once the contradiction has lasted long enough to count."""
         return self.pages >= LASTING_PAGES and (now - self.since).total_seconds() >= seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Memory of a pod: its last page, and contradictions in it."""
+    """State of a pod: its last page, and the contradictions in it."""
 
     time: datetime
     page: PodMetrics
@@ -90,9 +90,9 @@ def plausible_sample(
 ) -> Judged:
     """Judge the pages that one revision's pods gave at `time`; `gpus` names the known GPUs of pods.
 
-    Among three or more plausible pods, the highest count of waiting requests (or preemptions) is lowered to the second
-    highest: pressure on memory must show in two pods to be the revision's. Load may well be uneven, so the most running
-    requests count up to ten times the second most.
+    With three or more plausible pods, the highest count of waiting requests (or preemptions) is lowered to the second
+    highest. Pressure on memory must show in two pods to be the revision's. Load may be uneven, so the highest count of
+    running requests is only lowered to ten times the second highest plus 64.
     """
     flows = {pod: _flows(known.get(pod), page, time) for pod, page in pages.items()}
     now = {pod: _remember(known.get(pod), page, flows[pod], time) for pod, page in pages.items()}
@@ -164,12 +164,12 @@ def _contradictions(before: PodMetrics, page: PodMetrics, flows: Flows) -> list[
 
 
 def _room(page: PodMetrics) -> float:
-    """Return the largest number of requests that can run in the blocks in use, give or take one."""
+    """Return the largest number of requests that can run in the blocks in use, plus one for rounding."""
     return page.usage * page.blocks + 1 if page.blocks else page.running
 
 
 def _watch(known: Mapping[str, Streak], before: PodMetrics, page: PodMetrics, since: datetime) -> Mapping[str, Streak]:
-    """Return how long each engine of a pod has stood still, by its name; `before` is the pod's page of `since`."""
+    """Return a streak for each engine of a pod that stands still, by name. `before` is the pod's page at `since`."""
     old = {} if restarted(before, page) else {rank.name: rank for rank in before.engines}
     streaks = {}
     for rank in page.engines:
@@ -198,7 +198,6 @@ def _idle(rank: Rank, seconds: float) -> str:
 
 
 def _implausible(now: Known, flows: Flows, time: datetime) -> str | None:
-    """Return the reason why the pod is implausible, or None."""
     page = now.page
     for name, most in _MOST_A_SECOND.items():
         rate = getattr(flows, name) / flows.seconds if flows.seconds else 0.0
@@ -227,7 +226,6 @@ def _odd_capacity(pod: str, pages: Mapping[str, PodMetrics], gpus: Mapping[str, 
 
 
 def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> Sample:
-    """Return the plausible pods' sums."""
     if not pods:
         return Sample(_whole(time), 0, 0.0, 0.0, 0.0, 0, "")
     pages = [page for _, page, _ in pods]

@@ -57,7 +57,7 @@ class Rank:
 
 
 class Ranks:
-    """Gathers the figures of each engine of a page: data-parallel ranks (label `engine`) or processes (`pid`)."""
+    """A collector of each engine's figures on a page: data-parallel ranks (label `engine`) or processes (`pid`)."""
 
     def __init__(self) -> None:
         self._found: dict[_Key, dict[str, float]] = {}
@@ -108,13 +108,13 @@ class PodMetrics:
     """Number of KV blocks; 0 if the page does not report it."""
     dtype: str
     process_start: float | None = None
-    """Unix time at which the API server's process started; vLLM with several API servers does not say it."""
+    """Unix time at which the API server's process started. vLLM with several API servers does not report it."""
     totals: Totals = Totals()
     model: ModelFacts | None = None
     factors: str = ""
-    """Hash of the static factors that keys and values are quantized with; empty if the page does not say it."""
+    """Hash of the static factors that keys and values are quantized with; empty if the page does not report it."""
     recent_tokens: int | None = None
-    """Number of last tokens of each sequence that are read at 8 bits; None if the page does not say it."""
+    """Number of last tokens of each sequence that are read at 8 bits; None if the page does not report it."""
     retention: str = ""
     """The policy by which pages of a sequence are freed; empty if the page names none."""
     ranks: tuple[Rank, ...] = ()
@@ -152,7 +152,7 @@ def increments(before: PodMetrics, after: PodMetrics, elapsed: float, now: float
     def step(was: float, now_is: float) -> float:
         return now_is if fresh or now_is < was else now_is - was
 
-    # A request that fails before its first token lowers vLLM's request-seconds, so these show no reset.
+    # A request that fails before its first token lowers vLLM's request-seconds, so a fall of them is no reset.
     reset = fresh or new.finished < old.finished
     errors = step(old.errors, new.errors)
     # An engine's error is also an HTTP 500, unless the answer had begun. So neither count alone includes all errors.

@@ -1,4 +1,4 @@
-"""The prompts that accuracy is measured on: the packs that a service names, its own ones read from ConfigMaps."""
+"""Probe packs of a service: built-in packs, and its own packs from ConfigMaps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PlanRead(NamedTuple):
 
 
 class PackTexts:
-    """Reads ConfigMaps, a few at a time for the whole fleet."""
+    """A reader of ConfigMaps, a few at a time for the whole fleet."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

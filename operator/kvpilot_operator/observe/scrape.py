@@ -1,4 +1,4 @@
-"""Fetches the engines' pages of metrics, within limits on time, size, memory and concurrency."""
+"""Fetch the engines' metrics pages, within limits on time, size, memory and concurrency."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ T = TypeVar("T")
 
 
 class Scraper:
-    """Fetches pages; the caller that opens one closes it. `identity` is for engines that are reached by TLS.
+    """A client for engines' pages, which its owner closes. `identity` is for engines that are reached by TLS.
 
-    No proxy from the environment, no cookies, and plain bytes only: a few KiB of a compressed page may be gigabytes.
+    It uses no proxy from the environment, no cookies and no compression: a few compressed KiB may unpack to gigabytes.
     """
 
     def __init__(self, identity: Identity | None = None) -> None:
@@ -59,7 +59,7 @@ class Scraper:
         await self._http.close()
 
     async def scrape(self, service: ServiceKey, url: str, spend: Callable[[int], None]) -> PodMetrics:
-        """Fetch and read the page of one engine; `spend` gets its work (`SeriesReader.work`), after a failure, too."""
+        """Fetch and read the page of one engine. `spend` gets its work (`SeriesReader.work`), even after a failure."""
         page = PageReader()
         try:
             return await self.read(service, url, page)
@@ -75,7 +75,7 @@ class Scraper:
             return tuple(shown(one.id) for one in read_models(address, body) if one.parent is not None)
 
     async def read(self, service: ServiceKey, url: str, page: SeriesReader[T]) -> T:
-        """Fetch a page of metrics and have it read; every failure is a ScrapeError that names the address."""
+        """Fetch a page of metrics and feed it to `page`. Every failure is a ScrapeError that names the address."""
         clock = asyncio.get_running_loop().time
         async with self._answer(service, f"{url}/metrics") as (answer, limit):
             if (answer.content_length or 0) > budget.METRICS.read_bytes:
@@ -89,8 +89,7 @@ class Scraper:
             return page.close()
 
     async def waiting(self, service: ServiceKey, url: str) -> float:
-        """Return the requests that wait for room in one pod; 0 if the answer does not give it, 1 if the engine is too
-        busy."""
+        """Return the requests that wait for room in one pod: 0 without a usable page, 1 if the engine is too busy."""
         try:
             # No work is charged: the number of requests in a probe already bounds this.
             return (await self.scrape(service, url, lambda _: None)).waiting
@@ -107,8 +106,7 @@ class Scraper:
     async def _answer(
         self, service: ServiceKey, address: str
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
-        """Yield an engine's plain answer and its time limit. Turn every failure, the reader's too, into a
-        ScrapeError."""
+        """Yield an engine's plain answer and its time limit. Turn every failure, also a reader's, into ScrapeError."""
         try:
             async with (
                 self._permits.of(service.namespace),
@@ -149,7 +147,7 @@ def _socket(address: aiohttp.connector.AddrInfoType) -> socket.socket:
     return made
 
 
-# The first failure may be chance and makes no pause.
+# The first failure causes no pause, because it may be chance.
 BACKOFF = Backoff(2.0, 30.0)
 
 
@@ -184,10 +182,9 @@ class ScrapeThrottle:
         return due
 
     def spend(self, work: int, now: float) -> None:
-        """Count the work of a page, whether it was good or not.
+        """Count the work of a page, even of a bad one.
 
-        The next scrape of the service waits until the budget of all its pods covers their work, so that no pod with a
-        large page looks silent.
+        The service's next scrape waits until its pods' budget covers it, so no pod with a large page looks silent.
         """
         self._paid_at = max(self._paid_at, now) + work / (budget.METRICS_WORK_PER_SECOND * max(1, self._asked))
 
@@ -196,7 +193,7 @@ class ScrapeThrottle:
         self._failed.pop(pod, None)
 
     def failed(self, pod: str, now: float, why: str) -> None:
-        """Count a pod that gave no page, or one that was refused."""
+        """Count a pod's failed scrape. From the second one in a row on, scrape the pod less often."""
         known = self._failed.get(pod)
         times = known.times + 1 if known is not None else 1
         pause = BACKOFF.pause(times - 2) if times > 1 else 0.0

@@ -1,7 +1,7 @@
 """The lines of a page in Prometheus' text format: from chunks of bytes to the wanted series, one by one.
 
-The time is linear in the bytes of any page, because the expressions cannot go back (possessive quantifiers).
-docs/decisions/0013 compares it with prometheus_client's parser.
+Parsing is linear in the bytes of any page, because possessive quantifiers prevent backtracking. docs/decisions/0013
+compares it with prometheus_client's parser.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PAIR = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*+)[ \t]*+=[ \t]*+"([^"\\]*+(?:\\.[^"
 
 
 class SeriesReader(ABC, Generic[T]):
-    """Takes a page in chunks, and calls `add` for each series with a `wanted` name."""
+    """A reader that takes a page in chunks, and calls `add` for each series with a `wanted` name."""
 
     def __init__(self, wanted: Set[bytes]) -> None:
         self._wanted = wanted

@@ -18,7 +18,7 @@ from kvpilot_operator.state.snapshot import ServiceKey
 
 Object = Mapping[str, Any]
 
-# A full queue such as Kueue holds pods with a scheduling gate. Treat this like a lack of room on nodes.
+# A queue such as Kueue holds pods back with a scheduling gate. Treat this like a lack of room on nodes.
 _NO_NODE = ("Unschedulable", "SchedulingGated")
 _SOURCES = (
     ("Secret", "secret", "secretName"),
@@ -30,7 +30,7 @@ _POD_NAME = re.compile(r'^(?:pods|Pod) "[^"]*" is (?:forbidden|invalid): ')
 
 
 def pod_view(pod: Object, mesh: bool = False, container_name: str = names.ENGINE_CONTAINER) -> PodView:
-    """Return the view of one pod by its main container; `mesh`: the operator has an identity for a mesh."""
+    """Return the view of one pod by its main container. `mesh` is True if the operator has an identity for a mesh."""
     labels, status = pod["metadata"].get("labels") or {}, pod.get("status") or {}
     conditions = {c.get("type"): c for c in status.get("conditions") or ()}
     container = _named(status.get("containerStatuses") or (), container_name)
@@ -62,12 +62,11 @@ def pod_view(pod: Object, mesh: bool = False, container_name: str = names.ENGINE
 
 
 def _words(said: Object, field: str = "message") -> str | None:
-    """Return the words of a kubelet, a scheduler or a controller; None if there are none."""
     return None if said.get(field) is None else lines(str(said[field]))
 
 
 def _no_volume(scheduled: Object) -> str | None:
-    """Return the scheduler's message about a volume that was not made in time. It reports that as its own error."""
+    """Return the scheduler's message about a volume that was not made in time, which it reports as a SchedulerError."""
     message = _words(scheduled) or ""
     return message if scheduled.get("reason") == "SchedulerError" and "VolumeBinding" in message else None
 
@@ -142,7 +141,6 @@ def deployment_view(deployment: Object, kind: str = "Deployment") -> DeploymentV
 
 
 def _replica_failure(status: Object) -> str | None:
-    """Return the message of the condition ReplicaFailure."""
     for condition in status.get("conditions") or ():
         if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
             return without_pod_name(str(condition.get("message") or condition.get("reason") or "FailedCreate"))
@@ -174,7 +172,7 @@ def named_view(kind: str, obj: Object, uid: str) -> ObjectView:
 
 
 def together(service: str | None, pool: ObjectView | None) -> str | None:
-    """Return the revision behind a Service (`traffic_of`) and a pool: every revision if they differ."""
+    """Return the revision that a Service (`traffic_of`) and a pool select, or "" (every revision) if they differ."""
     if service is None or pool is None or not pool.owned or pool.selects == service:
         return service
     return ""

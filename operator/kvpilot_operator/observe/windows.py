@@ -16,7 +16,7 @@ from kvpilot_operator.state.snapshot import ModelFacts, ServiceKey
 
 log = logging.getLogger(__name__)
 
-# Samples in the pressure window: enough to tell whether nine in ten of them are above the threshold.
+# Samples in the pressure window: enough to see if nine in ten are above the threshold.
 _PRESSURE_BUCKETS = 24
 # Samples in a canary's step. The comparison cuts a step into up to 10 slices of time, and each needs samples.
 _STEP_BUCKETS = 20
@@ -29,7 +29,7 @@ _FAR_BUCKETS = 24
 
 @dataclass(frozen=True, slots=True)
 class SampleRetention:
-    """The samples that a service's decisions need, in seconds: `bucket` apart over `near`, wider apart over `far`."""
+    """Retention of a service's samples, in seconds: `bucket` apart over `near`, wider apart over `far`."""
 
     near: float = 600.0
     far: float = 3600.0
@@ -37,7 +37,7 @@ class SampleRetention:
     pressure: float = 300.0
     """Without a trial, histograms cover only these last seconds, and latency histograms exist only for objectives."""
     trial: bool = True
-    """A canary is compared with the stable side."""
+    """True while a canary is compared with the stable side."""
     latencies: bool = False
     """Keep latency histograms without a trial, too, for objectives."""
 
@@ -48,8 +48,7 @@ class SampleRetention:
 
 
 def retention_of(spec: Spec, *, trial: bool) -> SampleRetention:
-    """Return how long the decisions of a spec need samples: `near` for the workload, `far` for the longest canary
-    step."""
+    """Return the retention that a spec's decisions need: `near` for the workload, `far` for the longest canary step."""
     canary, sustained = spec.canary, spec.kv_cache.pressure.sustained_seconds
     holds = [step.hold_seconds for step in canary.steps if step.hold_seconds]
     near = max(sustained, spec.scaling.scale_down_stabilization_seconds)
@@ -154,7 +153,7 @@ class Windows:
         self._retention = SampleRetention()
 
     def keep(self, retention: SampleRetention) -> None:
-        """Set how long samples are kept from now on."""
+        """Set the retention of samples."""
         self._retention = retention
 
     def add(
@@ -189,7 +188,7 @@ class Windows:
         return {name: tuple(bucket.sample for bucket in (*one.far, *one.near)) for name, one in self._series.items()}
 
     def model(self) -> ModelFacts | None:
-        """Return the architecture of most of the service's pods; None if no pod has said it."""
+        """Return the architecture of most of the service's pods; None if no pod has reported it."""
         every = self._series.values()
         said = Counter(pod.page.model for one in every for pod in one.known.values() if pod.page.model is not None)
         return said.most_common(1)[0][0] if said else None

@@ -1,6 +1,4 @@
-"""Questions to engines by vLLM's OpenAI-compatible API. Every size is bounded, and a connection failure is tried once
-more.
-"""
+"""Requests to engines over vLLM's OpenAI-compatible API. Every size is bounded. A failed connection is retried once."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ def untold() -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineClient:
-    """An engine's address (`http://host:port`) and the model's served name; `session.Settings` tells the rest."""
+    """An engine's address (`http://host:port`) and the model's served name. `session.Settings` explains the rest."""
 
     base_url: str
     model: str

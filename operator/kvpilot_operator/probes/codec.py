@@ -107,7 +107,7 @@ def with_control(baseline: Baseline, noise: stats.Measurement, captured: datetim
 
 
 def identity(model: str, revision: str, dtype: str, prompts: Sequence[ProbePrompt], tokens: int, top_k: int) -> str:
-    """Return 10 hex digits of all that answers depend on, except the engine's image: a baseline judges upgrades."""
+    """Return 10 hex digits that stand for all that answers depend on, except the image: a baseline judges upgrades."""
     content = [
         [p.pack, p.name, [[m.role, m.content] for m in p.messages], *([p.tools] if p.tools else [])] for p in prompts
     ]
@@ -132,7 +132,7 @@ def encode(baseline: Baseline) -> bytes:
 
 
 def decode(data: bytes) -> Baseline:
-    """Return the baseline that `encode` made `data` of; raises `MalformedBaseline` for anything else."""
+    """Return the baseline from which `encode` made `data`; raises `MalformedBaseline` for anything else."""
     try:
         unpack = zlib.decompressobj()
         raw = unpack.decompress(data, _MAX_RAW)

@@ -1,7 +1,6 @@
 """Probe packs: the prompts that accuracy is measured on, built in or from a user's ConfigMap.
 
-A pack is YAML (docs/accuracy.md has an example) without tags, anchors or aliases, which could make a small text large
-or run a constructor.
+A pack is YAML (example: docs/accuracy.md). Tags, anchors and aliases are refused: they could expand or run code.
 """
 
 from __future__ import annotations
@@ -186,7 +185,7 @@ class _Loader(yaml.CSafeLoader):
 
 
 def _plain(text: str) -> object:
-    """Return the value of a YAML document that uses no more of YAML than JSON has."""
+    """Return the value of a YAML document without features that JSON lacks."""
     depth = 0
     # The parser's events come before any value is made, so the cost of a text is proportional to its length.
     for event in yaml.parse(text, Loader=yaml.CSafeLoader):

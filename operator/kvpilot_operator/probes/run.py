@@ -174,7 +174,7 @@ async def _follow(
 
 
 async def _ask_half(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> int:
-    """Leave the first half of the prompt in the engine's prefix cache; return the number of requests that it took."""
+    """Leave the first half of the prompt in the engine's prefix cache. Return the number of requests."""
     half = prompt.tokens[: len(prompt.tokens) // 2]
     if len(half) < MIN_HALF_TOKENS:
         return 0

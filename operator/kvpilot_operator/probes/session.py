@@ -17,9 +17,9 @@ LOOK_AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """Precedence of users, for at most `seconds` in total. `waiting` returns the number of their queued requests.
+    """Rule by which a probe waits for users, for at most `seconds` in total. `waiting` returns their queued requests.
 
-    After that time, a run continues with `insist`, and ends with `EngineBusy` without it.
+    After `seconds`, a run with `insist` continues, and a run without it ends with `EngineBusy`.
     """
 
     waiting: Callable[[], Awaitable[float]]
@@ -28,7 +28,7 @@ class GiveWay:
 
 
 class Throttle:
-    """The queue of users that one run yields to, and the tokens that it has `spent`."""
+    """The waits of one run for users' requests, and the tokens that the run has `spent`."""
 
     def __init__(self, url: str, give_way: GiveWay | None) -> None:
         self._url = url
@@ -63,8 +63,7 @@ MAX_TOKENS = 128
 TOP_K = 20
 # A 4-bit cache diverges from bf16 about every tenth token. Twelve leave a margin and bound the cost of garbage.
 MAX_RESUMES = 12
-# The slowest useful pace: about a third of the pace of a small model on two CPU cores with other work
-# (docs/accuracy-watch.md).
+# The slowest useful pace: a third of a small model's on two CPU cores with other work (docs/accuracy-watch.md).
 START_SECONDS = 60.0
 PREFILL_TOKENS_PER_SECOND = 100
 DECODE_TOKENS_PER_SECOND = 2
@@ -72,10 +71,10 @@ DECODE_TOKENS_PER_SECOND = 2
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Depth and courtesy of a probe: `concurrency` requests in flight, `deadline_seconds` for the whole run.
+    """Settings of a probe: `concurrency` requests in flight, `deadline_seconds` for the whole run.
 
-    `priority` is for an engine that schedules by it: a larger one is served later. `api_key` is for an engine behind a
-    gateway, `tls` for one in a mesh. `progress` is called at each answer. With `from_host`, an engine that
+    `priority` is for an engine that schedules by priority, and serves a larger number later. `api_key` is for an engine
+    behind a gateway, `tls` for one in a mesh. `progress` is called at each answer. With `from_host`, an engine that
     offloads answers from pages in host memory.
     """
 

@@ -1,13 +1,13 @@
 """Compute the damage of a measurement from pairs of answers. Pure functions; logprobs are natural logs (nats).
 
 Damage at a position is the Kullback-Leibler divergence of the candidate from the baseline over a partition of the
-vocabulary: each of the baseline's top-K tokens is a cell, all other tokens together are one more,
+vocabulary. Each of the baseline's top-K tokens is a cell, and all other tokens together are one more:
 
     KL = sum_i p_i ln(p_i / q_i) + p_rest ln(p_rest / q_rest),    p_rest = 1 - sum_i p_i,  q_rest = 1 - sum_i q_i.
 
-Coarsening a distribution can only lower its KL, so the figure is a lower bound of the full one. A baseline token that
-the candidate does not report gets the candidate's smallest reported probability, which is its upper limit. So garbage
-that shares no token with the baseline is still detected.
+Coarsening a distribution can only lower its KL, so the figure is a lower bound of the full one. If the candidate does
+not report a baseline token, the token gets the candidate's smallest reported probability, the largest that it can have.
+So garbage that shares no token with the baseline is still detected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_KL = -MIN_LOGPROB
 MIN_REST = 1e-6
 # Probabilities with a larger sum are not a distribution. Logprobs rounded to 16 bits stay below this.
 MAX_MASS = 1.01
-# Absolute positions in the context, doubling, so that buckets of different services and days can be compared.
+# Absolute positions in the context, so that buckets of different services and days can be compared.
 BUCKET_EDGES = (0, 128, 256, 512, 1024, 2048, 4096, 16384)
 MICRO = 1_000_000
 MAX_TEXT = 400
@@ -117,7 +117,7 @@ class Measurement:
 
 
 def impossible(top: Mapping[int, float], chosen: int) -> str | None:
-    """Name an impossible value among a position's logprobs; None if nothing is wrong. Only masked tokens have -inf."""
+    """Name an impossible value among a position's logprobs, or return None. -inf is possible for masked tokens only."""
     above = next((lp for lp in top.values() if not lp <= math.log(MAX_MASS)), None)
     if above is not None:
         return f"a logprob of {above:g}, which cannot be above 0"
@@ -155,13 +155,13 @@ def compare(prompt: int, position: int, baseline: Logprobs, candidate: Logprobs)
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """Return the nearest-rank percentile: the smallest value that at least `share` (0 to 1) of the values reach."""
+    """Return the nearest-rank percentile: the smallest value that a `share` (0 to 1) of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0
 
 
 def buckets(compared: Iterable[Compared]) -> tuple[DamageBucket, ...]:
-    """Return the non-empty buckets by absolute position, at most `len(BUCKET_EDGES)`; the last ends after its data."""
+    """Return the non-empty buckets by absolute position. The last bucket ends after its last position."""
     found: dict[int, list[Compared]] = {}
     for c in compared:
         index = max(i for i, edge in enumerate(BUCKET_EDGES) if c.position >= edge)

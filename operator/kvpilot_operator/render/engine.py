@@ -17,7 +17,7 @@ from kvpilot_operator.api.pods import Adapter
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.render import workloads
 
-# The user of docker/runtime.Dockerfile; its group owns what is written to claims.
+# The user of docker/runtime.Dockerfile. Its group owns the files on claims.
 ENGINE_USER = 65532
 _WEIGHTS_PATH = "/models"
 _ADAPTERS_PATH = "/adapters"
@@ -107,8 +107,8 @@ def _resources(spec: Spec) -> dict[str, dict[str, str]]:
 
 
 def _grown(quantity: str, gib: int) -> str:
-    """Add `gib` to a quantity of memory; the sum has the largest unit of GiB, MiB and bytes without a fraction."""
-    # Imported here: it loads the whole client, which takes 0.15 s and which `kvpilot plan` does not need.
+    """Add `gib` to a quantity of memory. Return the sum in the largest of GiB, MiB and bytes without a fraction."""
+    # Import here: the module loads the whole client, which takes 0.15 s and which `kvpilot plan` does not need.
     from kubernetes.utils.quantity import parse_quantity
 
     size = math.ceil(parse_quantity(quantity)) + gib * 2**30
@@ -117,7 +117,6 @@ def _grown(quantity: str, gib: int) -> str:
 
 
 def _health(period: int, timeout: int, failures: int) -> dict[str, Any]:
-    """Return a probe every `period` seconds that times out after `timeout` and fails after `failures` in a row."""
     asked = {"path": "/health", "port": "http"}
     return {"httpGet": asked, "periodSeconds": period, "timeoutSeconds": timeout, "failureThreshold": failures}
 
@@ -222,7 +221,6 @@ def _adapters(spec: Spec) -> list[str]:
 
 
 def _adapter_location(adapter: Adapter) -> str:
-    """Return an adapter as the engine takes it: a hub id or a path inside the pod."""
     scheme, _, rest = adapter.source.partition("://")
     return f"{_ADAPTERS_PATH}/{rest}" if scheme == "pvc" else rest
 
@@ -290,7 +288,6 @@ def _volumes(service: str, spec: Spec) -> tuple[list[dict[str, Any]], list[dict[
 
 
 def _disk(disk: OffloadDisk) -> dict[str, Any]:
-    """Return the source of the volume for offloaded blocks."""
     if disk.claim_name is not None:
         return {"persistentVolumeClaim": {"claimName": disk.claim_name}}
     # Add 10%, because a file system uses part of the volume itself.

@@ -1,4 +1,4 @@
-"""The Job that fills the weights' claim before engines are started: an engine's pod without an engine."""
+"""The Job that fills the weights' claim before engines start. Its pod is like an engine's, with another command."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def weighted(rules: Sequence[Rule], ours: Backend, share: int) -> tuple[Rule, ..
 def own_rules(s: Snapshot) -> tuple[Rule, ...] | None:
     """Return the rules of our own route without a share: to the pool if it exists, else to the Service.
 
-    None if neither is ours, or if pools could not be read.
+    Return None if neither is ours, or if pools could not be read.
     """
     if s.spec is None or s.unread(Question.POOLS) is not None:
         return None
@@ -76,7 +76,7 @@ def own_rules(s: Snapshot) -> tuple[Rule, ...] | None:
 
 
 def not_accepted(route: RouteView) -> str | None:
-    """Return why no Gateway accepts the route; None if one does, or has not answered yet."""
+    """Return the reason why no Gateway accepts the route; None if one does, or has not answered yet."""
     refused = [one for one in route.parents if one.accepted is False]
     if not refused or len(refused) < len(route.parents):
         return None
@@ -162,7 +162,7 @@ def _without(rule: Rule, ours: Backend) -> Rule:
     if not lent:
         return rule
     merged = [_merged(ref, lent, ours) for ref in refs if ref not in lent]
-    # Another writer set a weight that is not a multiple of 100: keep all weights as written.
+    # If a weight is not a multiple of 100, another writer set it: keep all weights as written.
     scaled = all(_weight(ref) % 100 == 0 for ref in merged)
     kept = [_unscaled(ref) for ref in merged] if scaled else [ref for ref in refs if ref not in lent]
     return {**rule, "backendRefs": kept}

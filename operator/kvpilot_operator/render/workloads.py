@@ -53,7 +53,7 @@ KINDS = {kind.name: kind for kind in (DEPLOYMENT, LEADER_WORKER_SET)}
 
 
 def kind_for(nodes: int) -> Kind:
-    """Return the kind for replicas of so many nodes each."""
+    """Return the kind of workload for replicas of `nodes` nodes each."""
     return DEPLOYMENT if nodes == 1 else LEADER_WORKER_SET
 
 

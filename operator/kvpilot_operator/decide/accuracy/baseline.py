@@ -1,4 +1,4 @@
-"""The baseline: stored 16-bit answers, else those of a 16-bit replica of the present spec, whatever its image."""
+"""The baseline: 16-bit answers, stored or captured from a 16-bit replica of the present spec."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def misreported(c: Context) -> Cause | None:
 
 
 def reference_fault(c: Context) -> Cause | None:
-    """Explain why the 16-bit engine cannot be a reference for the present probe sets; None if unknown."""
+    """Return the cause that makes the 16-bit engine unfit as a reference for the present probe sets, if known."""
     named, result = c.status.accuracy.baseline, c.snapshot.probe_result
     if known(c) is not None:
         return None
@@ -54,7 +54,7 @@ def on_trial(c: Context) -> bool:
 
 
 def wanted(c: Context) -> Find | Capture | None:
-    """Return the request for a missing baseline, or None. Mode Auto captures early, others before a canary."""
+    """Return the request for a missing baseline, or None. Mode Auto captures ahead of need, others for a trial."""
     s, canary, stable = c.snapshot, c.canary, c.stable
     pods = s.answering_pods(c.reference) if as_asked(s, c.reference, c.spec.kv_cache.baseline) else ()
     config_map = baseline_name(s.key.name, s.probes.identity)
@@ -81,7 +81,7 @@ def measure(c: Context, kept: Baseline, pod: PodView, dtype: str, identity: str,
 
 
 def borrowed(c: Context) -> str | None:
-    """Return the 16-bit revision to borrow for capturing a baseline, if none is stored and none serves."""
+    """Return the 16-bit revision to start for capturing a baseline, if none is stored and no 16-bit revision serves."""
     s, result = c.snapshot, c.snapshot.probe_result
     if s.probes.fault is not None or not on_trial(c) or known(c) is not None or c.reference in c.sides:
         return None
@@ -92,7 +92,7 @@ def borrowed(c: Context) -> str | None:
 
 
 def adopt(c: Context, found: Captured) -> Context:
-    """Name the baseline in the status. A new baseline is stored before the status is written."""
+    """Name the baseline in the status. `perform` stores a new baseline before it writes the status."""
     probes, control = c.snapshot.probes, found.baseline.control
     if control is None or found.baseline.identity != probes.identity or known(c) is not None:
         return c
@@ -124,6 +124,6 @@ def described(kept: codec.Baseline, config_map: str) -> Baseline:
 
 
 def _sought(c: Context) -> str:
-    """Name the baseline and the limits of its control. Changed limits make a new search necessary."""
+    """Return a name of the baseline and its control's limits. Changed limits start a new search."""
     limits = c.spec.accuracy
     return f"{c.snapshot.probes.identity}/{limits.max_excess_kl_millinats}/{limits.min_top1_agreement_percent}"

@@ -1,6 +1,6 @@
-"""Drift of the serving dtype: one replica is probed each period after its promotion. `failureLimit` failures in a row
-are drift; a run without a verdict only counts as an error. `status.accuracy` is the whole state, written once a run. No
-probe runs beside a canary, or while the baseline or another revision than the spec's serves."""
+"""Drift of the serving dtype. One replica is probed in each period after the promotion. `failureLimit` failures in a
+row are drift. A run without a verdict counts only as an error. `status.accuracy` is the whole state, written once a
+run. No probe runs during a trial, while the baseline dtype serves, or while another revision than the spec's serves."""
 
 import hashlib
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from kvpilot_operator.state.snapshot import Snapshot
 
 
 def begin(c: Context) -> Context:
-    """Reset the counts when another revision serves, and drop them if no watch is requested."""
+    """Reset the counts when another revision serves. Clear them while the baseline dtype serves."""
     accuracy, checked, stable = c.status.accuracy, c.status.accuracy.checked_time, c.stable
     if stable is None:
         return c
@@ -90,7 +90,7 @@ def due(s: Snapshot, spec: Spec, accuracy: Accuracy) -> bool:
 
 
 def next_pod(pods: Sequence[PodView], accuracy: Accuracy, revision: str) -> PodView:
-    """Return the next replica by name. A failed one comes first: another's pass would hide the failure."""
+    """Return the next replica by name. A failed replica comes again: another's pass would hide the failure."""
     ordered, last = sorted(pods, key=lambda pod: pod.name), accuracy.last
     before = (last.pod or "") if last is not None and last.revision == revision else ""
     again = [pod for pod in ordered if pod.name == before and accuracy.failures and not accuracy.errors]
@@ -99,7 +99,7 @@ def next_pod(pods: Sequence[PodView], accuracy: Accuracy, revision: str) -> PodV
 
 
 def _act_on_drift(c: Context, dtype: str, text: str, *, new: bool) -> Context:
-    """Deny the dtype for its accuracy. The next choice of a target then leaves it, although it serves."""
+    """Deny the dtype for its accuracy. The next choice of a target then avoids it, although it serves."""
     seconds, reason = c.spec.rollout.deny_seconds, Reason.ACCURACY_DRIFTED
     if c.spec.accuracy.on_failure == "Rollback" and seconds > 0:
         # A denial for another reason, such as latency, only prevents trials. The dtype may continue to serve.

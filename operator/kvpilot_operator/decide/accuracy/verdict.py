@@ -14,11 +14,10 @@ from kvpilot_operator.state.status import clip
 MAX_SHOWN = 300
 # Fewer compared positions than this say nothing about a 99th percentile or a share in percent.
 MIN_POSITIONS = 100
-# Probability that a dtype exactly at the agreement limit fails by chance. With 250 positions, agreement varies by 3
-# points between two draws.
+# Probability that a dtype exactly at the agreement limit fails by chance. Agreement varies by 3 points at 250
+# positions.
 ALPHA = 0.01
-# Sound engines show this much noise (docs/accuracy-watch.md: a mean of 0.8 millinats and 98.9%): stricter limits
-# judge only the damage beyond it.
+# Noise of sound engines (docs/accuracy-watch.md: 0.8 millinats, 98.9%). Stricter limits apply to the damage beyond it.
 SOUND_MICRONATS = 2_000
 SOUND_AGREEMENT_PERCENT = 98
 
@@ -34,8 +33,8 @@ class Judgement:
 
 
 def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
-    """Judge the damage beyond the control, whose disagreement lowers the agreement limit, too. That limit is missed
-    only beyond chance. Without a fit control nothing passes or fails."""
+    """Judge the damage beyond the control's noise. The control's disagreement lowers the agreement limit. A candidate
+    fails that limit only beyond chance. Without a usable control the verdict is Inconclusive."""
     excess = max(0, found.mean_kl_micronats - control.control_mean_kl_micronats)
     allowed = limits.max_excess_kl_millinats * 1000
     fault = control_fault(control, limits)

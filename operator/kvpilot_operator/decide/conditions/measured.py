@@ -71,7 +71,7 @@ def objectives(c: Context) -> Line | None:
     measured = c.workload.objectives
     if not measured:
         return None
-    # Rounded, so that small changes do not cause a write of the status.
+    # Round, so that small changes do not cause a write of the status.
     rounded = [None if one.seconds is None else float(f"{one.seconds:.2g}") for one in measured]
     found = "; ".join(str(replace(one, seconds=seconds)) for one, seconds in zip(measured, rounded, strict=True))
     states = {one.state for one in measured}

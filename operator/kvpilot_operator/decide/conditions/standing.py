@@ -1,4 +1,4 @@
-"""The conditions that tools wait for, as kstatus (sigs.k8s.io/cli-utils) has them: `Reconciling` and `Stalled`."""
+"""The conditions that tools wait for, as kstatus (sigs.k8s.io/cli-utils) defines them: `Reconciling` and `Stalled`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -67,7 +67,7 @@ def lines(c: Context, found: Problems, serving: Line) -> dict[ConditionType, Lin
 
 
 def both(kind: ConditionType | None = None, cause: Cause = _SETTLED) -> dict[ConditionType, Line]:
-    """Return both conditions: the given type is True for this cause and the other False; without a type both are."""
+    """Return both conditions: `kind` is True for this cause, and the other is False. Without `kind` both are False."""
     other = Cause(kind, f"see {kind}") if kind else cause
     return {one: Line("True", *cause) if one == kind else Line("False", *other) for one in BOTH}
 
@@ -100,7 +100,7 @@ def _joined(causes: Sequence[Cause]) -> Cause:
 
 
 def _stalled(c: Context, found: Problems) -> list[Cause | None]:
-    """List the problems that a person must solve. A trial is listed only if paused: otherwise its deadline ends it."""
+    """List the problems that a person must solve. List a trial only if it is paused: otherwise its deadline ends it."""
     progress = found.progress
     held = progress.cause if progress.status == "False" and progress.reason != Reason.SETTLED else None
     if c.canary is not None:
@@ -135,7 +135,7 @@ def _under_way(c: Context, found: Problems, serving: Line) -> Cause | None:
 
 
 def _reached(c: Context) -> bool:
-    """Return True if the spec asks for the serving revision (it asks for no step of mode Auto) and it does no harm."""
+    """Return True if the spec itself asks for the serving revision, and no accuracy denial stands against it."""
     if c.stable is None or c.asked != c.stable.revision:
         return False
     standing = c.denial(c.stable.dtype)
@@ -143,7 +143,7 @@ def _reached(c: Context) -> bool:
 
 
 def _route(c: Context) -> Line | None:
-    """Report the Gateways' answers to kvpilot's HTTPRoute; None if they accept it, or none is asked for."""
+    """Report the Gateways' answers to kvpilot's HTTPRoute; None if they accept it, or the spec has none."""
     s, name = c.snapshot, c.snapshot.key.name
     if c.spec.route is None or s.unread(Question.ROUTE) is not None:
         return None
@@ -161,7 +161,7 @@ def _route(c: Context) -> Line | None:
 
 
 def _progress(c: Context) -> Line:
-    """Report the progress of the rollout (True), or what holds it; Settled is the reason if nothing is to do."""
+    """Report the progress of the rollout (True), or its hold (False). The reason is Settled if nothing is to do."""
     canary, stable, target, paused = c.canary, c.stable, c.target, c.spec.rollout.paused
     if canary is not None:
         stopped = paused and canary.stage != Stage.ROLLING_BACK

@@ -112,7 +112,7 @@ def _stamped(s: Snapshot, lines: Mapping[ConditionType, Line]) -> Iterator[Condi
 
 
 def _ready(c: Context, both: Mapping[ConditionType, Line], answers: Line, verified: Line, progress: Line) -> Line:
-    """Say whether the service matches its newest spec, with no change in progress or blocked."""
+    """Return the condition Ready: True if the service matches its newest spec, and no change is pending."""
     for kind in (ConditionType.STALLED, ConditionType.RECONCILING):
         if both[kind].status == "True":
             return both[kind]._replace(status="False")

@@ -5,7 +5,7 @@ from kvpilot_operator.api.words import WorkloadKind
 from kvpilot_operator.decide.load.window import SPAN, Sums
 from kvpilot_operator.state.samples import Spread
 
-# One scrape in ten may be below the threshold, because a long request frees all its blocks when it ends.
+# One scrape in ten may be below the threshold, because a long request that ends frees all its blocks.
 SHARE = 0.9
 # A replica is idle with fewer running requests than this and none waiting.
 _IDLE_RUNNING = 0.1

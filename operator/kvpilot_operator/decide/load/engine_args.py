@@ -14,7 +14,7 @@ _MAX_TOKENS = 2**31 - 1
 
 def step_tokens(spec: Spec, node: NodeFacts) -> int:
     """Return max_num_batched_tokens: from spec.engine.extraArgs, else vLLM 0.32's default for a server."""
-    with suppress(ValueError):  # vLLM would refuse such a text.
+    with suppress(ValueError):  # vLLM itself refuses such a value.
         asked = whole_number(spec.engine.arguments.value("--max-num-batched-tokens") or "")
         if 0 < asked <= _MAX_TOKENS:
             return asked

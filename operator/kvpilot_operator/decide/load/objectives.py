@@ -1,6 +1,5 @@
-"""Latency objectives (spec.scaling.objectives), judged by vLLM's histograms over the workload's window. One is missed
-if both halves of the window miss it, met if the whole window meets it, else undecided. Percentiles of too few samples
-are ignored."""
+"""Latency objectives (spec.scaling.objectives), judged by vLLM's histograms over the workload's window. An objective is
+missed if both halves of the window miss it, met if the whole window meets it, else undecided."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from kvpilot_operator.decide.load.window import plausible
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
 
-# Least samples in each half of the window. At least one must lie beyond the percentile, so p99 needs 100.
+# Minimum of samples in each half of the window. At least one must lie beyond the percentile, so p99 needs 100.
 LEAST = 20.0
 
 
@@ -37,7 +36,7 @@ class ObjectiveResult:
 def judge_objectives(
     objectives: Sequence[Objective], window: Sequence[Sample], *, sustained: bool
 ) -> tuple[ObjectiveResult, ...]:
-    """Judge each objective by `window` (oldest first), if it is `sustained`, that is, covers its whole time."""
+    """Judge each objective by `window` (oldest first). Without a `sustained` window there are too few samples."""
     flows = [s.flows for s in window if plausible(s)] if objectives and sustained else []
     half, found = len(flows) // 2, []
     for one in objectives:
@@ -55,5 +54,5 @@ def judge_objectives(
 
 
 def latencies(flows: Sequence[Flows], objective: Objective) -> Histogram:
-    """Add up the latencies that an objective is about."""
+    """Return the histogram of the objective's latency over all flows."""
     return Histogram.together([f.ttft if objective.metric == "TTFT" else f.itl for f in flows])

@@ -1,7 +1,9 @@
-"""The memory of earlier steps: the load at which requests queued, and a backoff after a scale-in. Cache use says little
-about a replica's distance to its limit, but the rate of requests depends on neither dtype nor replicas. So each step
-against a queue records the best recent rate of a replica, and the step back waits for a lower load. A number of
-replicas that was soon too few is not tried again for a day."""
+"""Memory of earlier steps: the load at which requests queued, and a backoff after a scale-in.
+
+Cache use says little about a replica's distance to its limit, but the rate of requests depends on neither dtype nor
+replicas. So each step against a queue records a replica's best recent rate, and the step back waits for a lower load. A
+number of replicas that soon proved too small is not tried again for a day.
+"""
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
@@ -24,9 +26,9 @@ HOLD = timedelta(days=1)
 
 
 def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Saturation, ...]:
-    """Return `known` with the highest recent request rate of `w` for this dtype. A surge is found before requests
-    queue, so it never lowers a known rate. Only services with objectives record computed prompt tokens, on which larger
-    scale-ins depend."""
+    """Return `known` with the highest recent request rate of `w` for this dtype. A surge never lowers a known rate,
+    because it is found before requests queue. Larger scale-ins need computed prompt tokens, kept only with
+    objectives."""
     now, best = w.requests_per_second or 0.0, w.best_requests_per_second or 0.0
     rate, computed = (best, w.best_computed_prompt) if best > now else (now, w.computed_prompt)
     if not rate or not w.pods:
@@ -47,7 +49,7 @@ def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Satur
 
 
 def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, replicas: int) -> str | None:
-    """Return the reason why so few replicas of this dtype would be too small by its recorded rate, or None."""
+    """Return the reason why so few replicas would be too few by the dtype's recorded rate, or None."""
     limit = next((k for k in known if k.dtype == dtype and _alike(k, w)), None)
     if limit is None or w.requests_per_second is None:
         return None
@@ -62,7 +64,7 @@ def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, r
 
 
 def able(known: Sequence[Saturation], w: Workload, dtype: str) -> float | None:
-    """Return a rate (requests a second) that one replica can handle: equal or heavier requests queued at it."""
+    """Return the requests a second that one replica can handle: a rate at which equal or heavier requests queued."""
     lighter = (k for k in known if k.dtype == dtype and k.computed_prompt is not None and _alike(k, w, lighter=True))
     return next((k.requests_per_hour / 3600 for k in lighter), None)
 

@@ -1,6 +1,6 @@
-"""Surges: a load that grows faster than replicas can follow. If the last fifth of the window alone has spent the whole
-window's budget of late requests, waiting is useless: a replica takes minutes to start. A surge only adds replicas,
-because a canary takes far longer. Without objectives nothing counts as late, so there are no surges."""
+"""Surges: loads that grow faster than replicas can follow. If the last fifth of the window has spent the whole window's
+budget of late requests, waiting is useless: a replica takes minutes to start. A surge only adds replicas, because a
+canary takes far longer. Without objectives nothing counts as late, so there are no surges."""
 
 import math
 from bisect import bisect_right
@@ -18,7 +18,7 @@ DRAIN_SECONDS = 120.0
 """Seconds in which a queue must drain, about as long as clients wait."""
 # The short window is one fifth of the long one. In a surge it spends the long window's budget five times too fast.
 _PART = 5
-# Shortest short window. A long window below five times this length is short enough itself.
+# Minimum of the short window. A long window of less than five times this needs no short one.
 _LEAST_SECONDS = 30.0
 _LEAST_SCRAPES = 3
 _SIGMAS = 3.0
@@ -58,7 +58,7 @@ def find(samples: Sequence[Sample], pressure: Pressure, objectives: Sequence[Obj
     if not why and load[0] < load[1] < load[2] and grown > max(chance, pressure.waiting_per_replica * last.pods):
         done = Flows.counted(flows)
         finished, allowed = done.finished / done.seconds * last.pods, _allowed(done, objectives)
-        # By Little's law, a request that comes a window from now takes too long.
+        # By Little's law, a request that comes one window from now takes too long.
         if load[2] + grown / passed * pressure.sustained_seconds * (1 - 1 / _PART) > allowed * finished:
             why = (
                 f"in the last {passed:.0f} s {arrivals:.1f} requests a second came and {finished:.1f} were finished: "
@@ -74,7 +74,7 @@ def find(samples: Sequence[Sample], pressure: Pressure, objectives: Sequence[Obj
 
 
 def _arrivals(window: Sequence[Sample]) -> float | None:
-    """Return the requests that came a second, at all replicas, or None if there are too few samples."""
+    """Return the requests per second that arrive at all replicas, or None if there are too few samples."""
     pod_seconds = sum(s.flows.seconds for s in window)
     passed = (window[-1].time - window[0].time).total_seconds() if window else 0.0
     if pod_seconds <= 0 or passed <= 0:
@@ -85,7 +85,8 @@ def _arrivals(window: Sequence[Sample]) -> float | None:
 
 
 def _allowed(done: Flows, objectives: Sequence[Objective]) -> float:
-    """Return the seconds that a request may take; without an objective the time for a queue to drain, or to decode."""
+    """Return the seconds that a request may take. Without a TTFT objective a queue may take DRAIN_SECONDS; without an
+    ITL objective decoding may take its observed time."""
     limits = {m: [o.milliseconds / 1000 for o in objectives if o.metric == m] for m in ("TTFT", "ITL")}
     first, count = max(limits["TTFT"], default=DRAIN_SECONDS), done.finished
     rest = max(limits["ITL"]) * done.generation_tokens if limits["ITL"] else done.decode_seconds
@@ -93,7 +94,7 @@ def _allowed(done: Flows, objectives: Sequence[Objective]) -> float:
 
 
 def _late(flows: Sequence[Flows], objectives: Sequence[Objective], seconds: float) -> str:
-    """Name the objective that spent the whole window's budget of late samples in each half of this part."""
+    """Describe the objective that is late five times too often in both halves of `flows`; empty if none is."""
     half = len(flows) // 2
     for one in objectives:
         share = _PART * (1 - one.percentile / 100)

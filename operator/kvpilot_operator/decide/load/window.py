@@ -1,4 +1,4 @@
-"""A window of scrapes: its sums, its means, and how much of it was seen."""
+"""A window of scrapes: its sums, its means, and the share of its time that was observed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -7,17 +7,17 @@ from datetime import timedelta
 from kvpilot_operator.api.kv_cache import Pressure
 from kvpilot_operator.state.samples import Flows, Sample
 
-# Scrapes rarely fall on a window's edges, so a window counts as full if they cover this share of it.
+# Scrapes rarely fall on a window's edges. So a window counts as full if they cover this share of it.
 SPAN = 0.8
 # The longest time between two scrapes that still counts as observed, in seconds.
 STALE_SECONDS = 60
 GAP = timedelta(seconds=STALE_SECONDS)
 # A scrape represents the service only if at least this share of its pods is plausible.
 _ENOUGH = 2 / 3
-# Prompts dominate if they take half of the requests' time, or if a replica has a prompt at half of all moments and
-# computes at least so many prompt tokens in a step. A GPU of 2020 to 2026 multiplies about 200 to 300 tokens by the
-# weights in the time in which it reads them (data sheets: peak FLOP/s over bytes/s), and up to four times as many while
-# it also reads a full cache: from about 1,000 on the prompts are the larger part of the step.
+# Prompts dominate if they take half of the requests' time. They also do if a replica has a prompt at half of all
+# moments and computes this many prompt tokens a step. While a GPU of 2020 to 2026 reads the weights once, it can
+# multiply them by 200 to 300 tokens (data sheets: peak FLOP/s over bytes/s), and by four times as many while it also
+# reads a full cache. So from about 1,000 tokens on, prompts are the larger part of the step.
 _PREFILL_SHARE = 0.5
 _PROMPTS_IN_HAND = 0.5
 _PROMPT_TOKENS_A_STEP = 1024.0
@@ -31,7 +31,7 @@ class Sums:
     pods: int = 0
     capacity: int = 0
     covered: float = 0.0
-    """Longest time in seconds between scrapes that does not count as a gap."""
+    """Seconds between scrapes, without gaps."""
     high: int = 0
     """Scrapes at or above the limit."""
     queued: int = 0
@@ -64,7 +64,7 @@ class Sums:
 
     @property
     def prompt_tokens_per_step(self) -> float:
-        """Return the prompt tokens per step: their rate times the time between two tokens, the duration of a step."""
+        """Return the prompt tokens per step: their rate times a step's duration, the time between two tokens."""
         f = self.flows
         if not f.seconds or not f.generation_tokens:
             return 0.0
@@ -110,7 +110,7 @@ def uneven(s: Sample, pressure: Pressure) -> bool:
 
 
 def since_it_grew(samples: Sequence[Sample], start: int, end: int) -> int:
-    """Return the start of the window since the newest replica answered, because earlier samples are out of date."""
+    """Return the index of the first sample since the newest replica answered. Earlier samples are out of date."""
     ready = [ready_pods(s) + len(s.stalled) for s in samples[start:end]]
     if min(ready) == ready[-1]:
         return start
@@ -157,14 +157,14 @@ _LOST_REUSE = 0.2
 
 
 def best_rate(samples: Sequence[Sample], seconds: int) -> tuple[float | None, float | None]:
-    """Return the best rate of one replica (requests per second), and the uncached prompt tokens of a request then."""
+    """Return one replica's best rate (requests per second), and a request's uncached prompt tokens at that rate."""
     found = _best(samples, seconds, lambda f: (f.finished, f.seconds, f.computed))
     return (None, None) if found is None else (found[0] / found[1], found[2] / found[0] if found[0] else None)
 
 
 def thrown_out(seen: Sums, samples: Sequence[Sample], seconds: int) -> str | None:
-    """Return the evidence for evicted prefixes (the cache recently hit more of the prompts), or None. If the window
-    wrote less than the cache has free, nothing was evicted: the prompts have changed."""
+    """Return the evidence for evicted prefixes, or None: the cache recently hit a larger share of the prompts. If the
+    window wrote less than the cache has free, nothing was evicted: the prompts have changed."""
     if seen.reuse is None or not (seen.waiting or seen.flows.preemptions):
         return None
     if seen.flows.computed + seen.flows.generation_tokens < seen.capacity - seen.held:
@@ -182,7 +182,7 @@ def thrown_out(seen: Sums, samples: Sequence[Sample], seconds: int) -> str | Non
 def _best(
     samples: Sequence[Sample], seconds: int, of: Callable[[Flows], tuple[float, float, float]]
 ) -> tuple[float, float, float] | None:
-    """Return three sums over the part of the samples, as long as the window, with the best ratio of the first two."""
+    """Return the three sums with the best ratio of the first two, over parts of the samples as long as the window."""
     best: tuple[float, float, float] | None = None
     sums, later = (0.0, 0.0, 0.0), samples[-1].time
     for s in reversed(samples):

@@ -40,7 +40,7 @@ class Workload:
     """Ready replicas at the newest scrape."""
     capacity_tokens: int = 0
     demand_tokens: int = 0
-    """Tokens of the requests that run, and of those that must also run to drain the queue in two minutes. If prefixes
+    """Tokens of running requests, and of those that must run in addition to drain the queue in two minutes. If prefixes
     are evicted, at least twice the capacity: a smaller gain is not worth a restart."""
     prompts_in_hand: float | None = None
     """Mean number of prompts that one replica computes at a time."""
@@ -56,7 +56,7 @@ class Workload:
     requests_per_second: float | None = None
     """Finished requests per second of one replica."""
     best_requests_per_second: float | None = None
-    """Largest request rate of one replica over any window of this length in the samples. Only set if requests wait."""
+    """Largest request rate of one replica in any stretch as long as the window. Only set if requests wait."""
     best_computed_prompt: float | None = None
     itl_seconds: float | None = None
     """Mean time between two tokens of one request."""
@@ -82,7 +82,7 @@ class Workload:
 
     @property
     def missed(self) -> str:
-        """Name the objectives that are missed, in words and numbers; empty if none is."""
+        """Describe the missed objectives in words and numbers; empty if none is missed."""
         return "; ".join(str(one) for one in self.objectives if one.state == ObjectiveState.MISSED)
 
     @property
@@ -107,11 +107,15 @@ def classify(
     step_tokens: int = 8192,
     objectives: Sequence[Objective] = (),
 ) -> Workload:
-    """Judge the samples (oldest first) of the last `sustainedSeconds`. A service is memory-bound if nearly every sample
-    is at or above `highPercent`, requests wait or are preempted, and prompts do not fill the engine's steps (or only
-    since prefixes are evicted). One that `was_bound` stays so until its average use falls below `lowPercent` or no
-    request waits. If the cache has room, requests wait for prompts or the batch, which no dtype changes. A new replica
-    restarts the window. `calm` looks back over `calm_seconds`; `step_tokens` is max_num_batched_tokens."""
+    """Judge the samples (oldest first) of the last `sustainedSeconds`.
+
+    A service is memory-bound if nearly every sample is at or above `highPercent`, requests wait or are preempted, and
+    prompts do not fill the steps. Evicted prefixes make it memory-bound even if prompts fill the steps. A service that
+    `was_bound` stays so until its average use falls below `lowPercent` or no request waits. If the cache has room,
+    requests wait for prompts or the batch, which no dtype changes. A new replica restarts the window.
+
+    `calm` looks back over `calm_seconds`; `step_tokens` is max_num_batched_tokens.
+    """
     end = bisect_right(samples, now, key=_TIME)
     while end and not plausible(samples[end - 1]):
         end -= 1
@@ -195,8 +199,9 @@ def _calm(window: Sequence[Sample], calm_seconds: int, pressure: Pressure) -> fl
 
 
 def _demand(seen: Sums) -> int:
-    """Return the tokens of running requests and of those that must run besides, by Little's law: a queue that grows by
-    g a second and loses W requests in a time T needs (g + W / T) * (time of a request) more, at most all that wait."""
+    """Return the tokens of running requests, and of those that must run in addition. A queue grows by g requests a
+    second, and must lose W requests in a time T. By Little's law it needs (g + W / T) * (time of a request) more
+    running requests, at most all that wait."""
     if seen.running < _LEAST_RUNNING:
         return round(seen.held)
     more = seen.waiting

@@ -1,5 +1,5 @@
 """The objects of a service: workloads, Services, the disruption budget, the route. A trial asks for at most one pod
-more than the service's replicas, and only in a place seen to be free."""
+more than the service's replicas, and only if a free place was observed."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +21,7 @@ from kvpilot_operator.state.status import Stable
 
 def in_order(c: Context) -> Context:
     """Put the objects of the decided status in the order of their writes. Serving objects (claim, engines, Service,
-    budget) come first, so that a failed write of the canary's does not block them; engines that shrink come last."""
+    budget) come first, so no failed write for the canary blocks them. Engines that shrink come last."""
     named = render.named_by_pods(c.snapshot.key.name, c.spec)
     if c.stable is None:
         # Without a revision, place only the claim and Job for the weights, and delete nothing.
@@ -64,7 +64,7 @@ def as_they_are(c: Context) -> Context:
 
 
 def deployments(c: Context) -> Context:
-    """Render the workloads of the wanted revisions; the spec cannot render older ones, which are only scaled."""
+    """Render the workloads of the wanted revisions. Older revisions, which the spec cannot render, are only scaled."""
     if c.stable is None:
         return c
     s, engine, there = c.snapshot, c.spec.engine, c.snapshot.deployments
@@ -73,7 +73,7 @@ def deployments(c: Context) -> Context:
     engines, seconds, nodes = {}, engine.startup_timeout_seconds, engine.nodes
     for name, count in c.wanted.items():
         if name in rendered:
-            # A gate that is added restarts the pods.
+            # Adding a gate would restart the pods.
             gate = name not in there or there[name].has_gate
             engines[name] = render.workload(s.key, s.uid, rendered[name], count, seconds, nodes=nodes, has_gate=gate)
     return replace(c, engines=engines)
@@ -90,7 +90,7 @@ def own_service(c: Context) -> Context:
         own.append(render.inference_pool(s.key, s.uid, s.key.name, selected, picker))
     names = [name for name in c.wanted if selected in (traffic.EVERY_REVISION, name)]
     covered = sum(c.wanted[name] for name in names)
-    # A replica that a canary has replaced returns with the trial's end, so it counts unless the trial is paused.
+    # A replica that a canary has replaced returns after the trial, so it counts unless the trial is paused.
     if kept >= (min(c.replicas, covered) if c.spec.rollout.paused else c.replicas):
         # A budget that lets no pod leave would block node drains for ever.
         return replace(c, own=Placed(tuple(own), (("policy/v1", "PodDisruptionBudget", s.key.name),)))
@@ -198,7 +198,7 @@ def _replicas_on_trial(c: Context, stable: Stable) -> Mapping[str, int]:
         kept = {canary.revision: ours.replicas, stable.revision: min(c.replicas, most - others)}
         return {**dict.fromkeys(waits, 0), **kept}
     if reference is not None:
-        # The 16-bit replica for the reference answers, then the canary, use the same free place in turn.
+        # The 16-bit replica for the reference and then the canary use the same free place.
         one, left = rolling_step(
             counts(s, reference), 1, theirs, total=most, floor=least, both_serve=False, others=ours.replicas
         )

@@ -1,5 +1,5 @@
-"""Marks on pods: readiness gates, which open once the status says that a revision may serve (docs/decisions/0030), and
-the request to autoscalers to leave pods that are measured."""
+"""Marks on pods: readiness gates, and the request to autoscalers not to move pods under measurement. Gates open once
+the status says that a revision may serve (docs/decisions/0030)."""
 
 from dataclasses import replace
 from datetime import timedelta

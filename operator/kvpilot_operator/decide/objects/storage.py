@@ -1,6 +1,6 @@
 """The weights: the claim that the spec asks for, and the Job that fills it before engines start. `status.cache` goes
-from Pending over Prefetching (its pod says how much) to Ready. New content of the claim has a new identity and needs a
-new Job; no engine that needs it starts before. A Job cannot be changed, so an older one is deleted first."""
+from Pending over Prefetching (its pod reports the progress) to Ready. New content of the claim has a new identity and
+needs a new Job. Engines that need it wait for that Job. A Job cannot be changed, so an older one is deleted first."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,7 +40,7 @@ def keep(c: Context) -> Context:
 
 
 def ready(c: Context) -> bool:
-    """Return True if engines find their weights on the claim, or have to download them themselves."""
+    """Return True if engines find their weights on the claim, or download them themselves."""
     kept = c.status.cache
     if not c.spec.cache.prefetch or kept is None:
         return not c.spec.cache.prefetch

@@ -9,7 +9,7 @@ from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 
 EVERY_REVISION = ""
-"""The selected revision if the selector of a Service names none."""
+"""The selected revision of a Service whose selector names none."""
 
 
 def selected(c: Context) -> str:
@@ -35,7 +35,7 @@ def selected(c: Context) -> str:
 
 
 def orphans(c: Context) -> tuple[str, ...]:
-    """Return Deployments and pods that belong to neither side and so must not get requests."""
+    """Return Deployments and pods that belong to neither side, so they must not get requests."""
     pods = [p.name for p in c.snapshot.pods if not p.terminating and p.revision not in c.sides]
     return (*sorted(set(c.snapshot.deployments).difference(c.sides)), *pods)
 
@@ -57,7 +57,7 @@ def routed(s: Snapshot) -> bool:
 
 
 def canary_percent(c: Context) -> int:
-    """Return the canary's percentage in the route: the percentage of the furthest step with enough ready replicas."""
+    """Return the canary's percentage in the route: that of the furthest step with enough ready replicas."""
     canary = c.canary
     if canary is None or canary.stage != Stage.SHIFTING or canary.traffic_mode != TrafficMode.HTTP_ROUTE:
         return 0

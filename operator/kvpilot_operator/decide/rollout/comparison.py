@@ -1,7 +1,10 @@
-"""The comparison of canary and stable side: two-sample tests over one window of their own metrics. A figure is a change
-with confidence limits (`intervals`). It fails if even the better end is beyond its limit, passes if the worse end is
-within, else it needs more requests. A canary passes if every figure passes at level `alpha`, and fails if one fails,
-with `alpha` divided among them: exactly at a limit, neither verdict is wrong more often than `alpha`."""
+"""Compare canary and stable side by two-sample tests over one window of their own metrics.
+
+Each figure is a change with confidence limits (`intervals`). It fails if even its better end is beyond the limit,
+passes if its worse end is within, else it needs more requests. A canary passes if every figure passes at level `alpha`.
+It fails if one figure fails at `alpha` divided by the number of figures. Exactly at a limit, neither verdict is wrong
+more often than `alpha`.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +34,7 @@ class Finding:
     reason: str
     message: str
     itl_p95_change_percent: int | None = None
-    """In percent of the stable side; None if it is unknown."""
+    """Change of the ITL p95 in percent of the stable side's; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class _Side:
 
 @dataclass(frozen=True, slots=True)
 class _Figure:
-    """One figure: its function by confidence level, and the largest permitted regression."""
+    """One figure: `at` gives its change at a confidence level, and `limit` is the largest permitted regression."""
 
     name: str
     reason: str
@@ -132,7 +135,7 @@ def _tell(figure: _Figure, found: Estimate | None) -> str:
 
 
 def _sides(canary: Sequence[Sample], stable: Sequence[Sample], start: datetime, end: datetime) -> Iterator[_Side]:
-    """Cut both sides into the same slices of time. A scrape counts if the one before it lies within, too."""
+    """Cut both sides into the same slices of time. A scrape counts if the scrape before it lies in the window, too."""
     both = [
         [after for before, after in pairwise(samples) if before.time >= start and after.time <= end]
         for samples in (canary, stable)

@@ -29,7 +29,7 @@ def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Contex
 
 
 def finish_rollback(c: Context) -> Context:
-    """Close the trial once the canary has no traffic and no pods to come."""
+    """Close the trial once the canary has no traffic and no workload."""
     s, canary = c.snapshot, in_flight(c)
     if s.traffic == canary.revision or canary.revision in s.deployments or routed(s):
         return c
@@ -40,7 +40,7 @@ def finish_rollback(c: Context) -> Context:
 
 
 def finish_promotion(c: Context) -> Context:
-    """Close the trial once all traffic is the canary's."""
+    """Close the trial once the canary gets all traffic."""
     canary, news = in_flight(c), spec_changes(c, c.stable) if c.stable is not None else ""
     c = _remember(c.set_canary(stage=Stage.PROMOTED, weight_percent=None))
     stable = Stable(revision=canary.revision, dtype=canary.dtype, since=c.now, ever_ready=True)

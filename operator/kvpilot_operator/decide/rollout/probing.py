@@ -1,4 +1,4 @@
-"""Choose the probe that is due, and judge its answer, for serving replicas with `accuracy/drift.py`."""
+"""Choose the probe that is due, and judge its answer. `accuracy/drift.py` judges serving replicas."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -16,7 +16,7 @@ from kvpilot_operator.state.decision import Captured, Find, Found, Measure, Prob
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import Canary
 
-# After a probe that ended in an error the next waits this long, times the errors so far.
+# The pause after a probe error, times the number of errors so far.
 ERROR_BACKOFF_SECONDS = 10
 
 
@@ -59,7 +59,6 @@ def _due(c: Context, kept: Baseline | None) -> Request | None:
 
 
 def _judge(c: Context, asked: Request, outcome: Found, kept: Baseline | None) -> Context:
-    """Take in the answer to the probe that was due."""
     if isinstance(outcome, Captured) and not isinstance(asked, Measure):
         refused = None if outcome.adopted else c.snapshot.rejection("ConfigMap", asked.config_map)
         if refused is None:
@@ -88,7 +87,6 @@ def _judge(c: Context, asked: Request, outcome: Found, kept: Baseline | None) ->
 
 
 def _count(c: Context, judgement: Judgement) -> Context:
-    """Act on a verdict about the canary."""
     reason, message = judgement.reason, judgement.message
     if judgement.verdict == Verdict.INCONCLUSIVE:
         return _count_error(c, ProbeFailed(reason, message), Verdict.INCONCLUSIVE)

@@ -49,7 +49,7 @@ def advance(c: Context) -> Context:
         gone = f"the engines of {stable.revision} are gone"
         why = gone if stable.ever_ready else f"{stable.revision} never became ready"
         return _serve(c, "Replaced", f"{why}; {target.revision} takes its place")
-    # Until something is written since the operator's start, refusals of the pool are unknown.
+    # Before the first write since the operator's start, refusals of the pool are unknown.
     unknown = c.spec.inference_pool is not None and c.snapshot.rejections is None
     if c.spec.rollout.paused or unknown:
         return c
@@ -66,8 +66,8 @@ def _mark_ready(c: Context) -> Context:
 
 
 def _take_back(c: Context) -> Context:
-    """Make an answering revision stable again while requests still go to it: one that was replaced before it answered,
-    or one that a lost status does not name. Its successor then starts as a canary, so that pods keep answering."""
+    """Make an answering revision stable again while requests still go to it. It was replaced before it answered, or a
+    lost status does not name it. Its successor then starts as a canary, so that pods keep answering."""
     s, stable, asked = c.snapshot, c.stable, c.spec.scaling
     if c.canary is not None or (stable is not None and stable.ever_ready):
         return c
@@ -163,7 +163,7 @@ def _advance_stage(c: Context) -> Context:
 
 
 def _share_traffic(c: Context) -> Context:
-    """Go on to the steps after the probes have passed; without steps to the promotion."""
+    """Begin the traffic steps after the probes have passed, or promote if there are no steps."""
     if c.plan.held is not None:
         return shifting.noted(c, c.plan.held, reason=Reason.ROUTE_UNUSABLE)
     if c.plan.mode == TrafficMode.PROBE_ONLY:
@@ -185,7 +185,6 @@ def _promote(c: Context) -> Context:
 
 
 def _replace_one(c: Context, no_node: str) -> Context:
-    """Stop waiting for spare capacity if a replica can be removed."""
     if not one_can_leave(c.spec, c.replicas):
         text = (
             f"no node has room for it ({no_node}), and none of {c.replicas} replicas can give way: "

@@ -1,7 +1,9 @@
-"""Stage Shifting: the canary goes through the steps of live traffic. A step is judged once its pods serve, its warm-up
-and its holdSeconds are over, and again each time the measured span has doubled: look k may err with probability ALPHA /
-2^(k+1). Between the looks, every scrape is checked for a clear failure at level EARLY_ALPHA (Haybittle 1971, British
-Journal of Radiology 44:793)."""
+"""Stage Shifting: the canary goes through the steps of live traffic.
+
+A step is judged once its pods serve and its warm-up and holdSeconds are over. It is judged again each time the measured
+span has doubled: look k, from 0 on, may err with probability ALPHA / 2^(k+1). Between looks, every scrape is checked
+for a clear failure at level EARLY_ALPHA (Haybittle 1971, British Journal of Radiology 44:793).
+"""
 
 import math
 from datetime import datetime, timedelta
@@ -137,7 +139,7 @@ def _not_in_effect(c: Context, step: TrafficStep) -> str | None:
 
 
 def _conclude(c: Context, plan: TrafficPlan, place: int, found: Finding) -> Context:
-    """Act on a look."""
+    """Continue, repeat the step or roll back, by the result of a look."""
     canary, text = in_flight(c), f"{_named(plan, plan.steps[place])}: {found.message}"
     if found.itl_p95_change_percent is not None:
         c = c.set_canary(itl_p95_change_percent=found.itl_p95_change_percent)

@@ -14,7 +14,7 @@ from kvpilot_operator.state.objects import ON_ITS_WAY, PodView
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import Canary, Stable, clip
 
-# A target of this reason leaves a dtype that harms answers: it is probed, but goes through no steps of traffic.
+# Reason of a target that replaces a dtype with wrong answers. Its canary is probed, but skips the traffic steps.
 URGENT = Reason.ACCURACY_DRIFTED
 
 
@@ -101,7 +101,7 @@ def unschedulable(c: Context) -> str | None:
 
 
 def held_up_by(c: Context) -> Cause | None:
-    """Return the lasting cause that keeps canary pods from starting; None for none."""
+    """Return the lasting cause that keeps canary pods from starting, or None."""
     cause = pending_reason([pod for pod in pods_on_trial(c) if not pod.answers])
     return cause if cause is not None and cause.reason not in ON_ITS_WAY else None
 

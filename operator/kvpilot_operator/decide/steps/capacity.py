@@ -14,7 +14,7 @@ _KEPT_BITS = 16.0
 
 
 def smaller(dtype: str, than: str) -> bool:
-    """Return True if `dtype` needs fewer bits an element."""
+    """Return True if `dtype` has fewer bits per element than `than`."""
     return dtypes.parse(dtype).bits_per_element() < dtypes.parse(than).bits_per_element()
 
 
@@ -26,9 +26,9 @@ def gain(
     skip_layers: Sequence[str] = (),
     rings: tuple[float, float] = (0.0, 0.0),
 ) -> float:
-    """Return how many times more tokens the same memory holds, by the mean bits of an element over the layers. It holds
-    for contexts shorter than the sliding window; longer ones gain more. `rings` are the shares of recent windows before
-    and after."""
+    """Return the tokens in `to_dtype` per token in `from_dtype` that the same memory holds, by mean bits per element.
+    The ratio holds for contexts shorter than the sliding window; longer ones gain more. `rings` are the shares of
+    recent windows before and after."""
     before = bits_per_element(from_dtype, model, skip_layers, rings[0])
     return before / bits_per_element(to_dtype, model, skip_layers, rings[1])
 

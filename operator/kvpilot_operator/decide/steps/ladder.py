@@ -1,4 +1,4 @@
-"""The ladder of dtypes, and those that are ruled out now. Unknown facts rule out none: the engine may refuse."""
+"""The ladder of dtypes, with reasons that rule some out now. An unknown fact rules out none: the engine may refuse."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +14,7 @@ from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Denied
 from kvpilot_operator.times import utc
 
-# vLLM's CPU backend accepts these names but computes wrong results: a perplexity above 40,000 instead of 27 with bf16
-# (SmolLM2-135M, vLLM 0.32.0).
+# vLLM's CPU backend accepts these names but computes wrong results: perplexity 40,000, not 27 (SmolLM2-135M, 0.32.0).
 _NOT_ON_CPU = ("int4_per_token_head", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "turboquant")
 # A smaller gain of capacity is not worth a restart of every replica.
 MIN_GAIN = 1.2
@@ -24,7 +23,7 @@ _FP8_SLOW_HEAD_DIM = 256
 
 
 def uncalibrated(spec: Spec) -> bool:
-    """Return True if KVPILOT_CALIBRATION or, before that, --calibration turns calibration off."""
+    """Return True if --calibration, or else KVPILOT_CALIBRATION, turns calibration off."""
     named = [v.value for v in spec.engine.env if v.name == "KVPILOT_CALIBRATION"]
     return (spec.engine.arguments.value("--calibration") or next(iter(named), None)) == "off"
 
@@ -84,7 +83,7 @@ def hardware_fault(dtype: str, node: NodeFacts, model: ModelFacts | None = None)
             return f"{dtype}: vLLM's CPU backend accepts it but does not compute it, answers are garbage"
         return None
     if not node.cuda:
-        # vLLM itself rejects those of its own dtypes that it cannot serve on this hardware.
+        # vLLM itself rejects its own dtypes that this hardware cannot serve.
         return f"{dtype} needs an NVIDIA GPU; the node has {node.gpu}" if dtypes.parse(dtype).ours else None
     if node.compute_capability is None:
         return None
@@ -101,7 +100,7 @@ RETRY_SECONDS = 3600
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """A dtype of the ladder; `outcome` is Vetoed or Denied if it is ruled out, and `message` says why."""
+    """A dtype of the ladder. `outcome` is Vetoed or Denied if it is ruled out, and `message` has the reason."""
 
     dtype: str
     outcome: Outcome | None = None

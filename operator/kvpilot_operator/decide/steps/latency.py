@@ -1,5 +1,5 @@
-"""Forecast latency from the canary history, else from the cache that attention reads in a decode step, whose seconds
-are bytes / (peak bandwidth * efficiency). The rest of a step does not depend on the cache."""
+"""Forecast latency from the canary history, else from the cache bytes that attention reads in a decode step. Attention
+takes bytes / (peak bandwidth * efficiency) seconds. The rest of a step does not depend on the cache."""
 
 import math
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from kvpilot_operator.decide.steps.policy_input import PolicyInput
 from kvpilot_operator.gpus import by_product
 from kvpilot_operator.state.status import Experience
 
-# Share of an H200's peak bandwidth (4.8 TB/s) that decode attention reaches on the bytes of its cache, 32 sequences of
-# 16K tokens of a Llama-3-8B, vLLM 0.32.0: auto, fp8, k4v4 and k4v2 from the attention column of
-# docs/benchmarks/h200-engine.md, the others of ours from the layer column of h200-decode.md. vLLM's own integer and
-# TurboQuant caches: from step times of 67.6, 78.5 (32 x 16K) and 10.3 ms (32 x 2K) of the same model, vLLM 0.25.1.
-# Another GPU is taken to reach the same share of its own peak.
+# Share of an H200's peak bandwidth (4.8 TB/s) that decode attention reaches on the bytes of its cache: 32 sequences of
+# 16K tokens, Llama-3-8B, vLLM 0.32.0. auto, fp8, k4v4 and k4v2 come from the attention column of
+# docs/benchmarks/h200-engine.md, our other dtypes from the layer column of h200-decode.md. vLLM's own integer and
+# TurboQuant caches come from step times of 67.6, 78.5 (32 x 16K) and 10.3 ms (32 x 2K), with the same model on vLLM
+# 0.25.1. Other GPUs are assumed to reach the same share of their own peak.
 EFFICIENCY = {
     "auto": 0.92, "bfloat16": 0.92, "float16": 0.92, "fp8": 0.63, "fp8_e4m3": 0.63,
     "int8": 0.77, "k8v4": 0.80, "k4v4": 0.77, "k4v2": 0.63, "k2v2": 0.40,
@@ -23,8 +23,8 @@ EFFICIENCY = {
 }  # fmt: skip
 # FP8 at head_dim 256, from the same table: 0.82x the decode speed of 16 bits, with half the bytes.
 _FP8_HEAD_DIM_256 = 0.35
-# Largest share of the observed time that the forecast gives to attention. Shared prefixes are read once but counted for
-# each request, which overstates attention.
+# Largest share of the observed time that the forecast gives to attention. The forecast overstates attention, because it
+# counts a shared prefix for each request.
 _MOST = 0.9
 # After a step that frees a resource, latency must stay below this share of the objective: forecasts are inexact.
 _MARGIN = 0.8
@@ -59,15 +59,18 @@ def expected_itl_change(s: PolicyInput, to_dtype: str, load: float = 1.0) -> Exp
 
 
 def _stands(s: PolicyInput, e: Experience) -> bool:
-    """Return True if a trial's figures count. A trial needs a verdict, and a failed one only counts for a time."""
+    """Return True if a trial's figures count. It needs a verdict, and a failure only counts for denySeconds."""
     forgiven = e.time + timedelta(seconds=s.spec.rollout.deny_seconds)
     return e.verdict == Verdict.PASSED or (e.verdict == Verdict.FAILED and s.now < forgiven)
 
 
 def would_miss(s: PolicyInput, action: Action, itl: Expected, load: float = 1.0) -> str | None:
-    """Name the objective that a step would leave missed, with `load` times the requests a replica; or None. Steps that
-    free a resource leave a margin. Percentiles change like means: ITL by `itl`. A smaller dtype leaves TTFT only the
-    prompts' own time; with fewer replicas it grows as a queue does, by the share of time with prompts in hand."""
+    """Describe the objective that a step would leave missed, with `load` times the requests a replica; or None.
+
+    Steps that free a resource leave a margin. Percentiles are assumed to change like means, ITL by `itl`. A smaller
+    dtype reduces TTFT to the prompts' own time. With fewer replicas TTFT grows as a queue does, by the share of time
+    with prompts in hand.
+    """
     w, share = s.workload, 1.0 if action == Action.DTYPE_DOWN else _MARGIN
     for one in w.objectives:
         if one.seconds is None:

@@ -78,7 +78,7 @@ def _option(action: Action, to: tuple[str, int], outcome: Outcome, message: str,
 
 
 def stay(s: PolicyInput, outcome: Outcome, message: str) -> Option:
-    """Change nothing."""
+    """Return the option that changes nothing."""
     return _option(Action.STAY, (s.dtype, s.replicas), outcome, message, int(s.workload.capacity_per_pod * s.counted))
 
 
@@ -88,7 +88,7 @@ def down(s: PolicyInput) -> list[Weighed]:
 
 
 def instead_of_replicas(s: PolicyInput) -> list[Weighed]:
-    """Weigh smaller dtypes, the safest first, that would save a calm service a replica which only memory needs."""
+    """Weigh smaller dtypes, the safest first, that would save a calm service a replica needed only for memory."""
     w, scaling = s.workload, s.spec.scaling
     known = next((k for k in s.saturations if k.dtype == s.dtype), None)
     if known is None or not known.memory or not known.requests_per_hour or scaling.mode == "External":
@@ -208,7 +208,7 @@ def needed(s: PolicyInput) -> int:
 
 
 def offload(s: PolicyInput) -> list[Weighed]:
-    """Weigh host memory for as many tokens as the GPUs hold, if prefixes are evicted. Only a person can take it."""
+    """Weigh host memory for as many tokens as the GPUs hold, if prefixes are evicted. Only a person can add it."""
     if not s.workload.thrown_out:
         return []
     model, per_pod = s.model, s.workload.capacity_per_pod
@@ -292,7 +292,7 @@ def _too_many_prompts(s: PolicyInput, replicas: int) -> str | None:
 
 
 def costs(s: PolicyInput, steps: Sequence[Option]) -> str:
-    """Give the cost of each step per hour; empty if no price is known. The price of a host's memory is not."""
+    """Describe each step's cost per hour, without offloading (host memory has no price); empty without a GPU price."""
     if s.gpu_hour_micros is None:
         return ""
     each = s.gpu_hour_micros * s.spec.engine.gpus / 1e6

@@ -1,8 +1,12 @@
-"""The choice of a step: a smaller dtype is cheaper than a GPU, and a GPU is safer than a dtype. Under memory pressure
-it is the safest dtype in which the demand fits, else the replicas that it needs, else the smallest dtype. For another
-limit, or a missed objective, it is a replica, unless all objectives are met and one is about the first token. A surge
-adds replicas at once. After pressure, replicas go first (or a smaller dtype replaces one that only memory needs), then
-the dtype climbs. It takes one step at a time, and none on insufficient metrics."""
+"""The choice of a step: a smaller dtype is cheaper than a GPU, and a GPU is safer than a dtype.
+
+- Under memory pressure: the safest dtype in which the demand fits, else more replicas, else the smallest dtype.
+- Another limit or a missed objective: a replica, unless all objectives are met and one of them is TTFT.
+- A surge: replicas at once.
+- After pressure: one replica fewer (or a smaller dtype in place of one that only memory requires), then a larger dtype.
+
+The policy takes one step at a time, and none on insufficient metrics.
+"""
 
 from dataclasses import dataclass
 
@@ -38,7 +42,7 @@ class PolicyDecision:
 
 
 def choose_step(s: PolicyInput) -> PolicyDecision:
-    """Weigh every step of one service at one moment; total."""
+    """Choose a step for one service at one moment. Every input gives a decision."""
     kind, surge = s.workload.kind, s.workload.surge is not None
     more = surge and options.needed(s) > s.replicas and options.out(s).open
     if s.busy is not None and not (s.yields and more):
@@ -72,7 +76,7 @@ def _relieve(s: PolicyInput) -> PolicyDecision:
     steps, memory = [*downs, *options.offload(s), more], w.kind == WorkloadKind.MEMORY_BOUND
     picked = more if more.open and (w.surge or not memory) else None
     if picked is None and memory:
-        # The safest dtype that is enough, else replicas, else the smallest dtype unless all objectives are met.
+        # Take the safest dtype that is enough, else replicas, else the smallest dtype unless all objectives are met.
         picked = next((step for step in downs if step.open and step.fits), None)
         if picked is None and more.option.outcome != Outcome.OBJECTIVES_HELD:
             picked = next((step for step in (more, *reversed(downs)) if step.open), None)
@@ -115,7 +119,7 @@ def _answering(s: PolicyInput) -> str:
 
 
 def _release(s: PolicyInput) -> PolicyDecision:
-    """Choose a resource to free, because hardly any request waits: a replica, one by a smaller dtype, or the dtype."""
+    """Free a replica (perhaps by a smaller dtype), or go up to a larger dtype, because hardly any request waits."""
     low = s.spec.kv_cache.pressure.low_percent
     text = f"{s.workload.message}; below lowPercent {low}% for {s.spec.scaling.scale_down_stabilization_seconds} s"
     fewer = options.scale_in(s)

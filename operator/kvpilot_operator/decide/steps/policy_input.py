@@ -11,16 +11,16 @@ from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Denied, Experience, Saturation, ScaleInBackoff
 from kvpilot_operator.times import utc
 
-# After a rollback, the next dtype change waits this long, or the dwell if that is shorter. Otherwise a service could
-# run through its whole ladder in an hour.
+# After a rollback, the next dtype change waits this long, or minDwellSeconds if that is shorter. Otherwise a service
+# could try its whole ladder within an hour.
 COOL_DOWN_SECONDS = 3600
-# A step back up waits this many dwells after the last change, so that a quiet night does not cause two flips a day.
+# A step to a larger dtype waits this many times minDwellSeconds. Otherwise a quiet night would cause two flips.
 CLIMB_DWELLS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyInput:
-    """One service at one moment. The fields without a default are required, the others only if they apply."""
+    """One service at one moment."""
 
     now: datetime
     spec: Spec
@@ -74,7 +74,7 @@ class PolicyInput:
         return (e for e in known if (e.dtype, e.from_dtype, e.model, e.image, e.gpu, e.recent_tokens) == about)
 
     def canary_closed(self, *, climb: bool = False) -> tuple[Outcome, str] | None:
-        """Return the reason why no dtype change may begin, as an outcome and a text without moving figures; or None."""
+        """Return the reason why no dtype change may begin, or None: an outcome and a text without changing figures."""
         if self.no_canary is not None:
             return Outcome.NO_CANARY, self.no_canary
         changed, dwell = self.dtype_changed, self.spec.kv_cache.min_dwell_seconds

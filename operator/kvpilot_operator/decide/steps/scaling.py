@@ -14,9 +14,9 @@ _STEPS = (Action.SCALE_OUT, Action.SCALE_IN)
 
 
 def kept(spec: Spec, before: Scaling, now: datetime) -> Scaling:
-    """Decide the replicas before a step is chosen. In mode External they are `spec.replicas`, which /scale writes; in
-    mode Operator the last choice, which restarts from a changed `spec.replicas`. 0 needs minReplicas 0 and stays: the
-    user has stopped the service."""
+    """Decide the replicas before a step is chosen. Mode External takes `spec.replicas`, which /scale writes. Mode
+    Operator keeps its last choice until `spec.replicas` changes, and then starts from it. 0 needs minReplicas 0 and
+    stays: the user has stopped the service."""
     edited, owned, last = (
         before.spec_replicas != spec.replicas,
         spec.scaling.mode == "Operator",
