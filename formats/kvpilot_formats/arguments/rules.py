@@ -1,4 +1,4 @@
-"""Options and variables of vLLM that kvpilot reserves, or does not support together with its own features.
+"""Options and variables of vLLM that kvpilot reserves, or that do not work with its features.
 
 Each rule is written here once. `first_on` applies the rules to arguments. `first_set` applies them to the configuration
 of an engine that kvpilot-serve did not start.
@@ -30,8 +30,10 @@ class Switch(NamedTuple):
     """Feature that options of vLLM turn on.
 
     Attributes:
-        what: its name in messages. options: the main names of its options. off: the values that leave it off.
-        setting: its place in vLLM's VllmConfig, for engines.
+        what: its name in messages.
+        options: main names of the options that turn it on.
+        off: values of these options that leave it off.
+        setting: its attribute path in vLLM's VllmConfig, such as `parallel_config.enable_dbo`; empty for none.
     """
 
     what: str
@@ -76,7 +78,7 @@ _MOVING = (
 )
 
 BESIDE_BOUNDED = (_SPECULATIVE, *_MOVING, *BESIDE_ANY)
-"""Features that are not tested with a bounded cache, or that would look for freed pages."""
+"""Features that bounded caches do not support: they are untested, or they would read freed pages."""
 
 BESIDE_LATENT = (
     _SPECULATIVE,
@@ -89,10 +91,10 @@ BESIDE_HEAVY_HITTERS = (_TENSOR, _PIPELINE)
 """Features that are not tested with heavy hitters."""
 
 BESIDE_DRAFT_MODELS = (_TENSOR, _PIPELINE, _ADAPTERS, _OFFLOADING)
-"""Features that are not known to work with a draft model."""
+"""Features that are not tested with a draft model."""
 
 BESIDE_CONNECTORS = (_PIPELINE, _DATA, _SPECULATIVE, _ADAPTERS, _OFFLOADING._replace(setting=""))
-"""Features that are not known to work with a connector of `CONNECTORS`."""
+"""Features that are not tested with a connector of `CONNECTORS`."""
 
 SEVERAL_ENGINES = (
     DATA_PARALLEL, "--data-parallel-size-local", "--data-parallel-address", "--data-parallel-rpc-port",
@@ -124,7 +126,7 @@ def first_set(config: Any, switches: Iterable[Switch]) -> tuple[str, str] | None
 
 
 def beside_ours(arguments: Arguments, variables: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the first option or variable that our dtypes do not support, and its name in words, or None."""
+    """Return the first option or variable that our dtypes do not support, with the feature's name; None if none."""
     asked = speculation(arguments)
     if (what := unsupported_drafts(asked.get("method"), asked)) is not None:
         return next(option for option in SPECULATION if arguments.on(option)), what
@@ -192,7 +194,7 @@ The CRD's rule on spec.engine.extraArgs refuses the full names; the operator ref
 
 
 def reserved(arguments: Arguments) -> list[tuple[int, str]]:
-    """Return the index of each reserved option among the arguments, and a message with the remedy."""
+    """Return, for each reserved option in the arguments, its index and a message with the remedy."""
     found = []
     for given in arguments.given:
         message = next((one.message for one in RESERVED if given.name in one.options and not given.off), None)
