@@ -1,6 +1,6 @@
-"""Latents as operands of MMAs: the layout of words over a program's warps, and copies to shared memory.
+"""Latents as MMA operands: the layout of 16-bit words over a program's warps, and copies to shared memory.
 
-It corresponds to `operands`, which is for keys and values. `latent_decode` has the products.
+`operands` does the same for keys and values. `latent_decode` has the products.
 """
 
 from triton.experimental import gluon

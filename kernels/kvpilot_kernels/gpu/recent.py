@@ -12,7 +12,7 @@ from kvpilot_kernels.gpu.operands import ROWS, chunk_words, chunks, copy_to_shar
 
 @gluon.constexpr_function
 def places(side, stages, recent):
-    """Return the number of buffers for tiles of a side: `stages`, or with a window enough for a tile and its digits."""
+    """Return the number of tile buffers of a side: `stages`, or more if a tile and its digits need them."""
     return max(stages, 1 + side.digits) if recent else stages
 
 
