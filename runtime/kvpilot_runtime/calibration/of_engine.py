@@ -1,4 +1,4 @@
-"""Factors of the engine in this process: this rank's share of a calibration file, and a hash over all ranks."""
+"""Factors of this process's engine: this rank's share of a calibration file, and a hash over all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def calibration_of(vllm_config: Any) -> factors_file.Calibration | None:
     """Load the file that `KVPILOT_CALIBRATION` names for the model being loaded; return None if it names none.
 
     Raises:
-        CalibrationError: the file is damaged or belongs to another model.
+        CalibrationError: the file is missing, damaged or of another model.
         ValueError: the ranks cannot share the KV heads.
     """
     if not factors_file.asked() or factors_file.turned_off():

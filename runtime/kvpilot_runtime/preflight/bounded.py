@@ -21,7 +21,11 @@ def check(
     fmt: formats.Format | LatentFormat, config: models.Architecture | None, request: Request,
     platform: machine.Platform,
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Return warnings as (reason, message). There are none if the cache keeps all tokens."""
+    """Return warnings about the request's bounded cache as (reason, message); none if the cache keeps all tokens.
+
+    Raises:
+        PreflightError: the model, the dtype or an option does not work with a bounded cache.
+    """
     bound = request.retention
     if bound is None:
         return []
@@ -62,7 +66,7 @@ def _heavy(
     fmt: formats.Format | LatentFormat, bound: HeavyHitters, request: Request, usual: int,
     refuse: Callable[[str, str], PreflightError],
 ) -> None:  # fmt: skip
-    """Refuse settings that heavy hitters do not support. `usual` is the default number of tokens of a page."""
+    """Refuse settings that heavy hitters do not support. `usual`: default number of tokens of a page."""
     if fmt.name.startswith("fp8"):
         raise refuse(f"kv-cache dtype {fmt.name!r}", "use auto or a dtype of kvpilot")
     every = read((*request.others, f"--tensor-parallel-size={request.tensor_parallel}"))
