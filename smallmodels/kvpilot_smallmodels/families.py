@@ -1,7 +1,7 @@
 """Models of two to four layers with seeded random weights, one for each kind of attention.
 
-Vocabulary and sizes are tiny, so that an engine and plain transformers answer hundreds of requests in seconds. There is
-no tokenizer: requests are token ids.
+They are so small that an engine and plain transformers answer hundreds of requests in seconds. There is no tokenizer:
+requests are token ids.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Family:
     Attributes:
         config: the config class in transformers.
         fields: fields of its config.
-        filled: constants for weights, by the ends of names, where random weights would make attention uniform.
+        filled: constants for weights, by suffix of the name. Random values there would make attention uniform.
         skip: layers that stay in 16 bits.
     """
 
@@ -159,9 +159,9 @@ def make(
     name: str, folder: Path, change: Callable[[Any], None] = lambda _model: None, *, kind: str | None = None,
     fields: dict[str, Any] | None = None,
 ) -> Path:  # fmt: skip
-    """Write the model of a family to a folder. If `change` is given, it may modify the model first.
+    """Write the model of a family to a folder. `change` may modify the model first.
 
-    `kind` and `fields` replace those of the family's config.
+    `kind` replaces the family's config class, and `fields` some fields of its config.
     """
     import torch
     import transformers
