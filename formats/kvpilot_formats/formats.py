@@ -108,8 +108,7 @@ class Format:
         name: the value of `--kv-cache-dtype`.
         key, value: storage of a key and a value. For our formats, as at a head dimension that is a multiple of 64.
         origin: project that implements it.
-        summary: one line for people.
-        colour: colour of its line in plots; grey for dtypes that are only compared.
+        summary: one line for people. colour: colour of its line in plots; grey for dtypes that are only compared.
         window: default size of the recent window in tokens, one of `RECENT_CHOICES`; 0 for none.
         calibrated_only: True if the format is inaccurate, and refused, without calibration factors.
         latent: False. `latent.LatentFormat` describes the formats of multi-head latent attention.

@@ -45,7 +45,7 @@ ENTRY = RANK + ROPE
 """Elements of a token's entry, the latent first."""
 
 ROPE_BITS = 8
-"""Width of a code of the RoPE part in every format."""
+"""Width in bits of the RoPE part's codes, in every format."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,8 @@ class LatentFormat:
     """KV-cache format of MLA. Methods that `formats.Format` also has mean the same.
 
     Attributes:
-        name: the value of `--kv-cache-dtype`.
-        bits: width of a latent's code.
-        summary: one line for people.
-        colour: colour of its line in plots.
+        name: the value of `--kv-cache-dtype`. bits: width of a latent's code.
+        summary: one line for people. colour: colour of its line in plots.
     """
 
     name: str

@@ -71,10 +71,10 @@ ZERO_STEPS = 30
 """Number of steps in which a zero point goes from 0 to qmax. It is even, so a symmetric group has an exact centre."""
 
 ZERO_BITS = 5
-"""Low bits of scale metadata, which hold the zero point."""
+"""Number of low bits of scale metadata that hold the zero point."""
 
 CUT_BITS = 4
-"""Mantissa bits of a float16 that a scale omits."""
+"""Number of a float16's low mantissa bits that a stored scale omits."""
 
 SHRINK: dict[int, tuple[float, ...]] = {8: (1.0,), 4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.75, 0.65, 0.55)}
 """Factors by which the encoder tries to shrink a group's range, by code width in bits."""

@@ -33,11 +33,11 @@ def without_credentials(text: str) -> str:
 
 
 def lines(text: str) -> str:
-    """Return the text printable and without credentials."""
+    """Return the text without credentials and unprintable characters. Keep its line breaks."""
     # Remove credentials first: invisible characters in a password would hide it from the pattern.
     return printable(without_credentials(text))
 
 
 def shown(text: str) -> str:
-    """Return the text on one line, printable and without credentials."""
+    """Return the text on one line, without credentials and unprintable characters."""
     return lines(text).replace("\n", " ")

@@ -82,14 +82,14 @@ def ring(ring: torch.Tensor | None, cache: torch.Tensor, recent: int) -> None:
 
 
 def inner_strides(head_dim: int, **named: torch.Tensor) -> None:
-    """Refuse tensors [tokens, heads, head_dim] whose heads and elements are not contiguous."""
+    """Check that heads and elements of tensors [tokens, heads, head_dim] are contiguous."""
     for name, x in named.items():
         if x.stride()[1:] != (head_dim, 1):
             raise BadInputError(name, f"has strides {x.stride()}", "make heads and elements contiguous")
 
 
 def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, recent: int) -> None:
-    """Check ring slots: one int64 for each entry of `slot_mapping` if there is a window, else None."""
+    """Check ring slots: int64 in the shape of `slot_mapping` with a window, else None."""
     if (ring_slots is not None) != (recent > 0):
         remedy = f"these pages were made with recent={recent}: give them if, and only if, there is a recent window"
         raise BadInputError("ring_slots", "are missing" if recent else "are given", remedy)
@@ -108,7 +108,7 @@ def ordinals(ordinals: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
 
 
 def ring_table(ring_table: torch.Tensor | None, sequences: int, ring_blocks: int) -> None:
-    """Check the ring table: integers [sequences or more, ring_blocks]; None without a window."""
+    """Check the ring table: integers [sequences or more, ring_blocks] with a window, else None."""
     if (ring_table is not None) != (ring_blocks > 0):
         remedy = (
             f"a sequence has {ring_blocks} ring blocks here: give the table if, and only if, there is a recent window"
@@ -168,7 +168,7 @@ def int32(**given: torch.Tensor) -> None:
 
 
 def sequences(seq_lens: torch.Tensor, most: int) -> None:
-    """Check that there are at most this many lengths."""
+    """Check that there are at most `most` sequences."""
     if seq_lens.shape[0] > most:
         raise BadInputError("seq_lens", f"has {seq_lens.shape[0]} sequences", f"the plan has room for {most}")
 

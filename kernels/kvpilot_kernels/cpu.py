@@ -218,7 +218,7 @@ class PackedPages:
         sinks: torch.Tensor | None = None,
         spans: Sequence[tuple[int, int]] = (),
     ) -> torch.Tensor:
-        """Attend causally in a chunk of one sequence: to its quantized context, and to the unquantized chunk.
+        """Return causal attention from a sequence's new chunk to its quantized context and to the unquantized chunk.
 
         Args:
             query: [tokens, heads, D]; key, value: [tokens, kv_heads, D], the new chunk.
@@ -251,11 +251,11 @@ class PackedPages:
         return out[0].transpose(0, 1)
 
     def read(self, block_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read keys and values of one sequence's first `length` tokens, rotated back: float32 [length, kv_heads, D]."""
+        """Return keys and values of a sequence's first `length` tokens, rotated back: float32 [length, kv_heads, D]."""
         return self.keys(block_table, length), self._side("value", block_table, length)
 
     def keys(self, block_table: torch.Tensor, length: int) -> torch.Tensor:
-        """Read only the keys; otherwise like `read`."""
+        """Return only the keys; otherwise like `read`."""
         return self._side("key", block_table, length)
 
     def _side(self, side: str, block_table: torch.Tensor, length: int) -> torch.Tensor:

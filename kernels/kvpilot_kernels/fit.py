@@ -46,7 +46,10 @@ _FLOOR = 1e-3
 
 
 class Moments:
-    """Sums over tokens of g^2, g^2 x and g^2 x^2 for one layer and side, float64 [kv_heads, D (, D)]."""
+    """Sums over tokens for the keys or values of one layer, in float64.
+
+    `weight` [kv_heads, D] sums g_c^2; `first` and `second` [kv_heads, D, D] sum g_c^2 x_c' and g_c^2 x_c'^2.
+    """
 
     def __init__(self, kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> None:
         def zeros(*shape: int) -> torch.Tensor:
@@ -128,7 +131,7 @@ class Observed:
         self._broken = ""
 
     def add_first(self, key: torch.Tensor) -> None:
-        """Add keys at position 0 of a sequence: [sequences, kv_heads, D], any float dtype."""
+        """Add keys at position 0 of sequences: [sequences, kv_heads, D], any float dtype."""
         self._note_broken(("keys", key))
         self._first += key.double().sum(0)
         self._sequences += key.shape[0]
@@ -168,7 +171,7 @@ class Observed:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens so far, without the first tokens of sequences."""
+        """Number of added tokens, without the first token of each sequence."""
         return self._key.tokens
 
     def still(self) -> int:

@@ -1,4 +1,4 @@
-"""Ring of the recent window: slots of tokens, and its pages on a CPU. `layouts` has the byte layout."""
+"""Ring of the recent window: slots of tokens in it, and its pages on a CPU. `layouts` has the byte layout."""
 
 from __future__ import annotations
 

@@ -55,8 +55,7 @@ def prepare(
 ) -> tuple[dict[str, str], list[str] | None]:
     """Fill the pod's folder. Return the engine's environment variables for it, and the command to run beside it.
 
-    `arguments` are those of `vllm serve`; `say` takes a reason and a message. The command is None if nothing can be
-    kept.
+    `arguments` are those of `vllm serve`; `say` takes a reason and a message. The command is None if nothing is kept.
     """
     if not environment.get(VARIABLE) or "VLLM_CACHE_ROOT" in environment:
         return {}, None

@@ -1,4 +1,4 @@
-"""Address that engines and downloads listen on."""
+"""Address that engines and `kvpilot-prefetch` listen on."""
 
 from __future__ import annotations
 

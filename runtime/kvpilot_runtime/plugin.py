@@ -52,7 +52,7 @@ def register() -> None:
 
 
 def serve_requests() -> None:
-    """Serve requests for offloaded pages, and finish waiting requests when the engine drains.
+    """Let the engine serve requests for offloaded pages, and finish waiting requests when it drains.
 
     An engine with vLLM's own dtypes must start with any later vLLM, so a missing part is only logged.
     """

@@ -104,9 +104,7 @@ def plan(name: str, revision: str | None) -> Part:
 
 
 def fetch(part: Part) -> None:
-    """Download the missing files of a model, `_AT_ONCE` at a time.
-
-    Each is a download of its own, because an engine without the hub rejects a partial snapshot.
+    """Download missing files, each by itself: without a hub, an engine rejects a partial snapshot.
 
     Raises:
         PreflightError: ModelNotFound.

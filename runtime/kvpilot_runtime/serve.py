@@ -125,11 +125,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
-    """Parse the command line. Return the request, and the arguments for `vllm serve` except those that checks add.
-
-    Raises:
-        PreflightError: BadArguments.
-    """
+    """Return the request and the arguments for `vllm serve`, to which `main` adds some. Raise PreflightError."""
     found, parser = vllm.read(argv), _parser()
     if found.faults:
         raise PreflightError("BadArguments", f"argument {found.faults[0].place + 1}: {found.faults[0].message}")

@@ -34,7 +34,7 @@ def refuse_other_drafters(vllm_config: Any, dtype: str) -> None:
 
 
 def has_draft_model(vllm_config: Any) -> bool:
-    """Return True if drafts come from a model. Its layers are among the served model's layers."""
+    """Return True if drafts come from a model. vLLM lists its layers together with the served model's."""
     found = getattr(vllm_config, "speculative_config", None)
     return found is not None and found.method in DRAFT_MODELS
 

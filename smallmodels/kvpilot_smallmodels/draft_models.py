@@ -82,7 +82,7 @@ def eagle3(model: Path, folder: Path) -> Path:
 
 
 def with_mtp(model: Path, folder: Path) -> Path:
-    """Write a Qwen2 model as a MiMo model, with one more layer that predicts a second token (MTP)."""
+    """Write a Qwen2 model as a MiMo model, with a random layer that predicts a second token (MTP)."""
     torch.manual_seed(4)
     config = json.loads((model / "config.json").read_text()) | {
         "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1,

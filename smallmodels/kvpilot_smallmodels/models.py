@@ -171,7 +171,7 @@ def _begin_with_bos(folder: Path) -> None:
 
 
 def _mend_tokenizer(folder: Path) -> None:
-    """Split numbers into single digits, as SmolLM2 does. The GGUF file lacks this setting."""
+    """Let the tokenizer split numbers into single digits, as SmolLM2 does. The GGUF file lacks this setting."""
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     tokenizer["pre_tokenizer"] = {

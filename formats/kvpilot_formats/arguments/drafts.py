@@ -10,10 +10,10 @@ DRAFTERS = ("ngram", "suffix")
 """Methods of speculative decoding that draft from the request's own tokens, without a model."""
 
 DRAFT_MODELS = ("draft_model", "eagle", "eagle3", "mtp")
-"""Methods with a draft model, which has one layer or more and its own KV cache."""
+"""Methods of speculative decoding with a draft model, which has its own layers and KV cache."""
 
 SUFFIX_TOKENS = 24
-"""Default number of draft tokens of `suffix`."""
+"""Default number of draft tokens of the method `suffix`."""
 
 _CONFIG = "--speculative-config"
 _PARTS = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}

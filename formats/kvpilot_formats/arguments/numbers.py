@@ -1,4 +1,4 @@
-"""Whole numbers in vLLM's command line."""
+"""Parser of whole numbers in vLLM's command line."""
 
 from __future__ import annotations
 

@@ -28,13 +28,7 @@ _LEVEL = "--optimization-level"
 
 
 class Option(NamedTuple):
-    """Option that a spelling stands for.
-
-    Attributes:
-        name: its main name.
-        takes: its number of values: "0", "1", "?" (at most one) or "+" (one or more).
-        off: True if this spelling turns the option off (`--no-...`).
-    """
+    """Option: its main name, its number of values ("?": 0 or 1, "+": 1 or more), and `off`, True for `--no-...`."""
 
     name: str
     takes: str
@@ -45,10 +39,8 @@ class Given(NamedTuple):
     """Option that the arguments set.
 
     Attributes:
-        name: its main name.
-        values: its values; empty for a flag.
-        off: True if the arguments turn it off (`--no-...`).
-        places: indices of the arguments that set it.
+        name: its main name. values: its values; empty for a flag.
+        off: True if it is turned off (`--no-...`). places: indices of the arguments that set it.
     """
 
     name: str
@@ -58,7 +50,7 @@ class Given(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Argument that vLLM's parser refuses: its index among the arguments, and the reason with a remedy."""
+    """Argument that vLLM's parser refuses: its index (`place`), and a message with the reason and a remedy."""
 
     place: int
     message: str
@@ -139,7 +131,7 @@ def names(option: str) -> tuple[str, ...]:
 
 
 def read(arguments: Iterable[str]) -> Arguments:
-    """Read arguments. This never raises, because faults are in `Arguments.faults`."""
+    """Parse arguments. This never raises an error: faults are in `Arguments.faults`."""
     return _read(tuple(arguments))
 
 

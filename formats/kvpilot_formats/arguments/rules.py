@@ -31,8 +31,7 @@ class Switch(NamedTuple):
 
     Attributes:
         what: its name in messages.
-        options: main names of the options that turn it on.
-        off: values of these options that leave it off.
+        options: main names of the options that turn it on. off: values of these options that leave it off.
         setting: its attribute path in vLLM's VllmConfig, such as `parallel_config.enable_dbo`; empty for none.
     """
 
@@ -115,7 +114,7 @@ def first_on(arguments: Arguments, switches: Iterable[Switch]) -> tuple[str, str
 
 
 def first_set(config: Any, switches: Iterable[Switch]) -> tuple[str, str] | None:
-    """Return the first of these features that vLLM's `VllmConfig` has turned on, like `first_on`."""
+    """Return the first of these features that is on in vLLM's `VllmConfig`, in the form of `first_on`."""
     for switch in switches:
         value = config if switch.setting else None
         for part in switch.setting.split("."):
@@ -150,7 +149,7 @@ def transfer(arguments: Arguments) -> dict[str, Any]:
 
 
 class Reserved(NamedTuple):
-    """Options that spec.engine.extraArgs must not contain, each with the reason and a remedy."""
+    """Options that spec.engine.extraArgs must not contain, and a message with the reason and a remedy."""
 
     options: Collection[str]
     message: str

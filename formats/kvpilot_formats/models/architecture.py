@@ -25,9 +25,7 @@ class Group:
     """Layers that keep keys and values of one size.
 
     Attributes:
-        kind: FULL, WINDOW or CHUNKED.
-        layers: number of layers.
-        kv_heads: KV heads of a layer.
+        kind: FULL, WINDOW or CHUNKED. layers: number of layers. kv_heads: KV heads of a layer.
         head_dim, value_dim: elements of a head's key and of its value, which may be shorter.
         window: length of the window or chunk in tokens; 0 for FULL.
     """
@@ -54,8 +52,7 @@ class Architecture:
         latent: elements of a token's entry in a layer with multi-head latent attention; 0 without it.
         index_bytes: bytes of a token's index in a layer with sparse attention, the same in every dtype; 0 without.
         softcap: cap on attention logits, or None.
-        alibi: attention has biases by distance.
-        encoder_decoder: the model has cross attention.
+        alibi: attention has biases by distance. encoder_decoder: the model has cross attention.
         bidirectional: tokens also attend to later tokens, as in embedding models.
         image_prefix: the tokens of an image attend to each other in both directions.
         custom_code: the repository brings its own model code (`auto_map`).
@@ -104,7 +101,7 @@ class Architecture:
 
     @property
     def chunked_layers(self) -> int:
-        """Number of these layers that attend within chunks."""
+        """Number of these layers with chunked attention."""
         return sum(group.layers for group in self.groups if group.kind is Kind.CHUNKED)
 
     @property

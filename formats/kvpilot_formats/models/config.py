@@ -1,4 +1,4 @@
-"""Reader of config.json, and of its fields with the defaults of transformers' classes."""
+"""Reader of config.json. Missing fields get the defaults of transformers' config classes."""
 
 from __future__ import annotations
 
@@ -141,11 +141,7 @@ class Fields:
 
     @staticmethod
     def checked(field: str, value: Any, most: int = LARGEST_SIZE) -> int:
-        """Return `value` if it is a size of at most `most`; the largest if it lists one size per layer.
-
-        Raises:
-            ConfigError: it is not a size.
-        """
+        """Return a size of at most `most`, or the largest of a list of sizes. Raise ConfigError for other values."""
         values = value if isinstance(value, list) and value else [value]
         for one in values:
             if not isinstance(one, int) or isinstance(one, bool) or not 0 <= one <= most:
@@ -161,7 +157,7 @@ class Fields:
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message, shortened if it is large."""
+    """Return a value's `repr` for a message, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 

@@ -61,7 +61,7 @@ def _repeated(fields: Fields) -> list[str]:
 
 
 def _by_sparsity(fields: Fields, layers: int) -> list[str] | None:
-    """Return the layers of MiniMax M3, some of which choose blocks of tokens by an extra index."""
+    """Return the layers of MiniMax M3, in which some layers use sparse attention with an index."""
     sparse = fields.get("sparse_attention_config")
     if not isinstance(sparse, Mapping) or not sparse.get("use_sparse_attention"):
         return None
@@ -112,7 +112,7 @@ def _by_block(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_period(fields: Fields, layers: int) -> list[str] | None:
-    """Return the layers of Jamba, whose config has a period and an offset."""
+    """Return the layers of Jamba: every `attn_layer_period`-th layer attends."""
     period, offset = fields.size("attn_layer_period"), fields.size("attn_layer_offset")
     if not period:
         return None

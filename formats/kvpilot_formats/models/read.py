@@ -26,7 +26,7 @@ _LARGEST_CAP = 1e6  # larger than any logit
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
-    """Return the architecture in a Hugging Face config. For a model with images or sound, read its text part."""
+    """Return the architecture that a Hugging Face config describes; of a multimodal model, that of its text part."""
     fields = Fields(raw)
     crossed = bool(raw.get("is_encoder_decoder")) or fields.model_type in ("whisper",)
     words = _decoder(fields) if crossed else kinds(fields)

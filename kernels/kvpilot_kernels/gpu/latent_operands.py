@@ -22,7 +22,7 @@ def products(warps):
 
 @gluon.constexpr_function
 def left(warps):
-    """Return the layout of words, or of the float16 made of them, as a product's left operand."""
+    """Return the layout of words, or of the float16 made from them, as a product's left operand."""
     return gl.DotOperandLayout(0, products(warps), 2)
 
 

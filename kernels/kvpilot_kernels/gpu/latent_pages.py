@@ -43,13 +43,13 @@ def part_layouts(fmt: LatentFormat, block_size: int) -> tuple[SideLayout, SideLa
 
 
 class LatentShape:
-    """Fixed properties of a layer: format, heads, block size, and the launch choices that follow.
+    """Fixed properties of a layer: format, heads, block size, and the launch parameters that follow.
 
     Args:
         fmt: the format. heads: query heads of this rank, at most 128. block_size: tokens in a page.
 
     Raises:
-        BadInputError: wrong number of heads. FormatError: a block size without a layout.
+        BadInputError: no head, or more than 128. FormatError: a block size that is not a multiple of 16.
     """
 
     def __init__(self, fmt: LatentFormat, heads: int, block_size: int, device: torch.device) -> None:
@@ -102,7 +102,7 @@ class GpuLatentPages:
         self.factors = factors or LatentFactors.identity(shape.device)
 
     def store(self, latent: torch.Tensor, rope: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Write tokens into their slots.
+        """Quantize entries and write them into their slots.
 
         Args:
             latent: [tokens, 512], after its norm; rope: [tokens, 64], after RoPE; any float dtype.

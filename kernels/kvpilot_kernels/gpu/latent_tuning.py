@@ -15,7 +15,7 @@ MOST_HEADS = 24
 """Largest number of heads of a program. Registers limit it: each head needs accumulators of 512 elements."""
 
 STORE_TOKENS, STORE_WARPS = 1, 1
-"""Rows and warps of a program of `store` and of `prepare`."""
+"""Rows and warps of a program of `store` and `prepare`."""
 
 GATHER_TOKENS, GATHER_WARPS = 8, 4
 """Tokens and warps of a program of `gather`."""

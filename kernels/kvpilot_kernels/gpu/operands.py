@@ -19,7 +19,7 @@ QUERIES = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 4))
 VALUES = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 SCORES = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [1, 1], [1, 0]))
-"""Layout of a product after its adjacent columns were summed. Of four threads, thread t has columns t, t + 4, ..."""
+"""Layout of a product after adjacent columns were summed. Thread t of four threads has columns t, t + 4, ..."""
 ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 COLS = gl.constexpr(gl.SliceLayout(0, SCORES.value))
 
@@ -33,7 +33,7 @@ SCALES = gl.constexpr(
 )
 LARGEST_HALF = gl.constexpr(0x7BFF)
 NAN_HALF = gl.constexpr(0x7FFF)
-"""Bits of the float16 limits in `scales_up_to`: the largest number, and NaN, which leaves every scale unchanged."""
+"""Bits of the two limits in `scales_up_to`: the largest float16, and NaN, with which scales stay unchanged."""
 ZEROS = gl.constexpr(f"and.b32 $0, $1, {hex(((1 << ZERO_BITS.value) - 1) * 0x10001)};")
 
 
@@ -112,7 +112,7 @@ def is_wide(dim):
 
 @gluon.constexpr_function
 def zero_unit(bits):
-    """Return a zero point's unit in codes: z = zero_code * zero_unit."""
+    """Return the step between zero points, in codes: z = zero_code * zero_unit."""
     return ((1 << bits) - 1) / ZERO_STEPS.value
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 CHUNK, OWN, PER = 1024, 32, 16
-"""Sequences that a program counts at once, sequences whose splits it writes, and splits of each that it writes at once.
+"""Sequences that a program counts at once; sequences whose splits it writes; splits of each that it writes at once.
 """
 
 ROUNDS = 4

@@ -1,6 +1,6 @@
-"""Prefill of wide heads: a chunk's queries over keys and values in 16 bits, with log-sums.
+"""Prefill of wide heads: attention from a chunk's queries to keys and values in 16 bits, with log-sums.
 
-FlashAttention 2 and 3 have no kernel for heads of more than 256 elements.
+It is needed because FlashAttention 2 and 3 have no kernel for heads of more than 256 elements.
 
     o_i = sum_t softmax_t(cap(scale * q_i . k_t)) v_t        lse_i = log(sum_t exp(cap(scale * q_i . k_t)))
 """

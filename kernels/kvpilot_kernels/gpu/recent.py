@@ -1,7 +1,7 @@
 """Decode of the recent window: the ring's digits, and the check that they belong to a tile's tokens.
 
-`layouts` has the ring's layout. Digits are processed like codes (`operands`). A token gets scale 0 if the tag in the
-ring differs from the tag of its row in the page.
+`layouts` has the ring's layout. Digits are processed like codes (`operands`). If the tags in the ring differ from those
+of a token's row in the page, the scale of its residual is 0.
 """
 
 from triton.experimental import gluon

@@ -1,4 +1,4 @@
-"""Ring slots of a step's tokens, computed on the GPU: `kvpilot_kernels.ring.ring_slots`."""
+"""Ring slots of a step's tokens, computed on the GPU; `kvpilot_kernels.ring.ring_slots` does it on a CPU."""
 
 import torch
 import triton

@@ -21,10 +21,10 @@ import triton.language as tl
 from kvpilot_kernels.reference.hadamard import hadamard
 
 BASE = tl.constexpr(128)
-"""Slots of a row of 96 elements; a row of 192 is two of them."""
+"""Number of slots of a row of 96 elements. A row of 192 has twice as many."""
 
 EIGHT = tl.constexpr(8)
-"""Number of adjacent elements that share signs and stay together in slots."""
+"""Number of adjacent elements that share a sign and stay adjacent in slots."""
 
 
 def slots(dim: int) -> int:

@@ -94,7 +94,7 @@ program. Each limit is at least twice the one before, so that a warm-up with pow
 """
 
 FEW_TOKENS = 128
-"""Largest number of tokens for which `store` uses the blocks of a decode step."""
+"""Largest number of tokens for which `store` uses the first of its `STORES` blocks."""
 
 STORES: dict[int, tuple[Block, Block]] = {
     64: (Block(8, 4), Block(8, 2)), 96: (Block(8, 4), Block(8, 1)), 128: (Block(8, 4), Block(8, 2)),
@@ -174,7 +174,7 @@ def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capa
 
 
 class Taken(NamedTuple):
-    """Resources of a program of one warp, from the compiler: registers per thread, and bytes of shared memory."""
+    """Resources of a program of one warp, as compiled: registers per thread, and bytes of shared memory."""
 
     registers: int
     shared: int

@@ -28,7 +28,7 @@ def tokens(latent: torch.Tensor, rope: torch.Tensor, slot_mapping: torch.Tensor)
 
 
 def queries(absorbed: torch.Tensor, rope: torch.Tensor, heads: int | None = None) -> None:
-    """Check queries: floats [rows, heads, 512] and [rows, heads, 64]."""
+    """Check queries: absorbed, floats [rows, heads, 512], and with RoPE, floats [rows, heads, 64]."""
     for name, x, width in (("query", absorbed, RANK), ("query_rope", rope, ROPE)):
         if x.dtype not in FLOATS or x.dim() != 3 or x.shape[2] != width or x.shape[1] != (heads or absorbed.shape[1]):
             raise BadInputError(name, f"is {shown(x)}", f"give floats [rows, {heads or 'heads'}, {width}]")

@@ -54,7 +54,7 @@ def decode_reference(
 
     Args:
         query: [heads, 576]. entries: [tokens, 576] before quantization, the query's own token included.
-        fmt, factors: of the cache. scale: factor on the scores.
+        fmt, factors: the cache's format and factors. scale: factor on the scores.
 
     Returns:
         float64 [heads, 512], in latent space.

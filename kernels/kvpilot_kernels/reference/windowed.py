@@ -1,4 +1,4 @@
-"""Attention of a whole sequence with a recent window, in differentiable torch."""
+"""Attention of whole sequences with a recent window, in differentiable torch."""
 
 from __future__ import annotations
 

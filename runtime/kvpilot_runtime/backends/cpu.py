@@ -58,7 +58,7 @@ class Metadata:
 
 
 class CpuBuilder(PackedBuilder):
-    """Builder that splits a batch into decodes and prefills, once for all layers."""
+    """Builder of a batch's `Metadata`, once for all layers."""
 
     def describe(self, common: Any) -> Metadata:
         """Return the metadata of one batch."""
@@ -129,7 +129,7 @@ class CpuImpl(PackedImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend in a batch, and return `output`, [tokens, heads, head_dim].
+        """Attend in a batch. Write the result to `output`, [tokens, heads, head_dim], and return it.
 
         `query` is [tokens, heads, head_dim]; `key` and `value` are [tokens, kv_heads, head_dim], or None in a layer
         that reads another layer's cache.

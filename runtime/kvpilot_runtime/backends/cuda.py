@@ -92,7 +92,7 @@ class CudaImpl(Reserving, PackedImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store a batch and attend, and return `output`, [tokens, heads, D].
+        """Store a batch's keys and values, and attend. Write the result to `output`, [tokens, heads, D], and return it.
 
         `query` is [tokens, heads, D]; `key` and `value` are [tokens, kv_heads, D]. A layer that reads another layer's
         cache ignores them, because the other layer has stored the step's tokens.
@@ -186,8 +186,8 @@ class CudaImpl(Reserving, PackedImpl):
         """Return attention over keys and values in 16 bits, in `out` if given, and its log-sums.
 
         Args:
-            starts: the first query of each sequence. most: number of queries of the longest sequence.
-            rows: the first key of each sequence. longest: number of keys of the longest sequence.
+            starts: int32 [sequences + 1], each sequence's first query. most: largest number of queries of a sequence.
+            rows: int32 [sequences + 1], each sequence's first key. longest: largest number of keys of a sequence.
         """
         if self.own_prefill:
             return prefill(query, key, value, starts, most, rows, self.scale, causal, self.softcap, out)

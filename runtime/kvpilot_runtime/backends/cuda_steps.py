@@ -34,7 +34,7 @@ def powers(most: int) -> set[int]:
 
 
 def warm_up(launch: Callable[[], None], vllm_config: Any, device: torch.device) -> None:
-    """Call `launch`, which launches all kernel variants that serving needs. On a GPU, first compile them in parallel."""
+    """Call `launch`, which launches all kernel variants that serving needs. On a GPU, compile them first."""
     if device.type == "cuda":
         compile_ahead(launch, vllm_config.parallel_config.world_size)
     else:
@@ -151,13 +151,13 @@ class CudaRingBuilder(PackedBuilder):
         warm_up(self.warm_up, vllm_config, device)
 
     def warm_up(self) -> None:
-        """Launch every variant of our kernel that serving needs."""
+        """Launch every variant of the ring-slots kernel that serving needs."""
         for count in {2**i for i in range(self._sequences.bit_length())}:
             zeros = torch.zeros(count + 1, self.kv_cache_spec.ring_blocks, dtype=torch.int32, device=self.device)
             self._fill(self.slots[:1], zeros[:, 0].contiguous(), zeros[:-1, 0].contiguous(), zeros[:-1])
 
     def describe(self, common: Any) -> Rings:
-        """Return the rings of one batch; buffers of captured graphs are rewritten in place."""
+        """Return the rings of one batch, in the buffers that captured graphs read."""
         slots = self.slots[: common.slot_mapping.shape[0]]
         table = common.block_table_tensor[: common.num_reqs, : self.kv_cache_spec.ring_blocks]
         lens = common.seq_lens[: common.num_reqs]
@@ -194,7 +194,7 @@ class CudaBuilder(PackedBuilder):
         self.owners, self.seen = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2))
 
     def describe(self, common: Any) -> Metadata:
-        """Return the metadata of one batch; buffers of captured graphs are rewritten in place."""
+        """Return the metadata of one batch. Update the buffers that captured graphs read in place."""
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.width)
         if decodes > self.plan.sequences or decode_tokens > self.plan.rows:
             # A bounded cache cuts sequences into pieces, so there may be more pieces than the plan has sequences.

@@ -41,7 +41,7 @@ class LatentBackend(OurBackend, MLACommonBackend):  # type: ignore[misc]  # mypy
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Return the size of an entry."""
+        """Return the only supported size: that of an entry."""
         return [ENTRY]
 
     @classmethod
@@ -127,7 +127,7 @@ class LatentImpl:
         return merged
 
     def _keys_and_values(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expand entries [tokens, 576] into keys [tokens, heads, nope + 64] and values [tokens, heads, value]."""
+        """Expand entries [tokens, 576] to keys, [tokens, heads, nope + 64], and values, [tokens, heads, value]."""
         impl: Any = self
         up = impl.kv_b_proj(entries[:, :RANK])[0]
         nope, value = up.view(len(entries), impl.num_heads, -1).split([impl.qk_nope_head_dim, impl.v_head_dim], -1)

@@ -24,7 +24,7 @@ class CpuLatentImpl(LatentImpl, CPUMLAImpl):  # type: ignore[misc]  # mypy sees 
     def forward_mqa(
         self, q: tuple[torch.Tensor, torch.Tensor], kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[torch.Tensor, None]:
-        """Decode one absorbed query token per sequence over its pages, in latent space."""
+        """Return attention from one absorbed query token per sequence to its pages, in latent space."""
         absorbed, rope = q
         decode = attn_metadata.decode
         pages = self.pages_of(kv_c_and_k_pe_cache)

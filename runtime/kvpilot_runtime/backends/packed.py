@@ -50,8 +50,7 @@ def classes_of(
     """Return a module's `__getattr__`, which finds the subclass of `parent` for a dtype by its class name.
 
     Args:
-        names: function that returns the dtypes. parse: function that returns the format of a dtype, the subclass's
-            `fmt`.
+        names: function that returns the dtypes. parse: function from a dtype to its format, the subclass's `fmt`.
     """
 
     @cache

@@ -103,10 +103,7 @@ class KeptTables:
         self.lens = torch.zeros(sequences, dtype=torch.int32, device=device)
 
     def alone(self, common: Any) -> Any:
-        """Return the batch with tables of kept pages, like `kept_alone`, but without waiting for the device.
-
-        Padding keeps its length of 0.
-        """
+        """Do the same as `kept_alone` without waiting for the device. Padding keeps its length of 0."""
         count, sinks, table = common.num_reqs, self.bound.sink_pages(self.page), common.block_table_tensor
         gap = self.gap(common.seq_lens[:count])
         columns = torch.where(self.columns < sinks, self.columns, self.columns + gap[:, None])
@@ -150,14 +147,14 @@ def bounded_backend(stock: Any) -> Any:
 
         @classmethod
         def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-            """Limit full graphs to steps with one new token per sequence. Other steps need their own tables."""
+            """Limit full CUDA graphs to steps with one new token per sequence; only these use fixed buffers."""
             if isinstance(kv_cache_spec.bound, HeavyHitters) and not vllm_config.use_v2_model_runner:
                 return AttentionCGSupport.NEVER  # vLLM's older runner is not tested with graphs
             stock = super().get_cudagraph_support(vllm_config, kv_cache_spec)
             return min(stock, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda support: support.value)
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-            """Return the metadata of a batch's pieces, or of the pages kept by heavy hitters."""
+            """Return the metadata of a batch, with tables of kept pages only."""
             common, bound, page = common_attn_metadata, self.kv_cache_spec.bound, self.kv_cache_spec.block_size
             if isinstance(bound, HeavyHitters):
                 from kvpilot_runtime.bounded import heavy
@@ -204,10 +201,7 @@ def spec_of(layer: Any, stock: Any, vllm_config: Any) -> Any:
 
 
 def refuse_unsupported(vllm_config: Any, bound: SinksAndWindow) -> None:
-    """Raise UnsupportedModelError for models and options that bounded caches do not support.
-
-    Preflight refuses them too, but kvpilot-serve does not start every engine.
-    """
+    """Raise UnsupportedModelError for models and options without bounded caches, as kvpilot-serve's preflight does."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.platforms import current_platform

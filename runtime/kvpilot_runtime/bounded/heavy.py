@@ -23,7 +23,7 @@ from kvpilot_runtime.config.retention import HeavyHitters
 from kvpilot_runtime.errors import UnsupportedEngineError, UnsupportedModelError
 
 MOST = 8
-"""Largest number of queries of one chunk that are measured."""
+"""Largest number of measured queries per chunk of a prompt."""
 ORDER = "gather_batch_req_state"
 """Method of vLLM's newer runner that puts a step's requests into the order of the batch."""
 MARK = "kvpilot_measured"
@@ -38,8 +38,7 @@ class Step:
         kept: held pages by request; None before the engine serves.
         alone: True if sequences with a single new token are measured.
         requests: function that returns the ids of the batch's requests, in order.
-        weighing: measurement of the step's chunks; None if there are none.
-        singles: measurements of single tokens, one for each shape of layers.
+        weighing: measurement of chunks, or None. singles: measurements of single tokens, one per shape of layers.
     """
 
     kept: dict[str, Kept] | None = None
@@ -189,11 +188,7 @@ def singles(builder: Any, page: int, most: int, sequences: int) -> Singles | Non
 
 
 def attach(worker: Any, bound: HeavyHitters) -> None:
-    """Let a worker measure every layer, and send each step's masses to the scheduler. It must have its KV cache.
-
-    Raises:
-        UnsupportedModelError: heavy hitters do not support a setting of the engine.
-    """
+    """Let a worker with a KV cache measure its layers and report masses. Raise UnsupportedModelError if it cannot."""
     config, runner = worker.vllm_config, worker.model_runner
     switch = rules.first_set(config, rules.BESIDE_HEAVY_HITTERS)
     found = (
@@ -243,7 +238,7 @@ def noting_order(order: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _measure(layer: Any) -> None:
-    """Make a layer's attention add to the masses of a step's pages."""
+    """Wrap a layer's attention, so that it adds to the masses of a step's pages."""
     forward, weigh = layer.impl.forward, weigher(layer)
 
     def measured(

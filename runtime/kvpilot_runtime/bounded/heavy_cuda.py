@@ -131,7 +131,7 @@ def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles
 
 
 def keys(pages: GpuPages, group: Group, piece: Piece, workspace: torch.Tensor) -> torch.Tensor:
-    """Read a piece's keys, [sequences, kv_heads, head_dim, tokens], into the workspace."""
+    """Return a piece's keys, [sequences, kv_heads, head_dim, tokens], read into the workspace."""
     sequences, tokens = len(group.lens), (piece.last - piece.first) * pages.shape.block_size
     found, values = (side[: sequences * tokens] for side in workspace)
     pages.gather(piece.slots, piece.ordinals, found, values)

@@ -1,4 +1,4 @@
-"""Page masses: their formula, and their measurement on a CPU."""
+"""Page masses, the attention that pages get: their formula, and their measurement on a CPU."""
 
 from __future__ import annotations
 

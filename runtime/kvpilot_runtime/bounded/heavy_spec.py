@@ -22,7 +22,7 @@ from kvpilot_runtime.config.retention import HeavyHitters
 KEPT, MASSES = "kvpilot_kept", "kvpilot_masses"
 
 EVERY = 32
-"""Number of steps between two measurements of sequences that decode. Chunks of prompts are always measured."""
+"""Decoding sequences are measured in one step of this many. Chunks of prompts are always measured."""
 
 Kept = tuple[np.ndarray, int]
 """Pages that a request still holds among its first n, int64 and ascending, and n. It holds all later pages too."""

@@ -154,11 +154,7 @@ def turned_off() -> bool:
 
 
 def from_environment(facts: ModelFacts) -> Calibration | None:
-    """Load the file that `KVPILOT_CALIBRATION` names; return None if it names none.
-
-    Raises:
-        CalibrationError: in the same cases as `load`.
-    """
+    """Load the file that `KVPILOT_CALIBRATION` names, or return None. Raise CalibrationError as `load` does."""
     return load(Path(os.environ[VARIABLE]), facts) if asked() and not turned_off() else None
 
 

@@ -26,7 +26,7 @@ If it is unset or empty, the cache keeps all tokens.
 """
 
 SINKS = 4
-"""Default number of sinks for heavy hitters. The default window is half of the budget, as in H2O."""
+"""Default number of sink tokens for heavy hitters. The default window is half of the budget, as in H2O."""
 
 INFO = WorkerInfo(
     "kvpilot_retention_info", "Tokens of a sequence that the KV cache keeps; absent if it keeps all.",
@@ -105,11 +105,7 @@ class HeavyHitters(SinksAndWindow):
 def parse(
     policy: str | None, sinks: int | None, window: int | None, budget: int | None = None
 ) -> SinksAndWindow | None:
-    """Return the bound of kvpilot-serve's options, or of the environment if none is given. None keeps all tokens.
-
-    Raises:
-        PreflightError: BadArguments, for an unknown policy or for options that do not fit together.
-    """
+    """Return the options' bound, else the environment's; None keeps all tokens. Raise PreflightError if it is wrong."""
 
     def refuse(message: str) -> PreflightError:
         return PreflightError("BadArguments", message)

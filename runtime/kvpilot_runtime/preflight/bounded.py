@@ -21,11 +21,7 @@ def check(
     fmt: formats.Format | LatentFormat, config: models.Architecture | None, request: Request,
     platform: machine.Platform,
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Return warnings about the request's bounded cache as (reason, message); none if the cache keeps all tokens.
-
-    Raises:
-        PreflightError: the model, the dtype or an option does not work with a bounded cache.
-    """
+    """Return warnings as (reason, message). Raise PreflightError if the request's bounded cache is not supported."""
     bound = request.retention
     if bound is None:
         return []

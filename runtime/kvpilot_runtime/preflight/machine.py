@@ -23,13 +23,13 @@ class Gpu:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """nvidia-smi's names of the values that the driver does not report."""
+        """Names, as in nvidia-smi, of the values that the driver does not report."""
         figures = {"memory.total": self.total, "memory.used": self.used, "compute_cap": self.capability}
         return tuple(name for name, value in figures.items() if value is None)
 
 
 def platform() -> Platform:
-    """Return the platform of the installed vLLM. The version of a CPU build contains `+cpu`."""
+    """Return the platform of the installed vLLM, `cuda` if there is none. A CPU build has `cpu` in its version."""
     try:
         return "cpu" if "cpu" in importlib.metadata.version("vllm") else "cuda"
     except importlib.metadata.PackageNotFoundError:

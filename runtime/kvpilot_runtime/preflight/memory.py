@@ -208,7 +208,7 @@ def _mib(size: int) -> str:
 
 
 def cpu_kv_bytes() -> int | None:
-    """Return the KV cache's size from vLLM's variable for CPUs (`VLLM_CPU_KVCACHE_SPACE`, whole GiB)."""
+    """Return the KV cache's size in bytes from `VLLM_CPU_KVCACHE_SPACE` (whole GiB); None if it is not set."""
     text = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
     if not text:
         return None

@@ -10,7 +10,7 @@ from kvpilot_formats.arguments import Arguments, read
 from kvpilot_runtime.config.retention import SinksAndWindow
 
 CALIBRATION_OFF = "off"
-"""Value in place of a calibration file that turns factors off."""
+"""Value of `--calibration` that turns factors off."""
 
 
 @dataclass(frozen=True)

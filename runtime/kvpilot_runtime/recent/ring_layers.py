@@ -53,7 +53,7 @@ class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # mypy sees vLLM's
         self.kv_cache = torch.tensor([])
 
     def get_attn_backend(self) -> Any:
-        """Return the backend whose builder makes `Rings`."""
+        """Return the ring backend. Its builder makes `Rings`."""
         return self.owner.get_attn_backend().ring_backend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
@@ -66,11 +66,7 @@ class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # mypy sees vLLM's
 
 
 def asked() -> int | None:
-    """Return the recent window of the environment, in tokens; None for the default.
-
-    Raises:
-        UnsupportedModelError: it is not one of `RECENT_CHOICES`.
-    """
+    """Return the environment's recent window in tokens; None if unset. Raise UnsupportedModelError if it is invalid."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return None

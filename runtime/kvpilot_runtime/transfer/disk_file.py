@@ -70,7 +70,7 @@ class DiskFile:
             raise OSError(errno.EIO, f"{found} of {self._place} bytes are there")
 
     def close(self) -> None:
-        """Free the file's space."""
+        """Close the file, which frees its space."""
         os.close(self.fd)
 
 

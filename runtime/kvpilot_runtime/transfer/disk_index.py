@@ -1,7 +1,7 @@
 """Index of the keys in a file with a fixed number of places. A new key replaces the least recently used one.
 
-Only one thread uses it. A place stays taken until its transfers end, even if no job waits for them any more, because
-the disk may still read or write it.
+Only one thread uses it. A place stays taken until its transfers end, even if no job waits for them any more: the disk
+may still read or write it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class DiskIndex:
             self._free.append(held.place)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget the content of all places."""
         for held in list(self._held.values()):
             self.drop(held)
 

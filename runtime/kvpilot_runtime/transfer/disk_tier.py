@@ -103,11 +103,11 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's 
             self._index.ready(key)
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget the request."""
+        """Forget which chunks the request got."""
         self._asked_for.pop(req_context.req_id, None)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Write chunks that are not stored yet."""
+        """Write chunks to the file, except those that it has. Drop them if too many wait for the disk."""
         job = self._start(job_metadata, load=False)
         for key, at in zip(job.keys, job_metadata.chunk_ids, strict=True):
             if key in self._index:
@@ -117,7 +117,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's 
         self._end_if_over(job_metadata.job_id)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Read chunks into host memory."""
+        """Read chunks from the file into host memory."""
         job = self._start(job_metadata, load=True)
         for key, at in zip(job.keys, job_metadata.chunk_ids, strict=True):
             self._move(job_metadata.job_id, self._index.to_load(key), at, load=True)
@@ -139,7 +139,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's 
         self._index.clear()
 
     def shutdown(self) -> None:
-        """Free the file's space."""
+        """End the transfers, and free the file's space."""
         self._transfers.shutdown(5.0)
 
     def _start(self, asked: Any, *, load: bool) -> _Job:

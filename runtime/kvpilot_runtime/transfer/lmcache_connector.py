@@ -72,11 +72,11 @@ class PackedLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
         log.info("LMCache stores pages under %s (%s, weights %s)", adapter.model_name, terms, weights)
 
     def get_handshake_metadata(self) -> Named:
-        """Return the name, for the scheduler."""
+        """Return the name of the engine's pages, for the scheduler."""
         return Named(self.worker_adapter.model_name)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Look chunks up under the workers' name."""
+        """Let the scheduler look chunks up under the workers' name."""
         (name,) = {told.name for told in metadata.values()}
         self.scheduler_adapter.model_name = name
 

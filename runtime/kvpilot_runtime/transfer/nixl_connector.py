@@ -116,7 +116,7 @@ class PackedNixlConnector(NixlPullConnector):  # type: ignore[misc]
             self.connector_worker = Reading(vllm_config, self.engine_id, kv_cache_config)
 
     def agree(self, terms: Terms, worker: Any) -> None:
-        """Give a worker its engine's terms."""
+        """Give the worker's side the engine's terms."""
         self.connector_worker.agree(terms)
 
     def request_finished_all_groups(

@@ -219,7 +219,7 @@ class Drafter:
 
 
 def drafter(runner: Any) -> Drafter:
-    """Return the draft model of a worker's runner. vLLM has two kinds of runners; GPUs use V2."""
+    """Return the draft model of a worker's runner. vLLM has two classes of runners; on GPUs it uses V2."""
     if (old := getattr(runner, "drafter", None)) is not None:
         return Drafter(old.model, old.pass_hidden_states_to_model, old.eagle3_use_aux_hidden_state, old.uses_mrope)
     new = runner.speculator

@@ -64,11 +64,7 @@ def _settle_cpu(paths: Mapping[str, str]) -> None:
 
 
 def _ours(platform: Any, paths: Mapping[str, str], asked: Any) -> str | None:
-    """Return the import path of our backend for a layer, or None if its KV-cache dtype is not ours.
-
-    Raises:
-        UnsupportedModelError: our backend cannot serve the layer.
-    """
+    """Return our backend's import path for a layer; None for other dtypes. Refuse a layer that it cannot serve."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     dtype = asked.kv_cache_dtype or "auto"
