@@ -228,7 +228,8 @@ def _vllm(name: str, key: Side, value: Side | None = None, *, summary: str, colo
 
 # Sizes of vLLM's formats are those that its 0.32.0 backends allocate on a GPU. The metadata is:
 # - per-token-head: a float32 scale per vector (v1/attention/backends/triton_attn.py, customize_spec);
-# - TurboQuant: a float16 norm per key, a float16 scale and zero per value (layers/quantization/turboquant/config.py);
+# - TurboQuant: a float16 norm per key, a float16 scale and zero per value
+#   (model_executor/layers/quantization/turboquant/config.py);
 # - nvfp4: an fp8 scale per 16 elements (utils/torch_utils.py, nvfp4_kv_cache_full_dim).
 FORMATS: dict[str, Format] = {
     f.name: f

@@ -69,7 +69,7 @@ FAMILIES: dict[str, Family] = {
          "activation_sparsity_pattern": [0.0] * 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
         {"post_attention_layernorm.weight": 8.0}, ("sliding_window",),
     ),
-    # like E2B: full layers have 8 query heads of 512 elements per KV head, and some layers share caches
+    # like Gemma 4 E2B: full layers have 8 query heads of 512 elements per KV head, and some layers share caches
     "gemma4": Family(
         "Gemma4TextConfig",
         {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
@@ -78,7 +78,7 @@ FAMILIES: dict[str, Family] = {
          "layer_types": ["sliding_attention", "full_attention"] * 2},
         {"q_norm.weight": 0.2, "post_attention_layernorm.weight": 20.0}, ("sliding_window",),
     ),
-    "gemma4-26b": Family(  # keys are also the values of its full layers, which have fewer KV heads
+    "gemma4-26b": Family(  # full layers use keys as values, and have fewer KV heads
         "Gemma4TextConfig",
         {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
          "global_head_dim": 512, "attention_k_eq_v": True, "num_global_key_value_heads": 2, "sliding_window": WINDOW,

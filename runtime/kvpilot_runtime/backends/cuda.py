@@ -100,7 +100,7 @@ class CudaImpl(Reserving, PackedImpl):
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedModelError("quantized attention outputs are not supported; turn this fusion off")
         workspace = self.workspace(query.device, query.dtype)
-        if attn_metadata is None:  # vLLM measures memory
+        if attn_metadata is None:  # vLLM's warm-up, in which it measures memory
             return output.zero_()
         meta = attn_metadata
         out = output.view(-1, self.num_heads, self.head_size)

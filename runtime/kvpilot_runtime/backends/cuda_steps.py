@@ -286,7 +286,7 @@ class CudaBuilder(PackedBuilder):
         if self.width == 1 or not prefix_lm.ranges(common):
             return decodes
         new = common.query_start_loc_cpu.diff().tolist()
-        lens = common.seq_lens_cpu_upper_bound  # exact in prompts; elsewhere past the images
+        lens = common.seq_lens_cpu_upper_bound  # exact in prompts; inexact only after all images
         seen = (common.seq_lens.cpu() if lens is None else lens).tolist()
         return min(prefix_lm.spans(common, [(i, seen[i] - new[i], new[i]) for i in range(decodes)]), default=decodes)
 

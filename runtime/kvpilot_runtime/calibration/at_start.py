@@ -115,7 +115,7 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
     from vllm.forward_context import set_forward_context
 
     config, model, device = worker.vllm_config, worker.model_runner.get_model(), worker.device
-    drafting = any(layer.impl.drafting for layer in layers.values())  # must be read before stand-ins replace the layers
+    drafting = any(layer.impl.drafting for layer in layers.values())  # read this before stand-ins replace the layers
     seen = {name: Observed(layer.impl.num_kv_heads, layer.impl.head_size, device) for name, layer in layers.items()}
     ids = torch.tensor(tokens, device=device)
     plan = passes(len(tokens), config.model_config.max_model_len)

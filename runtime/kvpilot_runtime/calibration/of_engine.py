@@ -40,7 +40,7 @@ def _read(model: str, revision: str | None, rank: int, size: int) -> factors_fil
 
 def factors_hash(layers: dict[str, Any], device: torch.device) -> str:
     """Return a hash of the factors of all layers and ranks; every rank must call this."""
-    # leave out draft models: their factors do not change answers
+    # Leave out draft models, because their factors do not change answers.
     own = (layer for layer in layers.values() if not layer.impl.drafting)
     every = of_all_ranks(factors_file.digest([layer.impl.factors(layer, device) for layer in own]))
     return every[0] if len(every) == 1 else factors_file.join_digests(every)

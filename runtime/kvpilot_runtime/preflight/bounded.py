@@ -40,7 +40,7 @@ def check(
         raise refuse(f"{found[0]} ({found[1]})", "leave one of the two out")
     if skipped := [
         layer for layer in request.skip_layers or () if layer != options.SLIDING
-    ]:  # such layers are refused below
+    ]:  # models with sliding-window layers are refused below
         raise refuse(f"--kv-cache-dtype-skip-layers {','.join(skipped)}", "leave one of the two out")
     if request.recent:
         raise refuse(f"--recent-tokens {request.recent} (the recent window)", "leave one of the two out")

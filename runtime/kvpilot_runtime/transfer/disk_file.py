@@ -45,7 +45,7 @@ class DiskFile:
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
-                    _set_direct(self.fd, on=False)  # the file system accepts O_DIRECT but does not support it
+                    _set_direct(self.fd, on=False)  # this file system accepts the flag, but no direct writes
                     _write(self.fd, page, 0)
         except OSError:
             os.close(self.fd)
