@@ -185,7 +185,7 @@ class Format:
             context: served context in tokens; None if unknown.
 
         Raises:
-            FormatError: not one of `RECENT_CHOICES`.
+            FormatError: `asked` is not one of `RECENT_CHOICES`.
         """
         if asked is not None and asked not in RECENT_CHOICES:
             choices = ", ".join(map(str, RECENT_CHOICES))

@@ -36,13 +36,13 @@ from kvpilot_formats.formats import FormatError, named
 from kvpilot_formats.layouts import Region
 
 RANK = 512
-"""Elements of a token's latent (`kv_lora_rank`)."""
+"""Number of elements of a token's latent (`kv_lora_rank`)."""
 
 ROPE = 64
-"""Elements of a token's key with RoPE (`qk_rope_head_dim`)."""
+"""Number of elements of a token's RoPE part (`qk_rope_head_dim`)."""
 
 ENTRY = RANK + ROPE
-"""Elements of a token's entry, the latent first."""
+"""Number of elements of a token's entry: the latent's, then the RoPE part's."""
 
 ROPE_BITS = 8
 """Width in bits of the RoPE part's codes, in every format."""

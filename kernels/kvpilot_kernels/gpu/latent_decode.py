@@ -1,4 +1,4 @@
-"""Decode of multi-head latent attention: one query token of every sequence over its latent pages, split over tokens.
+"""Decode of multi-head latent attention: from one query token per sequence to its latent pages, in splits of tokens.
 
 All heads attend to the same entries, and the values are the latents. So a tile of packed codes is read once for both
 products and all heads of a program. With codes c, scale s and zero point z of a token, and the rotated query q

@@ -37,7 +37,7 @@ def platform() -> Platform:
 
 
 def available_memory() -> int | None:
-    """Return how many bytes this process may still use: MemAvailable, or the cgroup's rest if less; None if unknown."""
+    """Return how many bytes this process may still use: MemAvailable, or what its cgroup leaves; None if unknown."""
     free = [int(line.split()[1]) * 1024 for line in lines("/proc/meminfo") if line.startswith("MemAvailable:")]
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

@@ -29,7 +29,7 @@ _CLOCKS = 0.5
 
 
 class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """Scheduler's side of the connector."""
+    """Scheduler's side of the connector: it decides which blocks to pull."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Return the number of tokens to pull from another engine; 0 unless it has all blocks of the prompt."""
@@ -63,7 +63,7 @@ def _blocks(spec: Any, tokens: int) -> int:
 
 
 class Reading(NixlPullConnectorWorker):  # type: ignore[misc]
-    """Worker's side of the connector."""
+    """Worker's side of the connector: it pulls blocks, and rejects those that came too late."""
 
     compat_hash: str
     xfer_handshake_metadata: Any
