@@ -1,1 +1,1 @@
-"""KV-cache formats, vLLM's arguments and models' config.json, in pure Python; imports no other package of ours."""
+"""KV-cache formats, vLLM's arguments and models' config.json. Pure Python; it imports no other package of kvpilot."""

@@ -1,7 +1,7 @@
-"""All KV-cache dtypes of a service: vLLM's, ours, and ours for multi-head latent attention. Pure Python.
+"""All KV-cache dtypes: vLLM's, ours, and ours for multi-head latent attention (MLA). Pure Python.
 
-The tables are `formats.FORMATS` and `latent.LATENT_FORMATS`. Callers that need no layout look a dtype up here. Dtypes
-of both tables have `ours`, `latent`, `has_ring`, `calibrated_only`, `bits_per_element` and `recent_tokens`.
+`DTYPES` joins the tables `formats.FORMATS` and `latent.LATENT_FORMATS`. Entries of both have `ours`, `latent`,
+`has_ring`, `calibrated_only`, `bits_per_element` and `recent_tokens`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def parse(name: str) -> Dtype:
 
 
 def names() -> tuple[str, ...]:
-    """Return every dtype: vLLM's, then those of keys and values, then those of latents."""
+    """Return every dtype's name: vLLM's, then ours for keys and values, then ours for latents."""
     return tuple(DTYPES)
 
 
 def own_names(latent: bool) -> tuple[str, ...]:
-    """Return our dtypes, the widest first: those for multi-head latent attention, or those for all other models."""
+    """Return the names of our dtypes, the widest first: for MLA if `latent`, else for all other models."""
     return tuple(name for name, dtype in DTYPES.items() if dtype.ours and dtype.latent == latent)

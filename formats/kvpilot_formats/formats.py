@@ -1,11 +1,11 @@
 """KV-cache formats: names, bits and groups. Pure Python, so that the operator can import it.
 
-A format says how the keys and the values of one token and one KV head become bytes: codes of a fixed width, plus
-metadata per group of elements. kvpilot's own formats are `int8`, `k8v4`, `k4v4`, `k4v2` and `k2v2`; the others are
-vLLM's, for comparison of capacities. `layouts` has the byte layout of ours.
+A format encodes the key and the value of one token and KV head: codes of a fixed width, plus metadata per group of
+elements. kvpilot's own formats are `int8`, `k8v4`, `k4v4`, `k4v2` and `k2v2`, with the byte layout of `layouts`. The
+others are vLLM's, and only their sizes are described here.
 
-To add a dtype of 2, 4 or 8 bits a side, add a row to `FORMATS`. Kernels and backends follow. Other places have
-measurements or plots of each dtype; tests/unit/test_dtype_table.py names the ones that lack it.
+To add a dtype with keys and values of 2, 4 or 8 bits, add a row to `FORMATS`. Kernels and backends follow from it.
+tests/unit/test_dtype_table.py then names the measurements and plots that lack the new dtype.
 """
 
 from __future__ import annotations
@@ -21,24 +21,21 @@ from kvpilot_formats.layouts import PageLayout, RingLayout
 _Dtype = TypeVar("_Dtype")
 
 HEAD_DIMS = (64, 96, 128, 192, 256, 512)
-"""Head dimensions with a layout in kvpilot's own formats; other heads are stored as the next larger one."""
+"""Head dimensions with a layout in kvpilot's own formats. Other heads are padded to the next larger one."""
 
 SERVED = "multiples of 8 from 48 to 256 and from 344 to 512"
-"""Head dimensions that have a `stored_dim`, written for people."""
+"""Head dimensions that have a `stored_dim`, as text for messages."""
 
 RECENT_CHOICES = (0, 64, 128, 256, 512)
 """Numbers of tokens that a recent window may have; 0 means no window."""
 
 
 class FormatError(ValueError):
-    """Error for a request that a format does not support; the message names field, value and remedy."""
+    """Error for a request that a format cannot serve. The message names field, value and remedy."""
 
 
 class UnknownFormatError(FormatError):
-    """Error for a name that no KV-cache dtype has.
-
-    Attributes: `name` (the request), `known` (the names that exist).
-    """
+    """Error for an unknown KV-cache dtype. Attributes: `name` (the request), `known` (the valid names)."""
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
         self.name = name
@@ -57,10 +54,10 @@ class UnsupportedHeadDimError(FormatError):
 
 
 def stored_dim(head_dim: int) -> int | None:
-    """Return the number of elements that kvpilot's formats store for a head of `head_dim`: the next of `HEAD_DIMS`.
+    """Return the smallest of `HEAD_DIMS` that holds a head of `head_dim` elements; the rest is padded with zeros.
 
-    A shorter row is padded with zeros. Return None if a third of the row or more would be zeros, or if the kernels'
-    loads would not be multiples of 16 bytes.
+    Return None if padding would be a third of the row or more, or if `head_dim` is not a multiple of 8 (the kernels
+    load multiples of 16 bytes).
     """
     wide = next((dim for dim in HEAD_DIMS if dim >= head_dim), 0)
     return wide if head_dim % 8 == 0 and 3 * head_dim > 2 * wide > 0 else None
@@ -94,11 +91,11 @@ class Side:
 
     @property
     def digits(self) -> int:
-        """Number of digits of `bits` bits that refine a code to 8 bits. Our formats have codes of 2, 4 or 8 bits."""
+        """Number of further digits, of `bits` bits each, that refine a code of 2, 4 or 8 bits to 8 bits."""
         return 8 // self.bits - 1
 
     def row_bytes(self, head_dim: int) -> int:
-        """Return the bytes of one vector with its metadata."""
+        """Return the size in bytes of one vector with its metadata."""
         groups = 1 if self.group is None else -(-head_dim // self.group)
         return -(-head_dim * self.bits // 8) + groups * self.metadata_bytes
 
@@ -109,13 +106,12 @@ class Format:
 
     Attributes:
         name: the value of `--kv-cache-dtype`.
-        key, value: storage of a key and a value (at a head dimension that is a multiple of 64, for ours).
-        origin: its implementer.
-        window: default tokens of the recent window, one of `RECENT_CHOICES`; 0 for none.
-        calibrated_only: it must not be served without factors, of a file or of the engine itself, because it would not
-            be accurate.
-        latent: False: of keys and values. Those of multi-head latent attention are in `latent.formats`.
-        summary: one line for people. colour: of its line in every plot, grey for dtypes that are only compared.
+        key, value: storage of a key and a value. For our formats, as at a head dimension that is a multiple of 64.
+        origin: project that implements it.
+        summary: one line for people. colour: colour of its line in plots; grey for dtypes that are only compared.
+        window: default size of the recent window in tokens, one of `RECENT_CHOICES`; 0 for none.
+        calibrated_only: True if the format is inaccurate, and refused, without calibration factors.
+        latent: False. `latent.LatentFormat` describes the formats of multi-head latent attention.
     """
 
     name: str
@@ -134,7 +130,7 @@ class Format:
         return self.origin is Origin.KVPILOT
 
     def row_dim(self, head_dim: int) -> int:
-        """Return the number of elements that a head takes as a stored row: `stored_dim`.
+        """Return `stored_dim`, the number of elements of a head's stored row.
 
         Raises:
             UnsupportedHeadDimError: the format is not ours, or heads of this dimension are not stored.
@@ -153,7 +149,7 @@ class Format:
         return self.row_dim(head_dim) // self.group_size(head_dim)
 
     def row_bytes(self, head_dim: int) -> int:
-        """Return the bytes of one token and KV head, key and value together, with all metadata.
+        """Return the size in bytes of one token's key and value in one KV head, with all metadata.
 
         Raises:
             UnsupportedHeadDimError: the format is ours and does not store heads of this dimension.
@@ -166,11 +162,11 @@ class Format:
         return self.key.row_bytes(head_dim) + self.value.row_bytes(head_dim)
 
     def bits_per_element(self, head_dim: int = 128) -> float:
-        """Return the bits per element of the model, including codes, scales, zero points and padding."""
+        """Return the average bits per element of the model: codes, scales, zero points and padding."""
         return self.row_bytes(head_dim) * 8 / (2 * head_dim)
 
     def page_layout(self, head_dim: int, block_size: int) -> PageLayout:
-        """Return the offsets of a page of `block_size` tokens, as in the table of `layouts`."""
+        """Return the layout of a page of `block_size` tokens, a multiple of 16 (first table of `layouts`)."""
         groups = self.groups(head_dim)
         if block_size <= 0 or block_size % 16:
             raise FormatError(f"block_size {block_size} is not a multiple of 16 tokens; use 16, 32, 64 or 128")
@@ -182,13 +178,14 @@ class Format:
         return self.ours and min(self.key.bits, self.value.bits) < 8
 
     def recent_tokens(self, asked: int | None = None, context: int | None = None) -> int:
-        """Return the tokens of the recent window that is served for the request `asked`; 0 without a ring.
+        """Return the size of the recent window in tokens; 0 if the format has no ring.
 
-        `asked` is None for the default: `window`, or the largest choice that is not longer than `context`, the served
-        context, if that is known.
+        Args:
+            asked: the requested size. None means the default, `window`, cut to a choice within `context`.
+            context: served context in tokens; None if unknown.
 
         Raises:
-            FormatError: not one of `RECENT_CHOICES`.
+            FormatError: `asked` is not one of `RECENT_CHOICES`.
         """
         if asked is not None and asked not in RECENT_CHOICES:
             choices = ", ".join(map(str, RECENT_CHOICES))
@@ -201,14 +198,14 @@ class Format:
         return max(choice for choice in RECENT_CHOICES if choice <= most)
 
     def ring_layout(self, head_dim: int, block_size: int) -> RingLayout:
-        """Return the offsets of a ring's page, which has the bytes of a page of `block_size` tokens (see `layouts`)."""
+        """Return the layout of a ring's page, which is as large as a page of `block_size` tokens (see `layouts`)."""
         page = self.page_layout(head_dim, block_size)
         if not self.has_ring:
             raise FormatError(f"kv-cache dtype {self.name!r} has 8 bits everywhere: set recentTokens to 0")
         return layouts.ring(self.key.bits, self.value.bits, self.row_dim(head_dim), self.groups(head_dim), page.size)
 
     def ring_blocks(self, recent: int, head_dim: int, block_size: int) -> int:
-        """Return the pages of a sequence's ring that hold the last `recent` tokens; 0 without a window or at 8 bits."""
+        """Return how many ring pages hold a sequence's last `recent` tokens; 0 without a window or a ring."""
         if recent < 0:
             raise FormatError(f"recentTokens {recent} is not a number of tokens; use 0 for none, or 64")
         if not recent or not self.has_ring:
@@ -220,7 +217,7 @@ def own(
     name: str, key_bits: int, value_bits: int, summary: str, colour: str = "#9a9a9a", *, window: int = 0,
     calibrated_only: bool = False,
 ) -> Format:  # fmt: skip
-    """Return a format of ours: keys and values of 2, 4 or 8 bits in groups with a scale each."""
+    """Return one of our formats: keys and values of 2, 4 or 8 bits, with one scale per group."""
     key, value = Side(key_bits, 2, 64), Side(value_bits, 2, 64)
     return Format(name, key, value, Origin.KVPILOT, summary, colour, window, calibrated_only)
 
@@ -229,10 +226,11 @@ def _vllm(name: str, key: Side, value: Side | None = None, *, summary: str, colo
     return Format(name, key, value or key, Origin.VLLM, summary, colour)
 
 
-# Sizes of vLLM's formats as its 0.32.0 backends allocate them on a GPU: per-token-head formats carry a float32 scale
-# per vector (v1/attention/backends/triton_attn.py, customize_spec), TurboQuant a float16 norm per key and float16 scale
-# and zero per value (model_executor/layers/quantization/turboquant/config.py), nvfp4 an fp8 scale per 16 elements
-# (utils/torch_utils.py, nvfp4_kv_cache_full_dim).
+# Sizes of vLLM's formats are those that its 0.32.0 backends allocate on a GPU. The metadata is:
+# - per-token-head: a float32 scale per vector (v1/attention/backends/triton_attn.py, customize_spec);
+# - TurboQuant: a float16 norm per key, a float16 scale and zero per value
+#   (model_executor/layers/quantization/turboquant/config.py);
+# - nvfp4: an fp8 scale per 16 elements (utils/torch_utils.py, nvfp4_kv_cache_full_dim).
 FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
@@ -257,7 +255,7 @@ FORMATS: dict[str, Format] = {
         own("k2v2", 2, 2, "2-bit keys and values", "#c87fb4", window=512, calibrated_only=True),
     )
 }
-"""All dtypes by name, vLLM's first. There is no other list."""
+"""All formats of keys and values by name, vLLM's first. `dtypes.DTYPES` adds those of latents."""
 
 VLLM_DTYPES_LEFT_OUT: dict[str, str] = {
     "fp8_inc": "Intel Gaudi only",
@@ -266,11 +264,11 @@ VLLM_DTYPES_LEFT_OUT: dict[str, str] = {
     "nvfp4_4over6": "an encoder variant of nvfp4, same layout",
     "ultraquant_4bit": "AMD GPUs only",
 }
-"""Names in vLLM 0.32.0's CacheDType that kvpilot does not offer, and the reasons."""
+"""Dtypes of vLLM 0.32.0 (CacheDType) that kvpilot does not offer, with the reason."""
 
 
 def named(table: Mapping[str, _Dtype], name: str) -> _Dtype:
-    """Return the entry of a table of dtypes that is called `name`."""
+    """Return the entry `name` of a table of dtypes; raise UnknownFormatError if there is none."""
     try:
         return table[name]
     except (KeyError, TypeError):
@@ -283,15 +281,15 @@ def parse(name: str) -> Format:
 
 
 def names() -> tuple[str, ...]:
-    """Return every known dtype, vLLM's first."""
+    """Return the name of every format, vLLM's first."""
     return tuple(FORMATS)
 
 
 def own_names() -> tuple[str, ...]:
-    """Return the dtypes that kvpilot's own backend serves."""
+    """Return the names of the formats that kvpilot's own backend serves."""
     return tuple(f.name for f in FORMATS.values() if f.ours)
 
 
 def default_windows() -> str:
-    """Return the default recent window of every dtype that has one, for help and messages."""
+    """Return text for messages with the default recent window of each format that has one."""
     return ", ".join(f"{f.window} for {f.name}" for f in FORMATS.values() if f.window)

@@ -1,6 +1,6 @@
-"""GPUs that can serve a KV-cache dtype, for preflight, operator and planner.
+"""GPUs that cannot serve a KV-cache dtype with vLLM 0.32, for preflight, operator and planner.
 
-The module lists only the known refusals of vLLM 0.32. tests/runtime/test_vetoes.py checks each against vLLM's backends.
+tests/runtime/test_vetoes.py checks each refusal against vLLM's backends.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from kvpilot_formats.dtypes import Dtype
 Capability = tuple[int, int]
 
 OLDEST_GPU: Capability = (8, 0)
-"""First compute capability with bfloat16, which the kernels of our formats multiply in."""
+"""Lowest compute capability that our kernels support: the first one with bfloat16."""
 
 BLOCK_STEPS = {"cpu": 16, "cuda": 64}
-"""Number of tokens that block sizes in our formats are multiples of, by platform.
+"""Block sizes in our formats are multiples of this many tokens, by platform.
 
-On a GPU a tile of the decode kernel must lie in one page.
+On a GPU, a tile of the decode kernel must lie in one page.
 """
 
 _FP8_EVERYWHERE: Capability = (8, 9)
 """First compute capability at which every backend of vLLM reads fp8 caches."""
 
 _FP8_BY_FLASHINFER: Capability = (8, 0)
-"""First compute capability at which FlashInfer reads fp8 caches, for heads of these sizes without latent attention."""
+"""First compute capability at which FlashInfer reads fp8 caches, with `_FLASHINFER_HEADS` and without MLA."""
 _FLASHINFER_HEADS = (64, 128, 256, 512)
 _FLASHINFER_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 _LATENT = ("fp8", "fp8_e4m3")
-"""Dtypes of less than 16 bits that vLLM's backends for multi-head latent attention support."""
+"""vLLM's dtypes of less than 16 bits that its backends for multi-head latent attention (MLA) support."""
 
 
 def gpu_fault(
     dtype: str, capability: Capability, head_dim: int | None = None, latent: bool | None = None
 ) -> str | None:
-    """Return the reason why an NVIDIA GPU of this compute capability cannot serve the dtype, or None.
+    """Return why an NVIDIA GPU of this compute capability cannot serve the dtype, or None.
 
-    The reason continues a sentence that begins with the dtype. An unknown `head_dim` or `latent` (None) excludes
-    nothing.
+    The text completes a sentence that begins with the dtype. Pass None for an unknown `head_dim` or `latent`, which
+    then excludes nothing.
     """
     oldest = _oldest(dtype, head_dim, latent)
     if capability >= oldest:
@@ -49,7 +49,7 @@ def gpu_fault(
 
 
 def latent_fault(dtype: str) -> str | None:
-    """Return the reason why vLLM cannot serve multi-head latent attention in this dtype of its own, or None."""
+    """Return why vLLM cannot serve multi-head latent attention with this dtype, or None. Our dtypes give None."""
     stored = _stored(dtype)
     if stored is None or stored.ours or dtype in _LATENT or stored.bits_per_element() >= 16:
         return None

@@ -16,9 +16,9 @@ def add_version(parser: argparse.ArgumentParser) -> None:
 
 
 def lacks(program: str, extra: str, error: ModuleNotFoundError) -> NoReturn:
-    """Exit with status 2, and name the extra that brings the missing module.
+    """Exit with status 2, and name the extra of kvpilot that installs the missing module.
 
-    Our own packages are installed together: raise the error again if one of them is missing, because that is a defect.
+    If one of kvpilot's own modules is missing, the installation is broken: raise the error again.
     """
     if (error.name or "").startswith("kvpilot_"):
         raise error

@@ -1,14 +1,15 @@
 """KV-cache formats of multi-head latent attention (MLA): bits and the page layout. Pure Python.
 
-Under MLA (DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash) a token has one entry for all heads of a layer: a latent of
-512 elements, from which keys and values are computed, and 64 elements with RoPE, which are part of the key alone::
+With MLA (DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash) a token has one entry for all heads of a layer. Its latent of 512
+elements gives keys and values. The other 64 elements, with RoPE, belong to the keys alone::
 
     score of head h = q_h . latent + q_rope_h . rope        output of head h = sum_t p_t latent_t        (absorbed form)
 
-The latent is rotated by a Hadamard matrix and stored in codes of 8 or 4 bits; the RoPE part is rotated, too, and has 8
-bits. Each part has one scale and zero point per token, in the 16 bits of `kvpilot_formats.layouts`. Codes have the same
-byte order as there. There is one scale for 512 elements, because the same codes are keys and values: scores and
-probabilities are then scaled by token, and no product has to stop at a group (docs/decisions/0025).
+Both parts are rotated by a Hadamard matrix. The latent has codes of 8 or 4 bits, the RoPE part of 8 bits. Each part has
+one scale and zero point per token. `kvpilot_formats.layouts` describes their 16 bits and the byte order of codes.
+
+A latent has a single scale, because the same codes serve as keys and as values. Scores and probabilities can then be
+scaled per token, and matrix products need not be split by group (docs/decisions/0025).
 
 Page layout (one flat region per block; T = tokens in a block, b = code bits)
 ----------------------------------------------------------------------------
@@ -35,21 +36,21 @@ from kvpilot_formats.formats import FormatError, named
 from kvpilot_formats.layouts import Region
 
 RANK = 512
-"""Elements of a token's latent (`kv_lora_rank`)."""
+"""Number of elements of a token's latent (`kv_lora_rank`)."""
 
 ROPE = 64
-"""Elements of a token's key with RoPE (`qk_rope_head_dim`)."""
+"""Number of elements of a token's RoPE part (`qk_rope_head_dim`)."""
 
 ENTRY = RANK + ROPE
-"""Elements of a token's entry, the latent first."""
+"""Number of elements of a token's entry: the latent's, then the RoPE part's."""
 
 ROPE_BITS = 8
-"""Width of a code of the RoPE part in every format."""
+"""Width in bits of the RoPE part's codes, in every format."""
 
 
 @dataclass(frozen=True)
 class LatentLayout:
-    """Layout of the page of one block; see the module's table. All sizes in bytes."""
+    """Layout of a block's page, in bytes; see the table of this module."""
 
     codes: Region
     rope_codes: Region
@@ -59,9 +60,11 @@ class LatentLayout:
 
 @dataclass(frozen=True)
 class LatentFormat:
-    """KV-cache format of MLA, with the same methods as `formats.Format` where both have the property.
+    """KV-cache format of MLA. Methods that `formats.Format` also has mean the same.
 
-    Attributes: `name`, `bits` of a latent's code, `summary` for people, `colour` of its line in every plot.
+    Attributes:
+        name: the value of `--kv-cache-dtype`. bits: width of a latent's code.
+        summary: one line for people. colour: colour of its line in plots.
     """
 
     name: str
@@ -75,11 +78,11 @@ class LatentFormat:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token's entry with all metadata."""
+        """Size in bytes of a token's entry with all metadata."""
         return RANK * self.bits // 8 + ROPE * ROPE_BITS // 8 + 2 * 2
 
     def bits_per_element(self, head_dim: int = ENTRY) -> float:
-        """Return the bits per stored element with everything counted, for all heads."""
+        """Return the average bits per element of an entry, with all metadata."""
         return self.row_bytes * 8 / ENTRY
 
     def recent_tokens(self, asked: int | None = None, context: int | None = None) -> int:
@@ -91,7 +94,7 @@ class LatentFormat:
         return 0
 
     def page_layout(self, block_size: int) -> LatentLayout:
-        """Return the offsets of a page of `block_size` tokens.
+        """Return the layout of a page of `block_size` tokens.
 
         Raises:
             FormatError: block_size is not a positive multiple of 16.
@@ -127,5 +130,5 @@ def parse(name: str) -> LatentFormat:
 
 
 def names() -> tuple[str, ...]:
-    """Return every format of MLA."""
+    """Return the name of every format of MLA."""
     return tuple(LATENT_FORMATS)

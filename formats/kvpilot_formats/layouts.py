@@ -1,7 +1,7 @@
-"""Byte layout of kvpilot's own formats: groups, pages and rings. Pure Python; `formats` has the formats.
+"""Byte layout of kvpilot's own formats: groups, pages and rings. Pure Python; `formats` lists the formats.
 
-kvpilot's group format (all data of a token is in its page; nothing depends on other tokens)
-----------------------------------------------------------------------------------------------
+Group format (all data of a token is in its page; nothing depends on other tokens)
+-----------------------------------------------------------------------------------
 A row of D elements is cut into groups of g = 64 (g = 48 at D = 96 and 192). Each group stores codes of b bits and 16
 bits of scale metadata (little endian)::
 
@@ -11,8 +11,9 @@ bits of scale metadata (little endian)::
 Byte j of a 4-bit row holds element j (low nibble) and j + D/2 (high nibble); byte j of a 2-bit row holds j, j + D/4,
 j + D/2 and j + 3D/4 from the low bits up: a kernel unpacks contiguous tiles without interleaving.
 
-D is one of `formats.HEAD_DIMS`. A head of fewer elements d has D - d zeros behind, before it is rotated by the matrix H
-of D: its row is x H_d with the first d rows of H, it is read back as x' H_d^T, and q . k = (q H_d) . (k H_d) as ever.
+D is one of `formats.HEAD_DIMS`. A head x of d < D elements is padded with D - d zeros and then rotated by the D x D
+Hadamard matrix H. This equals x H_d, where H_d is the first d rows of H. The row x' is read back as x' H_d^T, and
+q . k = (q H_d) . (k H_d).
 
 Page layout (one flat region per block and KV head; T = tokens in a block, kb/vb = code bits, G = D / g groups)
 ---------------------------------------------------------------------------------------------------------------
@@ -29,11 +30,11 @@ region         offset in bytes                        shape, row-major          
 D is a multiple of 32 and T of 16, so every region starts at a multiple of 16 bytes. A group's metadata is contiguous
 over the tokens: a kernel loads the scales of a tile as one vector.
 
-Ring layout (the recent window, which a ring buffer of pages holds: residuals of the last tokens to 8 bits)
------------------------------------------------------------------------------------------------------------
-A ring is a fixed number of pages of a sequence, each of the bytes of a page above, so that one pool holds both. The
-token at position p has row p mod (pages * C), C tokens a page. Pages stay complete without it; a ring row only adds
-r, of 8 - b bits, to each code of b bits (n = 2^(8 - b); nothing where b is 8)::
+Ring layout (recent window: a ring buffer of pages that refines the codes of the last tokens to 8 bits)
+-------------------------------------------------------------------------------------------------------
+A sequence's ring is a fixed number of pages, as large as the pages above, so one pool serves both. A ring page holds C
+tokens. The token at position p has row p mod (pages * C). Pages stay readable without the ring. A ring row only adds a
+residual r of 8 - b bits to each code of b bits, with n = 2^(8 - b). Codes of 8 bits get no residual::
 
     x is read back as scale * (code - z) + scale * 2^e / n * (r - (n - 1) / 2)        e in 0..2 for a token's group
 
@@ -43,9 +44,11 @@ where b is 4, three where b is 2. Each group i of each side has 16 bits of e and
     meta = (h >> 18) << 2 | e        h = (0x9E3779B1 * u + 0x85EBCA77 * w) mod 2^32
     w: the group's scale metadata        u: 16 bits of the side's packed codes, from byte i * row bytes / G on
 
-A row is used if the tags of groups 0 and 1 of both sides (of group 0 where a side has one) are those of the token's row
-in the page; else the token is read with b bits. So a ring needs no clearing: the row of another token passes one time
-in 2^56 (2^28 at D = 64), and would then move an element by at most 2 scales. Regions, m = 8 / b - 1 digits of a side:
+A reader uses a ring row only if its tags match the token's row in the page, and else reads the token with b bits. It
+compares the tags of groups 0 and 1 of both sides, or of the only group. So rings need no clearing. Another token's row
+matches with a probability of 2^-56 (2^-28 at D = 64), and would move an element by at most 2 scales.
+
+Regions of a ring page, with m = 8 / b - 1 digits of a side:
 
 ===============  ================================================  ======================  ================
 region           offset in bytes                                   shape, row-major        element
@@ -56,7 +59,8 @@ region           offset in bytes                                   shape, row-ma
 (end)            C * (D * (16 - kb - vb) / 8 + 4 * G)              at most T * `row_bytes(D)`
 ===============  ================================================  ======================  ================
 
-C is as many as fit: at D = 128 and T = 64 that is 177 for `k8v4`, 64 for `k4v4`, 39 for `k4v2` and 23 for `k2v2`.
+C is the largest number that fits: at D = 128 and T = 64 it is 177 for `k8v4`, 64 for `k4v4`, 39 for `k4v2` and 23 for
+`k2v2`.
 """
 
 from __future__ import annotations
@@ -64,30 +68,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ZERO_STEPS = 30
-"""Number of steps of zero points over qmax; 30 is even, so a symmetric group has an exact centre."""
+"""Number of steps in which a zero point goes from 0 to qmax. It is even, so a symmetric group has an exact centre."""
 
 ZERO_BITS = 5
-"""Low bits of scale metadata, which hold the zero point."""
+"""Number of low bits of scale metadata that hold the zero point."""
 
 CUT_BITS = 4
-"""Mantissa bits of a float16 that a scale omits."""
+"""Number of a float16's low mantissa bits that a stored scale omits."""
 
 SHRINK: dict[int, tuple[float, ...]] = {8: (1.0,), 4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.75, 0.65, 0.55)}
-"""Factors that the encoder tries on a group's range, per code width."""
+"""Factors by which the encoder tries to shrink a group's range, by code width in bits."""
 
 GAIN_BITS = 2
-"""Largest code width whose groups' scales are stretched, so that codes are not too short on average."""
+"""Largest code width at which the encoder stretches scales, because decoded vectors would be too short on average."""
 
 GAIN_LIMIT = 2.0
-"""Largest stretch of a scale: a group too small for float16's scales has meaningless codes."""
+"""Largest factor by which a scale is stretched. It matters for groups too small for a float16 scale."""
 
 RING_REACH = 0.6
-"""Largest residual, in scales times 2^e, of a group with the exponent e; clipped tails need 1 or 2."""
+"""Largest residual that a group's exponent e covers, in units of scale * 2^e. Clipped tails need e = 1 or 2."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """Array of a page: `offset` in bytes from the page's start, row-major [rows, row_bytes]."""
+    """Row-major array [rows, row_bytes] in a page, `offset` bytes from the page's start."""
 
     offset: int
     rows: int
@@ -96,7 +100,7 @@ class Region:
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Layout of the page of one block and one KV head; see the module's table. All sizes in bytes."""
+    """Layout of the page of one block and KV head, in bytes; see the first table of this module."""
 
     key_codes: Region
     value_codes: Region
@@ -107,12 +111,13 @@ class PageLayout:
 
 @dataclass(frozen=True)
 class RingLayout:
-    """Layout of a ring's page of one KV head; see the module's table.
+    """Layout of a ring's page of one KV head; see the second table of this module.
 
     Attributes:
         tokens: tokens of a page, C.
-        key_digits, value_digits: all digits of a side, one after another as rows; no rows for a side of 8 bits.
-        meta: [2 * groups, tokens]. size: bytes in use, at most a page's.
+        key_digits, value_digits: rows of digits, m * C; no rows for a side of 8 bits.
+        meta: tags and exponents, [2 * groups, tokens].
+        size: used bytes, at most the size of a page.
     """
 
     tokens: int
@@ -123,7 +128,7 @@ class RingLayout:
 
 
 def page(key_bits: int, value_bits: int, head_dim: int, groups: int, tokens: int) -> PageLayout:
-    """Return the page of `tokens` tokens, a multiple of 16; the module's first table."""
+    """Return the layout of a page of `tokens` tokens, a multiple of 16 (first table of this module)."""
     codes, meta = tokens * head_dim // 8, tokens * 2
     value_codes = codes * key_bits
     key_meta = value_codes + codes * value_bits
@@ -138,7 +143,7 @@ def page(key_bits: int, value_bits: int, head_dim: int, groups: int, tokens: int
 
 
 def ring(key_bits: int, value_bits: int, head_dim: int, groups: int, size: int) -> RingLayout:
-    """Return the layout of a ring's page with as many tokens as fit in `size` bytes (the module's second table)."""
+    """Return the layout of a ring's page, with as many tokens as fit in `size` bytes (second table of this module)."""
     tokens = size // (head_dim * (16 - key_bits - value_bits) // 8 + 4 * groups)
     value_digits = tokens * head_dim * (8 - key_bits) // 8
     meta = value_digits + tokens * head_dim * (8 - value_bits) // 8

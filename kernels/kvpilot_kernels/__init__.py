@@ -1,1 +1,1 @@
-"""Reference codecs and kernels of the KV-cache formats; they are independent of vLLM and Kubernetes."""
+"""Codecs and kernels of the KV-cache formats, for CPU and GPU, independent of vLLM and Kubernetes."""

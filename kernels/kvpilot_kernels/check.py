@@ -1,8 +1,8 @@
 """Checks of arguments before a kernel is launched, because a wrong shape could give a wrong answer without an error.
 
-Each raises BadInputError, whose message names the argument, its value and the remedy. `page_cache`, `tokens` and
-`queries` look only at shapes and types, so a GPU path may call them in every step. `slots` and `tables` read values. On
-a GPU that waits for the device.
+Each check raises BadInputError, whose message names the argument, its value and the remedy. `page_cache`, `tokens` and
+`queries` read only shapes and types, so a GPU path may call them in every step. `slots`, `tables` and `blocks` read
+values, so on a GPU they wait for the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 class BadInputError(ValueError):
-    """Error for an argument that does not fit packed pages, with its name in `field`."""
+    """Error for an argument that does not fit packed pages. `field` is the argument's name."""
 
     def __init__(self, field: str, holds: str, remedy: str) -> None:
         self.field = field
@@ -29,7 +29,7 @@ def shown(x: torch.Tensor) -> str:
 
 
 def page_cache(cache: torch.Tensor, fmt: Format, head_dim: int, field: str = "cache") -> None:
-    """Check a layer's cache: uint8 [blocks, kv_heads, block_size, row_bytes], each (block, head) one contiguous page.
+    """Check a layer's cache: uint8 [blocks, kv_heads, block_size, row_bytes]. Each (block, head) is a contiguous page.
 
     Raises:
         UnsupportedHeadDimError: the format has no layout for this head dimension.
@@ -39,7 +39,7 @@ def page_cache(cache: torch.Tensor, fmt: Format, head_dim: int, field: str = "ca
 
 
 def pages(cache: torch.Tensor, dims: tuple[str, ...], row: int, what: str, field: str = "cache") -> None:
-    """Check pages: uint8 [*dims, row], contiguous tokens of `row` bytes in the last dimension but one."""
+    """Check pages: uint8 [*dims, row], where `dims` ends with the page's tokens, of `row` contiguous bytes each."""
     right = cache.dtype == torch.uint8 and cache.dim() == len(dims) + 1 and cache.shape[-1] == row
     if not right or cache.stride()[-2:] != (row, 1) or cache.shape[-2] % 16 or cache.shape[-2] == 0:
         takes = f"{what} takes uint8 [{', '.join(dims)}, {row}] with contiguous pages and a block_size that is a"
@@ -56,7 +56,7 @@ def pages(cache: torch.Tensor, dims: tuple[str, ...], row: int, what: str, field
 
 
 def tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, kv_heads: int, head_dim: int) -> None:
-    """Check new tokens: key and value are floats [tokens, kv_heads, head_dim], slots one int64 per token, or fewer."""
+    """Check new tokens: key and value, floats [tokens, kv_heads, head_dim], and slots, int64 [tokens or fewer]."""
     for name, x in (("key", key), ("value", value)):
         if x.dtype not in FLOATS or tuple(x.shape[1:]) != (kv_heads, head_dim):
             raise BadInputError(name, f"is {shown(x)}", f"this cache takes floats [tokens, {kv_heads}, {head_dim}]")
@@ -64,10 +64,7 @@ def tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, k
 
 
 def one_slot_each(slot_mapping: torch.Tensor, rows: dict[str, torch.Tensor]) -> None:
-    """Check that slots are one int64 for each row, or fewer.
-
-    Slots are int64, because a page's byte offset exceeds 32 bits in a cache of more than 2 GiB.
-    """
+    """Check slots: int64 [rows or fewer], because byte offsets exceed 32 bits in a cache of more than 2 GiB."""
     if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
         raise BadInputError("slots", f"is {shown(slot_mapping)}", "give one int64 for each token")
     if slot_mapping.shape[0] > min(x.shape[0] for x in rows.values()):
@@ -76,7 +73,7 @@ def one_slot_each(slot_mapping: torch.Tensor, rows: dict[str, torch.Tensor]) -> 
 
 
 def ring(ring: torch.Tensor | None, cache: torch.Tensor, recent: int) -> None:
-    """Check that the ring has pages like the layer's, and that it exists exactly if the window has tokens."""
+    """Check that the ring's pages have the shape of the layer's, and that a ring is given exactly if `recent` > 0."""
     if recent < 0 or (ring is not None) != (recent > 0):
         holds = f"is {recent} {'without' if ring is None else 'with'} a ring"
         raise BadInputError("recent", holds, "give a ring and the tokens that it keeps, or neither")
@@ -85,14 +82,14 @@ def ring(ring: torch.Tensor | None, cache: torch.Tensor, recent: int) -> None:
 
 
 def inner_strides(head_dim: int, **named: torch.Tensor) -> None:
-    """Refuse tensors [tokens, heads, head_dim] whose heads and elements are not contiguous."""
+    """Check that heads and elements of tensors [tokens, heads, head_dim] are contiguous."""
     for name, x in named.items():
         if x.stride()[1:] != (head_dim, 1):
             raise BadInputError(name, f"has strides {x.stride()}", "make heads and elements contiguous")
 
 
 def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, recent: int) -> None:
-    """Check ring slots: one int64 for each entry of `slot_mapping` if there is a window, else None."""
+    """Check ring slots: int64 in the shape of `slot_mapping` with a window, else None."""
     if (ring_slots is not None) != (recent > 0):
         remedy = f"these pages were made with recent={recent}: give them if, and only if, there is a recent window"
         raise BadInputError("ring_slots", "are missing" if recent else "are given", remedy)
@@ -102,7 +99,7 @@ def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, rece
 
 
 def ordinals(ordinals: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
-    """Check positions in sequences: one integer per token, or fewer if only padding follows, or None."""
+    """Check positions in sequences: integers [tokens], fewer if only padding follows, or None."""
     if ordinals is None:
         return
     if ordinals.dtype not in _INTEGERS or ordinals.dim() != 1 or ordinals.shape[0] > slot_mapping.shape[0]:
@@ -111,7 +108,7 @@ def ordinals(ordinals: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
 
 
 def ring_table(ring_table: torch.Tensor | None, sequences: int, ring_blocks: int) -> None:
-    """Check the ring table: integers [sequences or more, ring_blocks]; None without a window."""
+    """Check the ring table: integers [sequences or more, ring_blocks] with a window, else None."""
     if (ring_table is not None) != (ring_blocks > 0):
         remedy = (
             f"a sequence has {ring_blocks} ring blocks here: give the table if, and only if, there is a recent window"
@@ -134,16 +131,16 @@ def queries(query: torch.Tensor, kv_heads: int, head_dim: int) -> None:
 
 
 def slots(slot_mapping: torch.Tensor, blocks: int, block_size: int, field: str = "slots") -> None:
-    """Check slots to write to. They are below blocks * block_size; a negative slot is padding."""
+    """Check that slots to write to are below blocks * block_size; a negative slot is padding."""
     if slot_mapping.numel() and int(slot_mapping.max()) >= blocks * block_size:
         remedy = f"{blocks} blocks of {block_size} tokens end at slot {blocks * block_size - 1}: nothing was written"
         raise BadInputError(field, f"name slot {int(slot_mapping.max())}", remedy)
 
 
 def tables(block_table: torch.Tensor, seq_lens: torch.Tensor, blocks: int, block_size: int) -> None:
-    """Check block tables: block_table is integers [sequences, columns], seq_lens integers [sequences] of at least 1.
+    """Check block tables, integers [sequences, columns], and seq_lens, integers [sequences] of at least 1.
 
-    Only the entries that a sequence uses are checked, because later entries are arbitrary.
+    Check only entries that a sequence uses, because later entries are arbitrary.
     """
     for name, x, dims in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
         if x.dtype not in _INTEGERS or x.dim() != dims or x.shape[0] != seq_lens.shape[0]:
@@ -164,23 +161,23 @@ def tables(block_table: torch.Tensor, seq_lens: torch.Tensor, blocks: int, block
 
 
 def int32(**given: torch.Tensor) -> None:
-    """Check tensors that a kernel reads as int32, because it would misread another type without an error."""
+    """Check that tensors are int32. A kernel would misread another type without an error."""
     for name, x in given.items():
         if x.dtype != torch.int32:
             raise BadInputError(name, f"is {x.dtype}", "give int32")
 
 
 def sequences(seq_lens: torch.Tensor, most: int) -> None:
-    """Check that there are at most this many lengths."""
+    """Check that there are at most `most` sequences."""
     if seq_lens.shape[0] > most:
         raise BadInputError("seq_lens", f"has {seq_lens.shape[0]} sequences", f"the plan has room for {most}")
 
 
 def several(starts: torch.Tensor, owners: torch.Tensor, most: int, seq_lens: torch.Tensor, tokens: int,
             rows: int) -> None:  # fmt: skip
-    """Check a step with several rows per sequence against a plan of `tokens` rows per sequence and `rows` rows in all.
+    """Check a step with several rows per sequence against a plan of `tokens` rows per sequence and `rows` in all.
 
-    `starts` has a first row for each sequence and one more.
+    `starts` is int32 [sequences + 1 or more], `owners` int32 [rows or fewer].
     """
     int32(starts=starts, owners=owners)
     if starts.shape[0] <= seq_lens.shape[0]:
@@ -193,7 +190,7 @@ def several(starts: torch.Tensor, owners: torch.Tensor, most: int, seq_lens: tor
 
 
 def blocks(table: torch.Tensor, blocks: int, field: str) -> None:
-    """Check the blocks of a table in which negative entries stand for no block."""
+    """Check that a table names existing blocks; a negative entry means no block."""
     if table.numel() and int(table.max()) >= blocks:
         remedy = f"the cache has blocks 0 to {blocks - 1}; give -1 for none"
         raise BadInputError(field, f"names block {int(table.max())}", remedy)

@@ -4,9 +4,8 @@ Decode never dequantizes a key or a value. With codes c, scale s and zero point 
 
     q . k = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
-so the matrix products run on the codes, key scales apply only to the scores, and value scales only to the
-probabilities. A layer's static factors (`kvpilot_kernels.factors`) apply before the rotation of a stored token, and to
-q and out.
+so the matrix products run on codes. Key scales apply only to scores, and value scales only to probabilities. A layer's
+static factors (`kvpilot_kernels.factors`) apply to q, to out, and to a stored token before its rotation.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ class PackedPages:
         cache: uint8 [blocks, kv_heads, block_size, row_bytes]; each (block, head) is one contiguous flat page.
         fmt: one of kvpilot's own formats.
         head_dim: elements of a key and of a value.
-        factors: the layer's calibration, [kv_heads, head_dim] each; None for a model without.
-        ring: pages of the recent window's ring, in the shape of `cache` and perhaps the same tensor; None without.
+        factors: the layer's calibration, [kv_heads, head_dim] each; None without calibration.
+        ring: pages of the recent window's ring, shaped like `cache` and perhaps the same tensor; None without a window.
         recent: tokens of the window, 0 without a ring. drafts: see `RingPages`.
 
     Raises:
         BadInputError: the cache or the ring does not have the layout of `fmt`, or one of `ring` and `recent` is
             missing.
-        ValueError: the factors are of another shape. Both messages name the right one.
+        ValueError: the factors have another shape.
     """
 
     def __init__(
@@ -86,8 +85,8 @@ class PackedPages:
             key, value: [tokens, kv_heads, head_dim], any float dtype.
             slots: int64 [tokens], block * block_size + offset in the block; a negative slot is padding.
             ring_slots: int64 [tokens], from `ring.ring_slots`, negative for none; None without a ring.
-            ordinals: int [tokens], each token's position in its sequence, from 1 on; None if none of them is its
-                sequence's first. It may be shorter than the tokens if the rest is padding.
+            ordinals: int [tokens, or fewer before padding], each token's position in its sequence, counted from 1;
+                None if no token is the first of its sequence.
         """
         check.tokens(key, value, slots, self.key_codes.shape[1], self.head_dim)
         check.slots(slots, self.key_codes.shape[0], self.block_size)
@@ -165,9 +164,8 @@ class PackedPages:
         q = query.float().view(sequences, kv_heads, heads // kv_heads, self.head_dim)
         apart, level = None, None
         if self.factors is not None:
-            # At position 0, keys have another mean. For all other tokens q . key_mean is the same, so the softmax
-            # ignores it. It matters only if scores are capped, or if a sink's logit, which does not include it, is in
-            # the sum.
+            # Keys at position 0 have another mean (`apart`). For all other tokens q . key_mean (`level`) is the same,
+            # so the softmax ignores it, unless scores are capped or a sink's logit is in the sum.
             apart = (q * (self.factors.key_first - self.factors.key_mean)[:, None]).sum(-1).mul_(scale)
             level = (q * self.factors.key_mean[:, None]).sum(-1, keepdim=True).mul_(scale)
             q = q / self.factors.key_scale[:, None]
@@ -220,7 +218,7 @@ class PackedPages:
         sinks: torch.Tensor | None = None,
         spans: Sequence[tuple[int, int]] = (),
     ) -> torch.Tensor:
-        """Attend causally in a chunk of one sequence: to its quantized context, and to the unquantized chunk.
+        """Return causal attention from a sequence's new chunk to its quantized context and to the unquantized chunk.
 
         Args:
             query: [tokens, heads, D]; key, value: [tokens, kv_heads, D], the new chunk.
@@ -253,11 +251,11 @@ class PackedPages:
         return out[0].transpose(0, 1)
 
     def read(self, block_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read keys and values of one sequence's first `length` tokens, rotated back: float32 [length, kv_heads, D]."""
+        """Return keys and values of a sequence's first `length` tokens, rotated back: float32 [length, kv_heads, D]."""
         return self.keys(block_table, length), self._side("value", block_table, length)
 
     def keys(self, block_table: torch.Tensor, length: int) -> torch.Tensor:
-        """Read only the keys; otherwise like `read`."""
+        """Return only the keys; otherwise like `read`."""
         return self._side("key", block_table, length)
 
     def _side(self, side: str, block_table: torch.Tensor, length: int) -> torch.Tensor:
@@ -280,7 +278,7 @@ class PackedPages:
     def _recent(
         self, ring: RingPages, table: torch.Tensor, seq_lens: torch.Tensor, ring_table: torch.Tensor
     ) -> tuple[torch.Tensor, list[FineRows | None]]:
-        """Return positions of the window's tokens, int64 [S, recent], negative for missing ones, and the fine rows."""
+        """Return positions of the window's tokens, int64 [S, recent], negative if missing, and their fine rows."""
         positions = seq_lens[:, None].long() - self.recent + torch.arange(self.recent)
         at = positions.clamp(min=0)
         block = table.long().gather(1, at // self.block_size)

@@ -4,14 +4,14 @@ A token is stored as
 
     k' = ((k - key_mean) * key_scale) H        v' = ((v - value_mean) * value_scale) H
 
-and read back with the inverse. `key_mean` costs nothing at decode: q . key_mean is the same for every token, and the
-softmax ignores it. Scores only include it with a soft cap or an attention sink. `key_scale` divides the query.
-`value_scale` and `value_mean` apply to the output, because probabilities sum to one. With a sink they sum to less than
-one, and the mean is weighted by that sum.
+and read back with the inverse. Decode applies `key_scale` to the query, and `value_scale` and `value_mean` to the
+output, because probabilities sum to one. With a sink they sum to less than one, and that sum weights the mean.
+`key_mean` costs nothing: q . key_mean is the same for every token, so the softmax ignores it. Scores include it only
+with a soft cap or an attention sink.
 
-The first token of a sequence, at position 0, is an attention sink. Its key is far from all others in every text, and in
-most layers it is always about the same. So this key has its own mean, `key_first`, in place of `key_mean`. A decode
-step adds q . (key_first - key_mean) to the score of this one token.
+The first token of a sequence is an attention sink. Its key is far from all others, and in most layers about the same in
+every text. So the key at position 0 has its own mean, `key_first`, in place of `key_mean`. A decode step adds
+q . (key_first - key_mean) to the score of this token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 @dataclass(frozen=True)
 class Factors:
-    """Means and scales, each float32 [kv_heads, head_dim]; scales are positive. `key_first` defaults to `key_mean`."""
+    """Means and positive scales, each float32 [kv_heads, head_dim]. `key_first` defaults to `key_mean`."""
 
     key_mean: torch.Tensor
     key_scale: torch.Tensor
@@ -37,7 +37,7 @@ class Factors:
 
     @classmethod
     def identity(cls, kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> Factors:
-        """Return neutral factors, for a model without calibration."""
+        """Return factors that change nothing, for a model without calibration."""
         zero = torch.zeros(kv_heads, head_dim, device=device)
         return cls(zero, zero + 1, zero.clone(), zero + 1)
 
@@ -50,6 +50,6 @@ class Factors:
         return Factors(*(getattr(self, f.name).to(device) for f in fields(self)))
 
     def copy_(self, other: Factors) -> None:
-        """Copy the numbers of other factors of the same shape, in place."""
+        """Overwrite these factors in place with others of the same shape."""
         for f in fields(self):
             getattr(self, f.name).copy_(getattr(other, f.name))

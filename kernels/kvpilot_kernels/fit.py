@@ -1,35 +1,35 @@
-"""Fit of a layer's static factors to calibration text, for the least expected damage by quantization.
+"""Fit of a layer's static factors to calibration text, so that quantization does the least expected damage.
 
-With gradients (`Moments`, `fit`; `kvpilot calibrate`) ------------------------------------------------------ Let x_t be
-a token's key (or value), g_t the gradient of the model's log-likelihood with respect to it, m the mean and s the scale
-to be found, per channel. A Hadamard rotation spreads the energy of (x_t - m) s evenly over the coordinates. In each of
-them the quantizer leaves an error with a variance proportional to
+With gradients (`Moments`, `fit`; `kvpilot calibrate`)
+------------------------------------------------------
+Let x_t be a token's key (or value), and g_t the gradient of the model's log-likelihood with respect to it. We look for
+a mean m and a scale s per channel. A Hadamard rotation spreads the energy of (x_t - m) s evenly over the D coordinates.
+In each of them the quantizer leaves an error with a variance proportional to
 
     v_t = sum_c' s_c'^2 (x_tc' - m_c')^2 / D
 
-which comes back as an error of variance v_t / s_c^2 in channel c. To second order, an error e_t costs (g_t . e_t)^2 / 2
-nats of KL divergence when the gradient is taken at labels drawn from the model itself (the Fisher information). So
+which becomes an error of variance v_t / s_c^2 in channel c when it is read back. To second order, an error e_t costs
+(g_t . e_t)^2 / 2 nats of KL divergence, if the model itself draws the labels of the likelihood (Fisher information). So
 
     damage(m, s) ~ sum_t (sum_c g_tc^2 / s_c^2) (sum_c' s_c'^2 (x_tc' - m_c')^2)
 
-which is minimised in turns, each in closed form: m_c' is the mean of x_tc' weighted by sum_c g_tc^2 / s_c^2, and for
-M_cc' = sum_t g_tc^2 (x_tc' - m_c')^2 the scale obeys s_c^4 = (sum_c' M_cc' s_c'^2) / (sum_c' M_c'c / s_c'^2).
+We minimise it for m and s in turns, each in closed form. m_c' is the mean of x_tc' weighted by sum_c g_tc^2 / s_c^2.
+With M_cc' = sum_t g_tc^2 (x_tc' - m_c')^2, s_c^4 = (sum_c' M_cc' s_c'^2) / (sum_c' M_c'c / s_c'^2).
 
-The mean must be weighted: the first token of a text is an attention sink whose key and value are far from all others,
-and most queries look at it. An unweighted mean of values doubles its error. Its key, at position 0, has its own mean
-(`factors`), so it does not count in the fit of the others' mean and scale.
+The weights matter. The first token of a text is an attention sink: its key and value are far from all others, and most
+queries look at it. An unweighted mean of values doubles its error. Its key has its own mean (`factors`) and is left out
+of the fit.
 
 From a forward pass alone (`Observed`; an engine's calibration at start)
 ------------------------------------------------------------------------
-Without gradients, attention itself gives the cost of an error. A key's error e changes the score of query i by q_i . e
-and the output o_i by p_it (v_t - o_i) times that; an error of a value changes it by p_it e. If all directions of the
-output count alike,
+Here attention itself gives the cost of an error. A key's error e changes the score of query i by q_i . e, and the
+output o_i by p_it (v_t - o_i) times that. A value's error e changes o_i by p_it e. If all directions of the output
+count alike,
 
     g_tc^2 ~ sum_i p_it^2 |v_t - o_i|^2 q_ic^2   for keys         g_tc^2 ~ sum_i p_it^2   for values
 
-over the queries i that read the token at the page's bits. These are at least RECENT tokens after it, because in every
-dtype a recent window reads nearer ones at 8 bits. Sinks count by the attention that they get, which is most; of a
-sequence's first token only its value counts.
+summed over the queries i that read the token from its page, at least RECENT tokens later. Nearer queries read it at 8
+bits, from the recent window. Of a sequence's first token, only the value counts.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ from kvpilot_kernels.softmax import softmax
 
 _ROUNDS = 60
 _LIMIT = 16.0  # largest ratio of a scale to the geometric mean of its head
-# added to all entries of M, as a share of its mean entry, so that channels without variance get a finite scale
+# share of the mean entry of M that is added to all entries, so that channels without variance get a finite scale
 _FLOOR = 1e-3
 
 
 class Moments:
-    """Sums over tokens of g^2, g^2 x and g^2 x^2 for one layer and side, float64 [kv_heads, D (, D)]."""
+    """Sums over tokens for the keys or values of one layer, in float64.
+
+    `weight` [kv_heads, D] sums g_c^2; `first` and `second` [kv_heads, D, D] sum g_c^2 x_c' and g_c^2 x_c'^2.
+    """
 
     def __init__(self, kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> None:
         def zeros(*shape: int) -> torch.Tensor:
@@ -79,17 +82,14 @@ class Moments:
         self.tokens += x.shape[0]
 
     def still(self) -> int:
-        """Count the channels whose values are constant."""
+        """Return the number of channels that are constant over all tokens."""
         total = self.weight.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
         mean, square = self.first.sum(1) / total, self.second.sum(1) / total
         return int((square - mean.square() <= 1e-12 * square).sum())
 
 
 def fit(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean and the scale of least damage, float32 [kv_heads, D] each.
-
-    Scales have the geometric mean 1 per head.
-    """
+    """Return the mean and scale of least damage, float32 [kv_heads, D]. A head's scales have geometric mean 1."""
     squared = torch.ones_like(moments.weight)  # s^2
     mean = torch.zeros_like(squared)
     for _ in range(_ROUNDS):
@@ -113,16 +113,16 @@ def _mean(moments: Moments, squared: torch.Tensor) -> torch.Tensor:
 
 
 RECENT = 64
-"""Smallest default window of all dtypes, in tokens. An engine's own fit ignores queries that are nearer to the key.
+"""Tokens within which `Observed` ignores queries: the smallest default window of all dtypes.
 
 It is the same for all dtypes, so that a model has one set of factors.
 """
 
-_SCORES = 2**24  # scores held in memory at once, float32: 64 MiB for each of a few arrays
+_SCORES = 2**24  # float32 scores in memory at once: 64 MiB in each of a few arrays
 
 
 class Observed:
-    """Statistics of attention in one layer, without gradients."""
+    """Statistics of a layer's attention in a forward pass, from which `factors` fits its factors."""
 
     def __init__(self, kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> None:
         self._key, self._value = (Moments(kv_heads, head_dim, device) for _ in range(2))
@@ -131,7 +131,7 @@ class Observed:
         self._broken = ""
 
     def add_first(self, key: torch.Tensor) -> None:
-        """Add keys at position 0 of a sequence: [sequences, kv_heads, D], any float dtype."""
+        """Add keys at position 0 of sequences: [sequences, kv_heads, D], any float dtype."""
         self._note_broken(("keys", key))
         self._first += key.double().sum(0)
         self._sequences += key.shape[0]
@@ -140,11 +140,11 @@ class Observed:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float = 0.0,
         sliding_window: int | None = None, sinks: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Add one sequence with causal attention (after RoPE). Its first key does not count among the others.
+        """Add one sequence with causal attention. Leave out its first key, which has its own mean.
 
         Args:
-            query: [tokens, heads, D], any float dtype; heads is a multiple of kv_heads, grouped as in attention.
-            key, value: [tokens, kv_heads, D].
+            query: [tokens, heads, D], after RoPE, any float dtype; heads is a multiple of kv_heads.
+            key, value: [tokens, kv_heads, D], keys after RoPE.
             scale: factor on the scores. softcap: 0 for none. sliding_window: tokens that a query sees; None for all.
             sinks: [heads], a logit per head that takes weight but has no value; None without sinks.
 
@@ -171,17 +171,17 @@ class Observed:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens so far, without the first tokens of sequences."""
+        """Number of added tokens, without the first token of each sequence."""
         return self._key.tokens
 
     def still(self) -> int:
-        """Count the channels of keys and values that are constant. `_FLOOR` decides their scale."""
+        """Return the number of constant channels of keys and values. `_FLOOR` decides their scale."""
         return self._key.still() + self._value.still()
 
     def factors(self) -> Factors:
-        """Return the layer's factors, float32; scales have the geometric mean 1 per head.
+        """Return the layer's factors, float32. A head's scales have geometric mean 1.
 
-        If no key of position 0 was added, `key_first` is the other keys' mean.
+        Without a call of `add_first`, `key_first` is the mean of the other keys.
 
         Raises:
             ValueError: queries, keys or values were not finite, or nothing was added.

@@ -1,4 +1,4 @@
-"""Sequences of a batch's rows, and slots of tokens of several sequences."""
+"""Lookup of the sequence of each row of a batch, and of the slots of several sequences' tokens."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import torch
 
 
 def owners(starts: torch.Tensor, seq_lens: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sequence of each row of a batch, and the position of the row's token there, counted from 1.
+    """Return each row's sequence, and its token's position in that sequence, counted from 1.
 
-    The position is also the number of tokens that the row sees. Nothing is copied from a GPU to its host.
+    The position is also the number of tokens that the row attends to. Nothing is copied from a GPU to its host.
 
     Args:
-        starts: int [sequences + 1], first rows. seq_lens: int [sequences], tokens stored after this step; at least one
-            sequence. tokens: number of rows; those after the last sequence's are padding.
+        starts: int [sequences + 1], first rows; at least one sequence. seq_lens: int [sequences], stored tokens after
+            this step. tokens: number of rows. Rows after the last sequence's are padding.
 
     Returns:
-        int64 [tokens], any sequence for padding; and seq_lens' type [tokens], 0 for padding.
+        Sequences, int64 [tokens], arbitrary for padding; and positions, [tokens] of seq_lens' type, 0 for padding.
     """
     row = torch.arange(tokens, dtype=starts.dtype, device=starts.device)
     ends = starts[1:]
@@ -29,17 +29,17 @@ def owners(starts: torch.Tensor, seq_lens: torch.Tensor, tokens: int) -> tuple[t
 def stored_slots(
     block_table: torch.Tensor, rows: torch.Tensor, begins: torch.Tensor, tokens: int, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots of tokens [begin, begin + length) of each sequence, sequence after sequence.
+    """Return the slots of tokens [begin, begin + length) of each sequence, one sequence after another.
 
-    They are computed once for all layers and heads. A launch over the longest sequence times their number would have
-    mostly idle programs, because lengths differ.
+    All layers and heads share this list. A launch over (sequences, longest length) would have many idle programs.
 
     Args:
-        block_table: int32 [sequences, blocks]. rows: int32 [sequences + 1], where each sequence's tokens start in the
-            results; their differences are the lengths, and the last is `tokens`. begins: int32 [sequences].
+        block_table: int32 [sequences, blocks]. begins: int32 [sequences].
+        rows: int32 [sequences + 1], each sequence's first place in the results. Their differences are the lengths, and
+            the last is `tokens`.
 
     Returns:
-        Slots, int64 [tokens], block * block_size + offset; and ordinals, int32 [tokens], positions from 1 on.
+        Slots, int64 [tokens], block * block_size + offset; and ordinals, int32 [tokens], positions counted from 1.
     """
     owner, ordinals = owners(rows, begins + rows.diff(), tokens)
     return _slots(block_table, owner, ordinals, block_size), ordinals
@@ -48,14 +48,14 @@ def stored_slots(
 def joined_slots(
     block_table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, tokens: int, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots of all tokens of each sequence: its context in pages, and its fresh tokens in rows of the step.
+    """Return the slots of all tokens of each sequence: its context in pages, then its new tokens in rows of the step.
 
     Args:
-        block_table: int32 [sequences, blocks]. rows: int32 [sequences + 1], where each sequence's tokens start in the
-            results; the last is `tokens`. starts: int32 [sequences + 1], its first rows among the fresh tokens.
+        block_table: int32 [sequences, blocks]. rows: as in `stored_slots`.
+        starts: int32 [sequences + 1], each sequence's first row among the new tokens.
 
     Returns:
-        Slots, int64 [tokens], as from `stored_slots`, or -1 - row for a fresh token; and ordinals.
+        Slots, int64 [tokens], as from `stored_slots`, or -1 - row for a new token; and ordinals.
     """
     owner, ordinals = owners(rows, rows.diff(), tokens)
     row = torch.arange(tokens, device=rows.device) - (rows - starts)[1:][owner]  # a sequence ends with its new tokens

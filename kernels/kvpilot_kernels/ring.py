@@ -1,4 +1,4 @@
-"""Ring of the recent window: slots of tokens, and its pages on a CPU. `layouts` has the byte layout."""
+"""Ring of the recent window: slots of tokens in it, and its pages on a CPU. `layouts` has the byte layout."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ def ring_slots(
     """Return the slots of a step's tokens in their sequences' rings.
 
     Args:
-        positions: int [tokens], of each token in its sequence, from 0; negative for padding.
-        ends: int [tokens], tokens stored of its sequence after this step.
-        ring_rows: int [tokens, ring_blocks], the ring's blocks of its sequence; negative for none.
+        positions: int [tokens], each token's position in its sequence, counted from 0; negative for padding.
+        ends: int [tokens], stored tokens of its sequence after this step.
+        ring_rows: int [tokens, ring_blocks], blocks of its sequence's ring; negative for none.
         recent: tokens that the ring keeps: the window, plus the largest number of drafts in a step.
         ring_tokens: tokens of a ring's page (`RingLayout.tokens`).
 
     Returns:
-        int64 [tokens]: block * ring_tokens + offset; -1 for a token that the ring loses with this step, for padding,
-            and
-        without a block. No two tokens of a sequence share a slot.
+        int64 [tokens]: block * ring_tokens + offset, different for all tokens of a sequence. It is -1 for padding,
+        without a block, and for a token that is older than the last `recent` ones.
     """
     place = positions.long().clamp(min=0) % (ring_rows.shape[1] * ring_tokens)
     block = ring_rows.long().gather(1, (place // ring_tokens)[:, None])[:, 0]
@@ -47,7 +46,7 @@ def ring_slots(
 
 @dataclass
 class FineRows:
-    """Refinement of the window's tokens on one side (keys or values) of their pages.
+    """Refinement of the keys, or of the values, of a window's tokens.
 
     Attributes:
         scales: float32 [sequences, kv_heads, groups, recent], 0 if the ring has nothing for a token.
@@ -64,7 +63,8 @@ class RingPages:
     Args:
         cache: uint8 [blocks, kv_heads, block_size, row_bytes], pages like the layer's own; it may be the same tensor.
         fmt: a format with a ring. head_dim: elements of a key. recent: tokens of the window.
-        drafts: tokens that a step may store and later steps may reject; the ring keeps as many more.
+        drafts: largest number of draft tokens in a step. The ring keeps so many more tokens, because drafts may be
+            rejected.
 
     Raises:
         BadInputError: the cache does not have the layout of `fmt`. FormatError: no ring, or a negative window.
@@ -92,7 +92,7 @@ class RingPages:
         ]
 
     def _by_digit(self, rows: torch.Tensor, digits: int) -> torch.Tensor:
-        """Return digits as a view [blocks, kv_heads, digits, tokens, bytes] of consecutive rows [digits * tokens]."""
+        """View rows [blocks, kv_heads, digits * tokens, bytes] as [blocks, kv_heads, digits, tokens, bytes]."""
         blocks, heads, _, size = rows.shape
         return rows.view(blocks, heads, digits, self.tokens, size)
 
@@ -100,10 +100,7 @@ class RingPages:
         self, side: int, x: torch.Tensor, codes: torch.Tensor, packed: torch.Tensor, meta: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Write the ring rows of some tokens' keys (side 0) or values (side 1).
-
-        x: [tokens, kv_heads, D], rotated. The page holds its codes.
-        """
+        """Write the ring rows of some tokens' keys (side 0) or values (side 1): x, [tokens, kv_heads, D], rotated."""
         bits, digits, meta_at = self.sides[side]
         kept = slots >= 0
         x, codes, packed, meta, slots = x[kept], codes[kept], packed[kept], meta[kept], slots[kept]
@@ -117,13 +114,13 @@ class RingPages:
     def fine_rows(
         self, positions: torch.Tensor, ring_table: torch.Tensor, pages: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> list[FineRows | None]:
-        """Return the fine rows of keys and of values.
+        """Return the `FineRows` of keys and of values; None for a side of 8 bits.
 
         Args:
             positions: int64 [sequences, recent], negative for no token.
             ring_table: int [sequences, ring_blocks].
-            pages: for each side, these tokens in the pages: packed codes, uint8 [sequences, recent, kv_heads, bytes],
-                and scale metadata, int16 [sequences, recent, kv_heads, groups].
+            pages: these tokens' packed codes, uint8 [sequences, recent, kv_heads, bytes], and scale metadata, int16
+                [sequences, recent, kv_heads, groups], for each side.
         """
         place = positions.clamp(min=0) % (self.per_sequence * self.tokens)
         block = ring_table.long().gather(1, place // self.tokens)

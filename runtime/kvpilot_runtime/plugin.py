@@ -1,10 +1,10 @@
 """Plugin that vLLM loads in each of its processes, through the entry point `vllm.general_plugins`.
 
-`register` adds the names of our dtypes to vLLM's data. Functions of vLLM are replaced only in processes that need it:
+`register` adds the names of our dtypes to vLLM's data. It replaces functions of vLLM only in processes that need it:
 
-- for a dtype, when the first configuration uses it; child processes learn it from `DTYPE`;
-- for `--retention`, when its environment variable is set;
-- for requests to offloaded pages and for draining, when `kvpilot-serve` has set `options.SERVE`.
+- for a dtype of ours, when a configuration uses it for the first time; child processes learn it from `DTYPE`;
+- for `--retention`, if its environment variable is set;
+- for requests for offloaded pages and for draining, if `kvpilot-serve` has set `options.SERVE`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kvpilot_runtime.transfer import host
 from kvpilot_runtime.vllm_api import compat, contract, hooks
 
 BACKENDS = "kvpilot_runtime.backends"
-"""Package of our backends. vLLM gets import paths, so that a process imports only the backends that it uses."""
+"""Package of our backends. vLLM gets import paths, so a process imports only the backends that it uses."""
 
 DTYPE = "KVPILOT_DTYPE"
-"""Environment variable that names the engine's dtype, one of ours, for child processes."""
+"""Environment variable that tells child processes which of our dtypes the engine uses."""
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
 def register() -> None:
-    """Make our dtypes known to vLLM, and hook in the features that the environment requests.
+    """Make our dtypes known to vLLM, and turn on the features that the environment requests.
 
     Raises:
         UnsupportedEngineError: in the same cases as `serve_dtype` and `serve_bound`.
@@ -52,7 +52,7 @@ def register() -> None:
 
 
 def serve_requests() -> None:
-    """Serve requests for offloaded pages, and finish waiting requests when the engine drains.
+    """Let the engine serve requests for offloaded pages, and finish waiting requests when it drains.
 
     An engine with vLLM's own dtypes must start with any later vLLM, so a missing part is only logged.
     """
@@ -66,10 +66,10 @@ def serve_requests() -> None:
 
 
 def serve_bound(bound: retention.SinksAndWindow) -> None:
-    """Free pages of sequences as `bound` says, with every dtype.
+    """Serve bounded caches with every dtype: free pages of sequences as `bound` says.
 
     Raises:
-        UnsupportedEngineError: bounded caches were not run with this vLLM.
+        UnsupportedEngineError: bounded caches are not tested with this vLLM.
     """
     contract.tell(_platform())
     contract.refuse_bound(str(bound))
@@ -85,7 +85,7 @@ def serve_bound(bound: retention.SinksAndWindow) -> None:
 
 
 def serve_dtype(dtype: str) -> None:
-    """Serve our dtypes in this process and its future children. A second call changes nothing.
+    """Set up vLLM for our dtypes, in this process and its future children. A second call changes nothing.
 
     Raises:
         UnsupportedEngineError: this vLLM is too old, or lacks a part that our dtypes need.
@@ -118,7 +118,7 @@ def _platform() -> str:
 
 
 def _offload_on_cpu() -> None:
-    """Give vLLM's offloading a worker on the CPU platform."""
+    """Give vLLM's offloading a worker, if this is the CPU platform."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -126,7 +126,7 @@ def _offload_on_cpu() -> None:
 
 
 def settle(worker: Any) -> None:
-    """Calibrate a worker that has loaded its model, and report its settings.
+    """Calibrate a worker that has loaded its model, and report its settings. vLLM then makes its KV cache.
 
     Raises:
         UnsupportedModelError: in the same cases as `refuse_unsupported_options` and `at_start.calibrate`.
@@ -136,7 +136,7 @@ def settle(worker: Any) -> None:
     from kvpilot_runtime.recent import ring_layers
 
     if layers := our_layers(worker.vllm_config):
-        # must come first: a connector that is not supported would ask for parts that are missing
+        # This must come first, because an unsupported connector would use parts that do not exist.
         refuse_unsupported_options(worker.vllm_config)
     at_start.calibrate(worker, layers)
     ring_layers.report(worker.vllm_config, layers)
@@ -145,7 +145,7 @@ def settle(worker: Any) -> None:
 
 
 def serve(worker: Any) -> None:
-    """Check a worker that has its KV cache: test pages, agree on terms with other engines, and set up heavy hitters.
+    """Prepare a worker that has its KV cache: check pages, give terms to its connector, and set up heavy hitters.
 
     Raises:
         UnsupportedModelError: in the same cases as `refuse_other_groups` and `heavy.attach`.

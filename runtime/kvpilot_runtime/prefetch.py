@@ -1,8 +1,8 @@
-"""`kvpilot-prefetch`: download models from the hub to a claim before engines start.
+"""`kvpilot-prefetch`: download models from the hub to a volume claim before engines start.
 
-It needs neither a GPU nor vLLM. Existing files are not fetched again, so an interrupted run resumes. While it runs,
-/metrics has the bytes that are there and the bytes that are due. On failure its last line on stderr is JSON as
-kvpilot-serve's, with a reason: ModelNotFound, VolumeFull, VolumeNotWritable or HubUnreachable.
+It needs neither a GPU nor vLLM. It does not fetch existing files again, so an interrupted run resumes. While it runs,
+/metrics has the bytes on the claim and the total. On failure, the last line on stderr is JSON like kvpilot-serve's,
+with a reason: ModelNotFound, VolumeFull, VolumeNotWritable or HubUnreachable.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WEIGHTS = frozenset([
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".hdf5", ".msgpack", ".onnx", ".onnx_data",
     ".ot", ".tflite", ".npz", ".nemo", ".mlmodel", ".mlpackage", ".keras", ".pb", ".tar", ".gz", ".zip", ".parquet",
 ])  # fmt: skip
-# A running download writes all the time. huggingface_hub 2 never reuses the partial file of a killed download.
+# A running download writes all the time, and huggingface_hub 2 never reuses the partial file of a killed one.
 _ABANDONED_SECONDS = 600
 _AT_ONCE = 8
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -47,7 +47,7 @@ _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @dataclass(frozen=True)
 class Part:
-    """Model or adapter, with its files as (name, bytes, name in the cache's folder of contents)."""
+    """Model or adapter on the hub. `files` are (name, size in bytes, name of the blob in the hub's cache)."""
 
     name: str
     revision: str | None
@@ -55,11 +55,11 @@ class Part:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Size of all files in bytes."""
         return sum(size for _, size, _ in self.files)
 
     def there(self, cache: Path) -> int:
-        """Return the bytes that are in the cache, including those of partial files."""
+        """Return how many bytes of the files are in the cache, including partial files."""
         contents = _contents(cache, self.name)
         found: dict[str, int] = {}
         for path in contents.iterdir() if contents.is_dir() else ():
@@ -70,9 +70,9 @@ class Part:
 
 
 def chosen(files: Iterable[str], index: Mapping[str, object] | None = None) -> set[str]:
-    """Return the files of a model that an engine reads: the weights in one format, and everything that is not weights.
+    """Return the files of a model that an engine reads: weights in one format, and all files that are not weights.
 
-    `index` is the model's model.safetensors.index.json, which lists the weights; None if the model has none.
+    `index` is the content of model.safetensors.index.json, which lists the weights; None if the model has none.
     """
     names = set(files)
     plain = {name for name in names if PurePosixPath(name).suffix.lower() not in _WEIGHTS}
@@ -84,11 +84,11 @@ def chosen(files: Iterable[str], index: Mapping[str, object] | None = None) -> s
 
 
 def plan(name: str, revision: str | None) -> Part:
-    """Ask the hub for a model's list of files.
+    """Return the files of a model to download, as the hub lists them.
 
     Raises:
         PreflightError: ModelNotFound.
-        Exception: one of `_client_errors`: the hub cannot be reached, or answers badly.
+        Exception: one of `_client_errors`; the hub cannot be reached, or answers badly.
     """
     from huggingface_hub import HfApi, hf_hub_download
 
@@ -104,11 +104,11 @@ def plan(name: str, revision: str | None) -> Part:
 
 
 def fetch(part: Part) -> None:
-    """Download missing files one by one, because an engine without a hub rejects a partial snapshot.
+    """Download missing files, each by itself: without a hub, an engine rejects a partial snapshot.
 
     Raises:
         PreflightError: ModelNotFound.
-        Exception: one of `_client_errors`: the hub, or the file system.
+        Exception: one of `_client_errors`; the hub or the file system fails.
     """
     from huggingface_hub import hf_hub_download
 
@@ -132,7 +132,7 @@ def check_room(cache: Path, parts: Sequence[Part]) -> None:
     """Refuse downloads that do not fit on the volume.
 
     Raises:
-        PreflightError: VolumeFull, with the numbers.
+        PreflightError: VolumeFull.
     """
     missing = sum(part.size - part.there(cache) for part in parts)
     free = shutil.disk_usage(cache).free
@@ -141,7 +141,7 @@ def check_room(cache: Path, parts: Sequence[Part]) -> None:
 
 
 def run(wanted: Sequence[tuple[str, str | None]], cache: Path, port: int) -> None:
-    """Download everything into the cache, and serve metrics at this port.
+    """Download models, as (name, revision), into the cache, and serve metrics at this port.
 
     Raises:
         PreflightError: a download is not possible.
@@ -160,7 +160,7 @@ def run(wanted: Sequence[tuple[str, str | None]], cache: Path, port: int) -> Non
 
 
 def _client_errors() -> tuple[type[Exception], ...]:
-    """Return OSError and the base errors of the HTTP library that the hub's client uses."""
+    """Return the error classes of the hub's client: OSError, and the base error of its HTTP library."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return tuple(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
@@ -178,7 +178,7 @@ def _tell(parts: Sequence[Part], cache: Path, port: int) -> None:
 
 
 def _explained(error: Exception) -> PreflightError:
-    """Turn an error of the file system or of the hub's client into a refusal. It may hold an address, but no token."""
+    """Turn an error of the file system or the hub's client into a refusal, whose text has no token."""
     number = error.errno if isinstance(error, OSError) else None
     if number in _FULL:
         return _full(str(error))
@@ -193,12 +193,12 @@ def _full(why: str) -> PreflightError:
 
 
 def _contents(cache: Path, name: str) -> Path:
-    """Return the folder of the hub's cache with the contents of a model's files, named by their hash."""
+    """Return the hub cache's folder of a model's blobs: file contents, named by their hash."""
     return cache / f"models--{name.replace('/', '--')}" / "blobs"
 
 
 def _written(path: Path) -> int:
-    """Return the bytes on disk of a file, which may already have its final size."""
+    """Return how many bytes of a file are on disk. A file may be sparse: it may have its final size from the start."""
     try:
         about = path.stat()
     except FileNotFoundError:  # another thread has renamed it since it was listed
@@ -207,7 +207,7 @@ def _written(path: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0 if everything is there, 78 if only a change can help, and 1 if another attempt may help."""
+    """Run `kvpilot-prefetch`. Return 0 on success, 1 if another attempt may help, 78 if only a change can help."""
     parser = argparse.ArgumentParser(prog="kvpilot-prefetch", allow_abbrev=False, description=__doc__)
     add_version(parser)
     parser.add_argument("--model", required=True, metavar="ORG/MODEL", help="on the hub")

@@ -1,10 +1,10 @@
 """`kvpilot-serve`: the entry point of the runtime image. It checks its arguments, then becomes `vllm serve`.
 
-A refusal is one JSON line, the last on stderr, and exit code 78 (EX_CONFIG: a restart will not help)::
+A refusal is a JSON line, the last one on stderr, with exit code 78 (EX_CONFIG: a restart will not help)::
 
     {"kvpilot": "refused", "reason": "DoesNotFit", "message": "weights 14,904 MiB + ..."}
 
-A warning is such a line with ``"warning"``, and the start continues.
+A warning is such a line with ``"warning"``; the engine still starts.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from kvpilot_runtime.preflight.request import Request, model_folder
 
 REFUSED = 78
 CALIBRATION = "KVPILOT_CALIBRATION"
-"""Environment variable with the calibration file, for the engine's processes."""
+"""Environment variable with the calibration file or `off`, for the engine's processes."""
 RECENT = "KVPILOT_RECENT_TOKENS"
-"""Environment variable with the tokens of the recent window, for the engine's processes."""
+"""Environment variable with the size of the recent window in tokens, for the engine's processes."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _count(text: str) -> int:
-    """Parse a count as vLLM writes it: 1024, 64M (binary), 64m (decimal)."""
+    """Parse a count of at least 1 as vLLM does: 1024, 64M (binary), 64m (decimal)."""
     try:
         value = vllm.whole_number(text)
     except ValueError:
@@ -56,7 +56,7 @@ def _count(text: str) -> int:
 
 
 def _length(text: str) -> int | None:
-    """Parse a number of tokens. None stands for the largest number that fits, which vLLM finds."""
+    """Parse a number of tokens. Return None for `auto` and -1: vLLM then finds the largest number that fits."""
     return None if text.strip().lower() in ("-1", "auto") else _count(text)
 
 
@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
-    """Return the request, and the arguments for `vllm serve`. The layers to skip are added later."""
+    """Return the request and the arguments for `vllm serve`, to which `main` adds some. Raise PreflightError."""
     found, parser = vllm.read(argv), _parser()
     if found.faults:
         raise PreflightError("BadArguments", f"argument {found.faults[0].place + 1}: {found.faults[0].message}")
@@ -168,7 +168,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the request, then replace this process by `vllm serve`. Return only on a refusal."""
+    """Check the request, then replace this process by `vllm serve`. Return the exit status after a refusal."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given == ["--version"]:
         _parser().parse_args(given)
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for reason, message in findings.warnings:
         _say("warning", reason, message)
     if request.dtype == "auto" and findings.config is not None and findings.config.auto != "auto":
-        # For some checkpoints vLLM 0.32 stores fp8, but reports the dtype `auto`.
+        # Name the dtype: vLLM 0.32 stores fp8 for some checkpoints, but reports `auto`.
         arguments.append(f"--kv-cache-dtype={findings.config.auto}")
     if findings.skip_layers:
         arguments += ["--kv-cache-dtype-skip-layers", *findings.skip_layers]

@@ -1,8 +1,7 @@
-"""Speculative decoding: the drafts that our dtypes support, and steps with draft tokens.
+"""Speculative decoding with our dtypes: supported drafts, and their number.
 
-A sequence with k drafts has 1 + k tokens in a step. The model accepts the drafts up to the first wrong one. The next
-step computes the tokens from there on again and stores them in the same slots. So each token is a query of its own that
-attends to the tokens up to itself.
+A sequence with k draft tokens has 1 + k tokens in a step. Each is a query that attends to the tokens up to itself. The
+model accepts drafts up to the first wrong one. The next step stores other tokens in the slots from there on.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from kvpilot_runtime.errors import UnsupportedModelError
 
 
 def drafts(vllm_config: Any) -> int:
-    """Return the largest number of drafts for a sequence in a step; 0 without speculative decoding."""
+    """Return the maximum number of draft tokens per sequence and step; 0 without speculative decoding."""
     found = getattr(vllm_config, "speculative_config", None)
     return 0 if found is None else int(found.num_speculative_tokens)
 
 
 def refuse_other_drafters(vllm_config: Any, dtype: str) -> None:
-    """Refuse kinds of speculation that are not supported."""
+    """Raise UnsupportedModelError for speculative decoding that our dtypes do not support."""
     found = getattr(vllm_config, "speculative_config", None)
     what = None if found is None else unsupported_drafts(found.method, vars(found))
     if what is None and has_draft_model(vllm_config):
@@ -35,15 +34,15 @@ def refuse_other_drafters(vllm_config: Any, dtype: str) -> None:
 
 
 def has_draft_model(vllm_config: Any) -> bool:
-    """Return True if drafts come from a model. Its layers are among the served model's layers."""
+    """Return True if drafts come from a model. vLLM lists its layers together with the served model's."""
     found = getattr(vllm_config, "speculative_config", None)
     return found is not None and found.method in DRAFT_MODELS
 
 
 def refuse_other_groups(vllm_config: Any, groups: Sequence[Any], drafting: Set[str]) -> None:
-    """Refuse a draft model with layers outside the first group of layers that share a block table.
+    """Raise UnsupportedModelError if a layer of the draft model is outside the first KV-cache group.
 
-    vLLM 0.32 stores the draft model's tokens by the block table of the first group. Layers in another group would
+    vLLM 0.32 stores the draft model's tokens with the block table of the first group. Layers in another group would
     overwrite pages of the served model.
 
     Args:
@@ -58,11 +57,11 @@ def refuse_other_groups(vllm_config: Any, groups: Sequence[Any], drafting: Set[s
 
 
 def spares(vllm_config: Any, layer: Any) -> int:
-    """Return the number of unused rings to add for a draft model, which has no rings of its own.
+    """Return the number of unused ring layers to add, so that all layers of a draft model are in one KV-cache group.
 
-    vLLM needs all layers of a draft model in one group. It splits layers with pages like those of `layer` into groups
-    whose size is the number of rings, so a large draft model might be spread over two groups. With as many rings as
-    layers, vLLM makes one group of layers and one of rings. These groups are no larger than with vLLM's own padding.
+    vLLM splits layers with pages like those of `layer` into groups as large as the group of ring layers. A draft model
+    has no ring layers, so its layers might fall into two groups. With as many ring layers as other layers, vLLM makes
+    one group of each. They are no larger than with vLLM's own padding.
     """
     found = getattr(vllm_config, "speculative_config", None)
     if found is None or found.method != "draft_model":

@@ -1,4 +1,4 @@
-"""Make a random LoRA adapter of a small model, and the model with the adapter merged."""
+"""Random LoRA adapter of a small model, and the same model with the adapter merged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def make(model: Path, adapter: Path, merged: Path) -> None:
-    """Write an adapter of queries, keys and values to one folder, and the merged model to another."""
+    """Write an adapter of the query, key and value projections to one folder, and the merged model to another."""
     shutil.copytree(model, merged, dirs_exist_ok=True)
     weights = {name: w.float() for name, w in load_file(merged / "model.safetensors").items()}
     rng, parts = torch.Generator().manual_seed(4), dict[str, torch.Tensor]()

@@ -1,6 +1,6 @@
-"""Draft models for a small random model: a noisy copy, and heads of one layer with random weights.
+"""Draft models for a small random model: a noisy copy of it, and heads of one layer with random weights.
 
-The drafts of random heads are always wrong, but an engine handles these heads like real ones.
+The drafts of random heads are wrong, but an engine runs these heads like real ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _drawn(*shape: int) -> torch.Tensor:
 
 
 def _layer(prefix: str, config: dict[str, Any], inputs: int = 1, *, biased: bool = False) -> dict[str, torch.Tensor]:
-    """Return random weights of a decoder layer. `inputs` is the number of states of the model's width that it reads."""
+    """Return random weights of a decoder layer that reads `inputs` concatenated hidden states."""
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     dim = config.get("head_dim") or hidden // heads
     queries, keys = heads * dim, config["num_key_value_heads"] * dim
@@ -47,7 +47,7 @@ def _save(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]
 
 
 def shaken(model: Path, folder: Path, by: float = 0.02) -> Path:
-    """Write the model with noise on all weights except the embedding, so that some of its drafts are right."""
+    """Write a copy of the model with noise on all weights except the embedding, so that some drafts are right."""
     torch.manual_seed(1)
     weights = load_file(model / "model.safetensors")
     for name, weight in weights.items():
@@ -57,7 +57,7 @@ def shaken(model: Path, folder: Path, by: float = 0.02) -> Path:
 
 
 def eagle(model: Path, folder: Path) -> Path:
-    """Write an EAGLE head: one layer over the model's last state."""
+    """Write an EAGLE head: one layer that reads the model's last hidden state."""
     torch.manual_seed(2)
     config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 1}
     hidden = config["hidden_size"]
@@ -65,7 +65,7 @@ def eagle(model: Path, folder: Path) -> Path:
 
 
 def eagle3(model: Path, folder: Path) -> Path:
-    """Write an EAGLE-3 head: one layer over the states of three layers of the model."""
+    """Write an EAGLE-3 head: one layer that reads the hidden states of three layers of the model."""
     torch.manual_seed(3)
     config = json.loads((model / "config.json").read_text())
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
@@ -82,7 +82,7 @@ def eagle3(model: Path, folder: Path) -> Path:
 
 
 def with_mtp(model: Path, folder: Path) -> Path:
-    """Write a Qwen2 model as a MiMo model, with one more layer that predicts a second token (MTP)."""
+    """Write a Qwen2 model as a MiMo model, with a random layer that predicts a second token (MTP)."""
     torch.manual_seed(4)
     config = json.loads((model / "config.json").read_text()) | {
         "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1,

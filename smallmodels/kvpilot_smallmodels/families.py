@@ -1,7 +1,7 @@
 """Models of two to four layers with seeded random weights, one for each kind of attention.
 
-Vocabulary and sizes are tiny, so that an engine and plain transformers answer hundreds of requests in seconds. There is
-no tokenizer: requests are token ids.
+They are so small that an engine and plain transformers answer hundreds of requests in seconds. There is no tokenizer:
+requests are token ids.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Family:
     Attributes:
         config: the config class in transformers.
         fields: fields of its config.
-        filled: constants for weights, by the ends of names, where random weights would make attention uniform.
+        filled: constants for weights, by suffix of the name. Random values there would make attention uniform.
         skip: layers that stay in 16 bits.
     """
 
@@ -69,7 +69,7 @@ FAMILIES: dict[str, Family] = {
          "activation_sparsity_pattern": [0.0] * 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
         {"post_attention_layernorm.weight": 8.0}, ("sliding_window",),
     ),
-    # like E2B: full layers have 8 query heads of 512 elements per KV head, and some layers share caches
+    # like Gemma 4 E2B: full layers have 8 query heads of 512 elements per KV head, and some layers share caches
     "gemma4": Family(
         "Gemma4TextConfig",
         {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
@@ -78,7 +78,7 @@ FAMILIES: dict[str, Family] = {
          "layer_types": ["sliding_attention", "full_attention"] * 2},
         {"q_norm.weight": 0.2, "post_attention_layernorm.weight": 20.0}, ("sliding_window",),
     ),
-    "gemma4-26b": Family(  # keys are also the values of its full layers, which have fewer KV heads
+    "gemma4-26b": Family(  # full layers use keys as values, and have fewer KV heads
         "Gemma4TextConfig",
         {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
          "global_head_dim": 512, "attention_k_eq_v": True, "num_global_key_value_heads": 2, "sliding_window": WINDOW,
@@ -159,9 +159,9 @@ def make(
     name: str, folder: Path, change: Callable[[Any], None] = lambda _model: None, *, kind: str | None = None,
     fields: dict[str, Any] | None = None,
 ) -> Path:  # fmt: skip
-    """Write the model of a family to a folder. If `change` is given, it may modify the model first.
+    """Write the model of a family to a folder. `change` may modify the model first.
 
-    `kind` and `fields` replace those of the family's config.
+    `kind` replaces the family's config class, and `fields` some fields of its config.
     """
     import torch
     import transformers

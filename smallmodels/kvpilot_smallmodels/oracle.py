@@ -1,11 +1,11 @@
 """Oracle for an engine's answers: the same weights and codec in plain transformers, without pages or batches.
 
-All keys and values go through the codec as whole tensors, and one causal pass over prompt and answer gives the logits
-of each step. An engine computes the same values token by token from its pages, if its chunks read themselves back
-(KVPILOT_PREFILL_FROM_PAGES), because every token is quantized on its own.
+One causal pass over prompt and answer gives the logits of each step. All keys and values go through the codec as whole
+tensors. An engine computes the same values token by token from its pages, because every token is quantized on its own.
+It must read a chunk's own tokens back from the pages (KVPILOT_PREFILL_FROM_PAGES).
 
-Which tokens the recent window refines depends on the engine's steps. Only a step of one token reads the window, and the
-window holds only tokens that were stored after its sequence got a ring. So the oracle needs a record of the steps.
+With a recent window the oracle needs a record of the engine's steps. Only a step of one token reads the window, and the
+window holds only tokens that were stored after the sequence got a ring.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from kvpilot_kernels.reference.attention import round_trip
 
 _NAME = "kvpilot_oracle"
 SLACK = 1e-3
-"""Largest change of a logit by rounding while every code stays the same. The logits' spread is 3.4."""
+"""Largest change of a logit by rounding if every code stays the same. The spread of logits is 3.4."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Image in a prompt: `pixels` as the model's processor returns them, and `spans`, the tokens [begin, end) that
-    attend to each other in both directions.
+    """Image in a prompt.
+
+    `pixels` are as the model's processor returns them. `spans` are the tokens [begin, end) that attend to each other.
     """
 
     pixels: torch.Tensor
@@ -40,23 +41,21 @@ class Picture:
 
 
 class Oracle:
-    """Model in float32. Its full-attention layers see keys and values as the codec gives them back.
+    """Model in float32, whose full-attention layers attend to keys and values after a round trip through the codec.
 
     Args:
-        folder: the model. dtype: a format of ours, or `auto` for no codec. Sliding-window layers never have one. A
-            format of latents is for DeepSeek V2's attention.
-        factors: a calibration, layer by layer.
-        recent: tokens of the recent window.
-        seen: function of a number of tokens that returns bool [queries, keys]: True if the query attends to the key. A
-            query always attends to itself. None for all earlier keys.
+        folder: the model.
+        dtype: one of our formats, or `auto` for no codec. Latent formats are for DeepSeek V2's attention.
+        factors: a calibration, layer by layer. recent: tokens of the recent window.
+        seen: function from a number of tokens to bool [queries, keys], True if the query attends to the key. A query
+            must attend to itself. None for all earlier keys.
     """
 
     def __init__(
         self, folder: Path, dtype: str, factors: Sequence[Factors] | None = None, recent: int = 0,
         seen: Callable[[int], torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
-        # Use one thread, like the engine under test. More threads sum in another order, and some values would round to
-        # other codes.
+        # Use one thread, like the engine under test: another order of sums would round some values to other codes.
         torch.set_num_threads(1)
         self._factors = factors
         self._latent = latent.parse(dtype) if dtype in latent.names() else None
@@ -81,12 +80,15 @@ class Oracle:
         self, prompt: list[int], answer: list[int], *, jitter: float = 0.0, misread: int | None = None,
         rings: Sequence[int | None] = (), picture: Picture | None = None,
     ) -> list[float]:  # fmt: skip
-        """Return each answer token's distance below the best of its step, in logits; 0 if it is the best. `rings` has,
-        for each position, the first token that the ring held when the position was computed. None means a step of
-        several tokens, as for positions past its end. `jitter` moves quantized values at random by this relative
-        amount. A different order of sums has the same effect, which shows if a value lies on the edge between two
-        codes. `misread` simulates a fault of paging: in place of the 16 tokens from this one on, every layer reads the
-        16 tokens before it. `picture`: the prompt's image.
+        """Return how far each answer token's logit is below the best logit of its step; 0 if it is the best.
+
+        Args:
+            jitter: relative random change of values before they are quantized. It acts like another order of sums, and
+                moves values between two codes.
+            misread: simulated paging fault. In place of the 16 tokens from this one on, layers read the 16 before it.
+            rings: for each position, the first token in the ring when the position was computed. None, and positions
+                past the end, mean a step of several tokens.
+            picture: the prompt's image.
         """
         self._jitter, self._misread, self._spans = jitter, misread, picture.spans if picture else ()
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
@@ -104,7 +106,7 @@ class Oracle:
     def predictions(
         self, prompt: list[int], answer: list[int], *, jitter: float = 0.0, misread: int | None = None
     ) -> torch.Tensor:
-        """Return log-probabilities at each token of an answer, float64 [tokens, vocabulary], without a recent window.
+        """Return the log-probabilities at each answer token, float64 [tokens, vocabulary], without a recent window.
 
         `jitter` and `misread` are those of `shortfalls`.
         """
@@ -135,13 +137,15 @@ class Oracle:
         self, prompt: list[int], answer: list[int], *, misread: int | None = None, rounds: int = 100,
         rings: Sequence[int | None] = (), judged: slice = slice(None), picture: Picture | None = None,
     ) -> bool:  # fmt: skip
-        """Return True if this answer is the best one up to `SLACK` logits, exactly or with rounding noise. Only its
-        tokens `judged` are checked. A value on the edge between two codes may round to either one. That depends on the
-        order of a sum, which differs between machines. Each draw moves every value a little, so that values on an edge
-        round again. The difference of float32 sums depends on the number of layers below: at most 1e-6 of a value for
-        two layers of Llama, some 2e-5 for six of Gemma 3. So draws have three strengths, and the largest is five times
-        the observed difference. In a test, all of 40 correct answers that such noise had changed were explained within
-        four rounds. None of 36 answers with a misread block was explained in ten rounds.
+        """Return True if the tokens `judged` of an answer are the best ones up to `SLACK` logits.
+
+        A value between two codes may round to either one, depending on the order of a sum, which differs between
+        machines. So if the exact pass disagrees, repeat it with random jitter, `rounds` times for each of three
+        strengths. Float32 sums differ by at most 1e-6 of a value after two layers of Llama, and by 2e-5 after six of
+        Gemma 3. The largest strength is five times that.
+
+        In a test, four rounds explained all of 40 correct answers that rounding had changed. Ten rounds explained none
+        of 36 answers with a misread block.
         """
         jitters = (0.0, *(1e-6, 1e-5, 1e-4) * rounds)
         how: dict[str, Any] = {"misread": misread, "rings": rings, "picture": picture}
@@ -149,7 +153,7 @@ class Oracle:
         return any(max(below[judged]) <= SLACK for below in draws)
 
     def _fine_keys(self, length: int, rings: Sequence[int | None]) -> torch.Tensor:
-        """Return a mask [queries, keys] of the keys that a query reads with the window's bits."""
+        """Return a mask, bool [queries, keys], of the keys that a query reads from the recent window."""
         fine = torch.zeros(length, length, dtype=torch.bool)
         for at, first in enumerate(rings[:length]):
             if first is not None and self._recent:
@@ -160,9 +164,9 @@ class Oracle:
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *, scaling: float,
         sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None, **_: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """Compute causal attention, [1, heads, tokens, D] in and [1, tokens, heads, D] out.
+        """Compute causal attention from [1, heads, tokens, D] to [1, tokens, heads, D].
 
-        The arguments follow transformers' models: `softcap` caps scores, `s_aux` [heads] are sinks.
+        The arguments are those of transformers: `softcap` caps scores, `s_aux` [heads] are sinks.
         """
         window = sliding_window or getattr(layer, "sliding_window", None)
         chunk = _chunk_of(layer)
@@ -201,7 +205,7 @@ class Oracle:
         return out.transpose(1, 2), None
 
     def _read_back(self, expand: Callable[..., Any], codec: latent.LatentFormat) -> Callable[..., Any]:
-        """Return keys and values of each head, [1, heads, tokens, D], made of entries from the codec."""
+        """Wrap `expand`, so that it makes keys and values from entries after a round trip through the codec."""
 
         def from_codec(kv: torch.Tensor, rope: torch.Tensor) -> Any:
             back = latent_round_trip(self._moved(torch.cat([kv, rope], -1)), codec).float()
@@ -213,7 +217,7 @@ class Oracle:
         self, query: torch.Tensor, plain: tuple[torch.Tensor, torch.Tensor], fine: tuple[torch.Tensor, torch.Tensor],
         scaling: float,
     ) -> torch.Tensor:  # fmt: skip
-        """Compute causal attention in which a query reads some keys and values with more bits than others."""
+        """Compute causal attention in which a query reads the tokens of the recent window with more bits."""
         repeat = query.shape[1] // plain[0].shape[1]
         (key, value), (near_key, near_value) = (
             [x.repeat_interleave(repeat, 1) for x in pair] for pair in (plain, fine)
@@ -228,7 +232,7 @@ class Oracle:
 
 
 def _chunk_of(layer: Any) -> int:
-    """Return the length of the chunks that a layer of Llama 4 attends within; 0 means all earlier tokens."""
+    """Return the chunk length of a layer with chunked attention (Llama 4); 0 for other layers."""
     config = layer.config
     chunked = (getattr(config, "layer_types", None) or {layer.layer_idx: ""})[layer.layer_idx] == "chunked_attention"
     return int(config.attention_chunk_size) if chunked else 0

@@ -1,4 +1,4 @@
-"""Abilities of this machine's processor."""
+"""Check if this machine's processor supports vLLM's quantized KV-cache dtypes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def can_serve_quantized(machine: str, flags: Iterable[str]) -> bool:
-    """Return True if vLLM 0.32 serves its own quantized KV-cache dtypes. On x86 they need AVX-512 or AMX."""
+    """Return True if vLLM 0.32 serves its own quantized KV-cache dtypes on a processor: x86 needs AVX-512 or AMX."""
     return machine != "x86_64" or not {"avx512f", "amx_tile"}.isdisjoint(flags)
 
 
 def serves_quantized() -> bool:
-    """Return True if this machine can serve vLLM's quantized dtypes."""
+    """Return `can_serve_quantized` for this machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = next((line.split() for line in lines if line.startswith("flags")), [])
     return can_serve_quantized(platform.machine(), flags)

@@ -1,4 +1,4 @@
-"""Requests through vLLM's engine, step by step, for tests and benchmarks that look at each step."""
+"""Runner of requests through vLLM's engine, for tests and benchmarks that inspect each step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ def in_steps(
     engine: Any, prompts: Sequence[list[int]], counts: Sequence[int], first: int,
     after: Callable[[int, Sequence[Any]], None] = lambda _steps, _outputs: None,
 ) -> tuple[list[list[int]], list[int]]:  # fmt: skip
-    """Answer prompts together and greedily, and return the answers and the cached tokens of each.
+    """Answer prompts together with greedy decoding. Return the token ids and the number of cached tokens of each.
 
     Args:
-        engine: vLLM's `LLMEngine`. counts: tokens of each answer. first: number of the first request, its name.
-        after: called after each step with the number of steps so far and the step's outputs; it may abort requests.
+        engine: vLLM's `LLMEngine`. counts: tokens of each answer. first: the first request's id, an increasing number.
+        after: called after each step with the number of steps so far and the step's outputs. It may abort requests.
     """
     from vllm import SamplingParams
 

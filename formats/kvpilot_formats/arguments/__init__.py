@@ -1,8 +1,8 @@
-"""Arguments of `vllm serve` and `kvpilot-serve`, read without vLLM: one parser, and one table of kvpilot's rules.
+"""Parser of `vllm serve` and `kvpilot-serve` arguments that does not import vLLM, and kvpilot's rules about them.
 
-`parser` reads arguments as vLLM's own argparse parser; `vllm.json` is the table of that parser's options, written by
-scripts/vllm_arguments.py. `drafts` and `rules` say which options and variables are not supported together. The operator
-applies them to spec.engine.extraArgs, kvpilot-serve to its command line, and an engine to its configuration.
+`parser` reads arguments as vLLM's own argparse parser does. `vllm.json` lists the options of that parser and is written
+by scripts/vllm_arguments.py. `drafts` and `rules` list the options and variables that cannot be combined. The operator
+applies these rules to spec.engine.extraArgs, kvpilot-serve to its command line, and an engine to its configuration.
 """
 
 from kvpilot_formats.arguments.numbers import whole_number

@@ -1,4 +1,4 @@
-"""Speculative decoding in vLLM's arguments, and the drafts that our dtypes support."""
+"""Speculative decoding in vLLM's arguments, and the draft methods that our dtypes support."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ DRAFTERS = ("ngram", "suffix")
 """Methods of speculative decoding that draft from the request's own tokens, without a model."""
 
 DRAFT_MODELS = ("draft_model", "eagle", "eagle3", "mtp")
-"""Methods with a draft model, which has one layer or more and its own KV cache."""
+"""Methods of speculative decoding with a draft model, which has its own layers and KV cache."""
 
 SUFFIX_TOKENS = 24
-"""Default number of draft tokens of `suffix`."""
+"""Default number of draft tokens of the method `suffix`."""
 
 _CONFIG = "--speculative-config"
 _PARTS = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
@@ -24,16 +24,16 @@ _OFF = (None, False, "False", "false")
 
 
 def speculation(arguments: Arguments) -> dict[str, str]:
-    """Return the fields of vLLM's SpeculativeConfig, empty without speculation. `method` is set if there are any.
+    """Return the fields of vLLM's SpeculativeConfig; empty without speculation, else always with `method`.
 
-    If a value cannot be read, leave it to vLLM, whose parser stops the start.
+    Ignore a value that cannot be read: vLLM's own parser then refuses to start.
     """
     whole = arguments.mapping(_CONFIG)
     found = {str(name).replace("-", "_"): str(part) for name, part in whole.items() if part is not None}
     for option, field in _PARTS.items():
         if (value := arguments.value(option)) is not None:
             found[field] = value
-    if found:  # vLLM also derives the method from the model's name, and knows some by other names
+    if found:  # vLLM also derives the method from the model's name, and accepts other names of methods
         method = found.get("method") or {"ngram": "ngram", "[ngram]": "ngram"}.get(found.get("model", ""))
         method = "mtp" if (method or "").endswith("_mtp") else method
         found["method"] = "ngram" if method == "[ngram]" else method or "draft_model"
@@ -41,10 +41,11 @@ def speculation(arguments: Arguments) -> dict[str, str]:
 
 
 def unsupported_drafts(method: str | None, asked: Mapping[str, object]) -> str | None:
-    """Return the part of speculative decoding that our dtypes do not support, or None.
+    """Name the part of a speculative configuration that our dtypes do not support, or return None.
 
     Args:
-        method: vLLM's name, None for no speculation. asked: fields of vLLM's SpeculativeConfig.
+        method: vLLM's name of the method; None without speculation.
+        asked: fields of vLLM's SpeculativeConfig.
     """
     served = DRAFTERS + DRAFT_MODELS
     if method is not None and method not in served:
@@ -55,7 +56,7 @@ def unsupported_drafts(method: str | None, asked: Mapping[str, object]) -> str |
 
 
 def drafts(arguments: Arguments) -> int:
-    """Return the largest number of draft tokens of a sequence in a step; 0 without speculative decoding."""
+    """Return the maximum number of draft tokens per sequence and step; 0 without speculative decoding."""
     found = speculation(arguments)
     tokens = found.get("num_speculative_tokens", "")
     return int(tokens) if tokens.isdecimal() else SUFFIX_TOKENS if found.get("method") == "suffix" else 0

@@ -1,4 +1,4 @@
-"""Whole numbers in vLLM's command line."""
+"""Parser of whole numbers in vLLM's command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def whole_number(text: str) -> int:
-    """Return the number that vLLM reads in a text: 8192, 8k (8,000), 8K (8,192), 2.5k.
+    """Parse a whole number as vLLM does: 8192, 8k (8,000), 8K (8,192), 2.5k.
 
     Raises:
         ValueError: vLLM would refuse it.

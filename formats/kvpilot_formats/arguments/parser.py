@@ -1,8 +1,8 @@
 """Parser of vLLM's arguments, in pure Python.
 
-vLLM accepts an underscore for a dash, any unique prefix of a name, `-n2`, `-O3`, values after `=` or in the next items,
-and `--option.key value` for one key of a JSON value. A parser that misses one of these spellings misses the option. So
-this module follows vLLM's parser and argparse step by step, and a property test compares both.
+vLLM accepts an underscore for a dash, any unique prefix of a name, `-n2`, `-O3`, and values after `=` or in the next
+items. It also accepts `--option.key value` for one key of a JSON value. A parser that misses a spelling misses the
+option. So this module follows vLLM's parser and argparse step by step, and a property test compares both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEVEL = "--optimization-level"
 
 
 class Option(NamedTuple):
-    """Spelling of an option: its main name, its number of values ("0", "1", "?", "+"), and True if it negates."""
+    """Option: its main name, its number of values ("?": 0 or 1, "+": 1 or more), and `off`, True for `--no-...`."""
 
     name: str
     takes: str
@@ -39,8 +39,8 @@ class Given(NamedTuple):
     """Option that the arguments set.
 
     Attributes:
-        name: its main name. values: none for a flag. off: it was turned off (`--no-...`).
-        places: the items of the arguments that set it.
+        name: its main name. values: its values; empty for a flag.
+        off: True if it is turned off (`--no-...`). places: indices of the arguments that set it.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Given(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Argument that vLLM's parser refuses: its index among the arguments, and the reason with a remedy."""
+    """Argument that vLLM's parser refuses: its index (`place`), and a message with the reason and a remedy."""
 
     place: int
     message: str
@@ -63,11 +63,12 @@ class _Word(NamedTuple):
 
 @dataclass(frozen=True)
 class Arguments:
-    """List of arguments that was read. If an option is given twice, the last one counts.
+    """Parsed list of arguments. If an option is given twice, the last one counts.
 
     Attributes:
-        given: the options, in the order in which vLLM takes them.
-        faults: arguments that vLLM would refuse. Options that vLLM 0.32 does not have are not faults.
+        items: the arguments.
+        given: the options that they set, in the order in which vLLM reads them.
+        faults: arguments that vLLM would refuse. An option that vLLM 0.32 does not have is not a fault.
     """
 
     items: tuple[str, ...]
@@ -89,14 +90,14 @@ class Arguments:
         return found is not None and not found.off
 
     def count(self, name: str) -> int:
-        """Return the number that an option has; 1 if it is not set or not above 0."""
+        """Return the option's value as a number; 1 if it is not set, not a number, or below 1."""
         try:
             return max(1, whole_number(self.value(name) or ""))
         except ValueError:
             return 1
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """Return the JSON object that an option has; empty without one, or if it cannot be read."""
+        """Return the option's value as a JSON object; empty if it is not set or not an object."""
         try:
             found = json.loads(self.value(name) or "")
         except (ValueError, RecursionError):
@@ -111,7 +112,7 @@ class Arguments:
 
 @functools.cache
 def _options() -> Mapping[str, Option]:
-    """Return vLLM's options by each of their full names."""
+    """Return vLLM's options by full name, including aliases and `--no-...` names."""
     text = (resources.files("kvpilot_formats.arguments") / "vllm.json").read_text()
     found: dict[str, Option] = {}
     for name, row in json.loads(text)["options"].items():
@@ -123,14 +124,14 @@ def _options() -> Mapping[str, Option]:
 
 
 def names(option: str) -> tuple[str, ...]:
-    """Return every full name of an option that does not turn it off, its main name first."""
+    """Return every full name that turns an option on, its main name first."""
     if option in KVPILOT:
         return (option,)
     return tuple(spelled for spelled, row in _options().items() if row.name == option and not row.off)
 
 
 def read(arguments: Iterable[str]) -> Arguments:
-    """Read arguments. This never raises, because faults are in `Arguments.faults`."""
+    """Parse arguments. This never raises an error: faults are in `Arguments.faults`."""
     return _read(tuple(arguments))
 
 
@@ -143,7 +144,7 @@ def _read(items: tuple[str, ...]) -> Arguments:
 
 
 def _spelled(items: Sequence[str]) -> Iterator[_Word]:
-    """Yield the items with dashes in place of underscores in names, and with `-O` written out."""
+    """Yield the items with dashes for underscores in option names, and with `-O` as `--optimization-level`."""
     for place, item in enumerate(items):
         here = (place,)
         if item.startswith("--help="):
@@ -162,7 +163,7 @@ def _spelled(items: Sequence[str]) -> Iterator[_Word]:
 
 
 def _merged(words: list[_Word], faults: list[Fault]) -> list[_Word]:
-    """Return the words with all `--option.key value` of an option as one JSON value at the end, as vLLM does."""
+    """Merge all `--option.key value` of an option into one JSON value, appended at the end, as vLLM does."""
     kept: list[_Word] = []
     found: dict[str, tuple[dict[str, Any], list[int]]] = {}
     rest = iter(words)
@@ -252,9 +253,7 @@ def _stray(text: str) -> str:
 
 
 def _option(word: _Word, faults: list[Fault]) -> tuple[Option | None, str | None] | None:
-    """Return the option of a word, and its value after `=`. Return (None, None) for an unknown option, None for a
-    value.
-    """
+    """Return a word's option and its value after `=`, (None, None) for an unknown option, or None for a value."""
     text, table = word.text, _options()
     if not text.startswith("-"):
         return None
@@ -279,7 +278,7 @@ def _option(word: _Word, faults: list[Fault]) -> tuple[Option | None, str | None
 
 
 def _beginning(text: str) -> Iterator[tuple[str, str | None]]:
-    """Yield each name that this word is a prefix of, with the value that the word then has."""
+    """Yield each option name that the word abbreviates, with the value that the word then gives it."""
     name, equals, value = text.partition("=")
     given = value if equals else None
     for spelled in _options():

@@ -1,4 +1,4 @@
-"""Options and variables of vLLM that kvpilot reserves, or does not support together with its own features.
+"""Options and variables of vLLM that kvpilot reserves, or that do not work with its features.
 
 Each rule is written here once. `first_on` applies the rules to arguments. `first_set` applies them to the configuration
 of an engine that kvpilot-serve did not start.
@@ -30,8 +30,9 @@ class Switch(NamedTuple):
     """Feature that options of vLLM turn on.
 
     Attributes:
-        what: its name in messages. options: the main names of its options. off: the values that leave it off.
-        setting: its place in vLLM's VllmConfig, for engines.
+        what: its name in messages.
+        options: main names of the options that turn it on. off: values of these options that leave it off.
+        setting: its attribute path in vLLM's VllmConfig, such as `parallel_config.enable_dbo`; empty for none.
     """
 
     what: str
@@ -76,7 +77,7 @@ _MOVING = (
 )
 
 BESIDE_BOUNDED = (_SPECULATIVE, *_MOVING, *BESIDE_ANY)
-"""Features that are not tested with a bounded cache, or that would look for freed pages."""
+"""Features that bounded caches do not support: they are untested, or they would read freed pages."""
 
 BESIDE_LATENT = (
     _SPECULATIVE,
@@ -89,10 +90,10 @@ BESIDE_HEAVY_HITTERS = (_TENSOR, _PIPELINE)
 """Features that are not tested with heavy hitters."""
 
 BESIDE_DRAFT_MODELS = (_TENSOR, _PIPELINE, _ADAPTERS, _OFFLOADING)
-"""Features that are not known to work with a draft model."""
+"""Features that are not tested with a draft model."""
 
 BESIDE_CONNECTORS = (_PIPELINE, _DATA, _SPECULATIVE, _ADAPTERS, _OFFLOADING._replace(setting=""))
-"""Features that are not known to work with a connector of `CONNECTORS`."""
+"""Features that are not tested with a connector of `CONNECTORS`."""
 
 SEVERAL_ENGINES = (
     DATA_PARALLEL, "--data-parallel-size-local", "--data-parallel-address", "--data-parallel-rpc-port",
@@ -113,7 +114,7 @@ def first_on(arguments: Arguments, switches: Iterable[Switch]) -> tuple[str, str
 
 
 def first_set(config: Any, switches: Iterable[Switch]) -> tuple[str, str] | None:
-    """Return the first of these features that vLLM's `VllmConfig` has turned on, like `first_on`."""
+    """Return the first of these features that is on in vLLM's `VllmConfig`, in the form of `first_on`."""
     for switch in switches:
         value = config if switch.setting else None
         for part in switch.setting.split("."):
@@ -124,7 +125,7 @@ def first_set(config: Any, switches: Iterable[Switch]) -> tuple[str, str] | None
 
 
 def beside_ours(arguments: Arguments, variables: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the first option or variable that our dtypes do not support, and its name in words, or None."""
+    """Return the first option or variable that our dtypes do not support, with the feature's name; None if none."""
     asked = speculation(arguments)
     if (what := unsupported_drafts(asked.get("method"), asked)) is not None:
         return next(option for option in SPECULATION if arguments.on(option)), what
@@ -148,7 +149,7 @@ def transfer(arguments: Arguments) -> dict[str, Any]:
 
 
 class Reserved(NamedTuple):
-    """Options that spec.engine.extraArgs must not contain, each with the reason and a remedy."""
+    """Options that spec.engine.extraArgs must not contain, and a message with the reason and a remedy."""
 
     options: Collection[str]
     message: str
@@ -192,7 +193,7 @@ The CRD's rule on spec.engine.extraArgs refuses the full names; the operator ref
 
 
 def reserved(arguments: Arguments) -> list[tuple[int, str]]:
-    """Return the index of each reserved option among the arguments, and a message with the remedy."""
+    """Return, for each reserved option in the arguments, its index and a message with the remedy."""
     found = []
     for given in arguments.given:
         message = next((one.message for one in RESERVED if given.name in one.options and not given.off), None)

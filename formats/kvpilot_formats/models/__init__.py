@@ -1,7 +1,7 @@
-"""Facts about the KV cache from a model's config.json, for `kvpilot-serve`, `kvpilot plan` and the operator.
+"""Size and kind of a model's KV cache, from its config.json, for `kvpilot-serve`, `kvpilot plan` and the operator.
 
-Pure Python, without torch, transformers and network. Missing fields take the defaults of transformers' own config
-classes, which `defaults.json` has (made by scripts/model_defaults.py).
+Pure Python: it imports neither torch nor transformers and uses no network. Missing fields take the defaults of
+transformers' config classes, from `defaults.json` (written by scripts/model_defaults.py).
 """
 
 from kvpilot_formats.models.architecture import Architecture, Group, Kind

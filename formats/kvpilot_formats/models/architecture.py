@@ -10,7 +10,7 @@ from kvpilot_formats import latent as latent_formats
 
 
 class Kind(StrEnum):
-    """State that a layer keeps for a sequence."""
+    """Kind of state that a layer keeps for a sequence."""
 
     FULL = "full"
     WINDOW = "window"
@@ -25,9 +25,9 @@ class Group:
     """Layers that keep keys and values of one size.
 
     Attributes:
-        kind: FULL, WINDOW or CHUNKED.
-        kv_heads, head_dim, value_dim: of a layer, in elements; values may be shorter than keys.
-        window: largest number of tokens that a layer attends to, of its window or chunk; 0 for FULL.
+        kind: FULL, WINDOW or CHUNKED. layers: number of layers. kv_heads: KV heads of a layer.
+        head_dim, value_dim: elements of a head's key and of its value, which may be shorter.
+        window: length of the window or chunk in tokens; 0 for FULL.
     """
 
     kind: Kind
@@ -40,28 +40,27 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Model architecture; sizes in elements, lengths in tokens.
+    """Model architecture, as far as it affects the KV cache.
 
     Attributes:
         model_type, architectures: the names in config.json, of the whole model.
-        groups: layers with their own KV cache, those that attend to everything first.
+        groups: layers with their own KV cache, those with full attention first.
         heads: query heads of a layer.
-        state_layers: layers with a state of fixed size (Mamba, linear attention, convolutions), including those that
-            attend too.
+        state_layers: layers with a state of fixed size (Mamba, linear attention, convolutions). They may also attend.
         shared_layers: layers that read the cache of another layer.
-        other_layers: layers whose cache is unknown here, and not counted.
-        latent: elements that a token keeps in each layer under multi-head latent attention; 0 without.
-        index_bytes: bytes of a token's index in each layer of sparse attention, in every dtype.
-        softcap: the cap of attention's logits, or None.
-        alibi, encoder_decoder: attention has biases by distance; the model has cross attention.
-        bidirectional: tokens also attend to later ones, as in models for embeddings.
-        image_prefix: the tokens of an image attend to each other both ways.
+        other_layers: layers with an unknown kind of cache, which is not counted.
+        latent: elements of a token's entry in a layer with multi-head latent attention; 0 without it.
+        index_bytes: bytes of a token's index in a layer with sparse attention, the same in every dtype; 0 without.
+        softcap: cap on attention logits, or None.
+        alibi: attention has biases by distance. encoder_decoder: the model has cross attention.
+        bidirectional: tokens also attend to later tokens, as in embedding models.
+        image_prefix: the tokens of an image attend to each other in both directions.
         custom_code: the repository brings its own model code (`auto_map`).
-        max_positions: the longest context, or None if the model does not say.
-        idle_window: the config has a window that is not shorter than the longest context; its layers count as full.
-        auto: the dtype that vLLM makes of `auto`: `auto` for the model's own, or one that the checkpoint names.
+        max_positions: longest context in tokens; None if the config does not say.
+        idle_window: the sliding window is as long as the longest context or longer, so its layers count as full.
+        auto: KV-cache dtype that vLLM chooses for `auto`; `auto` itself means the model's own dtype.
         element_bytes: bytes of a KV element in the model's own dtype.
-        doubt: uncertain facts, for people.
+        doubt: message for people about uncertain facts; empty if there are none.
     """
 
     model_type: str
@@ -92,40 +91,41 @@ class Architecture:
 
     @property
     def full_layers(self) -> int:
-        """Number of these layers that attend to everything."""
+        """Number of these layers with full attention."""
         return sum(group.layers for group in self.groups if group.kind is Kind.FULL)
 
     @property
     def window_layers(self) -> int:
-        """Number of these layers that have a sliding window. They stay in 16 bits with our dtypes."""
+        """Number of these layers with a sliding window. Our dtypes leave them in 16 bits."""
         return sum(group.layers for group in self.groups if group.kind is Kind.WINDOW)
 
     @property
     def chunked_layers(self) -> int:
-        """Number of these layers that attend within chunks."""
+        """Number of these layers with chunked attention."""
         return sum(group.layers for group in self.groups if group.kind is Kind.CHUNKED)
 
     @property
     def kv_heads(self) -> int:
-        """KV heads of the layers that grow with a sequence, the largest if they differ; 0 without a cache."""
+        """Largest number of KV heads among full layers, or among all if none is full; 0 without a cache."""
         return max((group.kv_heads for group in self._growing()), default=0)
 
     @property
     def head_dim(self) -> int:
-        """Elements of a key in the layers that grow with a sequence, the largest if they differ; 0 without a cache."""
+        """Largest key dimension among full layers, or among all if none is full; 0 without a cache."""
         return max((group.head_dim for group in self._growing()), default=0)
 
     def _growing(self) -> tuple[Group, ...]:
         return tuple(group for group in self.groups if group.kind is Kind.FULL) or self.groups
 
     def token_bytes(self, dtype: str | formats.Format | latent_formats.LatentFormat, kept: int = 0) -> int:
-        """Return the bytes of a token in the layers that grow with a sequence, in all KV heads.
+        """Return the bytes that a token adds to the cache: in full layers, over all KV heads.
 
-        `kept` of these layers stay in the model's dtype. With latent attention only 16 bits, fp8 and the latent formats
-        have a layout.
+        Args:
+            dtype: KV-cache dtype. For multi-head latent attention: 16 bits, fp8 or a latent format.
+            kept: number of full layers that stay in the model's own dtype.
 
         Raises:
-            FormatError: there is no such dtype, or it has no layout for these keys and values.
+            FormatError: the dtype is unknown, or has no layout for these keys and values.
         """
         if isinstance(dtype, latent_formats.LatentFormat):
             return self.full_layers * dtype.row_bytes
@@ -147,7 +147,7 @@ class Architecture:
 
 
 def _row_bytes(stored: formats.Format, group: Group) -> int:
-    """Return the bytes of a key and a value of one head."""
+    """Return the bytes of one head's key and value."""
     if group.value_dim == group.head_dim:
         return stored.row_bytes(group.head_dim)
     return (stored.row_bytes(group.head_dim) + stored.row_bytes(group.value_dim)) // 2

@@ -1,4 +1,4 @@
-"""KV-cache dtype that vLLM chooses for `auto`. A checkpoint may request a quantized cache."""
+"""KV-cache dtype that vLLM chooses for `auto`: a checkpoint may request a quantized cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def auto_dtype(raw: Mapping[str, Any], latent: bool = False) -> str:
 
     Args:
         raw: a config.json from `load`, with hf_quant_config.json in place of its quantization_config.
-        latent: True for multi-head latent attention, whose layers ignore schemes of compressed-tensors.
+        latent: True for multi-head latent attention, whose layers ignore compressed-tensors schemes.
     """
     scheme = _part(raw, "quantization_config")
     if _by_modelopt(scheme):

@@ -1,4 +1,4 @@
-"""Reader of config.json, and of its fields with the defaults of transformers' classes."""
+"""Reader of config.json. Missing fields get the defaults of transformers' config classes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 LARGEST_FILE = 16 * 2**20
-"""Size limit in bytes; the largest published config.json has about 0.4 MB."""
+"""Size limit of a file in bytes. The largest published config.json has about 0.4 MB."""
 
 LARGEST_SIZE = 2**40
 MOST_LAYERS = 10_000
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
-# Spellings of fields in classes that do not list them.
+# Other spellings of fields, tried after those that the config class lists.
 _SPELLINGS = {
     "hidden_size": ("n_embd", "d_model"),
     "intermediate_size": ("n_inner", "ffn_hidden_size"),
@@ -29,9 +29,9 @@ _SPELLINGS = {
 
 
 class ConfigError(ValueError):
-    """Error for a config.json that is missing or unreadable; the message names the field, its value and the remedy.
+    """Error for a missing or unreadable config.json. The message names the field, its value and the remedy.
 
-    Attributes: `missing`, True if there is no such file.
+    Attributes: `missing`, True if the file does not exist.
     """
 
     def __init__(self, message: str, missing: bool = False) -> None:
@@ -42,7 +42,7 @@ class ConfigError(ValueError):
 def load(file: Path) -> dict[str, Any]:
     """Return the object in a config.json.
 
-    If it has no quantization_config, that of an hf_quant_config.json in the same folder is added.
+    If it has no quantization_config, use the content of hf_quant_config.json in the same folder as one.
     """
     raw, beside = _object(file), file.with_name("hf_quant_config.json")
     if raw.get("quantization_config") is None and beside.is_file():
@@ -69,7 +69,7 @@ def _object(file: Path) -> dict[str, Any]:
 
 @functools.cache
 def defaults() -> Mapping[str, Any]:
-    """Return, by model_type, the defaults of its class, its spelling of fields, its text part and its layers."""
+    """Return, by model_type, what its config class says: defaults, field names, text part and kinds of layers."""
     text = (resources.files("kvpilot_formats.models") / "defaults.json").read_text()
     table: dict[str, Any] = json.loads(text)["models"]
     return table
@@ -85,14 +85,11 @@ _TYPES = {
     "LongcatFlashForCausalLM": "longcat_flash",
     "LongcatFlashNgramForCausalLM": "longcat_flash",
 }
-"""model_type by architecture, for published configs in which it is missing or wrong. vLLM follows the architecture."""
+"""model_type by architecture, for published configs whose model_type is missing or wrong."""
 
 
 class Fields:
-    """Fields of a config's text part.
-
-    A missing field has the default of the class; a null field does not.
-    """
+    """Fields of a config's text part. A missing field has its class's default; a field that is null stays None."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw = raw
@@ -123,7 +120,7 @@ class Fields:
         return self._defaults.get(field)
 
     def anywhere(self, field: str) -> Any:
-        """Return the text part's value like `get`, or else the value of the whole model."""
+        """Return the field of the text part, else of the whole model, else its class's default."""
         value = self.text.get(field)
         return value if value is not None else self.raw.get(field, self._defaults.get(field))
 
@@ -136,7 +133,7 @@ class Fields:
         return 0
 
     def needed(self, field: str, most: int = LARGEST_SIZE) -> int:
-        """Return `size`, which must be present and positive."""
+        """Return the field as a size; raise ConfigError if it is missing or 0."""
         value = self.size(field, most=most)
         if not value:
             raise ConfigError(f"config.json has no {field}; download it again, or give the config.json of a decoder")
@@ -144,7 +141,7 @@ class Fields:
 
     @staticmethod
     def checked(field: str, value: Any, most: int = LARGEST_SIZE) -> int:
-        """Return `value`, which must be a size. If it is a list with one value per layer, return the largest."""
+        """Return a size of at most `most`, or the largest of a list of sizes. Raise ConfigError for other values."""
         values = value if isinstance(value, list) and value else [value]
         for one in values:
             if not isinstance(one, int) or isinstance(one, bool) or not 0 <= one <= most:
@@ -160,7 +157,7 @@ class Fields:
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message, shortened if it is large."""
+    """Return a value's `repr` for a message, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 

@@ -1,4 +1,4 @@
-"""Kind of each layer of a model, from lists in its config or from the rule of its class."""
+"""Kind of each layer of a model, from lists in its config or from a rule of its config class."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ WORDS: dict[str, Kind] = {
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent"), Kind.STATE),
     **dict.fromkeys(("mlp", "moe"), Kind.NONE),
 }  # fmt: skip
-"""Kind of a layer by its word in transformers and published configs.
+"""Kind of a layer, by the word for it in transformers and published configs.
 
-A layer that attends and also has a state is `hybrid`. If a word is not listed, the layer's cache is unknown.
+The word `hybrid` stands for a layer that attends and also has a state. The cache of an unlisted word is unknown.
 """
 
 HYBRID = "hybrid"
@@ -27,7 +27,7 @@ _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # letters o
 
 
 def kinds(fields: Fields) -> list[str]:
-    """Return the word of WORDS, or another one, for each layer."""
+    """Return one word per layer: a key of `WORDS`, `hybrid`, or an unknown word."""
     if fields.built_as in REPEATED:
         return _repeated(fields)
     if fields.listed("compress_ratios") is not None:  # DeepSeek V4 has caches of windows and of merged tokens
@@ -51,7 +51,7 @@ def kinds(fields: Fields) -> list[str]:
 
 
 def _repeated(fields: Fields) -> list[str]:
-    """Return the layers of models whose layers attend more than once, each time with its own cache."""
+    """Return the layers of models in which a layer attends several times, each time with its own cache."""
     if fields.built_as == "longcat_flash":  # its num_hidden_layers counts attentions, two per layer
         twice = 2 * fields.size("num_layers", most=MOST_LAYERS)
         return ["attention"] * (twice or fields.needed("num_hidden_layers", MOST_LAYERS))
@@ -61,7 +61,7 @@ def _repeated(fields: Fields) -> list[str]:
 
 
 def _by_sparsity(fields: Fields, layers: int) -> list[str] | None:
-    """Return the layers of MiniMax M3, some of which choose blocks of tokens by an extra index."""
+    """Return the layers of MiniMax M3, in which some layers use sparse attention with an index."""
     sparse = fields.get("sparse_attention_config")
     if not isinstance(sparse, Mapping) or not sparse.get("use_sparse_attention"):
         return None
@@ -84,7 +84,7 @@ def _by_index(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_flag(fields: Fields, layers: int) -> list[str] | None:
-    """Return the layers of configs in which a number for each layer selects one of two kinds."""
+    """Return the layers of a config that lists 0 or another number for each layer, for two kinds."""
     for field, one, zero in (
         ("attn_type_list", "attention", "linear_attention"),
         ("hybrid_layer_pattern", "sliding_attention", "attention"),
@@ -112,7 +112,7 @@ def _by_block(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_period(fields: Fields, layers: int) -> list[str] | None:
-    """Return the layers of Jamba, whose config has a period and an offset."""
+    """Return the layers of Jamba: every `attn_layer_period`-th layer attends."""
     period, offset = fields.size("attn_layer_period"), fields.size("attn_layer_offset")
     if not period:
         return None
@@ -120,7 +120,7 @@ def _by_period(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_class(fields: Fields, layers: int) -> list[str]:
-    """Return the layers of configs that do not list kinds, by the rule of the class."""
+    """Return the layers of a config that does not list kinds, by the rule of its class."""
     rule = fields.kinds
     if "period" in rule:
         period: Sequence[str] = rule["period"]

@@ -1,4 +1,4 @@
-"""`Architecture` from a config.json, with the layers that vLLM would build."""
+"""Reader of a config.json that returns an `Architecture` with the layers that vLLM would build."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ LATENT = frozenset({
     "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note", "glm4_moe_lite", "glm5_next",
     "glm5_next_text", "glm_moe_dsa", "hy_v4", "kimi_k2", "kimi_linear", "longcat_flash", "pangu_ultra_moe",
 })  # fmt: skip
-"""model_types that vLLM serves with a latent cache if they have a kv_lora_rank. It expands the latents of others."""
+"""model_types whose latents vLLM caches if there is a kv_lora_rank. For others it expands latents to keys and values.
+"""
 
 _ALIBI = frozenset({"bloom", "mpt"})
 _IMAGE_PREFIX = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma"})
@@ -25,7 +26,7 @@ _LARGEST_CAP = 1e6  # larger than any logit
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
-    """Return the architecture in a Hugging Face config. For a model with images or sound, read its text part."""
+    """Return the architecture that a Hugging Face config describes; of a multimodal model, that of its text part."""
     fields = Fields(raw)
     crossed = bool(raw.get("is_encoder_decoder")) or fields.model_type in ("whisper",)
     words = _decoder(fields) if crossed else kinds(fields)
@@ -90,7 +91,7 @@ def _decoder(fields: Fields) -> list[str]:
 
 
 def _window(fields: Fields, limit: int | None) -> tuple[int, bool]:
-    """Return the window in tokens, 0 if no context exceeds it, and True if such a window exists."""
+    """Return the window in tokens, 0 if none limits attention, and True if there is one that no context exceeds."""
     window = fields.size("sliding_window", "sliding_window_size")
     if fields.built_as == "iquestloopcoder":
         window = fields.size("loop_window_size") or 64
@@ -103,7 +104,7 @@ def _window(fields: Fields, limit: int | None) -> tuple[int, bool]:
 
 
 def _sharing(fields: Fields, words: list[str]) -> tuple[list[str], int]:
-    """Return the layers with their own cache, and the number of last layers that read another layer's cache."""
+    """Return the layers with their own cache, and the number of layers after them that read another layer's cache."""
     shared = fields.size("num_kv_shared_layers", most=MOST_LAYERS)
     if shared >= len(words):
         if shared:
@@ -119,7 +120,7 @@ def _heads(fields: Fields, crossed: bool = False) -> int:
 
 
 def _group(fields: Fields, index: int, kind: Kind, window: int, crossed: bool) -> Group:
-    """Return one layer's shape."""
+    """Return a group of one layer."""
     heads = _heads(fields, crossed)
     head_dim = fields.size("head_dim", "attention_head_dim", "kv_channels")
     # With latent attention, some classes set head_dim to the RoPE part, which does not describe a cache.

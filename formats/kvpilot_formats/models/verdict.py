@@ -1,4 +1,4 @@
-"""Properties of a model that our KV-cache dtypes do not support. vLLM judges its own dtypes."""
+"""Properties of models that our KV-cache dtypes do not support. For its own dtypes, vLLM decides."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Files of a model's weights that vLLM's default loader reads, and their sizes. Other copies of the weights do not
-count.
-"""
+"""Weight files that vLLM's default loader reads, and their size. Other copies in the folder do not count."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ _DAMAGED = "; download the model again"
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that vLLM loads with `--load-format auto`, or GGUF files if there are no others.
 
-    Weights in the publisher's own layout (`consolidated*.safetensors`) take precedence. An index selects the model's
-    files among several safetensors files.
+    Mistral's `consolidated*.safetensors` take precedence. If there is an index, it selects among safetensors files.
     """
     consolidated = any(fnmatch(file.name, _MISTRAL) for file in folder.rglob("*") if file.is_file())
     patterns = (_MISTRAL,) if consolidated else ("*.safetensors", "*.bin", "*.pt", "*.gguf")
@@ -40,7 +37,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the bytes of a model's weights. For safetensors files, count the tensors in their headers."""
+    """Return the size of a model's weights in bytes. For safetensors files, use the sizes in their headers."""
     return sum(
         _tensor_bytes(file) if file.suffix == ".safetensors" else file.stat().st_size for file in weight_files(folder)
     )

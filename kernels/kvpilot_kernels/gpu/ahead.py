@@ -1,8 +1,8 @@
 """Parallel compilation of the kernel variants that launches need, before any of them runs.
 
 Triton compiles a variant at its first launch, in the launching thread. Most of that time goes to Triton's passes, LLVM,
-the assembler and the C compiler. They run without Python's lock, so threads can compile in parallel. The results go to
-the kernels' own caches, where the real launch looks for them.
+the assembler and the C compiler. These run without Python's global lock, so threads can compile in parallel. The
+results go to the kernels' own caches, where the real launch finds them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from triton.runtime.driver import driver
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 MOST_THREADS = 8
-"""Largest useful number of threads. A tenth of the work holds Python's lock, and the longest variant sets the end."""
+"""Largest useful number of threads: a tenth of the work holds Python's lock, and all wait for the longest variant."""
 
 
 class Ahead(AsyncCompileMode):  # type: ignore[misc]  # mypy sees Triton's classes as Any
-    """Mode in which launches of uncompiled variants only submit them to `pool`."""
+    """Mode in which a launch of an uncompiled variant only submits the variant to `pool`."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         super().__init__(pool, ignore_errors=True)
@@ -48,14 +48,14 @@ class Ahead(AsyncCompileMode):  # type: ignore[misc]  # mypy sees Triton's class
 
 
 def threads(sharers: int) -> int:
-    """Return the threads for each of several processes that compile at once. Together they use half of the cores."""
+    """Return the number of threads for each of `sharers` processes that compile at once: together half of the cores."""
     return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // (2 * sharers)))
 
 
 def compile_ahead(launch: Callable[[], None], sharers: int = 1) -> None:
-    """Compile the variants that `launch` needs, then launch it.
+    """Compile the kernel variants that `launch` needs in parallel, then call `launch`.
 
-    If compiling ahead fails, log a warning. The launches then compile as usual, and may raise.
+    If that fails, log a warning. The launches then compile one after another as usual, and may raise.
 
     Args:
         launch: function that launches kernels. It is called twice; the first call runs only compiled variants.

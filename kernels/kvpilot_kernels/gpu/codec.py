@@ -1,4 +1,4 @@
-"""Page codec of the Triton kernels. It converts codes and scale metadata between a row's slots and the bytes of a page.
+"""Page codec of the Triton kernels: convert codes and scale metadata between a row's slots and the bytes of a page.
 
 `kvpilot_formats.layouts` defines the bytes, and `reference.quantize` does the same in plain torch. Offsets of regions
 are constants of a launch, from `Format.page_layout` and `Format.ring_layout`. HEAD is the model's head dimension. D is
@@ -22,19 +22,19 @@ ROUND_HALF = tl.constexpr(1 << (layouts.CUT_BITS - 1))
 INFINITY = tl.constexpr(0x7C00 >> layouts.CUT_BITS)
 NAN = tl.constexpr(0x7E00 >> layouts.CUT_BITS)
 NARROW = tl.constexpr(256)
-"""Largest number of elements of a head whose queries decode keeps in registers."""
+"""Largest number of elements of a row at which decode keeps queries in registers."""
 LARGEST = tl.constexpr(32512.0)
-"""Largest element of a query as an integer that consists of an upper and a lower signed byte."""
+"""Largest element of a query that is stored as an integer with an upper and a lower signed byte."""
 
 
 class SideLayout(NamedTuple):
-    """Keys or values of a page and of its ring, as a kernel's constant: offsets in bytes.
+    """Layout of the keys or values in a page and in a ring's page, as a kernel's constant; sizes in bytes.
 
     Attributes:
-        bits: of a code. row: bytes of a token's packed codes. codes, meta: offsets in a page.
-        shrink: factors on a group's range that the encoder tries.
-        digits: number of digits that refine a code to 8 bits. digit_codes, ring_meta: offsets in a ring's page, 0
-            without.
+        bits: bits of a code. row: size of a token's packed codes. codes, meta: offsets in a page.
+        shrink: factors by which the encoder tries to shrink a group's range.
+        digits: number of digits that refine a code to 8 bits.
+        digit_codes, ring_meta: offsets in a ring's page; 0 without a ring.
     """
 
     bits: int
@@ -48,7 +48,7 @@ class SideLayout(NamedTuple):
 
 
 def side_layouts(fmt: formats.Format, head_dim: int, block_size: int, recent: int) -> tuple[SideLayout, SideLayout]:
-    """Return the constants of keys and values in a page of `block_size` tokens, with a ring if `recent` is not 0."""
+    """Return the layouts of keys and of values in a page of `block_size` tokens, with a ring if `recent` is not 0."""
     page = fmt.page_layout(head_dim, block_size)
     ring = fmt.ring_layout(head_dim, block_size) if recent else None
     value_meta = fmt.groups(head_dim) * ring.meta.row_bytes if ring else 0

@@ -1,19 +1,19 @@
-"""Columns of decode's matrix products: the place of each query before, between and after the two products.
+"""Order of queries in decode's matrix products: their columns before, between and after the two products.
 
-Tensor cores take 8 queries at once, but models often have 4 per KV head. So the first product has each query in two
-adjacent columns, 2 i and 2 i + 1, as the upper and the lower byte of a 16-bit integer: a thread holds both sums and
-adds them. After that each thread has its own query. With 4 queries or more no column is empty.
+Tensor cores take 8 columns at once, but models often have 4 query heads per KV head. So the first product has query i
+in two columns: the upper bytes of its 16-bit integers in 2 i, the lower ones in 2 i + 1. A thread holds both sums and
+adds them; then each thread has its own query. With 4 queries or more no column is empty.
 
-The second product has 8 columns. Its right operand is the transpose of the threads' registers after the first, by
-blocks of 8 tokens and 8 numbers. `movmatrix` takes the two halves of a register as adjacent columns, so that
+The second product has 8 columns. `movmatrix` makes its right operand from the registers after the first product: it
+transposes blocks of 8 x 8 numbers, and takes the two halves of a register as adjacent columns. So
 
-- of 8 queries (Q = 8), where a register holds queries t and t + 4 of one token, column 2 t + h is query t + 4 h;
-- of 16, the second 8 columns are the same for the second 8 queries;
-- of 4 (Q = 4), where it holds two tokens that are 8 apart, even columns are a query's first 8 of 16 tokens, and odd
-  ones its last 8. The other half of each column is zero, and a query's two columns are added at the end.
+- with 8 queries (Q = 8), a register holds queries t and t + 4 of one token, and column 2 t + h is query t + 4 h;
+- with 16 queries, the second 8 columns are the second 8 queries in the same order;
+- with 4 queries, a register holds two tokens that are 8 apart. Of 16 tokens, a query's even column has the first 8 and
+  its odd column the last 8. The other half of each column is zero. A query's two columns are added at the end.
 
-In a step with several tokens of a sequence (SEVERAL), its queries are those of all heads of its first token, then of
-its second one, and so on; in memory other KV heads' are between them.
+In a step with several tokens of a sequence (SEVERAL), a KV head's queries are in the order of the tokens. In memory,
+the queries of other KV heads are between those of two tokens.
 """
 
 from triton.experimental import gluon

@@ -1,13 +1,13 @@
-"""Decode: a step's tokens of every sequence over its packed pages, split over the sequence, without dequantization.
+"""Decode: attention from a step's tokens to the packed pages of their sequence, in splits, without dequantization.
 
 With codes c, scale s and zero point z of a group, and the rotated query q (in units of log2, see `store`)
 
     q . k = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
-so the matrix products run on codes alone. Reasons for its speed on NVIDIA GPUs from compute capability 8.0 on:
+so the matrix products run on codes alone. It is fast on NVIDIA GPUs from compute capability 8.0 on, because:
 
-- keys: a code is in a byte already, and one AND makes four of them an operand of 8-bit integers (m16n8k32). A query
-  is a 16-bit integer in two columns (`columns`), so sums are exact;
+- keys: one AND turns four bytes with packed codes into an operand of 8-bit integers (m16n8k32). A query is a 16-bit
+  integer in two columns (`columns`), so sums are exact;
 - values: one AND makes a code a float16: the bits of n in a mantissa with exponent 0 are the subnormal n * 2^-24, which
   tensor cores multiply exactly (m16n8k16). Only the upper byte of a word is shifted;
 - codes go from memory to shared memory (cp.async) and by ldmatrix, transposed for the values, straight into the
@@ -15,13 +15,13 @@ so the matrix products run on codes alone. Reasons for its speed on NVIDIA GPUs 
 - keys and values are the left operand (tokens, or elements, along M), queries of one KV head the right;
 - a program is one warp: no barrier, no exchange between warps, and eight or more of them hide each other's latency.
 
-A second loop over a sequence's last tiles reads the recent window (`layouts`: ring layout). It has one more product, on
-the digits that refine codes to 8 bits, times the scale of a token's residual, which is 0 if the ring has another
-token's row.
+A second loop over a sequence's last tiles reads the recent window (`layouts`: ring layout). It adds a product with the
+digits that refine codes to 8 bits, times the scale of a token's residual. This scale is 0 if the ring holds the row of
+another token.
 
-If a sequence has several tokens in a step (SEVERAL: one, and its drafts), each column of the products has its `end`:
-the number of tokens that its query sees. Pages are read once for all of them. Only the last tiles, which not all
-columns see, are masked by column, and those of the recent window, which differs by column.
+If a sequence has several tokens in a step (SEVERAL: a token and its drafts), each column of the products has its own
+`end`: the number of tokens that its query sees. Pages are read once for all columns. Only tiles that differ between
+columns are masked by column: the last tiles, and those of the recent window.
 
 The language is Gluon, because Triton's own layouts move unpacked values through shared memory, at half the speed.
 """

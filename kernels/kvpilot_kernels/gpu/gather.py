@@ -1,7 +1,7 @@
-"""Gather: write tokens contiguously, in the model's 16-bit dtype. They are read from pages, or copied if they are new.
+"""Gather: write keys and values contiguously in the model's 16-bit dtype, from pages, or copied from new tokens.
 
-Prefill attends through a workspace of fixed size. If contexts and the step's own tokens fit into it together, one
-launch writes them and one call of FlashAttention runs over them. Longer contexts are read chunk by chunk.
+Prefill attends through a workspace of fixed size. If contexts and new tokens fit into it together, one launch writes
+them, and one call of FlashAttention attends to them. Longer contexts are read chunk by chunk.
 """
 
 import triton

@@ -1,6 +1,6 @@
-"""Decode of multi-head latent attention: one query token of every sequence over its latent pages, split over tokens.
+"""Decode of multi-head latent attention: from one query token per sequence to its latent pages, in splits of tokens.
 
-All heads attend to the same entries, and values are the latents again. So a tile of packed codes is read once for both
+All heads attend to the same entries, and the values are the latents. So a tile of packed codes is read once for both
 products and all heads of a program. With codes c, scale s and zero point z of a token, and the rotated query q
 
     q . x = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
@@ -10,8 +10,8 @@ operand of an MMA. There one AND makes a code a float16 subnormal, which tensor 
 elements are along M and heads along N, so that 16 heads fill an operand. Unlike `decode` a program has several warps,
 because the accumulators of 512 elements are too many registers for one.
 
-Weights p s are relative to a large one of them, not to the largest p, since a latent may be arbitrarily small or large.
-If one would leave float16's range, which is rare, sums are rescaled. Weights down to 2^-22 of the largest fit.
+Weights p s are relative to a large weight, not to the largest p, because latents may be arbitrarily small or large. In
+the rare case that one exceeds float16's range, sums are rescaled. Weights down to 2^-22 of the largest fit.
 """
 
 from triton.experimental import gluon

@@ -1,7 +1,7 @@
 """Gather of latent pages: read entries back in the model's 16-bit dtype.
 
-Prefill computes each head's keys and values from its context's entries, chunk by chunk, in a workspace of fixed size.
-The whole context never exists in 16 bits.
+Prefill computes each head's keys and values from the context's entries, chunk by chunk, in a workspace of fixed size.
+So the whole context never exists in 16 bits.
 """
 
 import triton

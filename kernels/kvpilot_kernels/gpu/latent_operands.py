@@ -1,6 +1,6 @@
-"""Latents as operands of MMAs: the layout of words over a program's warps, and copies to shared memory.
+"""Latents as MMA operands: the layout of 16-bit words over a program's warps, and copies to shared memory.
 
-It corresponds to `operands`, which is for keys and values. `latent_decode` has the products.
+`operands` does the same for keys and values. `latent_decode` has the products.
 """
 
 from triton.experimental import gluon
@@ -22,7 +22,7 @@ def products(warps):
 
 @gluon.constexpr_function
 def left(warps):
-    """Return the layout of words, or of the float16 made of them, as a product's left operand."""
+    """Return the layout of words, or of the float16 made from them, as a product's left operand."""
     return gl.DotOperandLayout(0, products(warps), 2)
 
 

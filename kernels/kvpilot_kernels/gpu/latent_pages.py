@@ -1,7 +1,6 @@
 """Latent pages on a GPU: the interface for backends, with the same contract as `kvpilot_kernels.latent.cpu`.
 
-A `LatentPlan` holds the data that all layers of a step share: the splits of decode, and scratch for its partial
-results.
+A `LatentPlan` holds what all layers of a step share: the splits of decode, and memory for partial results.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from kvpilot_kernels.latent import check
 from kvpilot_kernels.latent.factors import LatentFactors
 
 MOST_HEADS = 128
-"""Largest number of query heads per rank that was checked against the reference."""
+"""Largest number of query heads per rank. More were not checked against the reference."""
 
 BEYOND = 1
-"""Splits per sequence that a plan may make beyond a wave. A partial result of 128 heads takes 256 KiB."""
+"""Average number of splits per sequence beyond a wave. A partial result of 128 heads takes 256 KiB."""
 
 
 def part_layouts(fmt: LatentFormat, block_size: int) -> tuple[SideLayout, SideLayout]:
-    """Return the constants of a page's latents and RoPE parts."""
+    """Return the layouts of the latents and of the RoPE parts in a page."""
     page = fmt.page_layout(block_size)
     latent = SideLayout(fmt.bits, page.codes.row_bytes, page.codes.offset, page.meta.offset, SHRINK[fmt.bits], 0, 0, 0)
     rope_meta = page.meta.offset + page.meta.row_bytes
@@ -44,13 +43,13 @@ def part_layouts(fmt: LatentFormat, block_size: int) -> tuple[SideLayout, SideLa
 
 
 class LatentShape:
-    """Fixed properties of a layer: format, heads, block size, and the launch choices that follow.
+    """Fixed properties of a layer: format, heads, block size, and the launch parameters that follow.
 
     Args:
         fmt: the format. heads: query heads of this rank, at most 128. block_size: tokens in a page.
 
     Raises:
-        BadInputError: wrong number of heads. FormatError: a block size without a layout.
+        BadInputError: no head, or more than 128. FormatError: a block size that is not a multiple of 16.
     """
 
     def __init__(self, fmt: LatentFormat, heads: int, block_size: int, device: torch.device) -> None:
@@ -66,10 +65,10 @@ class LatentShape:
 
 
 class LatentPlan:
-    """Splits of one step's decode, for up to `sequences` rows; its buffers keep their addresses.
+    """Work of one decode step for up to `sequences` rows. Its buffers keep their addresses, for CUDA graphs.
 
     Attributes:
-        splits: int32 [count, 4]; spans: int32 [sequences, 2] (`plan`).
+        splits: int32 [count, 4]; spans: int32 [sequences, 2]; see `plan`.
         partial: float32 [count, heads, 512]; lse: float32 [count, heads].
         rotated: float16 [sequences, heads, 576], prepared queries; sums: float32 [sequences, 3, heads].
     """
@@ -85,7 +84,7 @@ class LatentPlan:
         self.sums = torch.empty(sequences, 3, heads, dtype=torch.float32, device=device)
 
     def update(self, seq_lens: torch.Tensor) -> None:
-        """Split the work for int32 [sequences or fewer] stored lengths; 0 is a row of padding."""
+        """Split the work of a step. `seq_lens`: int32 [sequences or fewer] stored lengths; 0 is a row of padding."""
         common.sequences(seq_lens, self.sequences)
         fill_splits(seq_lens, self.splits, self.spans, self.shape.wave, self.shape.choice.tile, more=BEYOND)
 
@@ -103,7 +102,7 @@ class GpuLatentPages:
         self.factors = factors or LatentFactors.identity(shape.device)
 
     def store(self, latent: torch.Tensor, rope: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Write tokens into their slots.
+        """Quantize entries and write them into their slots.
 
         Args:
             latent: [tokens, 512], after its norm; rope: [tokens, 64], after RoPE; any float dtype.
@@ -123,8 +122,8 @@ class GpuLatentPages:
         """Rotate and scale the queries of sequences that decode, and write them to the plan.
 
         Args:
-            query: [sequences, heads, 512], absorbed into latent space, and query_rope: [sequences, heads, 64], each
-                with contiguous elements. scale: factor on the scores.
+            query: [sequences, heads, 512], absorbed into latent space, with contiguous elements.
+            query_rope: [sequences, heads, 64], with contiguous elements. scale: factor on the scores.
         """
         s = self.shape
         check.queries(query, query_rope, s.heads)
@@ -147,8 +146,8 @@ class GpuLatentPages:
 
         Args:
             block_table: int32 [sequences, blocks]; entries past a sequence's length are not read.
-            seq_lens: int32 [sequences] tokens stored, as in the plan's update; 0 gives zeros.
-            out: [sequences, heads, 512], 16 bits or float32, in latent space, written; heads and elements contiguous.
+            seq_lens: int32 [sequences] stored tokens, as given to the plan's `update`; 0 gives zeros.
+            out: output, [sequences, heads, 512] in latent space, 16 bits or float32; heads and elements contiguous.
         """
         common.int32(block_table=block_table, seq_lens=seq_lens)
         heads = self.shape.heads
@@ -168,7 +167,7 @@ class GpuLatentPages:
             self.merge(seq_lens.shape[0], plan, out)
 
     def attend(self, block_table: torch.Tensor, sequences: int, plan: LatentPlan) -> None:
-        """Run the first half of `decode`: write partial results of every split to the plan."""
+        """Run the first half of `decode`: write the partial result of every split to the plan."""
         s, choice = self.shape, self.shape.choice
         latent_decode_kernel[(triton.cdiv(s.heads, s.take), most_splits(sequences, s.wave, BEYOND))](
             plan.rotated, plan.sums, self.cache, block_table, plan.splits, plan.partial, plan.lse,
@@ -178,7 +177,7 @@ class GpuLatentPages:
         )  # fmt: skip
 
     def merge(self, sequences: int, plan: LatentPlan, out: torch.Tensor) -> None:
-        """Run the second half of `decode`: merge the plan's results, rotate them back and write them to `out`."""
+        """Run the second half of `decode`: merge the partial results, rotate them back and write them to `out`."""
         s, f = self.shape, self.factors
         choice = latent_tuning.merging(s.wave // sequences)
         latent_reduce_kernel[(sequences, triton.cdiv(s.heads, choice.heads))](
@@ -188,12 +187,12 @@ class GpuLatentPages:
 
     def gather(self, block_table: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor, longest: int,
                out: torch.Tensor) -> None:  # fmt: skip
-        """Read tokens [start, start + length) of each sequence back, in the model's dtype.
+        """Read entries of tokens [start, start + length) of each sequence from pages, in the dtype of `out`.
 
         Args:
             block_table: int32 [sequences, blocks]. starts: int32 [sequences].
-            rows: int32 [sequences + 1], where each sequence's tokens start in the output; their differences are the
-                lengths, at most `longest`.
+            rows: int32 [sequences + 1], the first output row of each sequence. Their differences are the lengths, at
+                most `longest`.
             out: [rows, 576], 16 bits or float32, contiguous: latents, then RoPE parts.
         """
         s, f = self.shape, self.factors

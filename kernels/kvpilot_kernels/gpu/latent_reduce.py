@@ -1,4 +1,4 @@
-"""Reduce of latent decode: merge the partial results of a sequence's splits and rotate them back into latent space.
+"""Reduce step of latent decode: merge the partial results of a sequence's splits, and undo the rotation of latents.
 
 With partial outputs o_i and log-sums L_i (base 2), o = sum_i 2^(L_i - L) o_i with L = log2 sum_i 2^L_i; then
 

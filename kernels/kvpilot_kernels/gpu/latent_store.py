@@ -1,10 +1,10 @@
-"""Store of latent pages: rotate, quantize, pack and write a step's entries; and prepare the queries that decode.
+"""Store of latent pages: rotate, quantize, pack and write a step's entries, and prepare the queries for decode.
 
-There are two launches, because vLLM stores a step's entries before it absorbs the queries. The computation is that of
-`latent.reference` with the factors of `latent.factors`. For a query it is, with both parts rotated,
+There are two launches, because vLLM stores a step's entries before it absorbs the queries. Entries are computed as in
+`latent.reference`, with the factors of `latent.factors`. A query becomes, with both parts rotated,
 
-    q' = (q / factor) H * scale * log2(e) / unit        unit: chosen so that the largest element of q' is LARGEST in
-    float16. So neither q' nor q' / 16 leaves float16's range for any model.
+    q' = (q / factor) H * scale * log2(e) / unit        where `unit` makes LARGEST the largest element of q', so that
+    neither q' nor q' / 16 leaves float16's range for any model.
 """
 
 import triton
@@ -21,7 +21,7 @@ ROPE = tl.constexpr(formats.ROPE)
 ENTRY = tl.constexpr(formats.ENTRY)
 
 LARGEST = tl.constexpr(1024.0)
-"""Largest element of a prepared query. Sums over 576 elements with 8-bit codes then stay within float16 and float32."""
+"""Largest element of a prepared query. Sums over 576 elements with 8-bit codes then fit float16 and float32."""
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-"""Launch choices of latent decode: heads, warps, tile, stages, and the number of programs per multiprocessor.
+"""Launch parameters of latent decode: heads, warps, tile, stages, and programs per multiprocessor.
 
-The choices follow from registers and shared memory (docs/benchmarks/kernel-resources.md). The merge was timed on an
-H200 (docs/benchmarks/h200-mla.md). `benchmarks/kernels/mla_decode.py --sweep` times alternatives.
+They follow from registers and shared memory (docs/benchmarks/kernel-resources.md). Only the merge was tuned by timing,
+on an H200 (docs/benchmarks/h200-mla.md). `benchmarks/kernels/mla_decode.py --sweep` times alternatives.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from math import gcd
 from kvpilot_formats.latent import ENTRY, LatentFormat
 
 MOST_HEADS = 24
-"""Largest number of heads of a program, limited by registers: each needs accumulators of 512 elements."""
+"""Largest number of heads of a program. Registers limit it: each head needs accumulators of 512 elements."""
 
 STORE_TOKENS, STORE_WARPS = 1, 1
-"""Rows and warps of a program of `store` and of `prepare`."""
+"""Rows and warps of a program of `store` and `prepare`."""
 
 GATHER_TOKENS, GATHER_WARPS = 8, 4
 """Tokens and warps of a program of `gather`."""
@@ -23,7 +23,7 @@ GATHER_TOKENS, GATHER_WARPS = 8, 4
 
 @dataclass(frozen=True)
 class Merge:
-    """Program of `reduce`: its `heads`, the number of `splits` in flight, a power of two, and its `warps`."""
+    """Launch parameters of `reduce` per program: `heads`, `splits` in flight (a power of two), and `warps`."""
 
     heads: int
     splits: int
@@ -31,10 +31,10 @@ class Merge:
 
 
 def merging(splits: int) -> Merge:
-    """Return the merge program for sequences of at most this many splits.
+    """Return the launch parameters of `reduce` for sequences of at most this many splits.
 
-    A single sequence has as many splits as the GPU has room for, and few programs merge them. Such a program takes many
-    splits at once, so that it waits for memory less often. Measured with 264, 33 and 8 splits per sequence.
+    With few sequences, each has many splits and few programs merge them. Such a program reads many splits at once, so
+    that it waits for memory less often. Measured with 264, 33 and 8 splits per sequence.
     """
     if splits > 64:
         return Merge(1, 32, 16)
@@ -42,7 +42,7 @@ def merging(splits: int) -> Merge:
 
 
 def shared_kib(capability: tuple[int, int]) -> int:
-    """Return the bytes of a multiprocessor's shared memory. A program costs 1 KiB more than it uses."""
+    """Return a multiprocessor's shared memory in KiB. Each program costs 1 KiB more than it uses."""
     if capability in ((8, 6), (8, 9)) or capability[0] == 12:
         return 100
     return 164 if capability[0] == 8 else 228
@@ -50,14 +50,12 @@ def shared_kib(capability: tuple[int, int]) -> int:
 
 @dataclass(frozen=True)
 class LatentChoice:
-    """Launch choices of a program.
+    """Launch parameters of latent decode.
 
     Attributes:
-        heads: number of heads, padded to a multiple of 8.
-        tile: tokens per iteration.
-        stages: tiles in flight.
-        warps: warps of the program.
-        programs: number that fits on a multiprocessor at once.
+        heads: heads of a program, padded to a multiple of 8.
+        tile, stages: tokens of a tile, and tiles in flight. warps: warps of a program.
+        programs: programs that fit on a multiprocessor at once.
         registers: limit per thread, None to let the assembler choose.
     """
 
@@ -69,17 +67,17 @@ class LatentChoice:
     registers: int | None = None
 
     def shared_bytes(self, fmt: LatentFormat) -> int:
-        """Return the bytes of a program's shared memory, without the few bytes for reductions over warps."""
+        """Return a program's shared memory in bytes, without the few bytes for reductions over warps."""
         return self.stages * self.tile * fmt.row_bytes + self.heads * (2 * ENTRY + 2 * self.tile)
 
 
 def program_heads(heads: int) -> int:
-    """Return the number of heads of a program for this many heads in all: an even share of at most MOST_HEADS."""
+    """Return the heads of a program: an even share of all `heads`, at most MOST_HEADS."""
     return -(-heads // -(-heads // MOST_HEADS))
 
 
 def choose(fmt: LatentFormat, heads: int, block_size: int, capability: tuple[int, int]) -> LatentChoice:
-    """Return the choice for `heads` of this rank. The tile divides `block_size`, because it must lie in one page."""
+    """Return launch parameters for this rank's `heads`. The tile divides `block_size`, so that it lies in one page."""
     wide = -(-program_heads(heads) // 8) * 8
     for most in (64, 32):
         choice = LatentChoice(wide, gcd(most, block_size), 2, 4, 2)

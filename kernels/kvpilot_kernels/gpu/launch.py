@@ -1,8 +1,8 @@
 """Repeated launches of a compiled kernel without Triton's Python launcher.
 
-For every launch, Triton binds, specializes and looks up every argument in Python. With 40 parameters that takes longer
-than the kernels of a small step, so a step outside a CUDA graph would wait for the host. A `Variant` keeps Triton's
-compiled program for each kind of arguments, and passes later arguments directly to the compiled launcher.
+At every launch, Triton binds, specializes and looks up all arguments in Python. With 40 parameters that takes longer
+than the kernels of a small step, so outside a CUDA graph the GPU would wait for the host. A `Variant` keeps Triton's
+compiled program for each kind of arguments, and passes later arguments directly to its compiled launcher.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Numbers = tuple[int | float, ...]
 
 
 class Variant:
-    """Kernel with its constants and launch options.
+    """Kernel with fixed constants and launch options.
 
     Args:
         kernel: a function of `triton.jit` or `gluon.jit` that takes pointers, then numbers, then constants.
-        constants: values of these constants, and options such as `num_warps`.
+        constants: values of the kernel's constants, and options such as `num_warps`.
     """
 
     def __init__(self, kernel: Any, **constants: Any) -> None:
@@ -31,7 +31,7 @@ class Variant:
         self._compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
     def __call__(self, grid: tuple[int, int, int], pointers: Pointers, numbers: Numbers) -> CompiledKernel | None:
-        """Launch the kernel; return the compiled program, or None in the interpreter."""
+        """Launch the kernel, and return the compiled program, or None in Triton's interpreter."""
         key = kinds(pointers, numbers)
         compiled = self._compiled.get(key)
         if compiled is None:

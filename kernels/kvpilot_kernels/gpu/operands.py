@@ -1,7 +1,7 @@
-"""Operands of decode's matrix products: copies of pages to shared memory, and codes and weights for tensor cores.
+"""Operands of decode's matrix products: copies from pages to shared memory, and codes and weights for tensor cores.
 
 Keys are signed bytes for m16n8k32. Values are 16-bit words for m16n8k16 in float16. A row of packed codes is split into
-planes of permuted elements. A plane holds the codes that one AND keeps of every byte or word of a register.
+planes of permuted elements: a plane is the codes that one AND extracts from every byte or word of a register.
 """
 
 from triton.experimental import gluon
@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from kvpilot_kernels.gpu.codec import CUT_BITS, NARROW, ZERO_BITS, ZERO_STEPS
 
-# Triton 3.6 and 3.9 use different names for it.
+# Triton 3.6 and 3.9 name this function differently.
 copy_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
@@ -19,7 +19,7 @@ QUERIES = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 4))
 VALUES = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 SCORES = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [1, 1], [1, 0]))
-"""Layout of a product after its adjacent columns were summed. Of four threads, thread t has columns t, t + 4, ..."""
+"""Layout of a product after adjacent columns were summed. Thread t of four threads has columns t, t + 4, ..."""
 ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 COLS = gl.constexpr(gl.SliceLayout(0, SCORES.value))
 
@@ -33,13 +33,13 @@ SCALES = gl.constexpr(
 )
 LARGEST_HALF = gl.constexpr(0x7BFF)
 NAN_HALF = gl.constexpr(0x7FFF)
-"""Bits of the float16 limits in `scales_up_to`: the largest number, and NaN, which leaves every scale unchanged."""
+"""Bits of the two limits in `scales_up_to`: the largest float16, and NaN, with which scales stay unchanged."""
 ZEROS = gl.constexpr(f"and.b32 $0, $1, {hex(((1 << ZERO_BITS.value) - 1) * 0x10001)};")
 
 
 @gluon.constexpr_function
 def value_planes(bits, dim, group):
-    """Return the planes of a row as (chunk, sub-plane, odd, group); a chunk's words share their group in each plane.
+    """Return the planes of a row as (chunk, sub-plane, odd, group). All words of a chunk and plane are in one group.
 
     Element of word w of chunk c: sub * dim * bits / 8 + 2 * (c * chunk_words + w) + odd.
     """
@@ -73,7 +73,7 @@ def key_planes(bits, dim, group):
 
 @gluon.constexpr_function
 def key_shift(bits, dim, group, g):
-    """Return the bit of a byte at which the first element of group g begins."""
+    """Return the bit at which the first element of group g begins in its byte."""
     return bits * (g * group // (dim * bits // 8))
 
 
@@ -85,13 +85,13 @@ def is_signed(bits, dim, group, g):
 
 @gluon.constexpr_function
 def chunk_words(bits, dim, group):
-    """Return the words of a chunk."""
+    """Return the number of words of a chunk."""
     return min(dim * bits // 16, group // 2)
 
 
 @gluon.constexpr_function
 def padded(words):
-    """Return the words that a tile loads for a chunk: a power of two, at least 16 (an MMA's depth).
+    """Return how many words a tile loads for a chunk: a power of two, at least 16 (an MMA's depth).
 
     The words past the chunk are unused.
     """
@@ -100,19 +100,19 @@ def padded(words):
 
 @gluon.constexpr_function
 def chunks(bits, dim, group):
-    """Return the chunks of a row."""
+    """Return the number of chunks of a row."""
     return dim * bits // 16 // chunk_words(bits, dim, group)
 
 
 @gluon.constexpr_function
 def is_wide(dim):
-    """Return True if a head is too large to keep its queries in registers. `wide` then replaces these functions."""
+    """Return True if a row is too long to keep its queries in registers. The module `wide` handles such rows."""
     return dim > NARROW.value
 
 
 @gluon.constexpr_function
 def zero_unit(bits):
-    """Return a zero point's unit in codes: z = zero_code * zero_unit."""
+    """Return the step between zero points, in codes: z = zero_code * zero_unit."""
     return ((1 << bits) - 1) / ZERO_STEPS.value
 
 

@@ -1,6 +1,6 @@
 """Packed pages on a GPU: the interface for backends, with the same contract as `kvpilot_kernels.cpu`.
 
-A `Plan` holds the data that all layers of a step share: the splits of decode, and scratch for its partial results.
+A `Plan` holds what all layers of a step share: the splits of decode, and memory for partial results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOG2_E = 1.4426950408889634
 
 
 class Cut(NamedTuple):
-    """Launch of decode: `take` queries per program, `parts` programs per split and KV head, `wave` splits at once."""
+    """Launch of decode: `take` queries a program, `parts` programs per split and KV head, `wave` concurrent splits."""
 
     take: int
     parts: int
@@ -45,8 +45,9 @@ class Several:
     to one token less.
 
     Attributes:
-        starts: int32 [sequences + 1], each sequence's first row. most: number of rows of the longest sequence.
-        owners: int32 [rows], the sequence of each, negative for padding.
+        starts: int32 [sequences + 1], each sequence's first row.
+        owners: int32 [rows], the sequence of each row, negative for padding.
+        most: largest number of rows of a sequence.
     """
 
     starts: torch.Tensor
@@ -55,16 +56,16 @@ class Several:
 
 
 class Shape:
-    """Fixed properties of a layer: format, heads, block size, and the launch choices that follow.
+    """Fixed properties of a layer: format, heads, block size, and the launch parameters that follow.
 
-    `row_dim` is the number of elements of a stored row and of a rotated query, `Format.row_dim`. `wide` marks rows with
-    more than `codec.NARROW` of them, which some kernels treat differently.
+    `row_dim` is the number of elements of a stored row and of a rotated query. `wide` is True if they are more than
+    `codec.NARROW`, which some kernels treat differently.
 
     Args:
         fmt: one of kvpilot's own formats. head_dim: elements of a key and of a value.
         kv_heads: KV heads of this rank. ratio: query heads per KV head.
-        block_size: tokens in a page. window: number of last tokens that a query sees, 0 for all. softcap: 0 for none.
-        recent: number of last tokens that are refined by a ring, 0 for no ring.
+        block_size: tokens in a page. window: last tokens that a query sees, 0 for all. softcap: 0 for none.
+        recent: last tokens that a ring refines, 0 for no ring.
 
     Raises:
         BadInputError: no query head per KV head.
@@ -96,7 +97,7 @@ class Shape:
         self._variants: dict[tuple[Any, ...], Variant] = {}
 
     def variant(self, kernel: Any, differs: tuple[Any, ...], constants: Callable[[], dict[str, Any]]) -> Variant:
-        """Return a kernel's variant. It is made once for each combination of values that its constants depend on."""
+        """Return a kernel's variant, made once per `differs`: the values that its constants depend on."""
         key = (id(kernel), *differs)
         if key not in self._variants:
             self._variants[key] = Variant(kernel, **constants())
@@ -115,11 +116,11 @@ class Shape:
         return self._cuts[tokens]
 
     def settle(self, tokens: int, taken: tuning.Taken | None) -> None:
-        """Limit the concurrent programs of decode to the number that fits with the resources in `taken`.
+        """Limit the concurrent programs of decode to the number that fits with the resources `taken` per program.
 
-        `attend` returns these resources, None if unknown. The tables assume one compiler and compute capability 9.0. If
-        fewer programs fit, some programs of a wave would wait for others. Do not call this after a CUDA graph was
-        captured, because the graph keeps its grid.
+        `attend` returns these resources; None means unknown. The tables of `tuning` hold for one compiler and compute
+        capability 9.0. Elsewhere fewer programs may fit, and some of a wave would wait for others. Call this before
+        CUDA graphs are captured, because a graph keeps its grid.
         """
         cut = self.cut(tokens)
         if taken is not None:
@@ -131,20 +132,19 @@ class Shape:
 
 
 class Plan:
-    """Splits of one step's decode, for up to `sequences`, with up to `tokens` of each and `rows` in all.
+    """Work of one decode step for up to `sequences`, with up to `tokens` rows of each and `rows` in all.
 
-    `rows` defaults to the largest number. The buffers keep their addresses.
+    `rows` defaults to sequences * tokens. The buffers keep their addresses, for CUDA graphs.
 
     Attributes:
-        splits: int32 [count, 4]; spans: int32 [sequences, 2]; bases: int32 [sequences] (`plan`).
+        splits: int32 [count, 4]; spans: int32 [sequences, 2]; bases: int32 [sequences]; see `plan`.
         partial: float32 [results, kv_heads, ratio, row_dim]; lse: float32 [results, kv_heads, ratio].
-        rotated: int8 [rows, kv_heads * ratio, 2, row_dim], the rotated queries as integers, by upper and lower bytes;
-            sums: int32 [rows, kv_heads * ratio, groups, 3] of these; units: float32 [rows, kv_heads * ratio], their
-                units
-            (`store.store_integers`).
-        apart: float32 [rows, kv_heads * ratio], added to the scores of the sequences' first tokens.
-        level: same shape, the part of every score from the keys' mean; used if a cap or a sink makes it matter.
-        several: of the step; None if each sequence is one row.
+        rotated: int8 [rows, kv_heads * ratio, 2, row_dim], rotated queries as integers, by upper and lower bytes.
+        sums: int32 [rows, kv_heads * ratio, groups, 3], their sums. units: float32 [rows, kv_heads * ratio], the value
+            of their 1 (`store.store_integers`).
+        apart: float32 [rows, kv_heads * ratio], added to the score of a sequence's first token.
+        level: same shape, the share of the keys' mean in every score; used only with a cap or a sink.
+        several: rows of the step; None if each sequence has one row.
     """
 
     def __init__(self, shape: Shape, sequences: int, tokens: int = 1, rows: int | None = None) -> None:
@@ -174,11 +174,13 @@ class Plan:
         return self.shape.cut(1 if self.several is None else self.several.most)
 
     def update(self, seq_lens: torch.Tensor, overlap: bool = False, several: Several | None = None) -> None:
-        """Split the work for int32 [sequences or fewer] stored lengths; 0 is padding.
+        """Split the work of a step.
 
-        `several` are the step's rows; None if each sequence has one. With `overlap`, decode starts to read before the
-        step's tokens are stored. This is only correct if the step stores just one token of each sequence, because a
-        chunk of a prompt may be another sequence's prefix.
+        Args:
+            seq_lens: int32 [sequences or fewer], stored lengths; 0 is padding.
+            overlap: let decode start to read before the step's tokens are stored. This is correct only if the step
+                stores one token of each sequence, because a chunk of a prompt may be another sequence's prefix.
+            several: rows of the step; None if each sequence has one row.
         """
         check.sequences(seq_lens, self.sequences if several else min(self.sequences, self.rows))
         if several is not None:
@@ -193,7 +195,7 @@ class GpuPages:
     """Cache of packed pages of one layer, uint8 [blocks, kv_heads, block_size, row_bytes], flat per (block, head).
 
     `ring` holds the pages of the recent window, in the same shape and perhaps the same tensor; None without a window.
-    `sinks`: floats [kv_heads * ratio], a logit of each head that takes weight and has no value; None without.
+    `sinks`: floats [kv_heads * ratio], a logit per head that takes weight but has no value; None without sinks.
     """
 
     def __init__(self, cache: torch.Tensor, shape: Shape, factors: Factors, ring: torch.Tensor | None = None,
@@ -222,8 +224,8 @@ class GpuPages:
             query: [tokens, heads, D]; key, value: [tokens, kv_heads, D], heads and elements contiguous.
             slot_mapping: int64 [tokens], block * block_size + offset; negative is padding. scale: factor on the scores.
             ring_slots: int64 [tokens], from `ring.ring_slots`; None without a recent window.
-            ordinals: int [tokens or fewer, then padding follows], each token's position in its sequence, from 1 on;
-                None if none of them is its sequence's first.
+            ordinals: int [tokens, or fewer before padding], each token's position in its sequence, counted from 1;
+                None if no token is the first of its sequence.
         """
         s, f = self.shape, self.factors
         check.tokens(key, value, slot_mapping, s.kv_heads, s.head_dim)
@@ -256,9 +258,9 @@ class GpuPages:
 
         Args:
             block_table: int32 [sequences, blocks]; entries past a sequence's length are not read.
-            seq_lens: int32 [sequences] tokens stored, as in the plan's update; 0 gives zeros.
-            out: [rows, heads, D], 16 bits or float32, written; heads and elements contiguous. A row is a sequence, or
-                a token of the plan's `several`.
+            seq_lens: int32 [sequences] stored tokens, as given to the plan's `update`; 0 gives zeros.
+            out: output, [rows, heads, D], 16 bits or float32; heads and elements contiguous. A row is a sequence, or a
+                row of the plan's `several`.
             ring_table: int32 [sequences, ring_blocks], negative for none; None without a recent window.
         """
         check.int32(block_table=block_table, seq_lens=seq_lens)
@@ -277,10 +279,9 @@ class GpuPages:
 
     def attend(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan,
                ring_table: torch.Tensor | None = None) -> tuning.Taken | None:  # fmt: skip
-        """Run the first half of `decode`: write partial results of every split to the plan.
+        """Run the first half of `decode`: write the partial results of every split to the plan.
 
-        Returns:
-            The resources of a program, from the compiler; None in the interpreter.
+        Return the resources of a program, as the compiler states them; None in the interpreter.
         """
         s, rings, cut = self.shape, block_table if ring_table is None else ring_table, plan.cut()
         several, choice = plan.several, cut.choice
@@ -302,7 +303,7 @@ class GpuPages:
         return None if kernel is None else tuning.Taken(kernel.n_regs, kernel.metadata.shared)
 
     def merge(self, rows: int, plan: Plan, out: torch.Tensor) -> None:
-        """Run the second half of `decode`: merge the plan's results, rotate them back and write them to `out`."""
+        """Run the second half of `decode`: merge the partial results, rotate them back and write them to `out`."""
         s, f, several = self.shape, self.factors, plan.several
         take, step, warps = tuning.merging(s.row_dim, rows * s.kv_heads, s.ratio, s.device)
         starts, owners = (plan.spans, plan.spans) if several is None else (several.starts, several.owners)
@@ -322,13 +323,13 @@ class GpuPages:
 
     def gather(self, slots: torch.Tensor, ordinals: torch.Tensor, key_out: torch.Tensor, value_out: torch.Tensor,
                key: torch.Tensor | None = None, value: torch.Tensor | None = None) -> None:  # fmt: skip
-        """Write tokens contiguously in the model's dtype: read from pages, or copied from fresh ones.
+        """Write tokens contiguously in the model's dtype: read from pages, or copied from new tokens.
 
         Args:
             slots: int64 [tokens]; ordinals: int32 [tokens]; from `places.stored_slots` or `joined_slots`.
-            key_out, value_out: [tokens or more, kv_heads, D], 16 bits, contiguous; rows after the tokens stay.
-            key, value: fresh tokens, [rows, kv_heads, D], heads and elements contiguous; slot -1 - row names a row.
-                None if no slot is negative.
+            key_out, value_out: output, [tokens or more, kv_heads, D], 16 bits, contiguous; further rows stay unchanged.
+            key, value: new tokens, [rows, kv_heads, D], heads and elements contiguous. The slot -1 - row stands for one
+                of these rows. None if no slot is negative.
         """
         s, f, tokens = self.shape, self.factors, slots.shape[0]
         check.ordinals(ordinals, slots)

@@ -1,10 +1,10 @@
-"""Plan: the splits of decode, computed on the GPU, so that a captured graph follows the lengths of each step.
+"""Plan: the splits of decode. They are computed on the GPU, so that a captured graph follows each step's lengths.
 
-The tiles of all sequences are cut into splits of about tiles / wave tiles; a split has tiles of one sequence. `wave` is
-the number of concurrent programs divided by those that share a split, so each gets one split. If the sequences' ends
-would make more splits, all splits become a little longer. Sometimes a large part of a wave would get no split, as with
-32 sequences and a wave of 49, or with more sequences than a wave. Then there are splits for several rounds of a wave if
-these end sooner.
+A wave is the number of splits that run at once: the concurrent programs, divided by the programs that share a split.
+The tiles of all sequences are cut into splits of about tiles / wave tiles. A split has tiles of one sequence only. If
+the sequences' ends would make more splits than a wave, all splits become a little longer. Sometimes a large part of a
+wave would get no split, for example with 32 sequences and a wave of 49. Then the plan makes splits for several rounds
+of a wave, if these end sooner.
 """
 
 import torch
@@ -12,27 +12,27 @@ import triton
 import triton.language as tl
 
 CHUNK, OWN, PER = 1024, 32, 16
-"""Sequences that a program counts at once, sequences whose splits it writes, and splits of each that it writes at once.
+"""Sequences that a program counts at once; sequences whose splits it writes; splits of each that it writes at once.
 """
 
 ROUNDS = 4
-"""Number of cuts that the search compares, starting with the fewest rounds."""
+"""Number of cuts that the search compares: for one round of a wave and for more."""
 
 FIXED = tl.constexpr(3)
-"""Fixed cost of a split, in tiles, for its first loads, its results and their merge. This is an untuned estimate."""
+"""Fixed cost of a split in tiles: its first loads, its results and their merge. It is an estimate, not tuned."""
 
 
 def beyond(tokens: int) -> int:
-    """Return how many splits beyond a wave a plan may make, on average per sequence with tokens.
+    """Return how many splits per sequence a plan may make beyond a wave, on average over sequences with tokens.
 
-    Every split costs memory for one result per query token, so steps with several query tokens get fewer. By
-    `most_tiles`, more than 3 would seldom end sooner.
+    Every split costs memory for one result per query token, so steps with several query tokens get fewer. More than 3
+    would seldom end sooner, by `most_tiles`.
     """
     return 3 if tokens == 1 else 1
 
 
 def most_splits(sequences: int, wave: int, more: int) -> int:
-    """Return the rows of a split list that holds any plan of a `wave` and, on average, `more` splits per sequence."""
+    """Return the largest number of splits of a plan: a `wave`, and `more` per sequence."""
     return wave + more * sequences
 
 
@@ -174,10 +174,10 @@ def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequence
 def fill_splits(seq_lens: torch.Tensor, splits: torch.Tensor, spans: torch.Tensor, wave: int, tile: int,
                 window: int = 0, bases: torch.Tensor | None = None, starts: torch.Tensor | None = None,
                 tokens: int = 1, more: int | None = None) -> None:  # fmt: skip
-    """Split the work of int32 [sequences] stored lengths into `splits` and `spans`, with `plan_kernel`.
+    """Split the work of `seq_lens`, int32 [sequences] stored lengths, into `splits` and `spans`, with `plan_kernel`.
 
-    `starts` and `bases` are for sequences with several rows, up to `tokens`; None if each has one. `more`: as in
-    `most_splits`; it defaults to `beyond` of the tokens.
+    `starts` and `bases` are for sequences with up to `tokens` rows; None if each has one row. `more`: as in
+    `most_splits`, by default `beyond(tokens)`.
     """
     sequences, several = seq_lens.shape[0], starts is not None
     more = beyond(tokens) if more is None else more

@@ -1,6 +1,6 @@
-"""Prefill of wide heads: a chunk's queries over keys and values in 16 bits, with log-sums.
+"""Prefill of wide heads: attention from a chunk's queries to keys and values in 16 bits, with log-sums.
 
-FlashAttention 2 and 3 have no kernel for heads of more than 256 elements.
+It is needed because FlashAttention 2 and 3 have no kernel for heads of more than 256 elements.
 
     o_i = sum_t softmax_t(cap(scale * q_i . k_t)) v_t        lse_i = log(sum_t exp(cap(scale * q_i . k_t)))
 """
@@ -96,16 +96,14 @@ def prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts:
 
     Args:
         query: [tokens, heads, D]; key, value: [keys, kv_heads, D]; heads and elements contiguous.
-        starts, rows: int32 [sequences + 1], where each sequence's queries and keys begin.
-        longest: largest number of queries of a sequence.
-        scale: factor on the scores.
-        softcap: 0 for none.
-        causal: the last query of a sequence attends to all its keys, and each earlier query to one key less; else each
-            query attends to all.
-        out: [tokens, heads, D], written; made if not given.
+        starts, rows: int32 [sequences + 1], the first query and the first key of each sequence.
+        longest: largest number of queries of a sequence. scale: factor on the scores. softcap: 0 for none.
+        causal: True if the last query of a sequence attends to all its keys, and each earlier query to one key less.
+            False if each query attends to all keys of its sequence.
+        out: output, [tokens, heads, D]; allocated if None.
 
     Returns:
-        The outputs, and log-sums of the scores, float32 [heads, tokens], -inf without any keys.
+        The output, and the log-sums of the scores, float32 [heads, tokens], -inf for a query without keys.
     """
     tokens, heads, dim = query.shape
     out = torch.empty_like(query) if out is None else out

@@ -1,7 +1,7 @@
 """Decode of the recent window: the ring's digits, and the check that they belong to a tile's tokens.
 
-`layouts` has the ring's layout. Digits are processed like codes (`operands`). A token gets scale 0 if the tag in the
-ring differs from the tag of its row in the page.
+`layouts` has the ring's layout. Digits are processed like codes (`operands`). If the tags in the ring differ from those
+of a token's row in the page, the scale of its residual is 0.
 """
 
 from triton.experimental import gluon
@@ -12,7 +12,7 @@ from kvpilot_kernels.gpu.operands import ROWS, chunk_words, chunks, copy_to_shar
 
 @gluon.constexpr_function
 def places(side, stages, recent):
-    """Return the number of buffers for tiles of a side: `stages`, or with a window enough for a tile and its digits."""
+    """Return the number of tile buffers of a side: `stages`, or more if a tile and its digits need them."""
     return max(stages, 1 + side.digits) if recent else stages
 
 

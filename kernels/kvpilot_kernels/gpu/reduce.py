@@ -4,7 +4,7 @@ With partial outputs o_i and log-sums L_i (base 2), o = sum_i 2^(L_i - L) o_i wi
 
     out = (o H^T) / value_scale + value_mean
 
-An attention sink, a logit a with no value, is one more summand of L.
+An attention sink, a logit a without a value, adds one more term to L.
 """
 
 import triton

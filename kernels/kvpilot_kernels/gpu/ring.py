@@ -1,4 +1,4 @@
-"""Ring slots of a step's tokens, computed on the GPU: `kvpilot_kernels.ring.ring_slots`."""
+"""Ring slots of a step's tokens, computed on the GPU; `kvpilot_kernels.ring.ring_slots` does it on a CPU."""
 
 import torch
 import triton
@@ -37,12 +37,12 @@ def ring_slots_kernel(starts_ptr, lens_ptr, table_ptr, slots_ptr, sequences, tok
 
 def fill_ring_slots(slots: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor, table: torch.Tensor,
                     recent: int, ring_tokens: int) -> None:  # fmt: skip
-    """Write each row's slot in its ring, as `kvpilot_kernels.ring.ring_slots`; -1 for none.
+    """Compute each row's slot in its sequence's ring, as `kvpilot_kernels.ring.ring_slots` does; -1 for none.
 
     Args:
-        slots: int64 [rows], written. starts: int32 [sequences + 1], first rows; rows after the last are padding.
-        seq_lens: int32 [sequences], tokens stored after this step; 0 for a row of padding.
-        table: int32 [sequences, ring_blocks]; 0 or negative for none, as in vLLM's tables.
+        slots: output, int64 [rows]. starts: int32 [sequences + 1], first rows; rows after the last are padding.
+        seq_lens: int32 [sequences], stored tokens after this step; 0 for a row of padding.
+        table: int32 [sequences, ring_blocks], the rings' blocks; 0 or negative for none, as in vLLM's tables.
     """
     rows, sequences = slots.shape[0], seq_lens.shape[0]
     ring_slots_kernel[(triton.cdiv(rows, TOKENS),)](
@@ -52,5 +52,5 @@ def fill_ring_slots(slots: torch.Tensor, starts: torch.Tensor, seq_lens: torch.T
 
 
 def rounds(sequences: int) -> int:
-    """Return the rounds of a binary search among this many entries: a multiple of 4, to compile few variants."""
+    """Return the rounds of a binary search over `sequences` entries: a multiple of 4, to compile few variants."""
     return -(-sequences.bit_length() // 4) * 4

@@ -1,13 +1,13 @@
 """Rotation of rows by Hadamard matrices, in the order in which a row is packed.
 
-A row is rotated by sums and differences of its elements. H of 96 and of 192 also contains a matrix of order 12: a row
-of 96 is 12 groups of eight, each rotated by sums and differences. One product with 12 x 12 signs follows, for each of
-the eight places in them.
+A row is rotated by sums and differences of its elements. For rows of 96 and 192, H also contains a matrix of order 12.
+A row of 96 is 12 groups of eight. Each group is rotated by sums and differences. Then a product with 12 x 12 signs
+mixes the groups, for each of the eight places.
 
-A row is packed from `slots`: each group is padded to 64, so that a tile of slots divides into planes and groups by
-powers of two. Only rows of 96 and 192 elements (groups of 48) have empty slots, whole eights of them; their signs are
-zero. Signs are +-1, which bfloat16 holds exactly; `rotate` divides by the square root of D. Triton's interpreter cannot
-round to bfloat16, so there they are float32.
+A row is packed from `slots`, in which each group is padded to 64. So a tile of slots divides into planes and groups by
+powers of two. Only rows of 96 and 192 elements (groups of 48) have empty slots, in whole eights, and their signs are 0.
+Other signs are +-1, exact in bfloat16; `rotate` divides by the square root of D. Triton's interpreter cannot round to
+bfloat16, so it gets float32.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ import triton.language as tl
 from kvpilot_kernels.reference.hadamard import hadamard
 
 BASE = tl.constexpr(128)
-"""Slots of a row of 96 elements; a row of 192 is two of them."""
+"""Number of slots of a row of 96 elements. A row of 192 has twice as many."""
 
 EIGHT = tl.constexpr(8)
-"""Number of adjacent elements that share signs and stay together in slots."""
+"""Number of adjacent elements that share a sign and stay adjacent in slots."""
 
 
 def slots(dim: int) -> int:
-    """Return the slots of a row of `dim` elements."""
+    """Return the number of slots of a row of `dim` elements."""
     return dim if dim % 3 else dim // 48 * 64
 
 
 @cache
 def packing_order(dim: int, bits: int) -> torch.Tensor:
-    """Return the element in each slot of a packed row, int64 [slots], -1 for an empty one: groups of 64 slots."""
+    """Return the element in each slot of a packed row, int64 [slots]; -1 for an empty slot."""
     return _padded(dim, min(slots(dim) * bits // 8, 64))
 
 
 @cache
 def plain_order(dim: int) -> torch.Tensor:
-    """Return the element in each slot of a plain row, int64 [slots], -1 for an empty one: parts of `rotate`."""
+    """Return the element in each slot of a plain row, as `rotate` reads it, int64 [slots]; -1 for an empty slot."""
     return _padded(dim, min(slots(dim), BASE.value))
 
 
 def _padded(dim: int, part: int) -> torch.Tensor:
-    """Return elements in order, with each part of the slots padded like the whole row."""
+    """Return the elements in order, with the padding spread evenly over the parts of `part` slots."""
     at, real = torch.arange(slots(dim)), dim * part // slots(dim)
     return torch.where(at % part < real, at // part * real + at % part, -1)
 
@@ -54,15 +54,15 @@ def _padded(dim: int, part: int) -> torch.Tensor:
 def packing_signs(dim: int, bits: int, device: torch.device) -> torch.Tensor | None:
     """Return the signs of the matrix of order 12, [16, 16].
 
-    Rows are eights of plain slots, columns those of packed ones. Empty slots have zeros. None for a power of two, where
-    H consists of sums and differences alone.
+    Rows are eights of plain slots, columns eights of packed slots; empty slots have zeros. Return None if `dim` is a
+    power of two: H then consists of sums and differences alone.
     """
     return _signs(dim, packing_order(dim, bits), device)
 
 
 @cache
 def plain_signs(dim: int, device: torch.device) -> torch.Tensor | None:
-    """Return signs as `packing_signs`, [16, 16], with rows and columns by eights of plain slots."""
+    """Return signs like `packing_signs`, [16, 16], but with eights of plain slots as rows and as columns."""
     return _signs(dim, plain_order(dim), device)
 
 

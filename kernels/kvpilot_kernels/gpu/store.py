@@ -1,11 +1,11 @@
 """Store: rotate, scale, quantize, pack and write a step's keys and values, and rotate its queries, in one launch.
 
-A program takes a block of tokens and one head of one of the three projections. It computes `reference.quantize` with
-the factors of `kvpilot_kernels.factors` (but a group with an infinity reads back as NaN); for a query it is
+A program takes a block of tokens and one head of queries, keys or values. Keys and values are encoded as in
+`reference.quantize`, with `kvpilot_kernels.factors` (but a group with an infinity reads back as NaN). A query becomes
 
     q' = (q / key_scale) H * scale * log2(e)
 
-so that the scores of decode are exponents of 2. The same program writes the ring rows of tokens in the recent window
+so that decode can use scores as exponents of 2. The same program writes the ring rows of tokens in the recent window
 (`reference.residual`).
 """
 

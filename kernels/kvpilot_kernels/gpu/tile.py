@@ -1,6 +1,6 @@
 """Running softmax over tiles of packed pages: the scores of a tile's keys, and its weighted values.
 
-`decode` explains the arithmetic. A tile's codes, and its digits in the recent window, are in shared memory by now.
+`decode` explains the arithmetic. It has already copied a tile's codes, and its digits, to shared memory.
 """
 
 from triton.experimental import gluon
@@ -36,8 +36,8 @@ from kvpilot_kernels.gpu.recent import fine_scale, place_of_digit, places
 HEADROOM = gl.constexpr(5.0)
 """Exponent of the factor on probabilities, 2^5.
 
-Small ones times a value's scale stay normal in float16. Scales overflow it only from 2,048 on (values of 6,000 and more
-in 2 bits, of 30,000 in 4); the output is then not finite.
+Small probabilities times a value's scale then stay normal in float16. Scales of 2,048 and more overflow, and the output
+is not finite. Such scales occur with values of 6,000 and more at 2 bits, and of 30,000 at 4 bits.
 """
 
 

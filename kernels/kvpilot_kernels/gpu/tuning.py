@@ -1,20 +1,15 @@
-"""Launch choices of decode: tile, stages, and how many programs fit a multiprocessor.
+"""Launch parameters of the kernels. They are tables, so that no user waits for tuning.
 
-They are tables, so that no user waits for tuning. Measured on an H200 (2026-11-22, Triton 3.6): 8, 10 to 13, 15 and 16
-programs at head_dim 128 and 256, in batches from 1 x 64K and 8 x 1K to 32 x 16K. Two stages of 64 tokens were best with
-16-bit keys (2026-11-21), and of 32 tokens at head_dim 256. The table's rows for head_dim 64 and 96 follow from register
-counts. The row for 192 is a copy of that for 256, without a measurement.
+`benchmarks/kernels/decode.py` and `prompts.py` time them. They were chosen by measurements with Triton 3.6:
 
-Decode of 8 queries with a recent window spills up to 480 bytes, and that of several tokens up to 512
-(docs/benchmarks/kernel-resources.md). At head_dim 512, 6 to 8 programs of 8 queries, 5 to 8 programs of 4 queries, and
-tiles of 16 and 32 tokens were timed (2026-11-24). Splits consisted of single tiles then; they are multiples of 64
-tokens now.
+- decode, head_dim 128 and 256, H200 (2026-11-21 and 22): 8 to 16 programs per multiprocessor, in batches from 1 x 64K
+  and 8 x 1K to 32 x 16K. Two stages were best, of 64 tokens at head_dim 128 and of 32 at 256.
+- decode, head_dim 512, H200 (2026-11-24): 5 to 8 programs, tiles of 16 and 32 tokens, with splits of single tiles.
+- decode, head_dim 64 and 96: not timed, but derived from register counts. 192: a copy of the row for 256.
+- `store`, `gather`, `MERGES`, and the limit of 168 registers: H100 (2026-11-25 and 26), `k4v4`, and for the store of
+  prompts also `k2v2`. Other formats and GPUs use the same numbers.
 
-Blocks of `store` and `gather`, `MERGES`, and 168 registers of decode with a window were timed on an H100 (2026-11-25
-and 26), in `k4v4`, and store of prompts in `k2v2` too; other formats and GPUs follow from them. A merge of rows of 192
-in one warp spills, while two are only a tenth slower.
-
-`benchmarks/kernels/decode.py` and `prompts.py` time the tables' choices.
+docs/benchmarks/kernel-resources.md lists registers and spills of the kernels for common shapes.
 """
 
 from __future__ import annotations
@@ -29,12 +24,12 @@ import torch
 
 @dataclass(frozen=True)
 class Choice:
-    """Launch choices of decode.
+    """Launch parameters of decode.
 
     Attributes:
-        tile: tokens a turn. stages: tiles in flight. programs: number that fits a multiprocessor at once.
-        registers: limit per thread, with which it may spill some; None lets the assembler weigh them against programs.
-        grain: tokens that splits are multiples of, None for the tile.
+        tile, stages: tokens of a tile, and tiles in flight. programs: programs that fit on a multiprocessor at once.
+        registers: limit per thread; None lets the assembler balance registers against programs.
+        grain: splits are multiples of this many tokens; None means the tile.
     """
 
     tile: int
@@ -45,29 +40,29 @@ class Choice:
 
 
 FUSED = {"enable_fp_fusion": True}
-"""Option of every launch that computes with floats: fuse a multiplication and an addition into one instruction.
+"""Option of every launch with float arithmetic: fuse a multiplication and an addition into one instruction.
 
-Triton 3.9 warns that later versions will not do so by default. All our figures are measured with it.
+Triton 3.9 warns that later versions will not fuse by default. All our figures are measured with fusion.
 """
 
 TILES: dict[int, int] = {64: 64, 96: 64, 128: 64, 192: 32, 256: 32, 512: 16}
-"""Tokens of a tile, by elements of a row, for up to 8 queries. 16 queries have half as many."""
+"""Tokens of a tile for up to 8 queries, by elements of a row. Programs of 16 queries use half as many."""
 
 PROGRAMS: dict[tuple[int, int], tuple[int, int, int]] = {
     (64, 4): (16, 16, 16), (64, 8): (16, 16, 16), (96, 4): (8, 12, 16), (96, 8): (8, 8, 8), (128, 4): (8, 12, 16),
     (128, 8): (8, 8, 8), (192, 4): (12, 12, 16), (192, 8): (8, 8, 8), (256, 4): (12, 12, 16), (256, 8): (8, 8, 8),
     (64, 16): (8, 8, 8), (96, 16): (8, 8, 8), (128, 16): (8, 8, 8), (512, 4): (8, 8, 8), (512, 8): (8, 8, 8),
 }  # fmt: skip
-"""Programs per multiprocessor, by elements of a row and queries (at most 4, 8 or 16).
+"""Programs per multiprocessor, by (elements of a row, largest number of queries).
 
-If key and value together have more than 8 bits, there are 8 programs less. `Shape.settle` reduces the numbers to those
-that fit with the compiled kernel's resources.
+The three numbers are for more than 8, for 8, and for fewer bits of key and value together. `Shape.settle` lowers them
+if fewer programs fit with the compiled kernel's resources.
 """
 
 
 @dataclass(frozen=True)
 class Block:
-    """Work of a program of `store` or `gather`: the `tokens` of a head that it takes, and its `warps`."""
+    """Size of a program of `store` or `gather`: its `tokens` of one head, and its `warps`."""
 
     tokens: int
     warps: int
@@ -75,10 +70,7 @@ class Block:
 
 @dataclass(frozen=True)
 class PrefillBlock:
-    """Work of a program of `prefill`: its `queries` of a head, the `keys` of one iteration, and its `warps`.
-
-    `stages` of keys and values are in flight.
-    """
+    """Size of a program of `prefill`: `queries` of one head, `keys` per iteration, `warps`, and `stages` in flight."""
 
     queries: int
     keys: int
@@ -94,25 +86,24 @@ MERGES: dict[int, tuple[tuple[float, tuple[int, int, int]], ...]] = {
     256: ((0.5, (1, 64, 8)), (inf, (1, 4, 1))),
     512: ((0.5, (1, 32, 16)), (inf, (1, 8, 2))),
 }  # fmt: skip
-"""Programs of `reduce` by elements of a row: a limit on query heads of all sequences per multiprocessor, then a choice.
+"""Launch parameters of `reduce`, by elements of a row: pairs of an upper limit and a choice.
 
-A choice is the largest number of query heads of a program, splits in flight, and warps. Few sequences have many splits
-and leave the GPU idle. Then each query head gets its own program, with more warps for fewer heads. Each choice covers a
-range of sequences from some number to at least its double, so that a warm-up with powers of two meets all choices.
+The limit is on the query heads of all sequences per multiprocessor. A choice is the largest number of query heads of a
+program, the splits in flight, and the warps. Few sequences have many splits each, so every query head gets its own
+program. Each limit is at least twice the one before, so that a warm-up with powers of two meets all choices.
 """
 
 FEW_TOKENS = 128
-"""Largest number of tokens for which `store` uses the blocks of a decode step."""
+"""Largest number of tokens for which `store` uses the first of its `STORES` blocks."""
 
 STORES: dict[int, tuple[Block, Block]] = {
     64: (Block(8, 4), Block(8, 2)), 96: (Block(8, 4), Block(8, 1)), 128: (Block(8, 4), Block(8, 2)),
     192: (Block(8, 4), Block(8, 2)), 256: (Block(4, 4), Block(8, 4)), 512: (Block(4, 4), Block(8, 4)),
 }  # fmt: skip
-"""Blocks of `store` by elements of a row, for few tokens and for more.
+"""Blocks of `store` by elements of a row: for at most `FEW_TOKENS` tokens, and for more.
 
-A thread has adjacent elements of a row, and warps exchange little, so small programs are best. Rows with signs (96,
-192) need 8 tokens, the number of a product's rows: with 4, Triton 3.6 made programs that wrote wrong queries on an
-H100.
+Small programs are best, because warps exchange little. Rows with signs (96, 192) need at least 8 tokens: with 4, Triton
+3.6 made programs that wrote wrong queries on an H100.
 """
 
 GATHERS: dict[int, Block] = {
@@ -122,34 +113,34 @@ GATHERS: dict[int, Block] = {
 
 
 def store_block(dim: int, tokens: int) -> Block:
-    """Return the block of `store` for a launch of this many tokens."""
+    """Return the block of `store` for rows of `dim` elements and a launch of this many tokens."""
     return STORES[dim][tokens > FEW_TOKENS]
 
 
 def gather_block(dim: int) -> Block:
-    """Return the block of `gather`."""
+    """Return the block of `gather` for rows of `dim` elements."""
     return GATHERS[dim]
 
 
 def weigh_warps(tokens: int) -> int:
     """Return the warps of a program of `weigh` that takes this many tokens at once.
 
-    An operand has 16 tokens. With more warps than operands, registers spill on compute capability 9.0.
+    An MMA operand has 16 tokens. With more warps than operands, registers spill on compute capability 9.0.
     """
     return min(max(tokens // 16, 1), 4)
 
 
 def prefill_block(capability: tuple[int, int]) -> PrefillBlock:
-    """Return the block of `prefill`: 64 queries are an operand of Hopper's warp groups, and spill elsewhere."""
+    """Return the block of `prefill`. 64 queries fit an operand of Hopper's warp groups, but spill on other GPUs."""
     return PrefillBlock(64 if capability[0] == 9 else 32, 32, 8, 2)
 
 
 def program_queries(dim: int, ratio: int, tokens: int) -> int:
-    """Return the queries of a program, for `ratio` heads of a KV head times the most `tokens` of a sequence in a step.
+    """Return the queries of a decode program, for `ratio` query heads per KV head and up to `tokens` per sequence.
 
-    With one token a program takes at most 8 heads, and two programs share a larger number. With several tokens it takes
-    4, 8 or 16 queries, so that pages are read once for as many as fit and few variants are compiled. At head_dim 256 a
-    program of 16 queries would spill registers.
+    With one token, a program takes at most 8 heads, and several programs share more heads evenly. With several tokens,
+    it takes 4, 8 or 16 queries, so that few variants are compiled. Rows of more than 128 elements take at most 8,
+    because 16 would spill registers.
     """
     if tokens == 1:
         return -(-ratio // -(-ratio // 8))
@@ -158,13 +149,16 @@ def program_queries(dim: int, ratio: int, tokens: int) -> int:
 
 
 def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capability: tuple[int, int]) -> Choice:
-    """Return the choice for `queries` of a program and `bits` of a key's and a value's element together.
+    """Return the launch parameters of decode.
 
-    A tile lies in one page, so it divides `block_size`. On compute capability 9.0, which was measured, the assembler
-    balances registers against programs. With a window it misses 12 programs by a few registers, so the limit is 168. On
-    other GPUs it would spill some, so a thread may have all 255. With a window of `recent` tokens, 2-bit codes need the
-    shared memory and registers of 4-bit codes. At head_dim 192 tiles of 32 would spill up to 896 bytes on 9.0, and
-    those of 16 spill 168.
+    The tile divides `block_size`, so that it lies in one page. On compute capability 9.0 the assembler balances
+    registers against programs. With a recent window it misses 12 programs by a few registers, so the limit is 168
+    there. On other GPUs it would spill, so a thread may have all 255. With a window, 2-bit codes need as much shared
+    memory and as many registers as 4-bit codes. At head_dim 192 they get tiles of 16, which spill 168 bytes on 9.0,
+    because tiles of 32 spill up to 896 bytes.
+
+    Args:
+        queries: queries of a program. bits: bits of a key's and a value's element together. recent: see `Shape`.
     """
     most = 4 if queries <= 4 else 8 if queries <= 8 else 16
     programs = PROGRAMS[dim, most][0 if bits > 8 else 1 if bits == 8 else 2]
@@ -180,7 +174,7 @@ def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capa
 
 
 class Taken(NamedTuple):
-    """Resources of a program of one warp, from the compiler: registers per thread, and bytes of shared memory."""
+    """Resources of a program of one warp, as compiled: registers per thread, and bytes of shared memory."""
 
     registers: int
     shared: int
@@ -196,7 +190,7 @@ def fitting(taken: Taken, shared: int) -> int:
 
 
 def merging(dim: int, groups: int, ratio: int, device: torch.device) -> tuple[int, int, int]:
-    """Return query heads, splits in flight, and warps of a program of `reduce`, for the KV heads of all sequences."""
+    """Return query heads, splits in flight, and warps of a program of `reduce`. `groups`: KV heads of all sequences."""
     rows = groups * ratio / multiprocessors(device)
     most, splits, warps = next(way for bound, way in MERGES[dim] if rows <= bound)
     return max(n for n in range(1, most + 1) if ratio % n == 0), splits, warps
@@ -204,13 +198,13 @@ def merging(dim: int, groups: int, ratio: int, device: torch.device) -> tuple[in
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU; 1 for a CPU, where the interpreter runs."""
+    """Return a GPU's number of multiprocessors; 1 for a CPU, where Triton's interpreter runs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory of a GPU's multiprocessor; 0 for a CPU."""
+    """Return the shared memory of a GPU's multiprocessor in bytes; 0 for a CPU."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)

@@ -1,11 +1,11 @@
-"""Weigh: the attention that stored tokens get in a step, summed over query heads and stretches of tokens.
+"""Weigh: the attention that stored tokens get in a step, summed over query heads and over stretches of tokens.
 
-A sequence's log-sum L of all scores follows from those of its splits, which decode has left in the plan. A token with
-score s gets exp2(s - L) of a query's attention, so keys are read once more, and values are not:
+Decode leaves the log-sums of all splits in the plan, and they give the log-sum L of a sequence's scores. A token with
+score s gets exp2(s - L) of a query's attention. So only keys are read again, and no values:
 
     mass of a stretch = sum over its tokens t and the query heads h of exp2(s_ht - L_h)
 
-The device decides if a step is weighed, so a CUDA graph may contain the launch and mostly weigh nothing.
+A flag on the device decides if a step is weighed. So a CUDA graph may contain the launch, which mostly does nothing.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def weigh_kernel(
 
 
 def stretch(shape: Shape) -> int:
-    """Return the number of tokens whose masses are summed; splits are multiples of it."""
+    """Return the number of tokens of a stretch. Splits are multiples of it."""
     choice = shape.cut().choice
     return choice.grain or choice.tile
 
@@ -135,8 +135,8 @@ def weigh(pages: GpuPages, block_table: torch.Tensor, seq_lens: torch.Tensor, pl
 
     Args:
         block_table, seq_lens: as in `GpuPages.decode`; each sequence has one query token.
-        wanted: int32 [1], 0: add nothing. total: float32 [kv_heads, sequences or more, stretches] of `stretch` tokens
-            each, added to; stretches past a sequence's last are left out.
+        wanted: int32 [1]; 0 means add nothing.
+        total: float32 [kv_heads, sequences or more, stretches], to which the attention of each stretch is added.
     """
     s, cut = pages.shape, plan.cut()
     if plan.several is not None or s.window:

@@ -1,13 +1,13 @@
-"""Decode of a wide head, of 512 elements: the same arithmetic with fewer registers.
+"""Decode of wide heads, with rows of 512 elements: the same arithmetic with fewer registers.
 
-The sums of 512 elements are 128 registers of a thread, half of its limit. So the rest must be small:
+The sums of 512 elements take 128 registers of a thread, half of its limit. So the rest must be small:
 
-- the queries stay in shared memory with their sums, and a tile loads them where it multiplies;
+- queries and their sums stay in shared memory, and each product loads them;
 - a row is processed in chunks, and a fence keeps the assembler from starting all of them at once;
 - sums of weights times zero codes are rows of one more product, directly on the tile's metadata;
 - the exponents of a token in the recent window are packed into one register.
 
-Each group of 64 elements is one sub-plane of a row here: group g is sub-plane g // chunks of chunk g % chunks.
+Here each group of 64 elements is one sub-plane of a chunk: group g is sub-plane g // chunks of chunk g % chunks.
 """
 
 from triton.experimental import gluon
@@ -50,21 +50,21 @@ from kvpilot_kernels.gpu.operands import (
 from kvpilot_kernels.gpu.recent import place_of_digit, places
 from kvpilot_kernels.gpu.tile import HEADROOM
 
-# Triton 3.6 and 3.9 use different names for it.
+# Triton 3.6 and 3.9 name this function differently.
 fence = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.constexpr_function
 def ends_part(sub, bits, digits):
-    """Return True if this sub-plane ends a part of a tile: after two groups, or after one with digits of the recent
-    window.
+    """Return True if this sub-plane ends a part of a tile: two groups, or one group at 8 bits or with digits of the
+    recent window.
     """
     return digits > 0 or bits == 8 or sub % 2 == 1
 
 
 @gluon.constexpr_function
 def keep_row(row):
-    """Return PTX that keeps a register's two halves if its second register names this row, and zero otherwise."""
+    """Return PTX that keeps a register's two halves if a second register names this row, and gives zero otherwise."""
     return f"{{ .reg .pred p; setp.eq.u32 p, $2, {hex(row * 0x10001)}; selp.b32 $0, $1, 0, p; }}"
 
 

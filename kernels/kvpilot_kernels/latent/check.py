@@ -1,6 +1,6 @@
-"""Checks of arguments for latent pages, which have one entry per token. `kvpilot_kernels.check` has those for others.
+"""Checks of arguments for latent pages, which have one entry per token.
 
-They look only at shapes, types and strides, and never wait for a GPU.
+They read only shapes, types and strides, and never wait for a GPU. `kvpilot_kernels.check` is for all other pages.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from kvpilot_kernels.check import FLOATS, BadInputError, one_slot_each, pages, s
 
 
 def page_cache(cache: torch.Tensor, fmt: LatentFormat) -> None:
-    """Check a layer's cache: uint8 [blocks, block_size, row_bytes], every block one contiguous page."""
+    """Check a layer's cache: uint8 [blocks, block_size, row_bytes]. Each block is one contiguous page."""
     pages(cache, ("blocks", "block_size"), fmt.row_bytes, fmt.name)
 
 
 def tokens(latent: torch.Tensor, rope: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Check new tokens: floats [tokens, 512] and [tokens, 64], slots an int64 for each of them or fewer."""
+    """Check new tokens: latents, floats [tokens, 512], RoPE parts, floats [tokens, 64], and slots, int64 [tokens or
+    fewer].
+    """
     for name, x, width in (("latent", latent, RANK), ("rope", rope, ROPE)):
         if x.dtype not in FLOATS or x.dim() != 2 or x.shape[1] != width or x.stride(1) != 1:
             remedy = f"give floats [tokens, {width}], each row contiguous"
@@ -26,7 +28,7 @@ def tokens(latent: torch.Tensor, rope: torch.Tensor, slot_mapping: torch.Tensor)
 
 
 def queries(absorbed: torch.Tensor, rope: torch.Tensor, heads: int | None = None) -> None:
-    """Check queries: floats [rows, heads, 512] and [rows, heads, 64]."""
+    """Check queries: absorbed, floats [rows, heads, 512], and with RoPE, floats [rows, heads, 64]."""
     for name, x, width in (("query", absorbed, RANK), ("query_rope", rope, ROPE)):
         if x.dtype not in FLOATS or x.dim() != 3 or x.shape[2] != width or x.shape[1] != (heads or absorbed.shape[1]):
             raise BadInputError(name, f"is {shown(x)}", f"give floats [rows, {heads or 'heads'}, {width}]")

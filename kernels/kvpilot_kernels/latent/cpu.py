@@ -4,8 +4,8 @@ Decode never dequantizes. With codes c, scale s and zero point z of a token, and
 
     q . x = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
-for the latent and for the RoPE part. The output comes from the latent's codes alone, which are unpacked once for both
-products.
+A score is the sum of q . x over the latent and the RoPE part. The output uses only the latent's codes, which are
+unpacked once for both products.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvpilot_kernels.reference.hadamard import hadamard
 from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
 
 LATENT, POSITION = slice(RANK), slice(RANK, None)
-"""Channels of an entry: first those of the latent, then those of the RoPE part."""
+"""Channels of an entry: the latent's, then the RoPE part's."""
 
 
 class LatentPages:
@@ -29,7 +29,7 @@ class LatentPages:
 
     Args:
         cache: uint8 [blocks, block_size, row_bytes]; each block is one contiguous flat page.
-        fmt: the format. factors: the layer's calibration; None for a model without.
+        fmt: the format. factors: the layer's calibration; None without calibration.
     """
 
     def __init__(self, cache: torch.Tensor, fmt: LatentFormat, factors: LatentFactors | None = None) -> None:
@@ -110,7 +110,7 @@ class LatentPages:
         return out / self.factors.scale[LATENT] + self.factors.mean[LATENT]
 
     def read(self, block_table: torch.Tensor, length: int) -> torch.Tensor:
-        """Read entries of one sequence's first `length` tokens, rotated back: float32 [length, 576]."""
+        """Return the entries of a sequence's first `length` tokens, rotated back: float32 [length, 576]."""
         common.tables(block_table[None], torch.tensor([length]), self.codes.shape[0], self.block_size)
         table = block_table[: -(-length // self.block_size)].long()
         parts = []

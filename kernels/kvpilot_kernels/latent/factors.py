@@ -1,8 +1,8 @@
 """Static per-channel factors of one layer's latent: a mean that all tokens share, and a scale.
 
-A token is stored as x' = ((x - mean) * scale) H, latent and RoPE part each with its own Hadamard matrix, and read back
-with the inverse. As in other caches (`kvpilot_kernels.factors`) the mean costs nothing at decode: q . mean is the same
-for every token, and an output contains it once, since probabilities sum to one. The scale divides queries and outputs.
+A token is stored as x' = ((x - mean) * scale) H and read back with the inverse. Latent and RoPE part each have their
+own Hadamard matrix H. The mean costs nothing at decode: q . mean is the same for every token, and an output contains it
+once, because probabilities sum to one. The scale divides queries and outputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class LatentFactors:
     """Mean and scale, each float32 [576], the latent's channels first; scales are positive.
 
     Raises:
-        ValueError: another shape.
+        ValueError: a tensor has another shape.
     """
 
     mean: torch.Tensor
@@ -32,7 +32,7 @@ class LatentFactors:
 
     @classmethod
     def identity(cls, device: torch.device | str = "cpu") -> LatentFactors:
-        """Return neutral factors."""
+        """Return factors that change nothing."""
         return cls(torch.zeros(ENTRY, device=device), torch.ones(ENTRY, device=device))
 
     def to(self, device: torch.device | str) -> LatentFactors:

@@ -1,10 +1,10 @@
 """Reference of multi-head latent attention over stored tokens in float64, straight from its definition.
 
-In the absorbed form heads share a token's entry e = (latent, rope), and values are its latent:
+In the absorbed form all heads share a token's entry e = (latent, rope), and its latent is also the value:
 
     o_h = sum_t softmax_t(scale * q_h . e_t) latent_t        q_h = (q_nope_h W_UK_h, q_rope_h)
 
-with e read back from its format and rotated back. There is no paging and no optimization.
+Entries are read back from their format and rotated back. There is no paging and no optimization.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvpilot_kernels.reference.quantize import decode, encode
 
 
 def round_trip(entries: torch.Tensor, fmt: LatentFormat, factors: LatentFactors | None = None) -> torch.Tensor:
-    """Return entries [..., 576] as a cache would return them, float64 in the same shape."""
+    """Return entries [..., 576] as a cache in this format gives them back, float64 in the same shape."""
     x = entries.float()
     if factors is not None:
         x = (x - factors.mean) * factors.scale
@@ -32,10 +32,10 @@ def round_trip(entries: torch.Tensor, fmt: LatentFormat, factors: LatentFactors 
 
 
 def attend(query: torch.Tensor, entries: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return causal attention in the absorbed form, aligned to the end of the entries.
+    """Return causal attention in the absorbed form. The last query attends to all entries.
 
     Args:
-        query: [tokens, heads, 576], absorbed part first. entries: [context + tokens, 576] as they are read back.
+        query: [tokens, heads, 576], absorbed part first. entries: [context + tokens, 576], as read back.
         scale: factor on the scores.
 
     Returns:
@@ -54,7 +54,7 @@ def decode_reference(
 
     Args:
         query: [heads, 576]. entries: [tokens, 576] before quantization, the query's own token included.
-        fmt, factors: of the cache. scale: factor on the scores.
+        fmt, factors: the cache's format and factors. scale: factor on the scores.
 
     Returns:
         float64 [heads, 512], in latent space.

@@ -1,1 +1,1 @@
-"""Codecs in plain torch: the reference of the kernels' tests, and the implementation on a CPU."""
+"""Codecs in plain torch: the reference for tests of kernels, and the implementation on a CPU."""

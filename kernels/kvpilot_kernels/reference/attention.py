@@ -1,10 +1,10 @@
 """Reference of attention over stored tokens in float64, straight from its definition.
 
-    o_i = sum_t softmax_t(cap(scale * q_i . k_t)) v_t    over the tokens t that i may see
+    o_i = sum_t softmax_t(cap(scale * q_i . k_t)) v_t    over the tokens t that query i attends to
 
-where cap(x) = softcap * tanh(x / softcap), or x without one. A head with a sink has one more logit in the sum that
-softmax divides by, without a value. k and v are read back from the group format (`quantize`) and rotated back
-(`hadamard`). There is no paging and no optimization.
+with cap(x) = softcap * tanh(x / softcap), or x without a cap. A sink adds a logit without a value to the sum that
+softmax divides by. k and v are read back from the group format (`quantize`) and rotated back (`hadamard`). There is no
+paging and no optimization.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def round_trip(
     """Return keys (`side="key"`) or values (`"value"`) as the cache reads them back.
 
     Args:
-        x: [..., D], or [..., tokens, kv_heads, D] with `factors`, which are applied before the rotation and undone
-            after it.
-        fmt: the format. recent: include the recent window's ring. begin: position of the first token.
+        x: [..., D], or [..., tokens, kv_heads, D] with `factors`.
+        fmt: the format. factors: applied before quantization and undone after it.
+        recent: True to refine x by the recent window's ring. begin: position of the first token.
 
     Returns:
         float64 in the shape of x.
@@ -66,9 +66,9 @@ def decode_reference(
 
     Args:
         query: [heads, D]. key, value: [tokens, kv_heads, D] before quantization, the query's own token included.
-        fmt: the format that they are stored in. scale: factor on the scores. factors: the layer's, or None.
-        fine: bool [tokens], those that the recent window's ring refines; None for none.
-        begin: position of the first of these tokens. softcap, sinks: as in `attend`.
+        fmt: the format of the cache. scale: factor on the scores. factors: of the layer, or None.
+        fine: bool [tokens], True if the recent window's ring refines the token; None for no token.
+        begin: position of the first token. softcap, sinks: as in `attend`.
 
     Returns:
         float64 [heads, D].
@@ -93,10 +93,12 @@ def attend(
     sinks: torch.Tensor | None = None,
     spans: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:
-    """Return causal attention aligned to the end of the keys, in float64; key and value as they are read back.
+    """Return causal attention, float64 [tokens, heads, D]. The last query attends to all keys.
 
-    `softcap`: 0 for none. `sinks`: a logit for each head, [heads], or None. `spans`: ranges [begin, end) of the
-    queries' tokens that attend to each other both ways.
+    Args:
+        query: [tokens, heads, D]. key, value: [context + tokens, kv_heads, D], as read back.
+        scale: factor on the scores. softcap: 0 for none. sinks: a logit per head, [heads], or None.
+        spans: ranges [begin, end) of query tokens that attend to each other in both directions.
     """
     tokens, heads, _ = query.shape
     repeat = heads // key.shape[1]

@@ -1,8 +1,8 @@
 """Orthonormal Hadamard matrices for the head dimensions that kvpilot serves.
 
-A rotation by H spreads an outlier channel over the whole head. Each coordinate of the rotated vector is a signed mean
-of all channels, so it is close to Gaussian. A uniform quantizer with one scale per group handles such values best. As H
-is orthogonal, q . k = (q H) . (k H), so queries are rotated like keys, and outputs are rotated back like values.
+A rotation by H spreads an outlier channel over the whole head. Each coordinate of the rotated vector mixes all
+channels, so it is close to Gaussian, which suits a uniform quantizer with one scale per group. H is orthogonal, so
+q . k = (q H) . (k H): queries are rotated like keys, and outputs are rotated back like values.
 
 Sources: Sylvester (1867) for powers of two, H_2n = H_2 (x) H_n; Paley (1933), construction I with the quadratic
 residues mod 11, for H_12; their Kronecker product for D = 96 = 12 * 8 and 192 = 12 * 16.
@@ -19,9 +19,9 @@ from kvpilot_formats.formats import SERVED, stored_dim
 
 @cache
 def hadamard(dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the matrix H of shape [dim, dim] with H H^T = I; rotate rows by ``x @ H`` and back by ``y @ H.T``.
+    """Return the matrix H, [dim, dim], with H H^T = I. Rotate rows by ``x @ H`` and back by ``y @ H.T``.
 
-    Do not write into it: it is shared.
+    The tensor is cached, so do not write to it.
 
     Raises:
         ValueError: dim is neither a power of two nor 12 times one.
@@ -32,17 +32,16 @@ def hadamard(dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     h2 = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     matrix = base
     while matrix.shape[0] < dim:
-        # A kernel rotates both halves of a row of more than 96 elements by one matrix, then adds and subtracts the
-        # halves.
+        # From 96 on, double in the order of the kernels: rotate both halves, then add and subtract them.
         matrix = torch.kron(h2, matrix) if matrix.shape[0] >= 96 else torch.kron(matrix, h2)
     return matrix.div(dim**0.5).to(dtype)
 
 
 @cache
 def rotation(head_dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the first `head_dim` rows of `hadamard(stored_dim(head_dim))`, which turn a head into a stored row.
+    """Return R, the first `head_dim` rows of `hadamard(stored_dim(head_dim))`. R R^T = I.
 
-    They replace H applied to a head padded with zeros: rotate by ``x @ R`` and back by ``y @ R.T``; R R^T = I.
+    ``x @ R`` equals padding x with zeros and then rotating it by H. Rotate back by ``y @ R.T``.
 
     Raises:
         ValueError: heads of this dimension are not stored.
@@ -54,9 +53,10 @@ def rotation(head_dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def _paley_12() -> torch.Tensor:
-    """Return H_12 = I + S, with S skew, the quadratic character chi(i - j) mod 11, and its first column made 1.
+    """Return H_12 = I + S, where the skew matrix S has the quadratic character chi(i - j) mod 11.
 
-    As in Sylvester's matrices, a constant row then turns into one coordinate, and exact zeros elsewhere.
+    Signs of rows are chosen so that the first column is 1. As with Sylvester's matrices, rotating a constant row then
+    gives one coordinate, and exact zeros elsewhere.
     """
     residues = {i * i % 11 for i in range(1, 11)}
     chi = [0.0] + [1.0 if i in residues else -1.0 for i in range(1, 11)]

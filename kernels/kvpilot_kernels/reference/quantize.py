@@ -6,16 +6,16 @@ For a group of g elements x and codes of b bits (qmax = 2^b - 1)::
     z = zero_code * qmax / 30 with zero_code = round(-lo / scale * 30 / qmax)
     code = clamp(round(x / scale + z), 0, qmax)        x' = scale * (code - z)
 
-[lo, hi] starts as the group's range (stretched to hold 0) and is shrunk by the factor, out of a few, that gives the
-smallest squared error: with few codes, clipping the tails costs less than the coarser scale that they would force on
-everything else. The scale metadata is described in `kvpilot_formats.layouts`.
+[lo, hi] starts as the group's range, widened to include 0. Of a few factors (`layouts.SHRINK`) the encoder shrinks it
+by the one with the smallest squared error. With few codes, it is better to clip the tails than to use the coarser scale
+that they need. `kvpilot_formats.layouts` describes the scale metadata.
 
-The nearest codes are too short along x: at 2 bits <x, x'> is about 0.89 <x, x>. As this holds for every token, a sum
-over tokens does not average it out, unlike the rest of the error. There the codes stay and the stored scale becomes
+At 2 bits, x' is too short along x: <x, x'> is about 0.89 <x, x>. A sum over tokens does not average this error out,
+because all tokens have it. So at 2 bits the codes stay, and the stored scale becomes
 
     scale * min(<x, x> / <x, x'>, GAIN_LIMIT)
 
-which makes <x, x'> = <x, x> for a little more squared error of a single token (`docs/decisions/0002`).
+which makes <x, x'> = <x, x> at the cost of a little more squared error per token (`docs/decisions/0002`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def encode(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.
         group: elements per group; divides D.
 
     Returns:
-        codes, uint8 [..., D], and scale metadata, int16 [..., D / group] (its 16 bits as an unsigned number).
-        A group that holds a NaN reads back as NaN; values beyond float16's range saturate.
+        codes, uint8 [..., D], and scale metadata, int16 [..., D / group] (bits of an unsigned number). A group with a
+        NaN reads back as NaN. Values beyond float16's range saturate.
     """
     qmax = (1 << bits) - 1
     x = split(x.float(), x.shape[-1] // group)
@@ -59,7 +59,7 @@ def encode(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.
 
 
 def _stretched(x: torch.Tensor, codes: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the metadata [..., 1] with scales that make codes as long along x as x is."""
+    """Return the metadata, [..., 1], with scales stretched so that <x, x'> = <x, x>."""
     scale, zero = scale_and_zero(meta, bits)
     along = (codes - zero).mul_(scale).mul_(x).sum(-1, keepdim=True)
     gain = (x.square().sum(-1, keepdim=True) / along).clamp(max=GAIN_LIMIT)
@@ -82,7 +82,7 @@ def split(x: torch.Tensor, parts: int) -> torch.Tensor:
 def encode_range(
     x: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor, qmax: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantize groups [..., g], float32, to codes up to `qmax`, for unchanged ranges [..., 1] that hold 0.
+    """Quantize groups, float32 [..., g], to codes up to `qmax`, for given ranges [lo, hi], [..., 1], that include 0.
 
     Returns:
         codes (float) [..., g]; scale metadata (int32), scales and zero points [..., 1].

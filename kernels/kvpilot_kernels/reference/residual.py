@@ -1,11 +1,11 @@
-"""Rows of a ring in plain torch: the residual of a token's codes, and the tags of its row in the page.
+"""Ring rows in plain torch: the residual of a token's codes, and the tags that identify its row in the page.
 
 With n = 2^(8 - b), the codes c, scales s and zero points z of a row x (`quantize`), and h = (n - 1) / 2::
 
     r = clamp(round((x / s + z - c) * n / 2^e + h), 0, n - 1)        x' = s * (c - z) + s * 2^e / n * (r - h)
 
-with e in 0..2 for each group, by the largest |x / s + z - c|: the larger ones are for groups whose tails were clipped.
-All of it has the layout of `kvpilot_formats.layouts`.
+The largest |x / s + z - c| of a group decides its exponent e in 0..2: groups with clipped tails need 1 or 2.
+`kvpilot_formats.layouts` has the layout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def half(bits: int) -> float:
 def encode_residual(
     x: torch.Tensor, codes: torch.Tensor, meta: torch.Tensor, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the residual of `codes` to 8 bits.
+    """Return the residual that refines `codes` to 8 bits.
 
     Args:
         x: [..., D], rotated. codes: uint8 [..., D]; meta: int16 [..., groups], from `quantize.encode`.
@@ -49,9 +49,7 @@ def encode_residual(
 
 
 def decode_residual(r: torch.Tensor, exponents: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the numbers that residuals r, uint8 [..., D], add to the row that was read with `bits` bits, float32 [...,
-    D].
-    """
+    """Return what residuals r, uint8 [..., D], add to the row that was decoded from its codes: float32 [..., D]."""
     fine = fine_scales(exponents, meta, bits)
     return ((split(r.float(), meta.shape[-1]) - half(bits)) * fine.unsqueeze(-1)).flatten(-2)
 
@@ -78,7 +76,7 @@ def unpack_digits(digits: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def tags(packed: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
-    """Return the 14-bit tags that identify a side's row in a ring, by group.
+    """Return 14-bit tags, one per group, that identify a token's row of keys or of values.
 
     Args:
         packed: codes, uint8 [..., bytes]. meta: int16 [..., groups].
@@ -97,6 +95,6 @@ def ring_meta(tags: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 
 
 def split_ring_meta(meta: torch.Tensor, tags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return exponents, int64 [..., groups], and True if the metadata belongs to the row with these tags."""
+    """Return exponents, int64 [..., groups], and bool [...], True if the metadata has the tags of the row."""
     wide = meta.long() & 0xFFFF
     return wide & 3, (wide >> 2 == tags)[..., :2].all(-1)

@@ -1,4 +1,4 @@
-"""Attention of a whole sequence with a recent window, in differentiable torch."""
+"""Attention of whole sequences with a recent window, in differentiable torch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ def windowed(
     query: torch.Tensor, pages: Sides, fine: Sides, scale: float, recent: int, *, since: int = 0, softcap: float = 0.0,
     sliding_window: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attend causally to a query's last `recent` tokens, including its own, by `fine`, and to the others by `pages`.
+    """Return causal attention that reads a query's last `recent` tokens, its own included, from `fine`.
+
+    It reads earlier tokens from `pages`.
 
     Args:
         query: [sequences, heads, tokens, D]; heads is a multiple of kv_heads.
         scale: factor on the scores. softcap: 0 for none, else scores become cap * tanh(score / cap).
-        since: tokens before this position are read by `pages` at any distance.
+        since: tokens before this position are always read from `pages`.
         sliding_window: number of last tokens that a query sees; None for all.
 
     Returns:
-        [sequences, heads, tokens, D]. A backward pass computes the scores again, piece by piece.
+        [sequences, heads, tokens, D]. A backward pass recomputes the scores piece by piece, to save memory.
     """
     group = query.shape[1] // pages[0].shape[1]
     far, near = (tuple(x.repeat_interleave(group, 1) for x in side) for side in (pages, fine))
@@ -43,7 +45,7 @@ def _piece(
     query: torch.Tensor, far: tuple[torch.Tensor, ...], fine: tuple[torch.Tensor, ...], start: int, scale: float,
     recent: int, since: int, softcap: float, sliding_window: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attend from the queries from `start` on."""
+    """Return the attention of up to `_PIECE` queries, from `start` on."""
     (key, value), (near_key, near_value) = far, fine
     end = min(start + _PIECE, query.shape[2])
     begin = max(0, start - recent + 1)  # the first key that any of these queries reads through `fine`

@@ -1,1 +1,1 @@
-"""Attention over our pages inside vLLM: a backend for CPU and one for CUDA, each for keys and values or latents."""
+"""Attention over our pages inside vLLM: backends on CPU and CUDA, for keys and values and for latents."""

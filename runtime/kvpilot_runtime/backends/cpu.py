@@ -1,8 +1,8 @@
 """Attention backend on a CPU: packed pages, computed in plain torch.
 
 The cache is uint8 [blocks, kv_heads, block_size, row_bytes]. vLLM calls `do_kv_cache_update` to store a step's keys and
-values, and then calls `forward` with the whole batch. Sequences with one new token, or with one new token and its
-drafts, decode together, one row per token. The other sequences prefill one by one.
+values, and then `forward` with the whole batch. Sequences with one new token, perhaps with drafts after it, decode
+together, one row per token. The other sequences prefill one by one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvpilot_runtime.speculation import drafts
 
 @dataclass
 class Prefill:
-    """Sequence of the batch with several new tokens: rows [start, end) of the batch, after `context` stored tokens."""
+    """Prefilling sequence: its index in the batch, its new rows [start, end), and its number of tokens before them."""
 
     sequence: int
     start: int
@@ -41,12 +41,11 @@ class Metadata:
 
     Attributes:
         block_table: int32 [sequences, blocks].
-        decode_rows: int64, the batch rows of tokens that decode. decode_sequences: int64, the sequence of each such
-            row.
+        decode_rows, decode_sequences: int64, the rows of the batch that decode, and the sequence of each.
         prefills: the other sequences.
         ordinals: int32 [tokens], each token's position in its sequence, counted from 1.
-        mm_prefix_range: token ranges that attend in both directions, by sequence. Gemma 4 deletes the attribute of this
-            name in layers that have no such tokens.
+        mm_prefix_range: token ranges that attend in both directions, by sequence. vLLM's Gemma 4 deletes the attribute
+            of this name for layers in which no tokens do so.
     """
 
     block_table: torch.Tensor
@@ -59,7 +58,7 @@ class Metadata:
 
 
 class CpuBuilder(PackedBuilder):
-    """Builder that splits a batch into decodes and prefills, once for all layers."""
+    """Builder of a batch's `Metadata`, once for all layers."""
 
     def describe(self, common: Any) -> Metadata:
         """Return the metadata of one batch."""
@@ -86,7 +85,7 @@ class CpuRingBuilder(PackedBuilder):
     """Builder of the ring slots of a step's tokens, once for all layers."""
 
     def describe(self, common: Any) -> Rings:
-        """Return the rings of one batch, one row per token."""
+        """Return the rings of one batch, with one table row per token."""
         spec = self.kv_cache_spec
         sequences = common.num_reqs
         starts = common.query_start_loc[: sequences + 1].long()
@@ -130,7 +129,7 @@ class CpuImpl(PackedImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend in a batch, and return `output`, [tokens, heads, head_dim].
+        """Attend in a batch. Write the result to `output`, [tokens, heads, head_dim], and return it.
 
         `query` is [tokens, heads, head_dim]; `key` and `value` are [tokens, kv_heads, head_dim], or None in a layer
         that reads another layer's cache.
@@ -164,7 +163,7 @@ class CpuImpl(PackedImpl):
         return output
 
     def pages_of(self, layer: Any, kv_cache: torch.Tensor) -> PackedPages:
-        """Return views of this layer's cache, made once."""
+        """Return this layer's cache as packed pages. Make the views only once."""
         if self._pages is None or self._pages[0] != kv_cache.data_ptr():
             ring = self.ring.kv_cache if self.ring is not None else None
             pages = PackedPages(

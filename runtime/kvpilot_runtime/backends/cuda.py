@@ -1,12 +1,12 @@
 """Attention backend on CUDA: packed pages, our decode kernels, FlashAttention for prefill.
 
-One launch stores a step's keys and values and rotates the queries of sequences that decode. Split-KV decode then runs
-for these queries over the pages, in a full CUDA graph. It reads a sequence's pages once for all its draft tokens.
+One launch stores a step's keys and values and rotates the queries of sequences that decode. Split-KV decode of these
+queries then runs in a full CUDA graph. It reads a sequence's pages once for all its draft tokens.
 
-Sequences with more new tokens attend by FlashAttention. A workspace of fixed size receives their contexts, read from
-the pages, and then their new tokens. One call attends to both. A context that does not fit is read in chunks, and the
-partial results are merged by their log-sums. FlashAttention does not take heads of more than 256 elements, so a kernel
-of ours handles them.
+Sequences with more new tokens attend by FlashAttention. Their contexts are read from the pages into a workspace of
+fixed size, followed by their new tokens, and one call attends to both. If contexts do not fit, they are read in chunks,
+and the partial results are merged by their log-sums. For heads of more than 256 elements, which FlashAttention does not
+support, we have our own kernel.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kvpilot_runtime.errors import UnsupportedModelError
 
 
 def workspace_bytes(utilization: float) -> int:
-    """Return the size of the workspace for an engine that may use this fraction of the current GPU's memory."""
+    """Return the workspace's size in bytes, for an engine that may use this fraction of the current GPU's memory."""
     return int(torch.cuda.mem_get_info()[1] * utilization) // WORKSPACE_SHARE
 
 
@@ -48,7 +48,7 @@ class CudaImpl(Reserving, PackedImpl):
     """Attention of one layer over packed pages on a GPU.
 
     Attributes:
-        workspaces: by device, the workspace that all layers share; the engine's first layer owns it.
+        workspaces: the workspace that all layers share, by device. The engine's first layer owns it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -63,7 +63,7 @@ class CudaImpl(Reserving, PackedImpl):
         self._first: CudaImpl | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Initialize as `PackedImpl` does, and reserve a step's plan, so that vLLM counts its memory."""
+        """Attach rings as `PackedImpl` does, and reserve a step's plan, so that vLLM counts its memory."""
         super().process_weights_after_loading(act_dtype)
         sequences, rows = decode_sizes(self._config)
         self.reserve(
@@ -92,15 +92,15 @@ class CudaImpl(Reserving, PackedImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store a batch and attend, and return `output`, [tokens, heads, D].
+        """Store a batch's keys and values, and attend. Write the result to `output`, [tokens, heads, D], and return it.
 
-        `query` is [tokens, heads, D]; `key` and `value` are [tokens, kv_heads, D]. They are None or ignored in a layer
-        that reads another layer's cache, which has stored the step's tokens.
+        `query` is [tokens, heads, D]; `key` and `value` are [tokens, kv_heads, D]. A layer that reads another layer's
+        cache ignores them, because the other layer has stored the step's tokens.
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedModelError("quantized attention outputs are not supported; turn this fusion off")
         workspace = self.workspace(query.device, query.dtype)
-        if attn_metadata is None:  # vLLM measures memory
+        if attn_metadata is None:  # vLLM's warm-up, in which it measures memory
             return output.zero_()
         meta = attn_metadata
         out = output.view(-1, self.num_heads, self.head_size)
@@ -109,8 +109,8 @@ class CudaImpl(Reserving, PackedImpl):
         ring_slots = None if rings is None else rings.slots[: slots.shape[0]]
         shared = self.kv_sharing_target_layer_name is not None
         if shared or key is None or value is None:
-            # This layer reads another layer's cache and stores nothing. With padding in every slot, the launch only
-            # rotates the queries and ignores the keys and values.
+            # This layer reads another layer's cache and stores nothing: with only padding in the slots, the launch
+            # just rotates the queries.
             slots, ring_slots = meta.nowhere, None if ring_slots is None else meta.nowhere
             key = value = query[:, : self.num_kv_heads]
         pages.store(query, key, value, slots, meta.plan, meta.decodes, self.scale, ring_slots, meta.ordinals)
@@ -132,10 +132,10 @@ class CudaImpl(Reserving, PackedImpl):
 
     def _read(self, pages: GpuPages, part: ContextChunk, like: torch.Tensor, workspace: torch.Tensor | None,
               *fresh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Read the keys and values of a context chunk, [total, kv_heads, D], into the workspace, or into new memory if
-        small.
+        """Return the keys and values of a context chunk, [total, kv_heads, D] each, read into the workspace.
 
-        `fresh` holds the key and the value of the new tokens, if the chunk has some that are not read from pages.
+        If the workspace is None or too small, read into new memory. `fresh` are the keys and values of new tokens, if
+        the chunk copies some.
         """
         if workspace is None or part.total > workspace.shape[1]:
             workspace = like.new_empty(2, part.total, self.num_kv_heads, self.head_size)
@@ -146,7 +146,7 @@ class CudaImpl(Reserving, PackedImpl):
     def _prefill(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefills: Prefills,
                  pages: GpuPages, workspace: torch.Tensor, out: torch.Tensor,
                  later: LaterTokens | None) -> torch.Tensor:  # fmt: skip
-        """Write attention without sinks to `out`, and return the log-sums of the scores, float32 [heads, tokens]."""
+        """Write attention to `out` as if there were no sinks. Return log-sums of scores, float32 [heads, tokens]."""
         rows, longest = prefills.starts, prefills.longest
         if (joined := prefills.joined) is not None:
             key, value = self._read(pages, joined, query, workspace, key, value)
@@ -170,7 +170,7 @@ class CudaImpl(Reserving, PackedImpl):
 
     def _add_later(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, later: LaterTokens,
                    out: torch.Tensor, lse: torch.Tensor) -> None:  # fmt: skip
-        """Merge attention to later tokens of an image into causal attention, `out` and `lse`."""
+        """Merge attention to later tokens of an image into the causal attention in `out` and `lse`."""
         rows = later.queries
         part, part_lse = self._attend(
             query[rows], key[later.keys], value[later.keys], later.starts, later.longest, later.starts, later.longest,
@@ -186,8 +186,8 @@ class CudaImpl(Reserving, PackedImpl):
         """Return attention over keys and values in 16 bits, in `out` if given, and its log-sums.
 
         Args:
-            starts: the first query of each sequence. most: number of queries of the longest sequence.
-            rows: the first key of each sequence. longest: number of keys of the longest sequence.
+            starts: int32 [sequences + 1], each sequence's first query. most: largest number of queries of a sequence.
+            rows: int32 [sequences + 1], each sequence's first key. longest: largest number of keys of a sequence.
         """
         if self.own_prefill:
             return prefill(query, key, value, starts, most, rows, self.scale, causal, self.softcap, out)
@@ -212,7 +212,7 @@ class CudaImpl(Reserving, PackedImpl):
         return kept[device][:size].view(dtype).view(shape)
 
     def pages_of(self, layer: Any, kv_cache: torch.Tensor, shape: Shape) -> GpuPages:
-        """Return views of this layer's cache, made once."""
+        """Return this layer's cache as packed pages. Make the views only once."""
         if self._gpu_pages is None or self._gpu_pages[0] != kv_cache.data_ptr():
             factors = self.factors(layer, kv_cache.device)
             ring = self.ring.kv_cache if self.ring is not None else None
@@ -228,7 +228,7 @@ class CudaRingBackend(RingBackend):
 
 
 class CudaBackend(CudaLimits, PackedBackend):
-    """Backend of our dtypes on CUDA, with one subclass per dtype: one call stores and attends."""
+    """Backend of our dtypes on CUDA, with one subclass per dtype. One call of `forward` stores and attends."""
 
     impl, builder, ring_backend = CudaImpl, CudaBuilder, CudaRingBackend
     forward_includes_kv_cache_update = True

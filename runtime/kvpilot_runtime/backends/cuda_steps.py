@@ -1,4 +1,4 @@
-"""Metadata of a step of the CUDA backend, made once for all layers: rows that decode, and reads of contexts."""
+"""Step metadata of the CUDA backend, made once for all layers: rows that decode, and contexts to read."""
 
 from __future__ import annotations
 
@@ -29,14 +29,12 @@ SlotsOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], tuple[t
 
 
 def powers(most: int) -> set[int]:
-    """Return token counts from 1 to `most` that together cover every variant of a launch, for a warm-up."""
+    """Return the token counts of a warm-up: powers of two up to `most`, and `most`. They cover every kernel variant."""
     return {most, *(2**i for i in range(most.bit_length()))}
 
 
 def warm_up(launch: Callable[[], None], vllm_config: Any, device: torch.device) -> None:
-    """Call `launch`, which launches every variant that serving needs. On a GPU first compile these variants in
-    parallel.
-    """
+    """Call `launch`, which launches all kernel variants that serving needs. On a GPU, compile them first."""
     if device.type == "cuda":
         compile_ahead(launch, vllm_config.parallel_config.world_size)
     else:
@@ -44,7 +42,7 @@ def warm_up(launch: Callable[[], None], vllm_config: Any, device: torch.device) 
 
 
 def decode_sizes(vllm_config: Any) -> tuple[int, int]:
-    """Return the largest numbers of sequences and rows that decode in a step, with the padding of captured graphs."""
+    """Return the maximum number of sequences and of rows that decode in a step, including padding of CUDA graphs."""
     scheduler = vllm_config.scheduler_config
     batch, graphs = scheduler.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0
     sequences = max(scheduler.max_num_seqs, min(graphs, batch))
@@ -52,25 +50,24 @@ def decode_sizes(vllm_config: Any) -> tuple[int, int]:
 
 
 class CudaLimits:
-    """Limits of our CUDA kernels, for the backend classes. A tile of the decode kernel lies in one page, so block sizes
-    are multiples of the tile.
-    """
+    """Limits of our CUDA kernels: a mixin for backends. Decode tiles lie in one page, so they divide block sizes."""
 
     block_step: ClassVar[int] = BLOCK_STEPS["cuda"]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Return True from Ampere on: kernels need asynchronous copies, and 16-bit tensor cores with float32 sums."""
+        """Return True from Ampere on. Our kernels need asynchronous copies and bfloat16 tensor cores."""
         return bool(capability.major >= 8)
 
 
 @dataclass
 class ContextChunk:
-    """Part of the tokens of all prefilling sequences: tokens [begin, begin + length) of each.
+    """Tokens [begin, begin + length) of each prefilling sequence, to be read into the workspace.
 
     Attributes:
-        longest, total: of the lengths. rows: int32 [sequences + 1], where each sequence's tokens start in 16 bits.
+        longest, total: largest length, and sum of all lengths, in tokens.
+        rows: int32 [sequences + 1], each sequence's first row in the workspace.
         slots: int64 [total]; ordinals: int32 [total]; from `places.stored_slots` or `places.joined_slots`.
     """
 
@@ -82,10 +79,9 @@ class ContextChunk:
 
 
 def packed(context: torch.Tensor, room: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Cut the concatenation of all contexts, int64 [sequences], into pieces of `room` tokens.
+    """Cut the concatenated contexts into pieces of `room` tokens, so that every piece except the last is full.
 
-    Yield `begin` and `length` of each sequence's part. Every piece except the last is full, so the number of pieces is
-    the smallest possible.
+    `context` is int64 [sequences], in tokens. Yield for each piece the `begin` and `length` of each sequence's part.
     """
     ends = context.cumsum(0)
     starts = ends - context
@@ -96,15 +92,15 @@ def packed(context: torch.Tensor, room: int) -> Iterator[tuple[torch.Tensor, tor
 
 @dataclass
 class Prefills:
-    """Sequences with several new tokens; they follow those that decode.
+    """Prefilling sequences of a batch. They follow those that decode.
 
     Attributes:
-        starts: int32 [sequences + 1], first rows, relative to the first prefilling token.
-        longest, tokens: new tokens of the longest sequence, and of all; rows after them are padding.
-        ordinals: int32 [tokens], each token's position in its sequence, from 1 on.
-        joined: contexts and new tokens together; None without contexts, or if the workspace is too small.
+        starts: int32 [sequences + 1], first rows, counted from the first prefilling token.
+        longest, tokens: largest number of new tokens of a sequence, and sum over all; further rows are padding.
+        ordinals: int32 [tokens], each token's position in its sequence, counted from 1.
         context_chunks: contexts in pieces, if they are not in `joined`.
-        stored: the new tokens alone, for layers that read another layer's cache; None without such layers.
+        stored: the new tokens, for layers that read another layer's cache; None without such layers.
+        joined: contexts and new tokens together; None without contexts, or if the workspace is too small.
     """
 
     starts: torch.Tensor
@@ -121,11 +117,11 @@ class Metadata:
     """Metadata of a batch: the first `decodes` rows decode, the others are `prefills`.
 
     Attributes:
-        block_table: int32 [sequences or more, blocks]. seq_lens: int32 [sequences that decode], tokens stored.
-        ordinals: int32 [tokens without padding], each token's position in its sequence, from 1 on.
-        nowhere: as `slot_mapping`, of padding alone, for layers that read another layer's cache.
-        mm_prefix_range: tokens of `prefills` that attend to later ones, or None. Gemma 4 removes it, by this name, from
-            layers without such tokens.
+        block_table: int32 [sequences or more, blocks]. seq_lens: int32 [sequences that decode], stored tokens.
+        ordinals: int32 [tokens without padding], each token's position in its sequence, counted from 1.
+        nowhere: slot mapping with only padding, for layers that read another layer's cache.
+        mm_prefix_range: tokens of `prefills` that attend to later tokens, or None. vLLM's Gemma 4 deletes the attribute
+            of this name for layers in which no tokens do so.
     """
 
     plan: Plan
@@ -155,13 +151,13 @@ class CudaRingBuilder(PackedBuilder):
         warm_up(self.warm_up, vllm_config, device)
 
     def warm_up(self) -> None:
-        """Launch every variant of our kernel that serving needs."""
+        """Launch every variant of the ring-slots kernel that serving needs."""
         for count in {2**i for i in range(self._sequences.bit_length())}:
             zeros = torch.zeros(count + 1, self.kv_cache_spec.ring_blocks, dtype=torch.int32, device=self.device)
             self._fill(self.slots[:1], zeros[:, 0].contiguous(), zeros[:-1, 0].contiguous(), zeros[:-1])
 
     def describe(self, common: Any) -> Rings:
-        """Return the rings of one batch; buffers of captured graphs are rewritten in place."""
+        """Return the rings of one batch, in the buffers that captured graphs read."""
         slots = self.slots[: common.slot_mapping.shape[0]]
         table = common.block_table_tensor[: common.num_reqs, : self.kv_cache_spec.ring_blocks]
         lens = common.seq_lens[: common.num_reqs]
@@ -173,7 +169,7 @@ class CudaRingBuilder(PackedBuilder):
 
 
 class CudaBuilder(PackedBuilder):
-    """Builder that splits a batch into work, once for all layers of this group's shape."""
+    """Builder of a batch's `Metadata`, once for all layers of a group."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
@@ -198,11 +194,10 @@ class CudaBuilder(PackedBuilder):
         self.owners, self.seen = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2))
 
     def describe(self, common: Any) -> Metadata:
-        """Return the metadata of one batch; buffers of captured graphs are rewritten in place."""
+        """Return the metadata of one batch. Update the buffers that captured graphs read in place."""
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.width)
         if decodes > self.plan.sequences or decode_tokens > self.plan.rows:
-            # A bounded cache cuts a sequence where its next chunk begins, or where the window leaves a page. So there
-            # may be more pieces than the plan has sequences.
+            # A bounded cache cuts sequences into pieces, so there may be more pieces than the plan has sequences.
             starts = common.query_start_loc_cpu[: self.plan.sequences + 1]
             decodes = int((starts <= self.plan.rows).sum()) - 1
             decode_tokens, prefills = int(starts[decodes]), common.num_reqs - decodes
@@ -211,8 +206,8 @@ class CudaBuilder(PackedBuilder):
             prefills = common.num_reqs - decodes
         lens = common.seq_lens[:decodes]
         several, ordinals = self._several(common, decodes, decode_tokens)
-        # Rows may read tokens that the same step stores: drafts, and with a bounded cache other pieces of the same
-        # sequence. Stores and reads may overlap only if a step has no such rows.
+        # Drafts, and pieces of a bounded cache, read tokens that the same step stores. Stores and reads may overlap
+        # only in steps without them.
         alone = not prefills and several is None and common.max_query_len == 1
         self.plan.update(lens, overlap=alone, several=several)
         found, later = self._prefills(common, decodes, decode_tokens) if prefills else (None, None)
@@ -224,9 +219,9 @@ class CudaBuilder(PackedBuilder):
         return Metadata(self.plan, rows, table, lens, common.slot_mapping, ordinals, found, nowhere, later)
 
     def _several(self, common: Any, decodes: int, tokens: int) -> tuple[Several | None, torch.Tensor]:
-        """Return the rows of the first `decodes` sequences and each row's position, counted from 1 in its sequence.
+        """Return the rows of the first `decodes` sequences, or None if each has one row; and each row's position.
 
-        The rows are None if each sequence has one. `tokens` is the number of rows.
+        Positions are int32 [rows], counted from 1 in the sequence. `tokens` is the number of rows.
         """
         starts, lens = common.query_start_loc[: decodes + 1], common.seq_lens[:decodes]
         most = int(common.query_start_loc_cpu[: decodes + 1].diff().max()) if self.width > 1 and decodes else 1
@@ -241,8 +236,8 @@ class CudaBuilder(PackedBuilder):
     def warm_up(self) -> None:
         """Launch every variant of our kernels that serving needs.
 
-        Triton compiles again if a constant changes, or if an address or a stride is not a multiple of 16. vLLM's own
-        warm-up covers only some variants: it never reads context back, and never decodes beside a prefill.
+        Triton compiles a new variant if a constant changes, or if an address or a stride is not a multiple of 16.
+        vLLM's own warm-up misses some: it never reads context back, and never decodes beside a prefill.
         """
         shape, sequences, rows = self.shape, self.plan.sequences, self.plan.rows
         heads = shape.kv_heads * shape.ratio
@@ -287,13 +282,11 @@ class CudaBuilder(PackedBuilder):
                 prefill(query[:1], fresh[:1], fresh[:1], ends, 1, ends, 1.0, causal, shape.softcap)
 
     def _first_image(self, common: Any, decodes: int) -> int:
-        """Return the index of the first sequence whose few new tokens belong to an image, or `decodes` if there is
-        none.
-        """
+        """Return the index of the first decoding sequence whose new tokens belong to an image, or `decodes` if none."""
         if self.width == 1 or not prefix_lm.ranges(common):
             return decodes
         new = common.query_start_loc_cpu.diff().tolist()
-        lens = common.seq_lens_cpu_upper_bound  # exact in prompts; elsewhere past the images
+        lens = common.seq_lens_cpu_upper_bound  # exact in prompts; inexact only after all images
         seen = (common.seq_lens.cpu() if lens is None else lens).tolist()
         return min(prefix_lm.spans(common, [(i, seen[i] - new[i], new[i]) for i in range(decodes)]), default=decodes)
 
@@ -324,7 +317,7 @@ class CudaBuilder(PackedBuilder):
 
     def _later(self, common: Any, decodes: int, context: torch.Tensor, new: torch.Tensor,
                keys: torch.Tensor) -> prefix_lm.LaterTokens | None:  # fmt: skip
-        """Return the tokens of images that attend to later ones; `keys` has the row of each sequence's first key."""
+        """Return the image tokens that attend to later tokens. `keys` has the row of each sequence's first key."""
         if not prefix_lm.ranges(common):
             return None
         counts = new.tolist()

@@ -1,8 +1,8 @@
 """Shared base of our backends for multi-head latent attention (MLA): pages, refusals and prefill.
 
-For a prompt, vLLM's own prefill backend computes each head's keys and values from the latents. It asks us for the
-context as entries in the model's dtype, and we read these from the pages in the chunks that vLLM plans. `latent_cpu`
-and `latent_cuda` store entries, and decode in the absorbed form.
+vLLM's own prefill backend attends in prompts. For it we read the context's entries from the pages, in the chunks that
+vLLM plans, and expand them to each head's keys and values. `latent_cpu` and `latent_cuda` store entries, and decode in
+the absorbed form.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class LatentBackend(OurBackend, MLACommonBackend):  # type: ignore[misc]  # mypy
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Return the size of an entry."""
+        """Return the only supported size: that of an entry."""
         return [ENTRY]
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Set the page size of this dtype, `LatentFormat.row_bytes` per token. 16-bit layers keep their page size."""
+        """Set the page size to `LatentFormat.row_bytes` per token. Layers in 16 bits keep their page size."""
         return spec if spec.dtype != torch.uint8 else replace(spec, state_content_bytes=cls.fmt.row_bytes)
 
 
 class LatentImpl:
-    """Attention of one layer over latent pages; a mixin for vLLM's class of the platform."""
+    """Attention of one layer over latent pages: a mixin for vLLM's MLA class of the platform."""
 
     kv_cache_dtype: str
     kv_lora_rank: int
@@ -70,9 +70,7 @@ class LatentImpl:
         self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor,
         *_scales: Any, **_more: Any,
     ) -> None:  # fmt: skip
-        """Write a step's entries into their slots. vLLM's other arguments are scales for its own dtypes, so ignore
-        them.
-        """
+        """Write a step's entries into their slots. Ignore vLLM's scales, which are for its own dtypes."""
         if kv_cache.numel():
             self.pages_of(kv_cache).store(kv_c_normed, k_pe.squeeze(1), slot_mapping.flatten())
 
@@ -84,16 +82,16 @@ class LatentImpl:
         """Read entries from pages into `out`.
 
         Args:
-            block_table: int32 [sequences, blocks]. starts: int32 [sequences], the first token of each.
-            rows: int32 [sequences + 1], where the tokens of each start in `out`; no sequence has more than `longest`.
-            out: [tokens, 576] of the model's dtype.
+            block_table: int32 [sequences, blocks]. starts: int32 [sequences], each sequence's first token to read.
+            rows: int32 [sequences + 1], each sequence's first row in `out`. longest: largest number of its rows.
+            out: output, [tokens, 576] in the model's dtype.
         """
 
     def forward_mha(
         self, q: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor,
         attn_metadata: Any, *args: Any, **kwargs: Any,
     ) -> None:  # fmt: skip
-        """Prefill with exact new tokens, or with new tokens read back from the pages (`PREFILL_FROM_PAGES`)."""
+        """Prefill with unquantized new tokens, or read them back from the pages first (`PREFILL_FROM_PAGES`)."""
         if self.read_back:
             prefill = attn_metadata.prefill
             context, rows = prefill.chunked_context, prefill.query_start_loc
@@ -106,9 +104,9 @@ class LatentImpl:
     def _compute_prefill_context(
         self, q: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any, k_scale: torch.Tensor
     ) -> Any:
-        """Return the attention of prefills to their contexts, and its log-sums. vLLM merges it with that to new tokens.
+        """Return attention to contexts, with its log-sums. vLLM merges it with the attention to new tokens.
 
-        It replaces vLLM's own method, whose kernels read only vLLM's dtypes.
+        This replaces vLLM's own method, whose kernels read only vLLM's dtypes.
         """
         prefill = attn_metadata.prefill
         context = prefill.chunked_context
@@ -129,7 +127,7 @@ class LatentImpl:
         return merged
 
     def _keys_and_values(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expand entries [tokens, 576] into keys [tokens, heads, nope + 64] and values [tokens, heads, value]."""
+        """Expand entries [tokens, 576] to keys, [tokens, heads, nope + 64], and values, [tokens, heads, value]."""
         impl: Any = self
         up = impl.kv_b_proj(entries[:, :RANK])[0]
         nope, value = up.view(len(entries), impl.num_heads, -1).split([impl.qk_nope_head_dim, impl.v_head_dim], -1)

@@ -24,7 +24,7 @@ class CpuLatentImpl(LatentImpl, CPUMLAImpl):  # type: ignore[misc]  # mypy sees 
     def forward_mqa(
         self, q: tuple[torch.Tensor, torch.Tensor], kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[torch.Tensor, None]:
-        """Decode one absorbed query token per sequence over its pages, in latent space."""
+        """Return attention from one absorbed query token per sequence to its pages, in latent space."""
         absorbed, rope = q
         decode = attn_metadata.decode
         pages = self.pages_of(kv_c_and_k_pe_cache)
@@ -46,7 +46,7 @@ class CpuLatentImpl(LatentImpl, CPUMLAImpl):  # type: ignore[misc]  # mypy sees 
 class CpuLatentBackend(LatentBackend):
     """Backend of latent dtypes on a CPU, with one subclass per dtype.
 
-    vLLM uses blocks of 16 tokens. On a CPU with AMX it uses the block size that the user chose.
+    vLLM uses blocks of 16 tokens, but on a CPU with AMX the block size that the user chose.
     """
 
     block_step = BLOCK_STEPS["cpu"]

@@ -1,7 +1,7 @@
 """Backend of multi-head latent attention (MLA) on CUDA: latent pages, our decode kernels, vLLM's own prefill.
 
-vLLM first stores a step's entries and then absorbs the queries. Split-KV decode runs for the absorbed queries over the
-pages, in a full CUDA graph. Prompts attend by vLLM's fastest prefill backend, to contexts that `latent` reads back.
+vLLM first stores a step's entries and then absorbs the queries. Split-KV decode of the absorbed queries runs in a full
+CUDA graph. Prompts attend by vLLM's fastest prefill backend, to contexts that `latent` reads from the pages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvpilot_runtime.errors import UnsupportedModelError
 
 @cache
 def shape_of(fmt: LatentFormat, heads: int, block_size: int, device: torch.device) -> LatentShape:
-    """Return the layers' shape for the kernels, one object for equal layers."""
+    """Return the shape of layers for the kernels. Equal layers get the same object."""
     try:
         return LatentShape(fmt, heads, block_size, device)
     except BadInputError as error:
@@ -41,19 +41,19 @@ def shape_of(fmt: LatentFormat, heads: int, block_size: int, device: torch.devic
 
 @cache
 def no_factors(device: torch.device) -> LatentFactors:
-    """Return neutral factors, at an address that captured graphs read."""
+    """Return factors that change nothing, always at the same address, because captured graphs read it."""
     return LatentFactors.identity(device)
 
 
 @dataclass
 class Decode(MLACommonDecodeMetadata):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """vLLM's metadata of the sequences that decode, with the plan of their work."""
+    """vLLM's metadata of decoding sequences, with our plan of their work."""
 
     plan: LatentPlan
 
 
 class CudaLatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
-    """Builder of vLLM's metadata with a plan. The plan is rewritten in place, because captured graphs read it."""
+    """Builder of vLLM's metadata with our plan, which it updates in place because captured graphs read it."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -72,7 +72,7 @@ class CudaLatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
         return Decode(block_table_tensor, seq_lens_device, None, self.plan)
 
     def warm_up(self) -> None:
-        """Launch every variant of our kernels that serving needs, because Triton compiles again for other constants."""
+        """Launch every variant of our kernels that serving needs, so that Triton compiles them now."""
         shape, sequences, dims = self.shape, self.plan.sequences, self.mla_dims
         make: dict[str, Any] = {"device": shape.device}
         floats = make | {"dtype": self.model_config.dtype}
@@ -102,7 +102,7 @@ class CudaLatentImpl(Reserving, LatentImpl, MLACommonImpl):  # type: ignore[misc
         self._gpu_pages: tuple[int, GpuLatentPages] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Do the same as vLLM, and reserve a step's plan, so that vLLM counts its memory."""
+        """Process weights as vLLM does, and reserve a step's plan, so that vLLM counts its memory."""
         super().process_weights_after_loading(act_dtype)
         sequences = decode_sizes(self._config)[0]
         self.reserve(
@@ -112,7 +112,7 @@ class CudaLatentImpl(Reserving, LatentImpl, MLACommonImpl):  # type: ignore[misc
     def forward_mqa(
         self, q: tuple[torch.Tensor, torch.Tensor], kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[torch.Tensor, None]:
-        """Decode one absorbed query token per sequence over its pages, in latent space."""
+        """Return attention from one absorbed query token per sequence to its pages, in latent space."""
         absorbed, rope = q
         decode: Decode = attn_metadata.decode
         pages = self.pages_of(kv_c_and_k_pe_cache)
@@ -129,7 +129,7 @@ class CudaLatentImpl(Reserving, LatentImpl, MLACommonImpl):  # type: ignore[misc
         self.pages_of(kv_cache).gather(block_table, starts, rows, longest, out)
 
     def pages_of(self, kv_cache: torch.Tensor) -> GpuLatentPages:
-        """Return latent pages, as `LatentImpl.pages_of`, checked once."""
+        """Return a layer's cache as latent pages, as `LatentImpl.pages_of` does. Check it only once."""
         if self._gpu_pages is None or self._gpu_pages[0] != kv_cache.data_ptr():
             shape = shape_of(self.fmt, self.num_heads, kv_cache.shape[1], kv_cache.device)
             self._gpu_pages = kv_cache.data_ptr(), GpuLatentPages(kv_cache, shape, no_factors(kv_cache.device))

@@ -1,8 +1,8 @@
 """Common part of our attention backends: classes of dtypes, page sizes and refusals.
 
-vLLM knows a backend by the import path of its class and asks the class for its page size (`customize_spec`), so each
-dtype has its own class, for example `kvpilot_runtime.backends.cuda.K4V4Backend`. `classes_of` makes it from the table
-of formats, in each process that imports or unpickles it.
+vLLM finds a backend by the import path of its class, and asks the class for its page size (`customize_spec`). So each
+dtype has its own class, such as `kvpilot_runtime.backends.cuda.K4V4Backend`. `classes_of` makes the class from the
+table of formats, in each process that imports or unpickles it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from kvpilot_runtime.speculation import drafts, has_draft_model, refuse_other_dr
 from kvpilot_runtime.vllm_api.compat import backend_class, page_layouts
 
 PREFILL_FROM_PAGES = "KVPILOT_PREFILL_FROM_PAGES"
-"""Environment variable; with 1, a chunk's own tokens are read back from their pages too.
+"""Environment variable. With 1, prefill reads a chunk's own tokens back from their pages too.
 
-Outputs are slightly less accurate, but do not depend on chunks, prefix hits and preemption. Equivalence tests need it.
+Outputs are then slightly less accurate, but do not depend on chunks, prefix hits and preemption, as tests need it.
 """
 
 
@@ -50,8 +50,7 @@ def classes_of(
     """Return a module's `__getattr__`, which finds the subclass of `parent` for a dtype by its class name.
 
     Args:
-        names: function that returns the dtypes. parse: function that returns the format of a dtype, the subclass's
-            `fmt`.
+        names: function that returns the dtypes. parse: function from a dtype to its format, the subclass's `fmt`.
     """
 
     @cache
@@ -66,12 +65,12 @@ def classes_of(
 
 
 class OurBackend(AttentionBackend):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """Settings that vLLM asks of a backend, here as class attributes.
+    """Backend whose answers to vLLM are class attributes.
 
     Attributes:
         block_step: block sizes are multiples of this many tokens.
         impl: implementation of one layer. builder: builder of a batch's metadata.
-        remedies: for each of vLLM's reasons against a backend, our text with a remedy.
+        remedies: our text with a remedy, by vLLM's reason against a backend.
     """
 
     block_step: ClassVar[int]
@@ -81,7 +80,7 @@ class OurBackend(AttentionBackend):  # type: ignore[misc]  # mypy sees vLLM's cl
 
     @staticmethod
     def get_name() -> str:
-        """Return the name that vLLM reserves for plugins, because vLLM refuses unknown names."""
+        """Return CUSTOM, the name that vLLM reserves for plugins. vLLM refuses unknown names."""
         return "CUSTOM"
 
     @classmethod
@@ -96,12 +95,12 @@ class OurBackend(AttentionBackend):  # type: ignore[misc]  # mypy sees vLLM's cl
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Return the multiple that block sizes must be."""
+        """Return `block_step`: block sizes must be a multiple of it."""
         return [MultipleOf(cls.block_step)]
 
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """Return vLLM's reasons against this backend for a layer, with our remedies."""
+        """Return vLLM's reasons why this backend cannot serve a layer, with our remedies."""
         remedies = {"batch invariance not supported": _NOT_INVARIANT, **cls.remedies}
         return [remedies.get(reason, reason) for reason in super().validate_configuration(*args, **kwargs)]
 
@@ -110,7 +109,7 @@ _NOT_INVARIANT = "batch invariance is not supported (unset VLLM_BATCH_INVARIANT)
 
 
 class PackedBackend(OurBackend):
-    """Backend of packed pages, uint8 [blocks, kv_heads, tokens, row_bytes]; a head's tokens of a block are one page.
+    """Backend of packed pages, uint8 [blocks, kv_heads, tokens, row_bytes]. Each (block, head) is one page.
 
     Attributes:
         ring_backend: backend of the layers that hold the recent windows.
@@ -132,7 +131,7 @@ class PackedBackend(OurBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Return the head dimensions that pages store, some of them with padding (`formats.stored_dim`)."""
+        """Return the supported head dimensions. Some are stored with padding (`formats.stored_dim`)."""
         return [dim for dim in range(max(formats.HEAD_DIMS) + 1) if formats.stored_dim(dim)]
 
     @classmethod
@@ -150,10 +149,7 @@ class PackedBackend(OurBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Set the page size of this dtype: `Format.row_bytes` per token and KV head.
-
-        vLLM also asks for layers that stay in 16 bits; their spec is returned unchanged.
-        """
+        """Set the page size to `Format.row_bytes` per token and KV head. Layers in 16 bits keep their page size."""
         if spec.dtype != torch.uint8:
             return spec
         if spec.head_size_v != spec.head_size:
@@ -168,7 +164,7 @@ class PackedBackend(OurBackend):
 
 
 class RingBackend(OurBackend):
-    """Backend of ring layers, which hold recent windows: a builder of `Rings`, and no attention of their own."""
+    """Backend of ring layers, which hold recent windows. It builds `Rings`, and does not attend."""
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
@@ -177,7 +173,7 @@ class RingBackend(OurBackend):
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Raise an error. vLLM asks only layers that attend for an implementation, and a ring layer does not."""
+        """Raise an error: a ring layer does not attend, so vLLM must not ask for its implementation."""
         raise UnsupportedModelError("a ring layer does not attend")
 
 
@@ -196,7 +192,7 @@ def only_ours(vllm_config: Any) -> bool:
 
 
 def refuse_unsupported_options(vllm_config: Any) -> None:
-    """Refuse options that packed pages do not support."""
+    """Raise UnsupportedModelError for options that packed pages do not support."""
     dtype = vllm_config.cache_config.cache_dtype
     refuse_beside(vllm_config, rules.BESIDE_ANY)
     transfer = vllm_config.kv_transfer_config
@@ -220,7 +216,7 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
 
 
 def refuse_beside(vllm_config: Any, switches: Iterable[rules.Switch]) -> None:
-    """Refuse options that do not work with the engine's dtype."""
+    """Raise UnsupportedModelError if one of these features is on, because the engine's dtype does not support it."""
     if (found := rules.first_set(vllm_config, switches)) is not None:
         dtype = vllm_config.cache_config.cache_dtype
         raise UnsupportedModelError(f"{found[0]} ({found[1]}) is not supported with kv-cache dtype {dtype!r}; leave "
@@ -253,9 +249,9 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
     """Attention of one layer over packed pages.
 
     Attributes:
-        drafting: the layer belongs to a draft model. It has no recent window, and no factors from a file.
-        recent, ring: tokens of the recent window, and the layer with its pages; None until `attach` sets them.
-        drafts: tokens of a sequence that a step may store and later steps may reject.
+        drafting: True for a draft model's layer, which has no recent window and no factors from a file.
+        recent: tokens of the recent window; None until `attach` sets it. ring: its ring layer; None without a window.
+        drafts: largest number of draft tokens per sequence and step.
     """
 
     def __init__(
@@ -298,8 +294,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         self._config = get_current_vllm_config()
         refuse_other_drafters(self._config, kv_cache_dtype)
         self.drafts = drafts(self._config)
-        # vLLM loads the draft model last. So this layer is a draft model's if the served model's windows are set
-        # already.
+        # vLLM loads the draft model last, when the windows of the served model's layers are set already.
         self.drafting = has_draft_model(self._config) and any(
             layer.impl.recent is not None for layer in our_layers(self._config).values()
         )
@@ -312,7 +307,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         self.ring: RecentLayer | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Give all our layers their rings, at the first call.
+        """Attach rings to all our layers, at the first call. Report outdated factors if weights were replaced.
 
         vLLM calls this again after it has reloaded weights (`reload_weights`, or a trainer).
         """
@@ -321,15 +316,15 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         calibration_info.outdate([layer.impl for layer in layers.values()])
 
     def rings(self) -> Rings | None:
-        """Return the rings of the current step. Return None without a window, or in a step that stores nothing."""
+        """Return the rings of the current step; None without a window, or in vLLM's warm-up."""
         found = get_forward_context().attn_metadata if self.ring is not None else None
         return found[self.ring.layer_name] if found and self.ring is not None else None
 
     def factors(self, layer: Any, device: torch.device | str = "cpu") -> Factors:
-        """Return the factors of this layer for this rank's KV heads, from the calibration file or neutral.
+        """Return this layer's factors for this rank's KV heads. They come from the calibration file, or change nothing.
 
-        A layer that reads another layer's cache has that layer's factors. The first call creates the factors on its
-        device. Later changes are made in place, because pages and captured graphs hold the address.
+        A layer that reads another layer's cache has that layer's factors. The first call creates them on `device`.
+        `set_factors` changes them in place, because pages and captured graphs hold their address.
         """
         if self._factors is None:
             if self._calibration is not None:
@@ -340,8 +335,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         return self._factors
 
     def set_factors(self, layer: Any, found: Factors) -> None:
-        """Overwrite the layer's factors."""
-        # A trial capture of graphs may have created the factors in inference mode. They can then be changed only in
-        # that mode.
+        """Overwrite the layer's factors in place."""
+        # A trial capture of graphs may have created them in inference mode. Only that mode can then change them.
         with torch.inference_mode():
             self.factors(layer, found.key_mean.device).copy_(found)

@@ -1,9 +1,9 @@
 """Check at start: write pages and read them back through vLLM's own attention layer.
 
-A later vLLM may keep shapes and names but change their meaning. It may swap blocks and heads, exchange keys and values,
-or count slots differently. So once a worker has its KV cache, one layer of each shape stores three requests of
-different lengths and attends to them in one step. The result is compared with the reference. With a bounded cache, the
-longest request exceeds its bound, and its freed pages are overwritten.
+A later vLLM may keep shapes and names but change their meaning: swap blocks and heads, exchange keys and values, or
+count slots differently. So this check runs once a worker has its KV cache. One layer of each shape stores up to three
+requests of different lengths, and attends to them in one step. The result must agree with the reference. With a bounded
+cache, the longest request exceeds the bound, and its freed pages are overwritten.
 """
 
 from __future__ import annotations
@@ -23,19 +23,16 @@ from kvpilot_runtime.recent.ring_layers import Rings
 from kvpilot_runtime.vllm_api import compat
 
 WORST = 0.05
-"""Largest allowed error, relative to the reference.
-
-Rounding and a different order of sums cause an error of 0.01, a misread page one of 1.
-"""
+"""Largest allowed error, relative to the reference. Rounding causes about 0.01, and a misread page about 1."""
 
 LONGEST = 4096
-"""Largest number of tokens of a request. A request does not exceed a bound that is larger."""
+"""Largest number of tokens of a request. Larger bounds of a bounded cache are not tested."""
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
 def check(worker: Any) -> None:
-    """Refuse a vLLM whose layers return other values than were stored. Restore the cache afterwards."""
+    """Raise UnsupportedEngineError if vLLM's layers misread stored pages. Restore the cache afterwards."""
     layers = [layer for layer in our_layers(worker.vllm_config).values() if layer.kv_sharing_target_layer_name is None]
     for layer in {(x.head_size, x.num_kv_heads, x.num_heads): x for x in layers}.values():
         try:
@@ -60,7 +57,7 @@ def _refusal(layer: Any, why: str) -> UnsupportedEngineError:
 
 @dataclass(frozen=True)
 class _Request:
-    """Request with queries, keys and values, [tokens, heads, head_dim] each, and its pages, int64 [pages]."""
+    """Test request: `new` queries, keys and values, [tokens, heads, head_dim] each, and `pages`, int64 [pages]."""
 
     new: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     pages: torch.Tensor
@@ -70,16 +67,16 @@ class _Request:
         return len(self.new[0])
 
     def slots(self, begin: int, end: int, size: int) -> torch.Tensor:
-        """Return the slots of tokens in the cache, in pages of `size`."""
+        """Return the cache slots of tokens [begin, end), in pages of `size` tokens."""
         at = torch.arange(begin, end, device=self.pages.device)
         return self.pages[at // size] * size + at % size
 
 
 def lengths(blocks: int, size: int, longest: int, bound: SinksAndWindow | None) -> list[int]:
-    """Return the lengths of requests to try: two pages, less than one page, and more than a bounded cache keeps.
+    """Return the lengths of test requests, in tokens: two pages, less than one page, and more than the bound keeps.
 
     Args:
-        blocks: number of blocks in the cache; the first one belongs to no request. size: tokens of a block.
+        blocks: blocks of the cache; the first one belongs to no request. size: tokens of a block.
         longest: largest number of tokens of a request.
     """
     asked = [size + 3, min(5, size)]
@@ -97,7 +94,7 @@ def lengths(blocks: int, size: int, longest: int, bound: SinksAndWindow | None) 
 
 @torch.inference_mode()
 def _off(config: Any, layer: Any) -> float:
-    """Return the error of the layer's answers to the last tokens of requests, relative to the reference."""
+    """Return the largest error of the layer's outputs for the last tokens of requests, relative to the reference."""
     cache, bound = layer.kv_cache, retention.asked()
     size = cache.shape[2]  # the config's block size differs if groups of layers share pages
     scheduler = config.scheduler_config
@@ -123,7 +120,7 @@ def _off(config: Any, layer: Any) -> float:
 
 
 def _requests(config: Any, layer: Any, wanted: list[int]) -> list[_Request]:
-    """Draw random requests of these lengths, in pages from the last one of the cache on."""
+    """Make random requests of these lengths. They use the cache's last pages, in descending order."""
     cache, found = layer.kv_cache, []
     random, last = torch.Generator().manual_seed(0), cache.shape[0] - 1
     for tokens in wanted:
@@ -144,7 +141,7 @@ def _kept(bound: SinksAndWindow | None, page: int, position: int, size: int) -> 
 
 
 def _differs(layer: Any, request: _Request, bound: SinksAndWindow | None, found: torch.Tensor) -> float:
-    """Return the error of an answer to a request's last token, relative to the reference."""
+    """Return the error of the output for a request's last token, relative to the reference."""
     cpu, impl, size = torch.device("cpu"), layer.impl, layer.kv_cache.shape[2]
     query, key, value = (x.to(cpu) for x in request.new)
     kept = [at for at in range(request.tokens) if _kept(bound, at // size, request.tokens - 1, size)]
@@ -156,10 +153,10 @@ def _differs(layer: Any, request: _Request, bound: SinksAndWindow | None, found:
 
 
 def _step(config: Any, layer: Any, asked: list[tuple[_Request, int, int]], table: torch.Tensor) -> torch.Tensor:
-    """Run one step of vLLM's layer with tokens [begin, end) of each request, and return its answers.
+    """Run one step of vLLM's layer and return its output.
 
     Args:
-        asked: requests, `begin` and `end`. table: int32 [requests, pages].
+        asked: (request, begin, end), for new tokens [begin, end) of each request. table: int32 [requests, pages].
     """
     from vllm.forward_context import set_forward_context
     from vllm.v1.attention.backend import CommonAttentionMetadata

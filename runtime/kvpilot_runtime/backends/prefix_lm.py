@@ -13,17 +13,16 @@ Spans = list[tuple[int, int]]
 
 
 def ranges(common: Any) -> Mapping[int, Sequence[tuple[int, int]]]:
-    """Return the first and last token of each image, by the sequence's index in the batch."""
+    """Return each image's first and last token, as positions in the sequence, by the sequence's index in the batch."""
     return common.mm_req_doc_ranges or {}
 
 
 def spans(common: Any, sequences: Sequence[tuple[int, int, int]]) -> dict[int, Spans]:
-    """Return the spans of a batch, vLLM's `CommonAttentionMetadata`, by sequence. Leave out sequences without spans.
+    """Return the image spans among new tokens, by sequence. Leave out sequences without spans.
 
     Args:
-        sequences: for each sequence its index in the batch, the tokens before its new ones, and the number of new ones.
-
-    Image tokens in the context need no spans, because they were computed together with the whole image.
+        common: vLLM's `CommonAttentionMetadata`.
+        sequences: (index in the batch, tokens of context, new tokens) of each sequence.
     """
     images = ranges(common)
     found: dict[int, Spans] = {}
@@ -36,13 +35,13 @@ def spans(common: Any, sequences: Sequence[tuple[int, int, int]]) -> dict[int, S
 
 @dataclass
 class LaterTokens:
-    """Attention of image tokens to later tokens of their image, in the form of causal attention.
+    """Attention of image tokens to later tokens of their image, expressed as causal attention.
 
-    Reversing the order makes later tokens come first. For tokens a to z, queries run from y to a and keys from z to b.
+    In reverse order, later tokens come first. For an image of tokens a to z, queries are y to a and keys are z to b.
 
     Attributes:
-        queries, keys: int64 [tokens], rows. starts: int32 [spans + 1], where each span begins in them.
-        longest: tokens of the longest span.
+        queries, keys: int64 [tokens], rows. starts: int32 [spans + 1], each span's first place in `queries`.
+        longest: largest number of queries of a span.
     """
 
     queries: torch.Tensor
@@ -52,7 +51,7 @@ class LaterTokens:
 
 
 def later_tokens(rows: Sequence[tuple[int, int, int]]) -> LaterTokens:
-    """Return the later tokens of spans, each given by the rows of its first query and first key, and its length."""
+    """Return the later tokens of spans. `rows` has (row of its first query, row of its first key, tokens) of each."""
     counts = torch.tensor([tokens - 1 for _, _, tokens in rows])
     queries = torch.cat([query + torch.arange(tokens - 2, -1, -1) for query, _, tokens in rows])
     keys = torch.cat([key + torch.arange(tokens - 1, 0, -1) for _, key, tokens in rows])

@@ -1,9 +1,9 @@
 """Attention over a bounded cache, for every backend: block tables that list only the kept pages.
 
 Stored keys already include their positions (RoPE), and causal attention depends only on the order of tokens. So a table
-can list the sinks' pages and then the window's pages, with a length that counts only these. With that table any causal
-backend attends to exactly the sinks and the window, and never reads freed pages. If the new tokens of a sequence attend
-to different pages, they become several sequences (`pieces`), each of them causal.
+can list the sinks' pages and then the window's pages, with a length that counts only these. Any causal backend then
+attends to exactly the sinks and the window, and never reads freed pages. If the new tokens of a sequence attend to
+different pages, the sequence is cut into several causal sequences (`pieces`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvpilot_runtime.errors import UnsupportedModelError
 
 @dataclass
 class Pieces:
-    """New tokens of a batch, cut wherever the pages change that they attend to. All tensors are on the host.
+    """Pieces of a batch's new tokens. All tokens of a piece attend to the same pages. All tensors are on the host.
 
     Attributes:
-        owner: int64 [pieces], the sequence of each. starts: int32 [pieces + 1], their first rows in the batch.
-        lens: int32 [pieces], kept tokens up to and including the piece's last. columns: int64 [pieces, blocks], columns
-            of the owner's block table; those past `lens` are arbitrary.
+        owner: int64 [pieces], each piece's sequence. starts: int32 [pieces + 1], first rows in the batch.
+        lens: int32 [pieces], kept tokens up to and including the piece's last one.
+        columns: int64 [pieces, blocks], columns of the owner's block table; those past `lens` are arbitrary.
     """
 
     owner: torch.Tensor
@@ -38,11 +38,11 @@ class Pieces:
 
 
 def pieces(bound: SinksAndWindow, page: int, starts: torch.Tensor, seq_lens: torch.Tensor) -> Pieces:
-    """Cut a batch's new tokens into pieces.
+    """Cut a batch's new tokens into pieces. Sequences without new tokens get none.
 
     Args:
-        page: tokens of a block. starts: int [sequences + 1], first rows. seq_lens: int [sequences], tokens of each
-            after this step. Sequences without new tokens have no piece.
+        page: tokens of a block.
+        starts: int [sequences + 1], first rows. seq_lens: int [sequences], stored tokens after this step.
     """
     starts, seq_lens = starts.long(), seq_lens.long()
     new = starts[1:] - starts[:-1]
@@ -64,8 +64,7 @@ def pieces(bound: SinksAndWindow, page: int, starts: torch.Tensor, seq_lens: tor
 def kept_alone(common: Any, bound: SinksAndWindow, page: int) -> Any:
     """Return a batch (vLLM's `CommonAttentionMetadata`) whose sequences are the pieces, with tables of kept pages.
 
-    `max_query_len` stays that of the whole batch. Backends use it to find out if tokens attend to others of the same
-    step.
+    `max_query_len` stays unchanged, because it tells backends if tokens attend to other tokens of the step.
     """
     if common.causal is not True:
         raise UnsupportedModelError(
@@ -121,13 +120,13 @@ class KeptTables:
         return replace(common, **{name: value for name, value in changes.items() if name in known})
 
     def gap(self, lens: torch.Tensor) -> torch.Tensor:
-        """Return the number of pages between sinks and window for the last of `lens` tokens, in the dtype of `lens`."""
+        """Return the number of pages between sinks and window, in sequences of `lens` tokens; shaped like `lens`."""
         return ((lens - self.bound.window) // self.page - self.bound.sink_pages(self.page)).clamp(min=0)
 
 
 @cache
 def bounded_backend(stock: Any) -> Any:
-    """Return a subclass of a layer's `AttentionBackend` whose builder sees only kept pages."""
+    """Return a subclass of vLLM's backend `stock` whose builder gets tables of kept pages only."""
 
     class Builder(stock.get_builder_cls()):  # type: ignore[misc]
         supports_update_block_table = False  # vLLM would copy a table from another group, which lists all pages
@@ -148,14 +147,14 @@ def bounded_backend(stock: Any) -> Any:
 
         @classmethod
         def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-            """Limit full graphs to steps with one new token per sequence. Other steps need their own tables."""
+            """Limit full CUDA graphs to steps with one new token per sequence; only these use fixed buffers."""
             if isinstance(kv_cache_spec.bound, HeavyHitters) and not vllm_config.use_v2_model_runner:
                 return AttentionCGSupport.NEVER  # vLLM's older runner is not tested with graphs
             stock = super().get_cudagraph_support(vllm_config, kv_cache_spec)
             return min(stock, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda support: support.value)
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-            """Return the metadata of a batch's pieces, or of the pages kept by heavy hitters."""
+            """Return the metadata of a batch, with tables of kept pages only."""
             common, bound, page = common_attn_metadata, self.kv_cache_spec.bound, self.kv_cache_spec.block_size
             if isinstance(bound, HeavyHitters):
                 from kvpilot_runtime.bounded import heavy
@@ -177,12 +176,12 @@ def bounded_backend(stock: Any) -> Any:
 
 
 def backend_of(layer: Any, stock: Any) -> Any:
-    """Return the bounded backend of a layer, or vLLM's backend if the cache keeps all tokens."""
+    """Return the bounded backend of a layer, or vLLM's backend `stock` if the layer cannot have a bounded cache."""
     return stock if _unlike(layer) else bounded_backend(stock)
 
 
 def spec_of(layer: Any, stock: Any, vllm_config: Any) -> Any:
-    """Return the bounded spec of a layer's pages, or vLLM's spec if the cache keeps all tokens."""
+    """Return the bounded spec of a layer's pages, or vLLM's spec `stock` if the cache keeps all tokens."""
     from kvpilot_runtime.bounded.heavy_spec import HeavySpec
     from kvpilot_runtime.bounded.spec import BoundedSpec
 
@@ -202,7 +201,7 @@ def spec_of(layer: Any, stock: Any, vllm_config: Any) -> Any:
 
 
 def refuse_unsupported(vllm_config: Any, bound: SinksAndWindow) -> None:
-    """Refuse models and options that bounded caches do not support, for engines that kvpilot-serve did not start."""
+    """Raise UnsupportedModelError for models and options without bounded caches, as kvpilot-serve's preflight does."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.platforms import current_platform
@@ -228,7 +227,7 @@ def refuse_unsupported(vllm_config: Any, bound: SinksAndWindow) -> None:
 
 
 def _unlike(layer: Any) -> str:
-    """Name the property that makes a layer unfit for a bounded cache. Return an empty string if there is none."""
+    """Name the property of a layer that bounded caches do not support, or return an empty string."""
     from vllm.model_executor.layers.attention import Attention
 
     if type(layer) is not Attention:

@@ -1,7 +1,7 @@
-"""Heavy hitters in a worker: attention over the held pages, and measurement of the pages' masses.
+"""Heavy hitters in a worker: attention over the held pages, and measurement of their masses.
 
 A page's mass is the attention that its tokens receive, summed over query heads and layers. It is measured outside the
-layer's attention, so decode kernels stay unchanged. Only one query in `EVERY` is measured, and it counts as that many.
+layer's attention, so decode kernels stay unchanged. One query in `EVERY` is measured, and counts `EVERY` times.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvpilot_runtime.config.retention import HeavyHitters
 from kvpilot_runtime.errors import UnsupportedEngineError, UnsupportedModelError
 
 MOST = 8
-"""Largest number of queries of one chunk that are measured."""
+"""Largest number of measured queries per chunk of a prompt."""
 ORDER = "gather_batch_req_state"
-"""Method of vLLM's newer runner that sorts a step's requests into the batch order."""
+"""Method of vLLM's newer runner that puts a step's requests into the order of the batch."""
 MARK = "kvpilot_measured"
-"""Attribute of a batch's metadata with its `Weighing` and its `Singles`; None if nothing is measured, or on a CPU."""
+"""Attribute of a batch's metadata: a pair of its `Weighing` and its `Singles`, each of which may be None."""
 
 
 @dataclass
@@ -35,9 +35,10 @@ class Step:
     """State of the current step in a worker.
 
     Attributes:
-        kept: held pages by request; None before the engine serves. alone: True if single tokens are measured.
-        requests: the requests of the batch, in its order. weighing: the measurement, once the batch is known.
-        singles: buffers of the kernels, one for each shape of layers.
+        kept: held pages by request; None before the engine serves.
+        alone: True if sequences with a single new token are measured.
+        requests: function that returns the ids of the batch's requests, in order.
+        weighing: measurement of chunks, or None. singles: measurements of single tokens, one per shape of layers.
     """
 
     kept: dict[str, Kept] | None = None
@@ -54,7 +55,7 @@ STEP = Step()
 def measured_rows(new: int, alone: bool = False) -> tuple[int, float]:
     """Return how many of a sequence's last `new` tokens are measured, and the weight of each.
 
-    A single token is measured if the step says so (`alone`).
+    `alone` is True if a single new token is measured in this step.
     """
     if new == 1:
         return int(alone), EVERY
@@ -63,10 +64,9 @@ def measured_rows(new: int, alone: bool = False) -> tuple[int, float]:
 
 
 def most_pages(bound: HeavyHitters, page: int, scheduler: Any) -> int:
-    """Return the largest number of pages of a sequence with one new token.
+    """Return the largest number of pages of a sequence with one new token. `scheduler` is vLLM's configuration.
 
-    These are the pages of the budget, of the new token, and of steps in flight when pages were freed. vLLM counts a
-    step only once it has the results. `scheduler` is vLLM's configuration.
+    It includes the budget, the new token, and tokens in flight: vLLM frees pages only for steps with known results.
     """
     ahead = scheduler.max_num_batched_tokens if scheduler.async_scheduling else 0
     return bound.pages(page) + 1 + -(-ahead // page)
@@ -103,9 +103,8 @@ class HeldTables:
 def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles: Singles | None = None) -> Any:
     """Return a batch (vLLM's `CommonAttentionMetadata`) with tables and lengths of held pages.
 
-    `step` receives the measurement. `singles` receives the single tokens, which come first in the batch. Before the
-    engine serves, the batch stays unchanged. Without drafts the host knows all lengths, so nothing waits for the
-    device.
+    Set up the measurement: chunks in `step`, and single tokens, which come first in the batch, in `singles`. Before the
+    engine serves, return the batch unchanged. The host knows all lengths, so nothing waits for the device.
     """
     if common.causal is not True:
         raise UnsupportedModelError(
@@ -161,10 +160,9 @@ def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles:
 
 
 def columns(told: Sequence[Kept], held: np.ndarray, width: int) -> np.ndarray:
-    """Return the columns of held pages in whole tables, int64 [sequences, width].
+    """Return the columns of the whole block tables that name held pages, int64 [sequences, width].
 
-    Columns past a sequence's end name the first page, which is never freed. `held` is int [sequences], the number of
-    pages of each sequence.
+    Columns past a sequence's end name its first page, which is never freed. `held`: int [sequences], held pages.
     """
     at = np.zeros((len(told), width), np.int64)
     for row, ((pages, first), count) in enumerate(zip(told, held.tolist(), strict=True)):
@@ -181,7 +179,7 @@ def upload(x: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def singles(builder: Any, page: int, most: int, sequences: int) -> Singles | None:
-    """Return the buffers that the kernels of a group of layers write to; None on a CPU, which needs no kernels."""
+    """Return the buffers for measurements by kernel, for a group of layers; None on a CPU, which has no kernels."""
     if builder.device.type == "cpu":
         return None
     from kvpilot_runtime.bounded import heavy_cuda
@@ -190,7 +188,7 @@ def singles(builder: Any, page: int, most: int, sequences: int) -> Singles | Non
 
 
 def attach(worker: Any, bound: HeavyHitters) -> None:
-    """Measure every layer of a worker that has its KV cache, and send each step's masses to the scheduler."""
+    """Let a worker with a KV cache measure its layers and report masses. Raise UnsupportedModelError if it cannot."""
     config, runner = worker.vllm_config, worker.model_runner
     switch = rules.first_set(config, rules.BESIDE_HEAVY_HITTERS)
     found = (
@@ -228,7 +226,7 @@ def attach(worker: Any, bound: HeavyHitters) -> None:
 
 
 def noting_order(order: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a runner's method so that the step learns its requests."""
+    """Wrap a runner's method `ORDER`, so that `STEP` gets the ids of a step's requests."""
 
     def gather_batch_req_state(*args: Any, **kwargs: Any) -> Any:
         state, tokens_of_each = order(*args, **kwargs)
@@ -240,7 +238,7 @@ def noting_order(order: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _measure(layer: Any) -> None:
-    """Make a layer's attention add to the masses of a step's pages."""
+    """Wrap a layer's attention, so that it adds to the masses of a step's pages."""
     forward, weigh = layer.impl.forward, weigher(layer)
 
     def measured(
@@ -255,10 +253,9 @@ def _measure(layer: Any) -> None:
 
 
 def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Any], None]:
-    """Return a function that adds a layer's share to a step's masses.
+    """Return a function that adds a layer's attention to a step's masses.
 
-    The function takes the layer's queries [tokens, heads, head_dim], the layer's metadata of the step, and the
-    measurement.
+    Its arguments are the layer's queries, [tokens, heads, head_dim], the layer's metadata, and the pair in `MARK`.
     """
     if layer.kv_cache.device.type == "cpu":
         return heavy_mass.on_cpu(layer)

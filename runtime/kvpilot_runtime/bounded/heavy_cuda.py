@@ -1,8 +1,8 @@
 """Measurement of page masses on a GPU, without waiting for the device.
 
 For single tokens, a kernel after decode measures the masses. Captured graphs contain this kernel, and in most steps it
-does nothing. Chunks of prompts are weighed together, in a few launches per layer, with their contexts read piece by
-piece. Prefill's kernel for reading contexts also reads these keys, into the same workspace.
+does nothing. Chunks of prompts are weighed together, in a few launches per layer. Their keys are read piece by piece,
+with prefill's kernel and into its workspace.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from kvpilot_runtime.errors import UnsupportedModelError
 
 @dataclass
 class Piece:
-    """Pages [first, last) of each sequence in a group, whose keys are read at once.
+    """Pages [first, last) of each sequence in a group, read at once.
 
     Attributes:
-        slots: int64 [tokens]; ordinals: int32 [tokens]; sequence after sequence, from `places.stored_slots`.
+        slots: int64 [tokens]; ordinals: int32 [tokens]; from `places.stored_slots`.
     """
 
     first: int
@@ -43,8 +43,8 @@ class Group:
     """Sequences of a step that are weighed together.
 
     Attributes:
-        at: int64 [sequences], rows of the step's total. rows: int64 [sequences, rows], of the batch.
-        table: int32 [sequences, pages]. lens: int32 [sequences]. weights: float64 [sequences, 1].
+        at: int64 [sequences], their rows in the step's total. rows: int64 [sequences, rows], measured batch rows.
+        table: int32 [sequences, pages]. lens: int32 [sequences]. weights: float64 [sequences, 1], of each query.
     """
 
     at: torch.Tensor
@@ -56,7 +56,7 @@ class Group:
 
 
 def groups(weighing: Weighing, page: int, room: int) -> Iterator[Group]:
-    """Group a step's sequences by their number of measured rows; the keys of `room` tokens are read at once."""
+    """Group a step's sequences by their number of measured rows. Pieces have the keys of at most `room` tokens."""
     device, every = weighing.table.device, weighing.sequences
 
     def upload(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
@@ -89,7 +89,7 @@ def groups(weighing: Weighing, page: int, room: int) -> Iterator[Group]:
 
 
 def singles(builder: Any, page: int, most: int, sequences: int) -> Singles:
-    """Make the buffers for steps with one new token per sequence, for this many sequences of `most` pages."""
+    """Return buffers to measure single tokens of up to `sequences` sequences with up to `most` pages each."""
     if not isinstance(builder, CudaBuilder):
         raise UnsupportedModelError(
             f"on a GPU only kvpilot's pages are weighed: {retention.VARIABLE} needs another policy, or a KV-cache "
@@ -104,7 +104,7 @@ def singles(builder: Any, page: int, most: int, sequences: int) -> Singles:
 
 
 def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles], None]:
-    """Return a function that adds a layer's share to a step's masses (`heavy.weigher`)."""
+    """Return a function that adds a layer's attention to a step's masses (`heavy.weigher`)."""
     impl: CudaImpl = layer.impl
     page = layer.kv_cache.shape[2]
 
@@ -131,7 +131,7 @@ def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles
 
 
 def keys(pages: GpuPages, group: Group, piece: Piece, workspace: torch.Tensor) -> torch.Tensor:
-    """Read a piece's keys, [sequences, kv_heads, head_dim, tokens], into the workspace."""
+    """Return a piece's keys, [sequences, kv_heads, head_dim, tokens], read into the workspace."""
     sequences, tokens = len(group.lens), (piece.last - piece.first) * pages.shape.block_size
     found, values = (side[: sequences * tokens] for side in workspace)
     pages.gather(piece.slots, piece.ordinals, found, values)

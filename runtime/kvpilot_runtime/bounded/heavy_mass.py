@@ -1,4 +1,4 @@
-"""Page masses: their formula, and their measurement on a CPU."""
+"""Page masses, the attention that pages get: their formula, and their measurement on a CPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class Measured:
     """Sequence of a step whose last queries are measured.
 
     Attributes:
-        request: its id. pages: the pages that it holds, in the order of its table. row: the table's row in the step.
-        length: number of tokens in these pages. rows: rows of its last tokens in the batch. weight: factor of each row.
+        request: its request's id. pages: its held pages, in the order of its block table.
+        row: its row in the step's block table. length: tokens in these pages.
+        rows: measured rows of the batch. weight: factor on each row.
     """
 
     request: str
@@ -36,7 +37,7 @@ class Weighing:
 
     Attributes:
         sequences: the measured sequences. table: int32 [sequences of the step, pages], the blocks that each holds.
-        total: float64 [measured sequences, pages], the sum so far. groups: pieces made by `heavy_cuda`.
+        total: float64 [measured sequences, pages], the sum over layers. groups: cache of `heavy_cuda.groups`.
     """
 
     sequences: list[Measured]
@@ -45,7 +46,7 @@ class Weighing:
     groups: dict[int, Any] = field(default_factory=dict)
 
     def masses(self) -> list[Masses]:
-        """Return the masses for the scheduler. Wait for the device once, for all layers together."""
+        """Return the masses for the scheduler. This waits for the device, once for all layers."""
         found = self.total.tolist()
         return [(one.request, one.pages, row[: len(one.pages)]) for one, row in zip(self.sequences, found, strict=True)]
 
@@ -55,9 +56,9 @@ class Singles:
     """Measurement by a kernel of sequences with one new token, in buffers that captured graphs read.
 
     Attributes:
-        wanted: int32 [1], 0 if nothing is measured. total: float32 [kv_heads, sequences, stretches], the sum so far
-            of all layers, `per_page` stretches a page. sequences: those that are measured; their rows are those of
-                `total`.
+        wanted: int32 [1], 0 if nothing is measured.
+        total: float32 [kv_heads, sequences, stretches], the sum over layers, with `per_page` stretches a page.
+        sequences: the measured sequences; `Measured.row` is their row in `total`.
     """
 
     wanted: torch.Tensor
@@ -66,7 +67,7 @@ class Singles:
     sequences: list[Measured] = field(default_factory=list)
 
     def begin(self, sequences: list[Measured]) -> None:
-        """Prepare a step before it is launched."""
+        """Prepare the buffers for a step that measures these sequences, before it is launched."""
         if sequences:
             self.total.zero_()
         if bool(sequences) != bool(self.sequences):
@@ -74,7 +75,7 @@ class Singles:
         self.sequences = sequences
 
     def masses(self) -> list[Masses]:
-        """Return the masses for the scheduler; wait for the device."""
+        """Return the masses for the scheduler. This waits for the device."""
         if not self.sequences:
             return []
         heads, rows, _ = self.total.shape
@@ -101,11 +102,13 @@ def masses(
 ) -> torch.Tensor:  # fmt: skip
     """Return the causal attention that each page gets from sequences' last tokens, float64 [sequences, pages].
 
-    It is the sum over tokens and heads. A sequence's pages add up to `rows * heads`, less the weight of the sinks.
+    Attention is summed over the page's tokens, rows and heads. All pages of a sequence add up to `rows * heads`, less
+    the weight of sinks.
 
     Args:
         score: from `scores`, overwritten; the last row is a sequence's last token. page: tokens of a page.
-        softcap, sinks: as in attention. lens: int [sequences], tokens of each, if `score` has more; None for all.
+        softcap, sinks: as in attention.
+        lens: int [sequences], tokens of each sequence, if `score` has more; None if all have as many as `score`.
     """
     sequences, heads, rows, tokens = score.shape
     if softcap:
@@ -124,7 +127,7 @@ def page_mass(
     query: torch.Tensor, keys: torch.Tensor, page: int, scale: float, softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the `masses` of one sequence, float64 [pages].
+    """Return `masses` for one sequence, float64 [pages].
 
     `query` is [rows, heads, head_dim], and `keys` are [kv_heads, head_dim, tokens].
     """
@@ -132,12 +135,12 @@ def page_mass(
 
 
 def softcap_of(impl: Any) -> float:
-    """Return the cap on a layer's scores, 0 for none. Backends store it under one of two names."""
+    """Return the cap on a layer's scores, 0 for none. Backends use one of two attribute names."""
     return float(getattr(impl, "softcap", 0.0) or getattr(impl, "logits_soft_cap", 0.0) or 0.0)
 
 
 def on_cpu(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles | None], None]:
-    """Return a function that adds a layer's share to a step's masses, sequence by sequence (`heavy.weigher`)."""
+    """Return a function that adds a layer's attention to a step's masses, one sequence at a time (`heavy.weigher`)."""
     impl, keys, page = layer.impl, _reader(layer), layer.kv_cache.shape[2]
     softcap = softcap_of(impl)
 
@@ -153,7 +156,7 @@ def on_cpu(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles 
 
 
 def _reader(layer: Any) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """Return a function from a table of blocks and a length to a layer's keys, float [kv_heads, head_dim, tokens]."""
+    """Return a function that reads a layer's keys, float [kv_heads, head_dim, tokens], by block table and length."""
     from kvpilot_runtime.backends.cpu import CpuImpl
 
     if isinstance(impl := layer.impl, CpuImpl):
@@ -171,9 +174,9 @@ def _reader(layer: Any) -> Callable[[torch.Tensor, int], torch.Tensor]:
 
 
 def key_places(layer: Any) -> torch.Tensor:
-    """Write a key to find out where a backend of vLLM stores the keys of a block. Return int64 [tokens, head_dim].
+    """Return where a backend of vLLM stores a block's keys, int64 [tokens, head_dim], found by writing test keys.
 
-    The order depends on the CPU's instructions. Every cache dtype represents the whole numbers up to 256 exactly.
+    The order depends on the CPU's instructions. Test keys are whole numbers up to 256, exact in every cache dtype.
     """
     cache, impl = layer.kv_cache, layer.impl
     _, heads, tokens, width = cache.shape

@@ -1,9 +1,9 @@
 """Heavy hitters in vLLM's scheduler: it weighs pages by the workers' measurements, and frees the lightest.
 
-Scheduler and workers exchange one message each per step, as attributes of vLLM's own messages. This works with every
-executor. `KEPT` of `SchedulerOutput` lists the pages that each request holds, and `MASSES` of `ModelRunnerOutput` has
-their masses. Only the scheduler decides. A worker reads only pages that the same step announced, so it never reads a
-freed page. Requests that end, restart or are preempted need no message.
+Scheduler and workers talk through attributes of vLLM's own messages, which works with every executor. In each step,
+`KEPT` of `SchedulerOutput` lists the pages that each request holds, and `MASSES` of `ModelRunnerOutput` has their
+masses. Only the scheduler decides. A worker reads only pages that the step's message lists, so it never reads a freed
+page. Requests that end, restart or are preempted need no message.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from kvpilot_runtime.config.retention import HeavyHitters
 KEPT, MASSES = "kvpilot_kept", "kvpilot_masses"
 
 EVERY = 32
-"""Number of steps between two measurements of sequences that decode. Chunks of prompts are always measured."""
+"""Decoding sequences are measured in one step of this many. Chunks of prompts are always measured."""
 
 Kept = tuple[np.ndarray, int]
-"""Held pages among a request's first n pages, int64 and ascending, and n. The request holds all pages after these."""
+"""Pages that a request still holds among its first n, int64 and ascending, and n. It holds all later pages too."""
 NOTHING: Kept = (np.zeros(0, np.int64), 0)
-"""Value for a request that has no freed pages."""
+"""Value for a request without freed pages."""
 Masses = tuple[str, tuple[int, ...], list[float]]
-"""Id of a request, its pages, and how much attention each had in a step."""
+"""Id of a request, its measured pages, and the mass of each in a step."""
 
 
 def lightest(
     bound: HeavyHitters, page: int, held: Sequence[int], masses: Mapping[int, float], computed: int
 ) -> list[int]:  # fmt: skip
-    """Return the pages between sinks and window to free before a sequence's next token, lightest first.
+    """Return the pages to free before a sequence's next token: the lightest, as many as exceed the budget.
 
-    These are the pages beyond the budget. Among pages of equal mass the earlier one comes first.
+    Pages of sinks and window are never freed. Of pages with equal mass, the earlier one comes first.
 
     Args:
-        page: tokens of a page. held: held pages of the sequence's `computed` tokens, ascending. masses: by page,
-            default 0.
+        page: tokens of a page. held: held pages of the sequence's `computed` tokens, ascending.
+        masses: mass by page; 0 if missing.
     """
     if (beyond := len(held) - bound.pages(page)) <= 0:
         return []
@@ -52,7 +52,7 @@ def lightest(
 
 @dataclass(frozen=True, kw_only=True)
 class HeavySpec(BoundedSpec):
-    """Spec of a layer whose sequences keep `budget` tokens, the heaviest pages between sinks and window among them."""
+    """Spec of a layer whose sequences keep `budget` tokens: sinks, window, and the heaviest pages between them."""
 
     budget: int
 
@@ -62,16 +62,16 @@ class HeavySpec(BoundedSpec):
         return HeavyHitters(self.sinks, self.sliding_window, self.budget)
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """Return the largest number of blocks of a request: the budget's and those in flight, at any alignment."""
+        """Return the largest number of blocks of a request: those of its budget, and of tokens in flight."""
         step = -(-max_in_flight_tokens // self.block_size) + 1
         return int(min(self.bound.pages(self.block_size) + step, -(-max_model_len // self.block_size)))
 
 
 class HeavyManager(BoundedManager):
-    """Manager that frees the lightest pages of a request above its budget.
+    """Manager that frees the lightest pages of a request beyond its budget.
 
     Attributes:
-        masses: measured masses of each request's pages. steps: number of steps announced to workers.
+        masses: masses so far, by request and page. steps: number of steps sent to workers.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -87,8 +87,7 @@ class HeavyManager(BoundedManager):
     ) -> tuple[tuple[list[Any], ...], int]:  # fmt: skip
         """Return the longest cached prefix within the budget.
 
-        No page in this prefix was computed after something had been freed, so every request would compute the same
-        page.
+        Pages within the budget were computed before any page was freed, so they are the same for every request.
         """
         size = kv_cache_spec.block_size
         cached: list[Any] = []
@@ -100,14 +99,14 @@ class HeavyManager(BoundedManager):
         return tuple([one[group] for one in cached] for group in range(len(kv_cache_group_ids))), len(cached) * size
 
     def weigh(self, masses: Masses) -> None:
-        """Add a worker's measurement. Ignore a request that holds nothing."""
+        """Add a worker's measurement. Ignore it if the request holds no pages any more."""
         request, pages, found = masses
         if request in self.req_to_blocks:
             for page, mass in zip(pages, found, strict=True):
                 self.masses[request][page] += mass
 
     def kept(self, request_id: str) -> Kept:
-        """Return the pages that a request holds among its first ones, and the number of these. Do not write to them."""
+        """Return the held pages of a request, as `Kept`. Do not write to them."""
         return self._kept.get(request_id, NOTHING)
 
     def remove_skipped_blocks(
@@ -144,9 +143,9 @@ def _manager(scheduler: Any) -> HeavyManager | None:
 
 
 def tell(scheduler: Any, output: Any) -> None:
-    """Attach to a step the held pages of its requests, by id, and the flag that single tokens are measured.
+    """Attach to a step the held pages of its requests, by id, and True if it measures single tokens.
 
-    All sequences that decode are measured in the same step, so that the other steps do not wait for masses.
+    All decoding sequences are measured in the same step, so that the other steps do not wait for masses.
     """
     if (manager := _manager(scheduler)) is None:
         return
@@ -156,7 +155,7 @@ def tell(scheduler: Any, output: Any) -> None:
 
 
 def hear(scheduler: Any, output: Any) -> None:
-    """Weigh pages by the workers' measurements in a step's results."""
+    """Add the workers' measurements in a step's results to the masses."""
     if (manager := _manager(scheduler)) is not None:
         for masses in getattr(output, MASSES, ()):
             manager.weigh(masses)

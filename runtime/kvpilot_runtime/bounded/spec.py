@@ -1,8 +1,8 @@
 """Bounded cache in vLLM's scheduler: pages between the sinks and the window return to the pool.
 
-Unpickling a `BoundedSpec` imports this module, which registers it. For admission and for the capacity in its metrics,
-vLLM treats the spec as a sliding window. Our manager also keeps the first pages. Workers must keep them too, because
-vLLM 0.33 clears block-table entries below a window.
+Unpickling a `BoundedSpec` imports this module, which registers it. vLLM treats the spec as a sliding window when it
+admits requests and computes capacity. Our manager also keeps the first pages. Workers must keep them too, although vLLM
+0.33 clears block-table entries below a window (`num_retained_tokens`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EVERY_TOKEN = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedSpec(SlidingWindowSpec):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """Spec of a layer whose sequences keep the first `sinks` tokens and the last `sliding_window`."""
+    """Spec of a layer whose sequences keep their first `sinks` and their last `sliding_window` tokens."""
 
     sinks: int
 
@@ -34,9 +34,7 @@ class BoundedSpec(SlidingWindowSpec):  # type: ignore[misc]  # mypy sees vLLM's 
 
     @property
     def num_retained_tokens(self) -> int:
-        """Number of first tokens whose block-table entries workers keep after a step (0.33). All, because the sinks
-        come first.
-        """
+        """Number of first tokens whose block-table entries vLLM 0.33 keeps in workers: all, to keep the sinks."""
         return EVERY_TOKEN
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
@@ -51,14 +49,14 @@ class BoundedSpec(SlidingWindowSpec):  # type: ignore[misc]  # mypy sees vLLM's 
 
 
 class BoundedManager(SingleTypeKVCacheManager):  # type: ignore[misc]
-    """Manager that frees pages that no later token attends to, and finds prefixes that the next token can use."""
+    """Manager that frees pages that no later token attends to, and finds cached prefixes without those pages."""
 
     @classmethod
     def find_longest_cache_hit(
         cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], block_pool: Any, kv_cache_spec: Any,
         *_: Any, **__: Any,
     ) -> tuple[tuple[list[Any], ...], int]:  # fmt: skip
-        """Return the longest prefix whose sinks and window are all cached."""
+        """Return the longest prefix whose sinks and window are cached."""
         size, bound = kv_cache_spec.block_size, kv_cache_spec.bound
         sinks = bound.sink_pages(size)
         cached: list[Any] = []
@@ -81,7 +79,7 @@ class BoundedManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any], *args: Any,
         apply_admission_cap: bool = False, **kwargs: Any,
     ) -> int:  # fmt: skip
-        """Return, for admission, how many blocks a request lacks of the largest number that it can hold."""
+        """Return how many blocks to allocate. For admission, count up to the most blocks that the request can hold."""
         if not apply_admission_cap or self.max_admission_blocks_per_request is None:
             return int(super().get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, *args, **kwargs))
         most = min(-(-num_tokens // self.block_size), self.max_admission_blocks_per_request)
@@ -97,7 +95,7 @@ class BoundedManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         self._remove_blocks_in_range(request_id, bound.sink_pages(size), first)
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Return 0: vLLM asks for the tokens skipped at a sequence's beginning, where our sinks keep their pages."""
+        """Return 0, because the skipped tokens are not at a sequence's beginning, where the sinks are."""
         return 0
 
 

@@ -1,1 +1,1 @@
-"""Static factors: fitted by `kvpilot calibrate`, or by an engine itself at start; the file that holds them."""
+"""Static factors, fitted by `kvpilot calibrate` or by an engine at start, and the file that holds them."""

@@ -1,10 +1,11 @@
 """Calibration of an engine without a calibration file, before its first request and its CUDA graphs.
 
 One step runs built-in text (`calibration.text`) through the model, as sequences at positions all over the served
-context. In this step every attention layer, with any KV dtype, attends to the step's own unquantized keys and values.
-The factors of our layers are fitted to these keys, values and queries (`kvpilot_kernels.fit.Observed`). Each
-tensor-parallel rank keeps the factors of its heads, and each pipeline stage those of its layers. The same model, text
-and number of ranks give the same factors.
+context. Every attention layer attends only to the step's own, unquantized keys and values. The factors of our layers
+are fitted to these keys, values and queries (`kvpilot_kernels.fit.Observed`).
+
+Each tensor-parallel rank keeps the factors of its heads, and each pipeline stage those of its layers. The same model,
+text and number of ranks give the same factors.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its 
 
 
 def calibrate(worker: Any, layers: dict[str, Any]) -> None:
-    """Set the factors of a loaded vLLM worker's layers, and report to log and metrics where they come from.
+    """Set the factors of a worker's layers after it has loaded the model, and report their source to log and metrics.
 
     Args:
-        layers: ours, by name.
+        worker: vLLM's worker. layers: our layers, by name.
+
+    Raises:
+        UnsupportedModelError: calibration fails, or is not possible and the dtype needs it.
     """
     config = worker.vllm_config
     if not any(of_all_ranks(len(layers))):
@@ -65,9 +69,9 @@ def calibrate(worker: Any, layers: dict[str, Any]) -> None:
 
 
 def token_ids(config: Any) -> tuple[list[int], str]:
-    """Return the step's tokens, as many as one chunk holds, and a word for metrics if the text is not fully usable.
+    """Return the step's token ids, as many as one chunk holds, and an empty string.
 
-    An engine without a tokenizer gets random token ids from a fixed seed.
+    Without a tokenizer, return random token ids from a fixed seed, and `RandomTokens` as a reason for metrics.
     """
     from vllm.tokenizers import cached_tokenizer_from_config
 
@@ -88,7 +92,7 @@ _REMEDY = f"give a file of `kvpilot calibrate` in {factors_file.VARIABLE}, or se
 
 
 def obstacle(config: Any, layers: dict[str, Any]) -> str:
-    """Return a word for metrics that says why this engine cannot calibrate itself. It is empty if it can."""
+    """Return the reason, one word for metrics, why this engine cannot calibrate itself; empty if it can."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -107,15 +111,15 @@ def obstacle(config: Any, layers: dict[str, Any]) -> str:
 
 @torch.inference_mode()
 def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[str, Observed]:
-    """Run the text through the model, and return each layer's statistics."""
+    """Run the tokens through the model, and return the statistics of each of our layers."""
     from vllm.forward_context import set_forward_context
 
     config, model, device = worker.vllm_config, worker.model_runner.get_model(), worker.device
-    drafting = any(layer.impl.drafting for layer in layers.values())  # must be read before stand-ins replace the layers
+    drafting = any(layer.impl.drafting for layer in layers.values())  # read this before stand-ins replace the layers
     seen = {name: Observed(layer.impl.num_kv_heads, layer.impl.head_size, device) for name, layer in layers.items()}
     ids = torch.tensor(tokens, device=device)
     plan = passes(len(tokens), config.model_config.max_model_len)
-    # tokens after the sequences each stand alone, at position 0
+    # each token after the sequences is a sequence of its own, at position 0
     positions = torch.zeros(len(tokens), dtype=torch.int64, device=device)
     in_sequences = torch.cat([torch.arange(first, first + length, device=device) for length, first in plan])
     positions[: len(in_sequences)] = in_sequences
@@ -138,7 +142,7 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
 
 
 def _forward(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> Any:
-    """Run this stage's part on the previous stage's output. Send its own output to the next stage, and return it."""
+    """Run this pipeline stage on the previous stage's output. Send its output to the next stage, and return it."""
     from vllm.distributed import get_pp_group, get_tp_group
     from vllm.sequence import IntermediateTensors
 
@@ -155,10 +159,10 @@ def _forward(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> Any:
 
 
 def _draft(drafter: compat.Drafter, ids: torch.Tensor, positions: torch.Tensor, found: Any) -> None:
-    """Run the text through the draft model, after the served model has returned `found` for it.
+    """Run the text through the draft model. `found` is the served model's output for the same text.
 
-    For each token a draft head reads the next token and the served model's state at the token. For the last token of a
-    sequence, the next token comes from the following sequence. This affects one token in hundreds.
+    For each token, a draft head reads the next token and the served model's hidden state. For a sequence's last token
+    this is the following sequence's first token. That is wrong for one token in hundreds, and does not matter.
     """
     if not drafter.reads_states:
         drafter.model(input_ids=ids, positions=positions, inputs_embeds=None)
@@ -172,10 +176,10 @@ def _draft(drafter: compat.Drafter, ids: torch.Tensor, positions: torch.Tensor, 
 
 
 def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> str:
-    """Set the layers' factors from the statistics of this rank's heads. Return an obstacle, or an empty string."""
+    """Fit and set the layers' factors for this rank's heads. Return an error message, or an empty string."""
     for name, layer in layers.items():
         if layer.impl.drafting and not seen[name].tokens:
-            continue  # of a model's MTP layers, vLLM runs only the first one
+            continue  # vLLM runs only the first of a model's MTP layers
         try:
             found = seen[name].factors()
         except ValueError as error:
@@ -188,7 +192,6 @@ def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> str:
 
 
 def _refuse_together(problem: str) -> None:
-    """Stop the start of every rank if one rank has a problem. Otherwise the others wait for it, and vLLM waits for
-    them."""
+    """Raise UnsupportedModelError on every rank if one rank has a problem. Otherwise the others would wait for it."""
     if told := next(filter(None, of_all_ranks(problem)), ""):
         raise UnsupportedModelError(told)

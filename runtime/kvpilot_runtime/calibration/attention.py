@@ -1,4 +1,4 @@
-"""Attention of the one step in which an engine calibrates itself: each sequence attends to itself and is recorded."""
+"""Attention in the step in which an engine calibrates itself: record each sequence, which attends to itself."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvpilot_kernels.fit import Observed
 from kvpilot_kernels.softmax import softmax
 
 _ROWS = 1024
-"""Number of queries that attend at once if scores or a mask are held in memory."""
+"""Number of queries that attend at once, to limit the memory of scores and masks."""
 
 
 class Chunk:
-    """Stand-in for a layer's attention. Each sequence of the chunk attends to itself, and its statistics are recorded.
+    """Stand-in for a layer's attention. Each sequence of the chunk attends to itself, and `seen` records it.
 
-    After the sequences of `lengths`, each further token is a sequence of its own.
+    The chunk's first tokens are sequences of `lengths` tokens. Each further token is a sequence of its own.
     """
 
     def __init__(self, impl: Any, sliding_window: int | None, seen: Observed | None, lengths: list[int]) -> None:
@@ -30,7 +30,7 @@ class Chunk:
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
         attn_metadata: None, output: torch.Tensor, output_scale: Any = None, output_block_scale: Any = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Attend with vLLM's signature: query [tokens, heads, D], key and value [tokens, kv_heads, D]."""
+        """Attend, with vLLM's signature. Query is [tokens, heads, D]; key and value are [tokens, kv_heads, D]."""
         how = self.scale, self.softcap, self.window, self.sinks
         out = output.view(query.shape)
         start = 0
@@ -63,8 +63,10 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
            window: int | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
     """Return causal attention of a sequence to itself, [tokens, heads, D]; key and value are [tokens, kv_heads, D].
 
-    `softcap`: 0, or scores become cap * tanh(score / cap). `window`: number of last tokens that a query sees, itself
-    among them; None for all. `sinks`: [heads], a logit of each head that takes weight and has no value; None without.
+    Args:
+        scale: factor on the scores. softcap: 0 for none, else scores become cap * tanh(score / cap).
+        window: number of last tokens that a query sees, itself included; None for all.
+        sinks: [heads], a logit per head that takes weight but has no value; None without sinks.
     """
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     if not softcap and window is None and sinks is None:
@@ -89,7 +91,7 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
 
 @contextmanager
 def attending_to_itself(config: Any, seen: dict[str, Observed], lengths: list[int]) -> Iterator[None]:
-    """Replace the attention of every layer for one pass."""
+    """Replace the attention of every layer by a `Chunk` within the context, and restore it afterwards."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
 

@@ -1,8 +1,8 @@
 """`kvpilot calibrate MODEL --prompts FILE`: fit static factors to a model and write them to a calibration file.
 
 Calibration sequences must be as long as the contexts that will be served. RoPE rotates a channel's mean with the
-position, so a mean from short texts is wrong, and even harmful, far beyond their length. Part of the text is held out
-to compare the factors with those that an engine finds by itself (`held_out`).
+position, so a mean from short texts is harmful at positions far beyond their length. Part of the text is held out, to
+compare the factors with those that an engine finds by itself (`held_out`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvpilot_runtime.calibration.fitting import CalibrateError
 from kvpilot_runtime.calibration.text import LONGEST, beginnings, lone, text_ids
 
 DTYPE = "k4v4"
-"""Default KV-cache dtype whose recent window the factors are fitted for."""
+"""Default KV-cache dtype. Factors are fitted for its recent window."""
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -53,11 +53,10 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def sequences(tokenizer: Any, texts: list[str], length: int, limit: int) -> list[torch.Tensor]:
-    """Return token ids, int64 [up to length] each. Long texts are cut, and all pieces together have at most `limit`
-    tokens.
+    """Cut texts into sequences of token ids, int64 [up to length] each, with at most `limit` tokens in all.
 
-    Every piece starts like a prompt, with the tokenizer's first special token if it has one. The first token is an
-    attention sink, and the factors must fit it too.
+    Every sequence starts like a prompt, with the tokenizer's first special token if it has one, because the first token
+    is an attention sink.
     """
     pieces: list[torch.Tensor] = []
     for text in texts:
@@ -126,7 +125,12 @@ def run(
     """Calibrate the model in a folder, write the file, print the gain, and return the file's path.
 
     Args:
-        dtype: of the KV cache that will be served. recent: tokens of its recent window, None for its default.
+        output: path of the file; None for the model's folder.
+        length: tokens of a sequence. tokens: largest number of tokens of all sequences.
+        dtype: KV-cache dtype that will be served. recent: tokens of its recent window, None for its default.
+
+    Raises:
+        CalibrateError: the model, the prompts or an option cannot be used.
     """
     if length < 2 or tokens < length:
         raise CalibrateError(f"--length {length} and --tokens {tokens} leave no sequence; use at least 2 and --length")
@@ -166,7 +170,7 @@ def run(
 
 
 def split(tokenizer: Any, texts: list[str], length: int, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the sequences to fit, and the held-out ones: those of the text after `tokens`, or the last sequence."""
+    """Return the sequences to fit, and those held out: from the text after `tokens`, or else the last sequence."""
     pieces = sequences(tokenizer, texts, length, tokens)
     kept_back = sequences(tokenizer, texts, length, tokens + length)[len(pieces) :]
     if not kept_back and len(pieces) > 1:
@@ -184,10 +188,10 @@ def gain(
     facts: ModelFacts,
     read: int,
 ) -> str:
-    """Return a line that compares the gain of the factors with that of an engine's own factors, on held-out text.
+    """Return a line with the damage on held-out text: with these factors, with an engine's own, and without factors.
 
     Args:
-        read: largest number of tokens of the built-in text that such an engine reads.
+        read: largest number of tokens of the built-in text for an engine's own factors.
     """
     if not kept_back:
         return "no text was left to judge the factors by; give more than one sequence"

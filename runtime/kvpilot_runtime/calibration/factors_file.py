@@ -2,7 +2,7 @@
 
 A file is safetensors with the float32 tensors `layers.{i}.key_mean`, `.key_scale`, `.value_mean`, `.value_scale` and
 `.key_first`, each [kv_heads, head_dim]. Keys are after RoPE, as the cache stores them. The metadata identifies the
-model. A file of another model would give wrong answers without an error, so it is refused.
+model, and `load` refuses a file of another model, which would give wrong answers without an error.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _NOT_IDENTITY = {
     "_name_or_path", "architectures", "attn_implementation", "dtype", "torch_dtype", "transformers_version",
     "use_cache", "quantization_config",
 }  # fmt: skip
-"""Keys of a config.json that do not affect keys and values, so copies of a model may differ in them."""
+"""Fields of config.json that do not affect keys and values. Copies of a model may differ in them."""
 
 
 class CalibrationError(EngineRefusedError):
-    """Refusal of a calibration file, at `path`; the message names field, value and remedy."""
+    """Refusal of the calibration file at `path`. The message names field, value and remedy."""
 
     def __init__(self, path: Path, what: str, remedy: str) -> None:
         self.path = path
@@ -53,9 +53,9 @@ class ModelFacts:
     """Properties that tie a calibration file to a model.
 
     Attributes:
-        layers, kv_heads, head_dim: sizes.
-        rope: the parameters of the rotary embedding, as JSON with sorted keys.
-        config_sha256: hash of config.json without the keys that do not affect keys and values.
+        layers, kv_heads, head_dim: number of layers, KV heads of a layer, elements of a head.
+        rope: parameters of the rotary embedding, as JSON with sorted keys.
+        config_sha256: hash of config.json without the fields that do not affect the KV cache.
     """
 
     layers: int
@@ -66,10 +66,10 @@ class ModelFacts:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelFacts:
-        """Read the facts from a config.json (of the language model, if that is nested).
+        """Read the facts from a config.json, from its nested text config if there is one.
 
         Raises:
-            ValueError: it is not a decoder's.
+            ValueError: it does not describe a decoder.
         """
         found = models.read(config)  # fills a missing size with its class's default
         text = config.get("text_config")
@@ -91,14 +91,14 @@ class ModelFacts:
         """Read the facts of the model in `folder`.
 
         Raises:
-            OSError, ValueError: no readable config.json with a decoder's sizes.
+            OSError, ValueError: config.json cannot be read, or does not describe a decoder.
         """
         return cls.of(json.loads((folder / "config.json").read_text()))
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Factors of all layers, in their order."""
+    """Factors of all layers, in order."""
 
     layers: tuple[Factors, ...]
 
@@ -115,10 +115,10 @@ class Calibration:
         return self.layers[int(found[1])]
 
     def shard(self, rank: int, size: int) -> Calibration:
-        """Return the KV heads of tensor-parallel rank `rank` of `size`. Ranks beyond the number of KV heads get copies.
+        """Return the factors of one tensor-parallel rank's KV heads. With more ranks than heads, ranks share heads.
 
         Raises:
-            ValueError: heads and ranks do not divide each other, or the rank does not exist.
+            ValueError: neither number divides the other, or the rank does not exist.
         """
         heads = self.layers[0].key_mean.shape[0]
         if not 0 <= rank < size or (heads % size and size % heads):
@@ -144,26 +144,22 @@ def save(path: Path, layers: list[Factors], facts: ModelFacts) -> None:
 
 
 def asked() -> bool:
-    """Return True if the environment names factors, or says to use none."""
+    """Return True if the environment names a file, or is `off`."""
     return bool(os.environ.get(VARIABLE))
 
 
 def turned_off() -> bool:
-    """Return True if the environment says to serve without factors."""
+    """Return True if the environment turns factors off."""
     return os.environ.get(VARIABLE) == OFF
 
 
 def from_environment(facts: ModelFacts) -> Calibration | None:
-    """Load the file that `KVPILOT_CALIBRATION` names; return None if it names none.
-
-    Raises:
-        CalibrationError: in the same cases as `load`.
-    """
+    """Load the file that `KVPILOT_CALIBRATION` names, or return None. Raise CalibrationError as `load` does."""
     return load(Path(os.environ[VARIABLE]), facts) if asked() and not turned_off() else None
 
 
 def digest(layers: Sequence[Factors]) -> str:
-    """Return a hash of factors, in hexadecimal; equal factors have equal hashes."""
+    """Return a hash of factors, 16 hexadecimal digits."""
     found = hashlib.sha256()
     for factors in layers:
         for name in _NAMES:
@@ -172,7 +168,7 @@ def digest(layers: Sequence[Factors]) -> str:
 
 
 def join_digests(digests: Sequence[str]) -> str:
-    """Return one hash of the factors' hashes of several ranks, in rank order."""
+    """Return one hash for several ranks' hashes, in rank order."""
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
 
 
@@ -180,8 +176,8 @@ def load(path: Path, facts: ModelFacts) -> Calibration:
     """Read a calibration file for the model of `facts`.
 
     Raises:
-        CalibrationError: no such file, not a calibration file, another version, a file for another model, a missing
-            layer, a wrong shape or dtype, a number that is not finite, or a scale that is not positive.
+        CalibrationError: there is no such file, it is for another model or version, or it is damaged: a missing layer,
+            a wrong shape or dtype, a number that is not finite, or a scale that is not positive.
     """
     again = "run `kvpilot calibrate` with the model that is served"
     if not path.is_file():
@@ -206,7 +202,7 @@ def load(path: Path, facts: ModelFacts) -> Calibration:
 
 
 def _checked(path: Path, tensors: dict[str, torch.Tensor], layer: int, shape: tuple[int, int]) -> list[torch.Tensor]:
-    """Return the tensors of one layer."""
+    """Return the tensors of one layer; raise CalibrationError if one is missing or wrong."""
     found = []
     for name in _NAMES:
         key = f"layers.{layer}.{name}"

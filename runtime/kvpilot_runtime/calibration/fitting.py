@@ -1,9 +1,9 @@
 """Static factors of a whole model, fitted to texts.
 
-The model runs forwards and backwards over each text once. At each layer it yields keys (after RoPE), values, and the
-gradients of the log-likelihood with respect to both. The next tokens of the likelihood are drawn from the model itself.
-`kvpilot_kernels.fit` turns the sums of all these (moments) into factors. Queries read the recent window at 8 bits, so
-they contribute no gradient for keys and values inside it.
+The model runs forwards and backwards over each text once. Each layer yields keys (after RoPE), values, and the
+gradients of the log-likelihood with respect to both. The model itself draws the next tokens of this likelihood.
+`kvpilot_kernels.fit` turns sums of these (moments) into factors. A query reads the recent window at 8 bits, so it
+contributes no gradient for keys and values inside its window.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 
 
 class CalibrateError(ValueError):
-    """Refusal of a model or prompts that cannot be calibrated; the message has the fault and the remedy."""
+    """Refusal of a model or prompts that cannot be used. The message names the fault and the remedy."""
 
 
 def fit_model(
@@ -37,11 +37,12 @@ def fit_model(
 ) -> list[Factors]:  # fmt: skip
     """Return the factors of every layer of a transformers causal language model.
 
-    It was loaded with `attn_implementation` of `hook()`. Layers without attention get neutral factors.
+    Layers that are not calibrated get factors that change nothing.
 
     Args:
-        pieces: token ids, int64 [tokens] each. first: token ids, int64 [n], that prompts begin with.
-        recent: tokens of the window that will be served.
+        model: loaded with `attn_implementation=hook()`.
+        pieces: token ids, int64 [tokens] each. first: possible first tokens of prompts, int64 [n].
+        recent: tokens of the recent window that will be served.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -67,13 +68,13 @@ def fit_model(
 
 
 def hook() -> str:
-    """Register and return the name to load a model with, so that its attention can be recorded."""
+    """Register our attention with transformers, and return the name to load a model with."""
     AttentionInterface.register(_HOOK, held_out.exact)
     return _HOOK
 
 
 def _backward(model: Any, piece: torch.Tensor, draw: torch.Generator) -> None:
-    """Compute gradients of the log-likelihood of next tokens that the model itself draws."""
+    """Compute gradients of the log-likelihood of next tokens, which the model itself draws."""
     table = model.get_input_embeddings()
     inputs = table(piece[None].to(table.weight.device)).detach().requires_grad_()
     states = model.get_decoder()(inputs_embeds=inputs, use_cache=False).last_hidden_state[0]
@@ -92,7 +93,7 @@ def _chunks(states: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class _Recorder:
-    """Recorder of a pass's keys and values, until their gradients are known."""
+    """Recorder that keeps a pass's keys and values until their gradients are known, and sums up moments."""
 
     def __init__(self, facts: ModelFacts, recent: int) -> None:
         self._facts, self._recent = facts, recent

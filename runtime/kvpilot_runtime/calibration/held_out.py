@@ -1,6 +1,4 @@
-"""Effect of factors: the error of a quantized cache in a transformers model, on text that the factors were not fitted
-to.
-"""
+"""Measurement of the damage by a quantized cache, in a transformers model, on text that was held out of the fit."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ _CHUNK = 256  # tokens whose logits are in memory at once
 
 @dataclass(frozen=True)
 class Attention:
-    """Parameters of a layer's attention: scale and cap of the scores (cap 0 for none), and sliding window (None for
-    none).
-    """
+    """Parameters of a layer's attention: scale, cap of scores (0 for none), and sliding window (None for none)."""
 
     scale: float
     softcap: float
@@ -41,7 +37,7 @@ class Attention:
 def exact(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attend in the model's own dtype: sequences of one length, [sequences, heads, tokens, D]."""
+    """Attend without quantization, with transformers' signature. The query is [sequences, heads, tokens, D]."""
     how, fresh = Attention.of(module, options), (key, value)
     out = windowed(
         query, fresh, fresh, how.scale, 0, softcap=how.softcap, sliding_window=how.sliding_window
@@ -50,7 +46,7 @@ def exact(
 
 
 def first_keys(model: Any, hook: str, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return the keys of `tokens`, int64 [n], each token alone at position 0: one tensor [n, kv_heads, D] per layer."""
+    """Return the keys of `tokens`, int64 [n], each alone at position 0: by layer, [n, kv_heads, D]."""
     seen: dict[int, torch.Tensor] = {}
 
     def attend(
@@ -66,7 +62,10 @@ def first_keys(model: Any, hook: str, tokens: torch.Tensor) -> dict[int, torch.T
 
 
 def self_calibrated(model: Any, hook: str, tokens: torch.Tensor, context: int) -> dict[int, Factors]:
-    """Return the factors that an engine for `context` tokens finds at start, from `tokens` of the built-in text."""
+    """Return, by layer, the factors that an engine finds at start for a context of `context` tokens.
+
+    `tokens` are token ids of the built-in text, int64 [tokens].
+    """
     seen: dict[int, Observed] = {}
 
     def attend(
@@ -96,13 +95,13 @@ def self_calibrated(model: Any, hook: str, tokens: torch.Tensor, context: int) -
 def damage(
     model: Any, hook: str, pieces: Sequence[torch.Tensor], dtype: str, factors: dict[int, Factors], recent: int
 ) -> float:
-    """Return the mean KL divergence (nats x 1000) of a cache in `dtype`, with a recent window, from the unquantized
-    model.
+    """Return the mean KL divergence per token (nats x 1000) of a quantized cache from the unquantized model.
 
-    Every token is a decode step.
+    Every token counts as a decode step.
 
     Args:
-        pieces: token ids, int64 [tokens] each. factors: by layer; a layer without factors stays in 16 bits.
+        pieces: token ids, int64 [tokens] each. recent: tokens of the recent window.
+        factors: by layer; a layer without factors is not quantized.
     """
     fmt = formats.parse(dtype)
 

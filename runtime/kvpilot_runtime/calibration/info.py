@@ -37,14 +37,14 @@ WEIGHTS_CHANGED = "WeightsChanged"
 
 
 def settle(impls: Iterable[Any], outcome: Outcome) -> None:
-    """Set the result of the calibration in an engine's layers, and report it to log and metrics."""
+    """Store an engine's result in its layers, and report it to log and metrics."""
     for impl in impls:
         impl.calibrated = outcome
     report(outcome)
 
 
 def outdate(impls: list[Any]) -> None:
-    """Report to log and metrics if weights were replaced after the factors were fitted.
+    """Report to log and metrics that weights were replaced after the factors were fitted, if they were fitted.
 
     The factors stay, because pages in the prefix cache can be read only with them.
     """

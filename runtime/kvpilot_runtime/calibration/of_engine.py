@@ -1,4 +1,4 @@
-"""Factors of the engine in this process: this rank's share of a calibration file, and a hash over all ranks."""
+"""Factors of this process's engine: this rank's share of a calibration file, and a hash over all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def calibration_of(vllm_config: Any) -> factors_file.Calibration | None:
     """Load the file that `KVPILOT_CALIBRATION` names for the model being loaded; return None if it names none.
 
     Raises:
-        CalibrationError: the file is damaged or belongs to another model.
+        CalibrationError: the file is missing, damaged or of another model.
         ValueError: the ranks cannot share the KV heads.
     """
     if not factors_file.asked() or factors_file.turned_off():
@@ -40,7 +40,7 @@ def _read(model: str, revision: str | None, rank: int, size: int) -> factors_fil
 
 def factors_hash(layers: dict[str, Any], device: torch.device) -> str:
     """Return a hash of the factors of all layers and ranks; every rank must call this."""
-    # leave out draft models: their factors do not change answers
+    # Leave out draft models, because their factors do not change answers.
     own = (layer for layer in layers.values() if not layer.impl.drafting)
     every = of_all_ranks(factors_file.digest([layer.impl.factors(layer, device) for layer in own]))
     return every[0] if len(every) == 1 else factors_file.join_digests(every)

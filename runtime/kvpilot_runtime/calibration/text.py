@@ -1,6 +1,6 @@
 """Built-in calibration text, and the sequences that an engine makes of it. This module does not import vLLM.
 
-`text.txt` holds prose, code, tables, chats and several scripts.
+`text.txt` has prose, code, tables, chats and several writing systems.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ TEXT = Path(__file__).with_name("text.txt")
 _SEPARATOR = "\n%%\n"
 
 LONGEST = 8192
-"""Largest number of tokens to read. A quarter of it gave the same factors within noise."""
+"""Largest number of tokens to read. A quarter of it gave about the same factors."""
 
 SHORTEST = 128
-"""Smallest number of tokens to read. With fewer, hardly any query is far from the keys that it reads."""
+"""Smallest number of tokens to read. With fewer, hardly any query is outside the recent window of a key."""
 
 _LOG_FROM = 1024
-"""Position from which every doubling of the context gets equal weight. Lower positions get about equal weight each."""
+"""Position from which starts are spread logarithmically over the context. Below it they are spread evenly."""
 
 _SHORT = 4
 """Number of sequences that share the second half of the tokens."""
 
 _LONE, _LONE_SHARE = 64, 16
-"""Largest number of tokens that each stand alone at position 0, and the largest share: one token in `_LONE_SHARE`."""
+"""Limits on the tokens that are read alone at position 0: their number, and their share, one in `_LONE_SHARE`."""
 
 
 class NoTokensError(ValueError):
@@ -33,9 +33,9 @@ class NoTokensError(ValueError):
 
 
 def text_ids(tokenizer: Any, length: int) -> list[int]:
-    """Return `length` tokens of the built-in text, which begin like a prompt. A shorter text is repeated.
+    """Return `length` token ids of the built-in text, which begin like a prompt. Repeat the text if it is too short.
 
-    The last `lone(length)` tokens are possible first tokens of a prompt: the tokenizer's first special token, or any.
+    The last `lone(length)` of them are possible first tokens of a prompt, from `beginnings`.
     """
     ids: list[int] = []
     while len(ids) < length:
@@ -49,24 +49,23 @@ def text_ids(tokenizer: Any, length: int) -> list[int]:
 
 
 def beginnings(tokenizer: Any, ids: Sequence[int], count: int) -> list[int]:
-    """Return `count` tokens that may begin a prompt like `ids`, a text with the tokenizer's special tokens."""
+    """Return `count` possible first tokens of a prompt: the tokenizer's first special token, else tokens of `ids`."""
     if tokenizer.encode("a", add_special_tokens=True)[:1] != tokenizer.encode("a", add_special_tokens=False)[:1]:
         return [ids[0]] * count
     return [ids[i * len(ids) // count] for i in range(count)]
 
 
 def lone(tokens: int) -> int:
-    """Return how many of the last `tokens` are read alone at position 0. They give the mean of the first key."""
+    """Return how many of `tokens`, at their end, are read alone at position 0. They give the mean of the first key."""
     return min(_LONE, tokens // _LONE_SHARE)
 
 
 def passes(tokens: int, context: int) -> list[tuple[int, int]]:
-    """Return the sequences to read, as (tokens, position of the first), for all of `tokens` but the last `lone`.
+    """Return the sequences to read, as (tokens, position of the first one). The last `lone` tokens are in none.
 
-    RoPE rotates a channel's mean with the position, and one static mean has to serve all positions of the context. So
-    only half of the text is one sequence from position 0, in which queries also see distant tokens. The rest is four
-    sequences that begin at positions all over the context. Attention depends only on distances, so these positions do
-    not change it.
+    RoPE rotates a channel's mean with the position, and one static mean must serve all positions of the context. So
+    half of the text is one sequence from position 0, in which queries also see distant tokens. The other half is four
+    sequences that begin at positions all over the context. Attention depends only on distances, so it stays right.
 
     Args:
         context: number of served positions, at least `tokens`.

@@ -1,1 +1,1 @@
-"""Settings of an engine and their limits with our dtypes, read without vLLM."""
+"""Settings of an engine, and the limits that our dtypes put on them, without importing vLLM."""

@@ -1,7 +1,7 @@
 """vLLM's connectors that may carry our pages between engines, and their supported configurations.
 
-The bytes of a page can be read only with the factors that they were quantized with. So we replace each connector by a
-class of ours. It lets pages travel only between engines that agree on their terms (`transfer.terms`).
+A page can be read only with the factors that it was quantized with. So a class of ours replaces each connector, and
+lets pages travel only between engines that agree on their terms (`transfer.terms`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvpilot_runtime.vllm_api import compat
 
 @dataclass(frozen=True)
 class Connector:
-    """Connector, and those of its configurations that our dtypes support.
+    """Connector of vLLM, and the configurations of it that our dtypes support.
 
     Attributes:
-        name: vLLM's name. package: the package that it imports. release: the only release that was run; None for any.
+        name: vLLM's name. package: the package that it imports.
         ours: import path of our class that replaces it.
         extra: allowed keys of `kv_connector_extra_config`, with allowed values; None for any value.
-        needed: required keys, with their values. sends_alone: True if a `kv_producer` only sends.
-        layouts: supported layouts of the KV cache.
+        needed: required keys, with their values. release: required release of the package; None for any.
+        sends_alone: True if a `kv_producer` only sends. layouts: supported layouts of the KV cache.
     """
 
     name: str
@@ -60,7 +60,7 @@ LMCACHE = Connector(
 )  # fmt: skip
 
 SERVED = {one.name: one for one in (NIXL, LMCACHE)}
-"""Supported connectors by name, those of `rules.CONNECTORS`."""
+"""Supported connectors by name, the same as in `rules.CONNECTORS`."""
 
 LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 """Environment variable of vLLM with the layout of the KV cache."""
@@ -70,7 +70,7 @@ _MISSING = object()
 
 
 def unsupported(transfer: Mapping[str, Any], device: str) -> str | None:
-    """Name the part of a supported connector's configuration that our dtypes do not support; None for none.
+    """Name the part of a connector's configuration that our dtypes do not support, or return None.
 
     Args:
         transfer: fields of vLLM's `KVTransferConfig`. device: `cuda` or `cpu`.
@@ -94,7 +94,7 @@ def unsupported(transfer: Mapping[str, Any], device: str) -> str | None:
 
 
 def beside(config: Any) -> str | None:
-    """Name the part of vLLM's configuration that is not supported together with the connector; None for none."""
+    """Name the part of vLLM's configuration that does not work with its connector, or return None."""
     connector = SERVED[config.kv_transfer_config.kv_connector]
     if compat.lacks_for_pinned():
         return f"{connector.name} of vllm {compat.version_text()}"
@@ -109,13 +109,13 @@ def beside(config: Any) -> str | None:
 
 
 def misplaced(connector: str, layout: str | None) -> str | None:
-    """Name the layout if a connector is known not to support it; None otherwise."""
+    """Name the layout of the KV cache if the connector does not support it, or return None."""
     wrong = layout in compat.BLOCK_OUTERMOST and layout not in SERVED[connector].layouts
     return f"{connector} beside {LAYOUT}={layout}" if wrong else None
 
 
 def other_release(connector: Connector) -> str | None:
-    """Return the installed release of a connector's package if another one is required; None otherwise."""
+    """Return the installed release of a connector's package if it is not the required one, or None."""
     try:
         found = importlib.metadata.version(connector.package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,9 +1,9 @@
 """Offloading of the KV cache to host memory (`--kv-offloading-size`), as far as our dtypes support it.
 
-The bytes of a page can be read only with the factors that they were quantized with. vLLM's host-memory tier belongs to
-one engine and ends with it, and an engine fixes its factors before it makes its KV cache. So a page that returns from
-the tier always meets its own factors. Connectors between engines are supported if `connectors` lists them. All others
-identify pages without their factors, and are refused.
+A page can be read only with the factors that it was quantized with. vLLM's host-memory tier belongs to one engine,
+which fixes its factors before it makes its KV cache. So a page that returns from the tier meets the same factors.
+Connectors between engines are supported if `connectors` lists them. Others are refused, because they identify pages
+without their factors.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from kvpilot_runtime.config import connectors
 CONNECTOR, TIER = "OffloadingConnector", "CPUOffloadingSpec"
 
 DISK, DISK_MODULE, DISK_TIER = "DiskOffloadingSpec", "kvpilot_runtime.transfer.disk_spec", "disk"
-"""vLLM's names for host memory with our file below it, and for that file alone. vLLM's metrics use them as labels."""
+"""vLLM's names of host memory with our file below it (class, module), and of the file's tier. They label metrics."""
 
 FROM_HOST = "kvpilot_from_host"
-"""Key of a request's `kv_transfer_params`. If it is true, the prompt is loaded from the tier, not from the GPU's pages.
+"""Key of a request's `kv_transfer_params`. If true, the prompt is loaded from host memory, not from the GPU's pages.
 
-The operator's probes set it to judge pages that were offloaded.
+The operator's probes set it to check pages that were offloaded.
 """
 
 
 def unsupported(transfer: Any, device: str) -> str | None:
-    """Name the part of a vLLM `KVTransferConfig` that our dtypes do not support; None for none.
+    """Name the part of a vLLM `KVTransferConfig` that our dtypes do not support, or return None.
 
     Args:
         device: `cuda` or `cpu`.
@@ -49,7 +49,7 @@ def unsupported(transfer: Any, device: str) -> str | None:
 def below_host(path: str, size: int) -> dict[str, Any]:
     """Return vLLM's `KVTransferConfig` for a file of at most `size` bytes in the folder `path`, below host memory.
 
-    `--kv-offloading-size` sets the host memory above it.
+    `--kv-offloading-size` sets the size of the host memory.
     """
     file = {"type": DISK_TIER, "path": path, "size_bytes": size}
     extra = {"spec_name": DISK, "spec_module_path": DISK_MODULE, "secondary_tiers": [file]}

@@ -1,4 +1,4 @@
-"""Arguments of kvpilot-serve that matter for our dtypes, by the rules of `kvpilot_formats.arguments`."""
+"""Arguments of kvpilot-serve that our dtypes support or refuse, by the rules of `kvpilot_formats.arguments`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ DISK_PATH, DISK_SIZE = "--kv-offloading-disk-path", "--kv-offloading-disk-size"
 SERVE = "KVPILOT_SERVE"
 """Environment variable that `kvpilot-serve` sets for its engine, with every dtype.
 
-The engine then accepts requests for offloaded pages (`offload.FROM_HOST`). It finishes waiting requests when it drains.
+The engine then serves requests for offloaded pages (`offload.FROM_HOST`), and finishes waiting requests when it drains.
 """
 WORKSPACE_SHARE = 200
-"""Divisor of an engine's GPU memory. The result is the size of the workspace into which prefill reads context."""
+"""Share of an engine's GPU memory, one part in this many, for the workspace into which prefill reads context."""
 SLIDING = "sliding_window"
 """Value of `--kv-cache-dtype-skip-layers` for all layers with a sliding window."""
 
 
 def refused(arguments: Sequence[str], environment: Mapping[str, str], device: str) -> tuple[str, str] | None:
-    """Return the first option or variable that our dtypes do not support, and its name in words; None for none.
+    """Return the first option or variable that our dtypes do not support, with the feature's name, or None.
 
     Args:
         device: `cuda` or `cpu`.

@@ -1,11 +1,11 @@
-"""Bounded caches: which tokens of a sequence stay in the cache, by kvpilot-serve's options and an engine's environment.
+"""Bounded caches: the policies that choose the tokens of a sequence that stay in the cache.
 
-`SinksAndWindow` (StreamingLLM) keeps the first pages of a sequence and the pages of its last tokens. A token at a given
-position attends to the first `sink_pages`, and to all pages from `first_page` up to its own. Only the position matters,
-so chunks, preemption and prefix hits do not change answers.
+`SinksAndWindow` (StreamingLLM) keeps the first pages of a sequence and the pages of its last tokens. A token attends to
+the first `sink_pages`, and to all pages from `first_page` up to its own. Only its position matters, so chunks,
+preemption and prefix hits do not change answers.
 
-`HeavyHitters` (H2O) also keeps the pages between these that have received most attention so far. Each step chooses
-them, so chunks, preemption and prefix hits can change answers.
+`HeavyHitters` (H2O) also keeps the pages in between that have received most attention so far. Each step chooses them,
+so chunks, preemption and prefix hits can change answers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ALL, SINKS_AND_WINDOW, HEAVY_HITTERS = "All", "SinksAndWindow", "HeavyHitters"
 POLICIES = (ALL, SINKS_AND_WINDOW, HEAVY_HITTERS)
 
 VARIABLE = "KVPILOT_RETENTION"
-"""Environment variable of the engine's processes, such as `SinksAndWindow:4:1024` or `HeavyHitters:4:1024:4096`.
+"""Environment variable of the engine's processes: POLICY:SINKS:WINDOW[:BUDGET], such as `SinksAndWindow:4:1024`.
 
 If it is unset or empty, the cache keeps all tokens.
 """
 
 SINKS = 4
-"""Default number of sinks for heavy hitters. The default window is half of the budget, as in H2O."""
+"""Default number of sink tokens for heavy hitters. The default window is half of the budget, as in H2O."""
 
 INFO = WorkerInfo(
     "kvpilot_retention_info", "Tokens of a sequence that the KV cache keeps; absent if it keeps all.",
@@ -38,7 +38,7 @@ INFO = WorkerInfo(
 class SinksAndWindow:
     """Bound that keeps at least the first `sinks` tokens of a sequence and its last `window`, in whole pages.
 
-    Both are 1 or more. The first page is always kept, so a table of kept pages begins with the sequence's first token.
+    Both are at least 1. So the first page is always kept, and a table of kept pages begins with it.
     """
 
     sinks: int
@@ -57,7 +57,7 @@ class SinksAndWindow:
 
     @property
     def reach(self) -> int:
-        """Number of tokens up to which a sequence keeps all its pages."""
+        """Largest length in tokens at which a sequence keeps all its pages."""
         return self.window
 
     @property
@@ -72,7 +72,7 @@ class SinksAndWindow:
 
 @dataclass(frozen=True)
 class HeavyHitters(SinksAndWindow):
-    """Bound of sinks, a window and the heaviest pages between them: at most `budget` tokens before each step."""
+    """Bound that keeps sinks, a window and the heaviest pages between them: at most `budget` tokens before a step."""
 
     budget: int
 
@@ -81,7 +81,7 @@ class HeavyHitters(SinksAndWindow):
 
     @property
     def reach(self) -> int:
-        """Number of tokens up to which a sequence keeps all its pages."""
+        """Largest length in tokens at which a sequence keeps all its pages."""
         return self.budget
 
     @property
@@ -94,9 +94,7 @@ class HeavyHitters(SinksAndWindow):
         return self.budget // page
 
     def least(self, page: int) -> int:
-        """Return the smallest budget that has room for the sinks, the window at any alignment, and one page between
-        them.
-        """
+        """Return the smallest budget with room for the sinks, the window at any alignment, and one page between."""
         return (self.sink_pages(page) + -(-(self.window + page - 2) // page) + 1) * page
 
     def kept(self, page: int) -> int:
@@ -107,7 +105,7 @@ class HeavyHitters(SinksAndWindow):
 def parse(
     policy: str | None, sinks: int | None, window: int | None, budget: int | None = None
 ) -> SinksAndWindow | None:
-    """Return the bound that kvpilot-serve's options name, or else the environment's bound. None keeps all tokens."""
+    """Return the options' bound, else the environment's; None keeps all tokens. Raise PreflightError if it is wrong."""
 
     def refuse(message: str) -> PreflightError:
         return PreflightError("BadArguments", message)
@@ -148,7 +146,7 @@ def parse(
 
 
 def asked() -> SinksAndWindow | None:
-    """Return the bound that the environment names; None keeps all tokens."""
+    """Return the environment's bound; None keeps all tokens. Raise UnsupportedModelError if it cannot be read."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return None
@@ -166,7 +164,7 @@ def asked() -> SinksAndWindow | None:
 
 
 def report(bound: SinksAndWindow, page: int) -> None:
-    """Report a worker's bound, in pages of `page` tokens, to metrics."""
+    """Report a worker's bound to metrics. `page`: tokens of a page."""
     INFO.report(
         {"policy": str(bound).partition(":")[0], "sink_tokens": str(bound.sinks), "window_tokens": str(bound.window),
          "budget_tokens": str(bound.budget) if isinstance(bound, HeavyHitters) else "", "page_tokens": str(page)}

@@ -1,1 +1,1 @@
-"""Metrics that kvpilot adds to those of vLLM."""
+"""Metrics that kvpilot adds to vLLM's metrics."""

@@ -13,7 +13,7 @@ import os
 from kvpilot_formats.models import Architecture
 
 VARIABLE = "KVPILOT_MODEL_INFO"
-"""Environment variable that kvpilot-serve sets for the process that it becomes."""
+"""Environment variable with the gauge's labels in JSON, which kvpilot-serve sets for the vLLM that it becomes."""
 
 NAME = "kvpilot_model_info"
 _LABELS = ("head_dim", "kv_heads", "layers", "window_layers", "mla")
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 def encode(config: Architecture) -> str:
     """Return the variable's value: the gauge's labels in JSON.
 
-    Heads are those of the whole model, not of one rank. Layers are those with their own KV cache.
+    KV heads are those of the whole model, not of one rank. Only layers with their own KV cache count.
     """
     labels = {
         "head_dim": config.head_dim,
@@ -37,11 +37,10 @@ def encode(config: Architecture) -> str:
 
 
 def publish() -> bool:
-    """Register the gauge in this process's Prometheus registry, once, if the variable is set.
+    """Register the gauge in this process's Prometheus registry, once, if the variable is set. Return True if so.
 
     vLLM serves the registry of its API server. With several API servers, all processes write metrics to a folder, and
-    each server serves them; "mostrecent" merges their equal series. If the value is unreadable, log it and leave the
-    gauge out.
+    "mostrecent" merges their equal series. If the value cannot be read, log it and leave the gauge out.
     """
     from prometheus_client import REGISTRY, Gauge
 

@@ -1,7 +1,7 @@
 """Gauges with the constant value 1 on the engine's /metrics, whose labels come from a worker.
 
-A worker writes the labels to a file, and the API server reads them. vLLM's first process puts the file's path into the
-environment of the other processes.
+A worker writes the labels to a file, and the API server reads them. The file's path is in an environment variable,
+which vLLM's first process sets for the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class WorkerInfo:
     """Gauge with labels from a worker.
 
     Attributes:
-        name, help, labels: of the gauge. variable: environment variable with the path of the file.
+        name, help, labels: the gauge's. variable: environment variable with the path of the file.
     """
 
     name: str
@@ -32,9 +32,9 @@ class WorkerInfo:
     variable: str
 
     def report(self, values: Mapping[str, str]) -> None:
-        """Write the labels' values to the file, from the first rank of a worker's group.
+        """Write the labels' values to the file, if this worker has the first rank.
 
-        If the file cannot be written, the metric is missing and the engine runs on.
+        If the file cannot be written, log it: the metric is missing, but the engine runs on.
         """
         from vllm.distributed import get_tp_group
 
@@ -57,7 +57,7 @@ class WorkerInfo:
             gauge.labels(*(values[label] for label in self.labels)).set(1)
 
     def publish(self) -> None:
-        """Choose the workers' file unless one is chosen already, and serve its values from this process's registry."""
+        """Set the path of the workers' file if it is not set yet, and serve the file from this process's registry."""
         from prometheus_client import REGISTRY
 
         if self.variable not in os.environ:
@@ -72,13 +72,13 @@ class WorkerInfo:
 
 
 class Reported:
-    """Series that a worker wrote. There is none until a worker has reported."""
+    """Collector of the gauge that a worker reported, for the Prometheus registry."""
 
     def __init__(self, info: WorkerInfo, path: Path) -> None:
         self.info, self._path = info, path
 
     def describe(self) -> list[Any]:
-        """Return nothing, because no worker has reported when the registry calls this at registration."""
+        """Return nothing: the registry calls this at registration, before any worker has reported."""
         return []
 
     def collect(self) -> Iterator[Any]:

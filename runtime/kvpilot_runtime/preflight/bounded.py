@@ -21,7 +21,7 @@ def check(
     fmt: formats.Format | LatentFormat, config: models.Architecture | None, request: Request,
     platform: machine.Platform,
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Return warnings as (reason, message). There are none if the cache keeps all tokens."""
+    """Return warnings as (reason, message). Raise PreflightError if the request's bounded cache is not supported."""
     bound = request.retention
     if bound is None:
         return []
@@ -40,7 +40,7 @@ def check(
         raise refuse(f"{found[0]} ({found[1]})", "leave one of the two out")
     if skipped := [
         layer for layer in request.skip_layers or () if layer != options.SLIDING
-    ]:  # such layers are refused below
+    ]:  # models with sliding-window layers are refused below
         raise refuse(f"--kv-cache-dtype-skip-layers {','.join(skipped)}", "leave one of the two out")
     if request.recent:
         raise refuse(f"--recent-tokens {request.recent} (the recent window)", "leave one of the two out")
@@ -62,7 +62,7 @@ def _heavy(
     fmt: formats.Format | LatentFormat, bound: HeavyHitters, request: Request, usual: int,
     refuse: Callable[[str, str], PreflightError],
 ) -> None:  # fmt: skip
-    """Refuse settings that heavy hitters do not support. `usual` is the default number of tokens of a page."""
+    """Refuse settings that heavy hitters do not support. `usual`: default number of tokens of a page."""
     if fmt.name.startswith("fp8"):
         raise refuse(f"kv-cache dtype {fmt.name!r}", "use auto or a dtype of kvpilot")
     every = read((*request.others, f"--tensor-parallel-size={request.tensor_parallel}"))

@@ -1,6 +1,6 @@
 """Check of a request to start an engine, before vLLM is imported or a GPU is used.
 
-It takes well under a second for a model in a folder. For a model on the hub it first fetches config.json.
+For a model in a folder it takes well under a second. For a model on the hub it first fetches config.json.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvpilot_runtime.transfer import disk_file
 from kvpilot_runtime.vllm_api import compat
 
 CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
-"""Dtypes of vLLM that its CPU backend implements. It accepts other dtypes too, and then answers garbage."""
+"""Dtypes of vLLM that its CPU backend implements. It also accepts other dtypes, but then answers garbage."""
 
 
 def check(request: Request) -> Findings:
-    """Check model, dtype and memory, in this order."""
+    """Check a request's model, dtype, options and memory. Return findings; raise PreflightError at the first fault."""
     findings = Findings(skip_layers=request.skip_layers or ())
     platform = machine.platform()
     fmt = _dtype(request.dtype)
@@ -61,14 +61,14 @@ def check(request: Request) -> Findings:
         findings.skip_layers = (options.SLIDING,)  # no effect on models without sliding-window layers
     if folder is not None and findings.config is not None and left.gpus is None:
         weights = weight_bytes(folder) + _draft_bytes(request, folder) if left.weights is None else 0
-        # vLLM then chooses the longest context that fits, so check only that one token fits.
+        # With fit_length, vLLM chooses the longest context that fits, so check only that one token fits.
         sized = replace(request, max_model_len=1) if request.fit_length else request
         memory.check(fmt, findings.config, weights, sized, platform)
     return findings
 
 
 def _draft_bytes(request: Request, model: Path) -> int:
-    """Return the bytes of the weights of a draft model in a folder of its own."""
+    """Return the size in bytes of a draft model's weights, if it has a folder of its own; else 0."""
     asked = speculation(request.arguments)
     folder = model_folder(asked.get("model", "")) if asked.get("method") in DRAFT_MODELS else None
     return 0 if folder is None or folder == model or not asked.get("model") else weight_bytes(folder)
@@ -88,7 +88,7 @@ def _ask_hub(request: Request, left: elsewhere.Elsewhere, findings: Findings) ->
 
 def _dtype(name: str) -> Dtype:
     if name in formats.VLLM_DTYPES_LEFT_OUT:
-        # vLLM judges these. Count them as large as the smallest dtype, so that nothing is refused that might fit.
+        # vLLM judges these dtypes. Assume the smallest size, to refuse nothing that might fit.
         return replace(formats.parse("nvfp4"), name=name)
     try:
         return dtypes.parse(name)
@@ -175,7 +175,7 @@ def _capability(fmt: Dtype, request: Request, config: models.Architecture | None
 
 
 def _disk(request: Request) -> None:
-    """Refuse a disk for offloaded pages that cannot work, or that has no room for them."""
+    """Refuse a disk for offloaded pages that lacks an option or room, or that does not work with another option."""
     if request.disk_path is None or request.disk_bytes is None:
         lacks, given = (options.DISK_PATH, options.DISK_SIZE)[:: 1 if request.disk_path is None else -1]
         raise PreflightError("BadArguments", f"{given} needs {lacks}: give both, or leave it out")

@@ -1,7 +1,7 @@
 """Options and variables that make vLLM use another config, other weights or other GPUs than preflight sees.
 
-Preflight follows `--hf-overrides`, `--hf-config-path` and `--hf-token`. It leaves the rest to vLLM and names the option
-in a warning, so that it never refuses an engine because of a number that vLLM would not use.
+Preflight follows `--hf-overrides`, `--hf-config-path` and `--hf-token`. For the others it skips the check and names the
+option in a warning. So it never refuses an engine because of a number that vLLM would not use.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _VARIABLES = {
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Option or variable that hides each item from preflight; None if preflight can follow."""
+    """For each item, the option or variable that hides it from preflight; None if preflight can check it."""
 
     config: str | None = None
     weights: str | None = None
@@ -55,7 +55,7 @@ class Elsewhere:
     classes: str | None = None
 
     def warnings(self) -> Iterator[tuple[str, str]]:
-        """Yield a warning, as (reason, message), for each item that is left to vLLM."""
+        """Yield a warning, as (reason, message), for each item that preflight cannot check."""
         for reason, what, by in (
             ("ModelNotChecked", "the model's architecture and size are", self.config),
             ("WeightsNotChecked", "the weights' size is", self.weights if self.config is None else None),
@@ -94,7 +94,7 @@ def overrides(request: Request) -> dict[str, Any]:
 
 
 def overridden(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with some fields changed in the way of vLLM: objects are merged, other values are replaced."""
+    """Return a config with some fields changed, as vLLM does it: merge objects, and replace other values."""
     merged = dict(raw)
     for key, value in changes.items():
         before = merged.get(key)
@@ -106,7 +106,7 @@ def overridden(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def as_cached(config: Architecture) -> Architecture:
-    """Return the config with the cache that vLLM uses: `VLLM_MLA_DISABLE` turns latents into keys and values."""
+    """Return the architecture with the cache that vLLM uses: with `VLLM_MLA_DISABLE`, keys and values, no latents."""
     unfolded = os.environ.get(UNFOLDED, "0").strip() not in ("", "0")
     return replace(config, latent=0, index_bytes=0) if unfolded else config
 
@@ -139,7 +139,7 @@ def _by(arguments: Arguments, switches: Iterable[Switch], variables: Iterable[st
 
 
 def _unreadable(arguments: Arguments) -> str | None:
-    """Return `--hf-overrides` if it is not a JSON object. vLLM then takes it as the name of a function and calls it."""
+    """Return `--hf-overrides` if its value is not a JSON object, but a function's name for vLLM to call; else None."""
     return OVERRIDES if arguments.on(OVERRIDES) and not _is_object(arguments.value(OVERRIDES)) else None
 
 
@@ -155,7 +155,7 @@ def _mistral(folder: Path) -> bool:
 
 
 def _plugin() -> str | None:
-    """Return the name of another vLLM plugin, because it may add model classes."""
+    """Name a vLLM plugin other than ours, which may add model classes; None if there is none."""
     named = os.environ.get("VLLM_PLUGINS")
     chosen = None if named is None else named.split(",")
     for one in entry_points(group="vllm.general_plugins"):

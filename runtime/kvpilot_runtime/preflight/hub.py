@@ -1,4 +1,4 @@
-"""Requests to the hub about a model before an engine downloads it, and the errors that no retry can fix."""
+"""Requests to the hub about a model, before an engine downloads it, and refusals for errors that no retry can fix."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def refusals(model: str, revision: str | None) -> Iterator[None]:
-    """Turn the hub's final errors about a model or an adapter into refusals."""
-    # Import it here: that takes a quarter of a second, and a model in a folder does not need it.
+    """Turn errors of the hub that no retry can fix into PreflightError: gated, unknown, or no such revision."""
+    # Import here, because it takes a quarter of a second and a model in a folder does not need it.
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
@@ -30,9 +30,9 @@ def refusals(model: str, revision: str | None) -> Iterator[None]:
 
 
 def config_file(model: str, revision: str | None, token: str | None = None) -> Path | None:
-    """Return the config.json of a model on the hub from the cache that vLLM also reads. Fetch it if it is missing.
+    """Return the config.json of a model on the hub, from the cache that vLLM also reads. Fetch it if it is missing.
 
-    Return None if the hub cannot be reached (after about 20 s of its client's attempts) or the model has no such file.
+    Return None if the model has no such file, or if the hub cannot be reached within about 20 s.
     """
     from huggingface_hub import hf_hub_download
 

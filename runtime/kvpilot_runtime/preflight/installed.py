@@ -18,7 +18,7 @@ _POOLING = {
 
 
 def known_architectures() -> frozenset[str]:
-    """Return the names in vLLM's model registry; none if vLLM is absent or its registry was moved."""
+    """Return the architectures in vLLM's model registry; none if vLLM or its registry is not found."""
     return frozenset().union(*_registry().values())
 
 
@@ -62,7 +62,7 @@ def known_model_types() -> frozenset[str]:
 
 
 def lacks(connector: Connector) -> str:
-    """Name the version or package that a connector needs and this machine lacks. Return nothing if vLLM is absent."""
+    """Name the version or package that a connector needs and this machine lacks; empty if none, or without vLLM."""
     if lacks := compat.lacks_for_pinned():
         return lacks
     if importlib.util.find_spec("vllm") is None:
@@ -75,7 +75,7 @@ def lacks(connector: Connector) -> str:
 
 
 def known_to_transformers(architecture: str) -> bool:
-    """Return True if the installed transformers has this class: vLLM's fallback may then serve it."""
+    """Return True if the installed transformers has this class, which vLLM's fallback may then serve."""
     tree = _parse("transformers", "models/auto/modeling_auto.py")
     return tree is not None and any(
         isinstance(node, ast.Constant) and node.value == architecture for node in ast.walk(tree)

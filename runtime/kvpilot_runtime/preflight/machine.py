@@ -14,7 +14,7 @@ Platform = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Gpu:
-    """GPU with its name, its memory in bytes, and its compute capability such as (9, 0). Unknown values are None."""
+    """GPU: name, total and used memory in bytes, and compute capability such as (9, 0). Unknown values are None."""
 
     name: str
     total: int | None
@@ -23,13 +23,13 @@ class Gpu:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """nvidia-smi's names of the values that the driver does not report."""
+        """Names, as in nvidia-smi, of the values that the driver does not report."""
         figures = {"memory.total": self.total, "memory.used": self.used, "compute_cap": self.capability}
         return tuple(name for name, value in figures.items() if value is None)
 
 
 def platform() -> Platform:
-    """Return the platform of the installed vLLM. The version of a CPU build contains `+cpu`."""
+    """Return the platform of the installed vLLM, `cuda` if there is none. A CPU build has `cpu` in its version."""
     try:
         return "cpu" if "cpu" in importlib.metadata.version("vllm") else "cuda"
     except importlib.metadata.PackageNotFoundError:
@@ -37,7 +37,7 @@ def platform() -> Platform:
 
 
 def available_memory() -> int | None:
-    """Return the bytes that this process may still use: MemAvailable, or less in a cgroup; None if unknown."""
+    """Return how many bytes this process may still use: MemAvailable, or what its cgroup leaves; None if unknown."""
     free = [int(line.split()[1]) * 1024 for line in lines("/proc/meminfo") if line.startswith("MemAvailable:")]
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -50,7 +50,7 @@ def available_memory() -> int | None:
 
 
 def shared_memory() -> int | None:
-    """Return the free bytes in /dev/shm: 0 without one, None if it cannot be read."""
+    """Return the free bytes in /dev/shm; 0 if it does not exist, None if it cannot be read."""
     try:
         found = os.statvfs("/dev/shm")  # noqa: S108
     except FileNotFoundError:
@@ -61,7 +61,7 @@ def shared_memory() -> int | None:
 
 
 def gpus() -> list[Gpu]:
-    """Return the GPUs that the NVIDIA driver lists, in its order; none if the driver is missing or silent."""
+    """Return the GPUs that nvidia-smi lists, in its order; none if it is missing or fails."""
     fields = "name,memory.total,memory.used,compute_cap"
     try:
         out = subprocess.run(

@@ -1,4 +1,4 @@
-"""Check that the weights, one request's KV cache and the engine fit into memory, estimated without vLLM."""
+"""Check that weights, one request's KV cache and the engine fit into memory. Sizes are estimated without vLLM."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.request import Request
 
 CPU_OVERHEAD = 2_500 * 2**20
-"""Bytes of vLLM's three processes on a CPU beyond weights and KV cache: an estimate (0.32.0, SmolLM2-135M)."""
+"""Bytes of vLLM's three processes on a CPU, besides weights and KV cache: an estimate (0.32.0, SmolLM2-135M)."""
 
 GPU_OVERHEAD = 3 * 2**30
-"""Bytes per GPU for activations, CUDA graphs and unused memory of the allocator: an allowance, not a measurement."""
+"""Bytes per GPU for activations, CUDA graphs and unused memory of the allocator: an assumption, not measured."""
 
 BLOCK_TOKENS: dict[machine.Platform, int] = {"cpu": 128, "cuda": 64}
-"""Default number of tokens of a block."""
+"""Default number of tokens of a block, by platform."""
 
 SEQUENCES, LARGE_GPU = (256, 1024), 70 * 2**30
-"""Default `--max-num-seqs` of vLLM 0.32 on small and large GPUs, and the bytes from which a GPU counts as large."""
+"""Default `--max-num-seqs` of vLLM 0.32 on small and large GPUs, and the memory in bytes of the smallest large GPU."""
 
 RESULTS = 3
-"""Largest number of partial results of a sequence in a step of single tokens, beyond those of one wave of programs."""
+"""Average number of partial results per sequence, beyond one wave of programs, in a step of single tokens."""
 
 
 def stages(request: Request) -> int:
-    """Return the number of stages of pipeline parallelism, which share the layers."""
+    """Return the number of pipeline-parallel stages."""
     return request.arguments.count("--pipeline-parallel-size")
 
 
 def nodes(request: Request) -> int:
-    """Return the number of machines that share one engine in equal parts."""
+    """Return the number of machines (nodes) of one engine."""
     return request.arguments.count("--nnodes")
 
 
 def ranks(request: Request) -> int:
-    """Return the number of GPUs that share the layers and heads of one engine."""
+    """Return the number of GPUs of one engine: tensor-parallel size times pipeline stages."""
     return request.tensor_parallel * stages(request)
 
 
@@ -53,15 +53,19 @@ def check(
     fmt: formats.Format | LatentFormat, config: models.Architecture, weights: int, request: Request,
     platform: machine.Platform,
 ) -> None:  # fmt: skip
-    """Compare the memory that an engine needs with the available memory. `weights` are the bytes of the whole model.
+    """Compare the memory that an engine needs with the available memory. Skip a check if the available size is unknown.
 
-    If a property of the machine is unknown, its check is skipped.
+    Args:
+        weights: bytes of the whole model's weights.
+
+    Raises:
+        PreflightError: DoesNotFit.
     """
     length = request.max_model_len or config.max_positions
     in_16_bits = len({layer for layer in request.skip_layers or () if layer.isdecimal()})
     per_token = config.token_bytes(fmt, in_16_bits)
     ring = _ring_tokens(fmt, config, request, length, platform) * per_token
-    # Every rank holds the whole latent cache. Ranks that share a KV head each hold all of it.
+    # Every tensor-parallel rank holds all latents. With more ranks than KV heads, each rank holds one whole head.
     shares = stages(request) * (1 if config.latent else max(1, min(request.tensor_parallel, config.kv_heads)))
     held = length or 0
     if request.retention is not None:
@@ -86,7 +90,7 @@ def check(
         have, smallest = _of_gpus(request)
         extra = GPU_OVERHEAD + (0 if smallest is None else step_buffers(fmt, config, request, smallest))
         what = f"{request.memory_fraction:.0%} of each GPU's memory, less what others use"
-        # Data-parallel engines also share experts, so this is the smallest possible share of a GPU.
+        # Data-parallel engines may share experts, so this is the smallest possible size per GPU.
         weights //= ranks(request) * request.arguments.count("--data-parallel-size")
     need = weights + kv + extra
     if have is not None and need > have:
@@ -99,9 +103,12 @@ def check(
 
 
 def step_buffers(fmt: formats.Format | LatentFormat, config: models.Architecture, request: Request, total: int) -> int:
-    """Return approximately how many of a GPU's `total` bytes our backends use beside weights and pages.
+    """Return approximately how many bytes of a GPU our backends use besides weights and pages.
 
-    These are the buffers of a step and the workspace of contexts. vLLM's own dtypes need neither.
+    These are a step's buffers, and the workspace for contexts. vLLM's own dtypes need neither.
+
+    Args:
+        total: the GPU's memory in bytes.
     """
     asked = request.arguments.value("--max-num-seqs") or ""
     sequences = int(asked) if asked.isdecimal() else SEQUENCES[total >= LARGE_GPU]
@@ -116,7 +123,7 @@ def step_buffers(fmt: formats.Format | LatentFormat, config: models.Architecture
 
 
 def _of_gpus(request: Request) -> tuple[int | None, int | None]:
-    """Return the bytes that vLLM may use on the GPU with the least room, and the smallest memory; None if unknown."""
+    """Return the least bytes that vLLM may use on a GPU, and the smallest GPU's memory in bytes; None if unknown."""
     gpus, seen = machine.gpus(), here(request)
     if not gpus:
         if machine.may_have_gpus():
@@ -133,7 +140,7 @@ def _of_gpus(request: Request) -> tuple[int | None, int | None]:
 
 
 def unknown(request: Request, platform: machine.Platform) -> list[tuple[str, str]]:
-    """Return warnings about unknown properties of this machine. Their check is left to vLLM."""
+    """Return warnings, as (reason, message), about properties of this machine that only vLLM can check."""
     if platform == "cpu":
         asked = {"MemAvailable in /proc/meminfo": machine.available_memory()}
         return [_left(name) for name, value in asked.items() if value is None]
@@ -149,7 +156,7 @@ def _left(what: str) -> tuple[str, str]:
 
 
 def offloaded(request: Request) -> int:
-    """Return the bytes of host memory for offloaded pages of all engines on this machine; 0 without offloading."""
+    """Return the host memory in bytes for offloaded pages of all data-parallel engines; 0 without offloading."""
     value = request.arguments.value(options.OFFLOAD)
     if value is None:
         return 0
@@ -163,7 +170,7 @@ def offloaded(request: Request) -> int:
 
 
 def check_offload(request: Request, platform: machine.Platform) -> None:
-    """Compare the host memory that offloading uses with the available memory."""
+    """Compare the host memory that offloading needs with the available memory and /dev/shm."""
     wanted, have = offloaded(request), machine.available_memory()
     if have is not None and wanted > have:
         raise PreflightError(
@@ -185,7 +192,7 @@ def _ring_tokens(
     fmt: formats.Format | LatentFormat, config: models.Architecture, request: Request, context: int | None,
     platform: machine.Platform,
 ) -> int:  # fmt: skip
-    """Return the size of a request's ring as a number of tokens, in blocks of the platform's default size."""
+    """Return the size of a request's ring, in tokens: its pages times the platform's default block size."""
     unlike = config.state_layers or config.chunked_layers
     if isinstance(fmt, LatentFormat) or not fmt.ours or unlike or request.retention is not None:
         # Models with states or chunks (docs/model-kinds.md) and bounded caches (docs/retention.md) have no rings.
@@ -201,7 +208,7 @@ def _mib(size: int) -> str:
 
 
 def cpu_kv_bytes() -> int | None:
-    """Return the KV cache's size from vLLM's variable for CPUs (`VLLM_CPU_KVCACHE_SPACE`, whole GiB)."""
+    """Return the KV cache's size in bytes from `VLLM_CPU_KVCACHE_SPACE` (whole GiB); None if it is not set."""
     text = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
     if not text:
         return None

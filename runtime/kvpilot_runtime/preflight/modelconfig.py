@@ -1,4 +1,4 @@
-"""Reader of a model's folder without torch: config.json and the headers of its weights."""
+"""Reader of a model's folder, without torch: config.json and the size of its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpilot_runtime.preflight.elsewhere import overridden
 
 
 def read_config(path: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> Architecture:
-    """Read `config.json` (the file itself, or the folder that holds it), and apply the fields of `--hf-overrides`."""
+    """Read `config.json` (`path` is the file or its folder), and apply `changes`, the fields of `--hf-overrides`."""
     try:
         if not path.exists():
             raise ConfigError("there is no such folder", missing=True)
@@ -25,7 +25,7 @@ def read_config(path: Path, changes: Mapping[str, Any] = MappingProxyType({})) -
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the bytes of the weights in the files that vLLM's default loader picks."""
+    """Return the size in bytes of the weights that vLLM's default loader reads."""
     try:
         return weights.weight_bytes(folder)
     except ConfigError as error:

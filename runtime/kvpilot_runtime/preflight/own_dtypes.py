@@ -1,4 +1,4 @@
-"""Check of our dtypes: options, recent window and model."""
+"""Checks of requests with our dtypes: options, recent window and model. Each raises PreflightError for a fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _POOLING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel"
 
 
 def check_options(fmt: Dtype, request: Request) -> None:
-    """Refuse options that work with our dtypes in no model."""
+    """Refuse options that our dtypes do not support with any model."""
     every = (*request.others, f"--tensor-parallel-size={request.tensor_parallel}")
     if (found := options.refused(every, os.environ, machine.platform())) is not None:
         option, what = found
@@ -59,7 +59,7 @@ def check_window(fmt: Dtype, request: Request, findings: Findings) -> None:
 
 
 def check_layers(fmt: Dtype, request: Request, findings: Findings) -> None:
-    """Ask vLLM for the layers of a model whose type kvpilot does not know."""
+    """If kvpilot does not know a model's type, ask vLLM for its layers."""
     config = findings.config
     if config is None or not config.doubt or not installed.known_architectures():
         return
@@ -76,7 +76,7 @@ def check_layers(fmt: Dtype, request: Request, findings: Findings) -> None:
 
 
 def check_own(fmt: Dtype, config: models.Architecture, request: Request, findings: Findings) -> None:
-    """Refuse models that our backend cannot serve, and find the layers that stay in 16 bits."""
+    """Refuse models that our backend cannot serve, and set the layers that stay in 16 bits."""
 
     def refuse(what: str, remedy: str = "use --kv-cache-dtype=auto") -> None:
         raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")
@@ -127,7 +127,7 @@ def check_latent(fmt: latent.LatentFormat, config: models.Architecture | None, r
 
 
 def _pooled(config: models.Architecture, request: Request) -> str | None:
-    """Return the class if vLLM would serve it for embeddings, scores or classes. Return None if that is not known."""
+    """Return the model's class if vLLM would serve it as a pooling model (embedding, scoring, classification)."""
     if request.arguments.value("--runner") == "generate":
         return None
     folder, name = model_folder(request.model), next(iter(config.architectures), config.model_type)

@@ -10,7 +10,7 @@ from kvpilot_formats.arguments import Arguments, read
 from kvpilot_runtime.config.retention import SinksAndWindow
 
 CALIBRATION_OFF = "off"
-"""Value in place of a calibration file that turns factors off."""
+"""Value of `--calibration` that turns factors off."""
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,13 @@ class Request:
     """Request to `kvpilot-serve`; sizes in bytes, lengths in tokens.
 
     Attributes:
-        dtype: of the KV cache. model_dtype: of the weights.
-        skip_layers, recent: layers in 16 bits, and tokens of the recent window; None if the user did not say.
-        retention: None keeps all tokens.
+        dtype: KV-cache dtype. model_dtype: dtype of the weights.
+        memory_fraction: `--gpu-memory-utilization`. kv_bytes: size of the KV cache; None if vLLM chooses it.
+        skip_layers: layers that stay in 16 bits; None if not given.
+        calibration: calibration file or `off`; None if not given. others: remaining arguments of `vllm serve`.
+        recent: tokens of the recent window; None if not given. retention: bound of the cache; None keeps all tokens.
         disk_path, disk_bytes: folder and size of each engine's file below host memory.
-        fit_length: vLLM chooses the longest context that fits.
+        fit_length: True if vLLM chooses the longest context that fits.
     """
 
     model: str
@@ -44,7 +46,7 @@ class Request:
 
     @property
     def arguments(self) -> Arguments:
-        """The other arguments of `vllm serve`, as vLLM reads them."""
+        """Parsed `others`."""
         return read(self.others)
 
 
@@ -55,8 +57,8 @@ class Findings:
     Attributes:
         config: the model's architecture; None if its config could not be read.
         skip_layers: layers that stay in 16 bits.
-        disable_window: vLLM must ignore the sliding window, which no context of this model can leave.
-        warnings: as (reason, message).
+        disable_window: True if vLLM must ignore the sliding window, because no context is longer than it.
+        warnings: warnings as (reason, message).
     """
 
     config: models.Architecture | None = None

@@ -1,4 +1,4 @@
-"""Layers of a model of unknown type, built by vLLM in a separate process."""
+"""Layers of a model whose type kvpilot does not know, as vLLM builds them in a separate process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvpilot_formats.models import Architecture, Group, Kind
 from kvpilot_runtime.preflight.request import Request
 
 DEADLINE = 600
-"""Time limit in seconds. On idle cores vLLM needs about 20 s to be imported and to build the model without weights."""
+"""Time limit in seconds. On idle cores, importing vLLM and building the model without weights takes about 20 s."""
 
 _KINDS = {"FullAttentionSpec": Kind.FULL, "MLAAttentionSpec": Kind.FULL, "SlidingWindowSpec": Kind.WINDOW,
           "ChunkedLocalAttentionSpec": Kind.CHUNKED, "MambaSpec": Kind.STATE}  # fmt: skip
 
 
 def ask(request: Request) -> tuple[Mapping[str, Any] | None, str]:
-    """Return the result of `cache_specs` and "". If vLLM fails, return None and its reason."""
+    """Return the result of `cache_specs.specs` and an empty string, or None and the reason if vLLM fails."""
     revision = [f"--revision={request.revision}"] if request.revision else []
     asked = [f"--model={request.model}", *revision, *request.others]
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V1": "1"}
@@ -39,7 +39,7 @@ def ask(request: Request) -> tuple[Mapping[str, Any] | None, str]:
 
 
 def as_built(config: Architecture, found: Mapping[str, Any]) -> Architecture:
-    """Return the model with the layers that vLLM reported in place of those from config.json."""
+    """Return the architecture with the layers that vLLM reported, instead of those from config.json."""
     groups: list[Group] = []
     counts = dict.fromkeys(Kind, 0)
     latents = {key for spec, _, key, *_ in found["groups"] if spec == "MLAAttentionSpec"}

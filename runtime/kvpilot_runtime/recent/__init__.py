@@ -1,1 +1,1 @@
-"""Recent window of an engine, which a ring buffer of pages holds: ring layers beside ours, and their specs."""
+"""Recent window of an engine: ring layers, which hold a ring buffer of pages for each layer, and their specs."""

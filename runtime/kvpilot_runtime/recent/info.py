@@ -21,7 +21,7 @@ log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its 
 
 @dataclass(frozen=True)
 class Window:
-    """Served recent window in `tokens`, and the reason if it differs from the request."""
+    """Served recent window in `tokens`, and the reason if it is neither the requested one nor the default."""
 
     dtype: str
     tokens: int

@@ -1,8 +1,8 @@
-"""Ring layers: each of our layers gets a companion without weights, which holds the pages of its recent window.
+"""Ring layers: each of our layers gets a companion without weights, whose cache has the pages of its recent window.
 
 vLLM puts every layer with a KV cache into a group, and each group has a block table. Once the weights are loaded,
-`attach` adds a `RecentLayer` beside each of our layers. The builder of the companions' group computes the ring slots of
-a step's tokens.
+`attach` adds a `RecentLayer` for each of our layers. The builder of the ring layers' group computes the ring slots of a
+step's tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvpilot_runtime.recent import info as recent_info
 from kvpilot_runtime.speculation import drafts, spares
 
 VARIABLE = "KVPILOT_RECENT_TOKENS"
-"""Environment variable with the tokens of the recent window, set by kvpilot-serve; empty for the default."""
+"""Environment variable with the size of the recent window in tokens, set by kvpilot-serve; empty for the default."""
 
 SUFFIX = ".recent"
 """Suffix that turns a layer's name into the name of its ring layer."""
@@ -36,8 +36,8 @@ class Rings:
     """Ring slots of a step.
 
     Attributes:
-        slots: int64 [tokens or more], each token's slot in its ring, -1 for none.
-        table: int32 [rows or more, ring_blocks], the rings of rows that decode; 0 or negative for none.
+        slots: int64 [tokens or more], each token's slot in its ring; -1 for none.
+        table: int32 [rows or more, ring_blocks], the rings' blocks of rows that decode; 0 or negative for none.
     """
 
     slots: torch.Tensor
@@ -45,7 +45,7 @@ class Rings:
 
 
 class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """Layer that has only a cache: the pages of one layer's rings."""
+    """Layer that only has a cache: the ring pages of one attention layer."""
 
     def __init__(self, layer_name: str, owner: Any, recent: int) -> None:
         self.layer_name, self.owner, self.recent = layer_name, owner, recent
@@ -53,7 +53,7 @@ class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # mypy sees vLLM's
         self.kv_cache = torch.tensor([])
 
     def get_attn_backend(self) -> Any:
-        """Return the backend whose builder makes `Rings`."""
+        """Return the ring backend. Its builder makes `Rings`."""
         return self.owner.get_attn_backend().ring_backend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
@@ -66,7 +66,7 @@ class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # mypy sees vLLM's
 
 
 def asked() -> int | None:
-    """Return the window that the environment names; None for the default."""
+    """Return the environment's recent window in tokens; None if unset. Raise UnsupportedModelError if it is invalid."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return None
@@ -79,14 +79,17 @@ def asked() -> int | None:
 
 
 def attach(config: Any, layers: dict[str, Any]) -> None:
-    """Attach rings to our layers of an engine, by name, or decide once that there are none.
+    """Attach rings to an engine's layers, or decide that it has none. `layers`: our layers, by name.
 
-    Layers of later calls belong to a draft model and have no rings. Their backend gets another name. vLLM has one
-    builder per backend, and a builder plans steps either with or without a window.
+    Layers that are new in a later call belong to a draft model and get no rings. Their backend gets another name: vLLM
+    has one builder per backend, and a builder plans steps either with or without a window.
+
+    Raises:
+        UnsupportedModelError: the requested window is longer than the context.
     """
     if any(layer.impl.recent is not None for layer in layers.values()):
         for layer in layers.values():
-            if layer.impl.recent is None:  # a layer of a draft model, whose proposer does not build `Rings`
+            if layer.impl.recent is None:  # a draft model's layer: vLLM does not build `Rings` for it
                 layer.impl.recent, layer.attn_backend = 0, _of_drafts(layer.attn_backend)
         return
     fmt = formats.parse(config.cache_config.cache_dtype)
@@ -122,7 +125,7 @@ def attach(config: Any, layers: dict[str, Any]) -> None:
 
 @cache
 def _of_drafts(backend: type[Any]) -> type[Any]:
-    """Return the same backend under another name."""
+    """Return a subclass of the backend that differs only in its name."""
     return type(f"{backend.__name__}OfDrafts", (backend,), {"__module__": backend.__module__})
 
 
@@ -143,7 +146,7 @@ def report(config: Any, layers: dict[str, Any]) -> None:
 
 
 def _cannot(config: Any, layers: dict[str, Any]) -> str:
-    """Return a word for metrics that says why this engine has no rings. It is empty if it can have them."""
+    """Return the reason, one word for metrics, why this engine cannot have rings; empty if it can."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
 

@@ -21,7 +21,7 @@ from kvpilot_formats import formats
 class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """Spec of a ring's pages.
 
-    They have the layer's page size, so one pool serves both, and its block size, so the granularity of prefixes stays.
+    They have the page size of the layer's own pages, so that one pool serves both, and the same block size.
 
     Attributes:
         kept: tokens that a ring keeps: the window, plus the largest number of drafts in a step.
@@ -31,28 +31,28 @@ class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # mypy sees vLLM's cl
     kept: int
     fmt: str
 
-    # Compute both on demand, because vLLM may still enlarge the block size to fit other layers' pages.
+    # Compute these on demand, because vLLM may still enlarge the block size to fit other layers' pages.
     @property
     def ring_tokens(self) -> int:
-        """Tokens of a page."""
+        """Tokens of a ring's page."""
         return _ring(self.fmt, self.kept, self.head_size, self.block_size)[0]
 
     @property
     def ring_blocks(self) -> int:
-        """Largest number of pages of a request."""
+        """Largest number of ring pages of a request."""
         return _ring(self.fmt, self.kept, self.head_size, self.block_size)[1]
 
     @property
     def block_table_token_alignment(self) -> int | None:
-        """Return the layer's own alignment, so that both tables have the same stride."""
+        """Alignment of the layer's own block table, so that both tables have the same stride."""
         return 128
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """Return the bytes of one request's ring."""
+        """Return the size of one request's ring in bytes."""
         return int(self.ring_blocks * self.page_size_bytes)
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
-        """Return the width of the layer's own table, because vLLM's older runner looks up a slot for every position."""
+        """Return the width of the layer's own table: vLLM's older runner looks up a slot for every position."""
         return max(int(AttentionSpec.max_num_blocks_per_req(self, vllm_config, max_len)), self.ring_blocks)
 
 
@@ -64,23 +64,23 @@ def _ring(name: str, kept: int, head_dim: int, block_size: int) -> tuple[int, in
 
 
 class RingManager(CircularBufferManager):  # type: ignore[misc]
-    """Manager that gives a request its ring's pages as it grows, and keeps them until it ends or is preempted."""
+    """Manager that adds pages to a request's ring as the request grows, and frees them when it ends or is preempted."""
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *_: Any, **__: Any) -> int:
-        """Return how many pages the ring lacks for this number of tokens."""
+        """Return how many pages the request's ring still needs for this number of tokens."""
         spec = self.kv_cache_spec
         wanted = min(-(-num_tokens // spec.ring_tokens), spec.ring_blocks)
         return max(int(wanted) - len(self.req_to_blocks.get(request_id, ())), 0)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *_: Any, **__: Any) -> Sequence[Any]:
-        """Take the missing pages from the pool. They need no clearing, because tags reveal rows of other tokens."""
+        """Take the missing pages from the pool. They need no clearing, because tags identify rows of other tokens."""
         missing = self.get_num_blocks_to_allocate(request_id, num_tokens)
         new: list[Any] = self.block_pool.get_new_blocks(missing) if missing else []
         self.req_to_blocks[request_id].extend(new)
         return new
 
     def allocate_external_computed_blocks(self, *_: Any, **__: Any) -> None:
-        """Do nothing. Pages from another engine bring no ring rows, and `allocate_new_blocks` provides the ring."""
+        """Do nothing: `allocate_new_blocks` provides the ring, also for pages from another engine."""
 
 
 # Register vLLM's own specs first: vLLM adds them only to an empty registry.

@@ -1,1 +1,1 @@
-"""Pages of ours that leave the GPU: to host memory, to a file below it, and to other engines."""
+"""Transfer of our pages: to host memory, to a file below it, and to other engines."""

@@ -1,6 +1,6 @@
-"""Unnamed file of one engine, a tier below host memory, divided into places of equal size.
+"""Unnamed file of one engine, the tier below host memory, divided into places of equal size.
 
-Without a name, other engines cannot find the file, and its space is freed whenever its engine ends, even by a crash.
+Because it has no name, other engines cannot find it, and its space is freed when its engine ends, even by a crash.
 `refused` finds a claim that is too small before an engine takes a GPU.
 """
 
@@ -23,8 +23,8 @@ _UNNAMED = getattr(os, "O_TMPFILE", 0)
 class DiskFile:
     """Unnamed file in a folder, read and written one place at a time.
 
-    It bypasses the page cache if the file system supports it (O_DIRECT), because the page cache counts as the
-    container's memory. Buffers must then be aligned to memory pages.
+    It bypasses the page cache, which counts as the container's memory, if the file system supports that (O_DIRECT).
+    Buffers must then be aligned to memory pages.
 
     Args:
         folder: the file's folder. place: bytes of a place, a multiple of 4,096.
@@ -45,7 +45,7 @@ class DiskFile:
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
-                    _set_direct(self.fd, on=False)  # the file system accepts O_DIRECT but does not support it
+                    _set_direct(self.fd, on=False)  # this file system accepts the flag, but no direct writes
                     _write(self.fd, page, 0)
         except OSError:
             os.close(self.fd)
@@ -55,7 +55,7 @@ class DiskFile:
         """Fill place `at` with `data`, uint8 [place].
 
         Raises:
-            OSError: not all of it was written; the place's content is then undefined.
+            OSError: the write failed or was cut short; the place's content is then undefined.
         """
         _write(self.fd, data, at * self._place)
 
@@ -63,19 +63,19 @@ class DiskFile:
         """Fill `into`, uint8 [place], with the content of place `at`.
 
         Raises:
-            OSError: the file ends before, or cannot be read.
+            OSError: the read failed, or the file ends before the place does.
         """
         found = os.preadv(self.fd, [into], at * self._place)
         if found != self._place:
             raise OSError(errno.EIO, f"{found} of {self._place} bytes are there")
 
     def close(self) -> None:
-        """Free the file's space."""
+        """Close the file, which frees its space."""
         os.close(self.fd)
 
 
 def refused(option: str, folder: str, size: int) -> PreflightError | None:
-    """Return a refusal if a folder has no room for `size` bytes, or None. The test file is removed again."""
+    """Return a refusal if a folder cannot hold a file of `size` bytes, else None. `option` is named in the message."""
     if not Path(folder).is_dir():
         return PreflightError("BadArguments", f"{option} {folder!r}: there is no such folder here; check that its volume is mounted, or leave the option out")  # fmt: skip  # noqa: E501
     try:

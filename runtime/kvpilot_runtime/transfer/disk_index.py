@@ -1,7 +1,7 @@
 """Index of the keys in a file with a fixed number of places. A new key replaces the least recently used one.
 
-Only one thread uses it. A place that a transfer uses is never given away, not even if the transfer was given up,
-because the disk may still read or write it.
+Only one thread uses it. A place stays taken until its transfers end, even if no job waits for them any more: the disk
+may still read or write it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class Held:
-    """Content of one place.
+    """Content of one place of the file.
 
     Attributes:
-        place: its number. checksum: of its bytes, None until they are written. users: number of unfinished transfers.
-        gone: True if no lookup finds it any more; the place is free once it has no users.
+        key: the key of the content. place: the place's number.
+        checksum: checksum of the bytes; None until they are written. users: number of unfinished transfers.
+        gone: True if lookups no longer find it; the place is free once it has no users.
     """
 
     key: bytes
@@ -42,7 +43,7 @@ class DiskIndex:
         return key in self._held
 
     def ready(self, key: bytes) -> bool:
-        """Return True if a key's bytes can be read, and mark the key as the most recently used one."""
+        """Return True if a key's bytes can be read. Then mark the key as the most recently used one."""
         held = self._held.get(key)
         if held is None or held.checksum is None:
             return False
@@ -50,7 +51,7 @@ class DiskIndex:
         return True
 
     def to_store(self, key: bytes) -> Held | None:
-        """Return a place for a new key's bytes, or None if transfers use all places."""
+        """Return a place for a new key's bytes; None if transfers use all places. Call `stored` after the write."""
         if not self._free:
             idle = next((held for held in self._held.values() if not held.users), None)
             if idle is None:
@@ -60,7 +61,7 @@ class DiskIndex:
         return held
 
     def to_load(self, key: bytes) -> Held | None:
-        """Return the place to read a key's bytes from, or None if the file does not have them."""
+        """Return the place of a key's bytes; None if the file does not have them. Call `loaded` after the read."""
         if not self.ready(key):
             return None
         held = self._held[key]
@@ -68,14 +69,14 @@ class DiskIndex:
         return held
 
     def stored(self, held: Held, checksum: int | None) -> None:
-        """End a write. A checksum of None means that it failed."""
+        """Record the end of a write. A checksum of None means that it failed."""
         held.checksum = checksum
         if checksum is None:
             self.drop(held)
         self._release(held)
 
     def loaded(self, held: Held, *, good: bool) -> None:
-        """End a read, and drop the place if its bytes differ from those that were written."""
+        """Record the end of a read. Drop the content if the read was not good."""
         if not good:
             self.drop(held)
         self._release(held)
@@ -90,7 +91,7 @@ class DiskIndex:
             self._free.append(held.place)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget the content of all places."""
         for held in list(self._held.values()):
             self.drop(held)
 

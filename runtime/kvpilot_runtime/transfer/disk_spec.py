@@ -1,4 +1,4 @@
-"""Offloading in vLLM's tiers (0.32), with our own file below host memory (`disk_tier`)."""
+"""Offloading to vLLM's tiers (0.32): host memory, and our own file below it (`disk_tier`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ with contextlib.suppress(ValueError):  # ValueError: the tier is registered alre
 
 
 class DiskOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """vLLM's tiers with two additions: an engine never leaves a file in /dev/shm, and a CPU has a worker."""
+    """vLLM's tiers with two changes: an engine never leaves a file in /dev/shm, and there is a worker for CPUs."""
 
     _worker: Any
 
@@ -31,7 +31,7 @@ class DiskOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # mypy s
         super().__init__(config)
 
     def get_manager(self) -> Any:
-        """Return the scheduler's side. All workers have mapped the shared memory by now, so remove its name."""
+        """Return the scheduler's side, and unlink the shared memory, which all workers have mapped by now."""
         if self._manager is None:
             super().get_manager()
             self._scheduler_mmap._creator = False
@@ -41,7 +41,7 @@ class DiskOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # mypy s
     def create_worker(self, kv_caches: Any) -> Any:
         """Return a worker's side on a GPU."""
         worker = super().create_worker(kv_caches)
-        worker._mmap_region._creator = False  # the scheduler removes the name, so the worker must not
+        worker._mmap_region._creator = False  # the scheduler unlinks the file, so the worker must not
         return worker
 
     def get_worker(self, kv_caches: Any) -> Any:

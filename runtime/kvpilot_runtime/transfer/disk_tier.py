@@ -1,7 +1,7 @@
-"""Tier that stores pages in a file below host memory, one of vLLM's secondary tiers (0.32).
+"""Secondary tier of vLLM (0.32) that stores pages in a file below host memory.
 
-vLLM's own tier `fs` names its files without factors or dtype, reads blocks without a check, and never deletes them. Our
-file has a fixed size, no other engine can find it, and every block has a checksum. If a block's checksum is wrong, its
+vLLM's own tier `fs` names files without factors or dtype, does not check what it reads, and never deletes files. Our
+file has a fixed size, no other engine can find it, and every chunk has a checksum. If a checksum is wrong, the chunk's
 tokens are computed again.
 """
 
@@ -26,18 +26,18 @@ logger = init_logger("vllm.kvpilot")
 
 THREADS = 16
 PATIENCE = 30.0
-"""Seconds within which a disk must finish at least one of its moves."""
+"""Time in seconds within which the disk must finish at least one transfer."""
 
 PINNED = 4
-"""Divisor of the number of host memory's chunks. At most this share may wait for the disk at once.
+"""At most one in this many chunks of host memory may wait for the disk, because host memory cannot reuse it meanwhile.
 
-Further stores are dropped, because host memory cannot reuse the chunks that wait.
+Further stores are dropped.
 """
 
 
 @dataclass
 class _Job:
-    """Request of vLLM: the number of its unfinished moves, and the keys whose moves succeeded."""
+    """Request of vLLM to store or load chunks: `left` unfinished transfers, and the keys that succeeded (`good`)."""
 
     keys: list[Any]
     left: int
@@ -47,12 +47,12 @@ class _Job:
 
 
 class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """Secondary tier: chunks of host memory in one file of one engine.
+    """Secondary tier: copies of host memory's chunks, in one file of one engine.
 
     Args:
-        offloading_spec, primary_kv_view, tier_type, backpressure_detector: vLLM's arguments; the view is [chunks,
-            bytes] of host memory.
-        path: the folder of the file. size_bytes: largest size of the file.
+        offloading_spec, tier_type, backpressure_detector: vLLM's arguments.
+        primary_kv_view: host memory, [chunks, bytes].
+        path: folder of the file. size_bytes: maximum size of the file.
 
     Raises:
         UnsupportedModelError: the file has no room for even one chunk.
@@ -82,13 +82,13 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's 
                     self._index.places, chunk)  # fmt: skip
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Return the default: all requests are stored in the same way."""
+        """Return vLLM's default: all requests are stored in the same way."""
         return RequestOffloadingContext()
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
-        """Look a chunk up. A request gets each chunk once, and at most as many chunks as host memory has.
+        """Look a chunk up. Give a request each chunk only once, and at most as many chunks as host memory has.
 
-        Without this limit, requests whose prefixes do not fit together would evict each other's chunks again and again.
+        Otherwise requests whose prefixes do not fit together would evict each other's chunks again and again.
         """
         self._collect()
         given = self._asked_for.setdefault(req_context.req_id, set())
@@ -98,16 +98,16 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's 
         return LookupResult.HIT
 
     def touch(self, keys: Iterable[Any], req_context: Any) -> None:
-        """Mark these chunks as used, so that the last of them is evicted first."""
+        """Mark these chunks as used. The last of them will be evicted first."""
         for key in reversed(list(keys)):
             self._index.ready(key)
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget the request."""
+        """Forget which chunks the request got."""
         self._asked_for.pop(req_context.req_id, None)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Write chunks that are not stored yet."""
+        """Write chunks to the file, except those that it has. Drop them if too many wait for the disk."""
         job = self._start(job_metadata, load=False)
         for key, at in zip(job.keys, job_metadata.chunk_ids, strict=True):
             if key in self._index:
@@ -117,7 +117,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's 
         self._end_if_over(job_metadata.job_id)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Read chunks into host memory."""
+        """Read chunks from the file into host memory."""
         job = self._start(job_metadata, load=True)
         for key, at in zip(job.keys, job_metadata.chunk_ids, strict=True):
             self._move(job_metadata.job_id, self._index.to_load(key), at, load=True)
@@ -132,15 +132,14 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's 
     def drain_jobs(self) -> None:
         """Wait for all jobs, and forget all chunks.
 
-        vLLM calls this when it resets host memory, because the weights may have changed. vLLM's own tiers keep their
-        chunks.
+        vLLM calls this when it resets host memory. The weights may have changed, so the chunks may be outdated.
         """
         while self._transfers.busy:
             self._collect(wait=0.1)
         self._index.clear()
 
     def shutdown(self) -> None:
-        """Free the file's space."""
+        """End the transfers, and free the file's space."""
         self._transfers.shutdown(5.0)
 
     def _start(self, asked: Any, *, load: bool) -> _Job:
@@ -155,7 +154,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's 
         self._transfers.submit(Move(number, load, held, self._rows[int(at)]))
 
     def _collect(self, wait: float = 0.0) -> None:
-        """Take over the threads' results."""
+        """Process the transfers that ended or timed out since the last call; wait up to `wait` seconds for one."""
         was_stuck = self._transfers.stuck
         ended, lost = self._transfers.over(wait)
         for move in ended:
@@ -174,7 +173,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's 
             logger.warning("The disk of offloaded pages answers again")
 
     def _take(self, move: Move) -> None:
-        """End one move of a job."""
+        """Record the end of one transfer of a job."""
         job = self._jobs[move.job]
         job.left -= 1
         self._storing -= not move.load

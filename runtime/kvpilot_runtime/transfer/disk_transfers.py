@@ -1,7 +1,7 @@
 """Threads that move chunks between host memory and a file, with a time limit and checksums.
 
-A disk may fail, corrupt data or never answer. Bytes that were read reach host memory only if their checksum equals the
-one at the time of the write. A read that does not end in time is given up, and then never reaches host memory.
+A disk may fail, corrupt data or never answer. Bytes that were read reach host memory only if their checksum is that of
+the write. If a read does not end in time, its job stops waiting, and its bytes never reach host memory.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class Move:
     """Transfer of one chunk.
 
     Attributes:
-        job: its job. load: True if it reads from the file. held: its place. row: uint8 [bytes] of host memory.
-        checksum: of the moved bytes, None if the transfer failed. why: the error. given_up: True if its job no longer
-            waits.
+        job: number of its job. load: True to read from the file, False to write to it.
+        held: its place in the file. row: the chunk in host memory, uint8 [bytes].
+        checksum: checksum of the bytes; None if the transfer has not succeeded. why: the error, or None.
+        given_up: True if its job no longer waits for it.
     """
 
     job: int
@@ -40,7 +41,7 @@ class Move:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, file: DiskFile, spare: npt.NDArray[np.uint8]) -> None:
-        """Move the chunk; `spare` is this thread's buffer for one chunk."""
+        """Read or write the chunk. `spare` is this thread's buffer for one chunk, uint8 [bytes]."""
         try:
             if self.load:
                 file.read(self.held.place, spare.data)
@@ -59,11 +60,11 @@ class Move:
 
 
 class DiskTransfers:
-    """Transfers between host memory and `file`, with `threads` threads; reads have priority.
+    """Transfers between host memory and `file`, by `threads` threads. Reads have priority.
 
     Args:
         chunk: bytes of a chunk.
-        patience: seconds within which at least one transfer must end, or all are abandoned.
+        patience: time in seconds. If no transfer ends within it, all are given up.
     """
 
     def __init__(self, file: DiskFile, chunk: int, threads: int, patience: float) -> None:
@@ -80,16 +81,16 @@ class DiskTransfers:
 
     @property
     def stuck(self) -> bool:
-        """Return True while abandoned moves may still end. Until then the disk gets no new moves."""
+        """True while transfers that were given up have not ended. The disk gets no new transfers until they do."""
         return bool(self._lost)
 
     @property
     def busy(self) -> bool:
-        """Return True if a job waits for a move."""
+        """True if a job waits for a transfer."""
         return bool(self._waited)
 
     def submit(self, move: Move) -> None:
-        """Queue a move."""
+        """Queue a transfer."""
         if not self._waited:
             self._progress = time.monotonic()
         self._waited.add(move)
@@ -97,10 +98,9 @@ class DiskTransfers:
         self._asked.put((0 if move.load else 1, self._number, move))
 
     def over(self, wait: float = 0.0) -> tuple[list[Move], list[Move]]:
-        """Return the moves that ended since the last call, and the moves that are now given up.
+        """Return the transfers that ended since the last call, and those that are given up now.
 
-        `wait` is the number of seconds to wait for the first one. An abandoned move is also among the ended moves when
-        it ends later.
+        A transfer that was given up is also returned as ended, once it ends. `wait`: seconds to wait for the first one.
         """
         ended: list[Move] = []
         while True:

@@ -1,4 +1,4 @@
-"""Additions to vLLM's offloading to host memory: requests that are loaded from the tier, and a worker on a CPU."""
+"""Additions to vLLM's offloading to host memory: requests that must load from it, and a worker for CPUs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from kvpilot_runtime.vllm_api.wrap import wrap
 
 
 def heed_from_host() -> None:
-    """Let a request ask for its prefix from the tier.
+    """Let a request (`FROM_HOST`) load its prefix from host memory instead of the GPU's pages.
 
-    vLLM's own `skip_reading_prefix_cache` skips both the GPU's pages and the tier. So set it only during the lookup of
-    the GPU's pages.
+    vLLM's own `skip_reading_prefix_cache` skips both. So set it only during the lookup of the GPU's pages.
     """
 
     def get_computed_blocks(stock: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:

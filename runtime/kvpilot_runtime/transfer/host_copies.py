@@ -1,7 +1,7 @@
-"""Worker of vLLM's offloading on the CPU platform, with the same pages and chunks. torch copies them.
+"""Worker of vLLM's offloading on the CPU platform, which copies pages with torch.
 
-vLLM's own worker copies only by CUDA. With ours, an engine on a CPU offloads like one on a GPU. This saves no memory,
-but it lets everything except the copy itself be tested without a GPU.
+vLLM's own worker copies only with CUDA. With ours, an engine on a CPU offloads like one on a GPU. This saves no memory,
+but tests everything except the copies without a GPU.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 
 class HostCopies(OffloadingWorker):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """Copies between the KV cache and a tier, both in this machine's memory. A copy is done as soon as it is submitted.
+    """Worker that copies between the KV cache and a tier, both in this machine's memory, when a copy is submitted.
 
     Args:
-        kv_caches: vLLM's `CanonicalKVCaches`. chunks: number of chunks in the tier. blocks_per_chunk: blocks of a
-            chunk.
-        region: vLLM's `SharedOffloadRegion`, if other processes use the chunks too; None for private memory.
+        kv_caches: vLLM's `CanonicalKVCaches`.
+        chunks: number of chunks in the tier. blocks_per_chunk: blocks of a chunk.
+        region: vLLM's `SharedOffloadRegion` if other processes use the chunks too; None for private memory.
     """
 
     def __init__(self, kv_caches: Any, chunks: int, blocks_per_chunk: int, region: Any = None) -> None:
@@ -43,12 +43,12 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]  # mypy sees vLLM's cl
         return self._copy(job_id, dst_spec, src_spec, self._host, self._cache)
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the copies since the last call."""
+        """Return the results of copies since the last call."""
         done, self._done = self._done, []
         return done
 
     def wait(self, job_ids: set[int]) -> None:
-        """Do nothing, because a copy ends when it is submitted."""
+        """Do nothing: a copy has ended when `submit_store` or `submit_load` returns."""
 
     def shutdown(self) -> None:
         """Release the memory that other processes also map."""
@@ -72,13 +72,12 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]  # mypy sees vLLM's cl
 
 
 def rows(blocks: Any, chunks: Any, per_chunk: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return, for each group of a transfer, its blocks in the cache and in the tier, both int64 [blocks].
+    """Return, for each group of a transfer, its blocks' numbers in the cache and in the tier, both int64 [blocks].
 
-    A group's blocks are consecutive in their request. The first one may lie inside a chunk.
+    A group's blocks are consecutive in their request. The first one may be in the middle of a chunk.
 
     Args:
-        blocks: vLLM's `GPULoadStoreSpec`. chunks: its `BlockIDsLoadStoreSpec` of the tier. per_chunk: blocks of a
-            chunk.
+        blocks: vLLM's `GPULoadStoreSpec`. chunks: vLLM's `BlockIDsLoadStoreSpec`. per_chunk: blocks of a chunk.
     """
     found, block, chunk = [], 0, 0
     for size, first in zip(blocks.group_sizes, blocks.block_indices, strict=True):

@@ -1,9 +1,9 @@
-"""LMCache's `LMCacheMPConnector` for our pages: the same cache server, with names that include the pages' meaning.
+"""LMCache's `LMCacheMPConnector` for our pages: the same cache server, with names that identify our quantization.
 
-LMCache identifies chunks by the model's name and their tokens. Our name adds a hash of the engine's terms and weights,
-so that engines with other terms do not find the chunks. Rings are not stored: a request begins with an empty ring, as
-after any prefix hit. The engine copies its pages itself and sends them in one message. So if an engine dies, the server
-has a whole chunk or none.
+LMCache identifies chunks by the model's name and their tokens. We add a hash of the engine's terms and weights to the
+name, so that engines with other terms do not find the chunks. Rings are not stored: a request begins with an empty
+ring, as after any prefix hit. The engine sends a chunk in one message. So if an engine dies, the server has the whole
+chunk or nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = init_logger(f"vllm.{__name__}")  # vLLM prints only messages of its own lo
 def name_of(model: str, terms: Terms, weights: str) -> str:
     """Return the name for an engine's pages in LMCache.
 
-    The name leaves out the recent window: rings are not stored, and pages are the same for every window.
+    It does not depend on the recent window, because pages are the same for every window and rings are not stored.
     """
     parts = (terms.dtype, terms.page, terms.block, terms.ranks, terms.factors, weights)
     return f"{model}##kvpilot-{hashlib.sha256('|'.join(map(str, parts)).encode()).hexdigest()[:16]}"
@@ -35,7 +35,7 @@ def name_of(model: str, terms: Terms, weights: str) -> str:
 
 @dataclass
 class Named(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """Message from a worker to its scheduler with the name under which the scheduler looks chunks up."""
+    """Message from a worker to its scheduler: the name under which to look chunks up."""
 
     name: str
 
@@ -44,13 +44,13 @@ class PackedLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
     """Replacement of `LMCacheMPConnector` in engines with our dtypes."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Keep the pages until the engine's terms are known, but not the rings, which LMCache would copy too."""
+        """Keep the layers' pages until `agree` registers them. Leave out rings, which LMCache would copy too."""
         groups = self._kv_cache_config.kv_cache_groups
         rings = {name for g in groups if isinstance(g.kv_cache_spec, RingSpec) for name in g.layer_names}
         self._pages = {name: cache for name, cache in kv_caches.items() if name not in rings}
 
     def agree(self, terms: Terms, worker: Any) -> None:
-        """Register the pages with LMCache, under a name of these terms and the worker's weights.
+        """Register the pages with LMCache, under a name for these terms and the worker's weights.
 
         Every rank must call this.
         """
@@ -72,18 +72,18 @@ class PackedLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
         log.info("LMCache stores pages under %s (%s, weights %s)", adapter.model_name, terms, weights)
 
     def get_handshake_metadata(self) -> Named:
-        """Return the name, for the scheduler."""
+        """Return the name of the engine's pages, for the scheduler."""
         return Named(self.worker_adapter.model_name)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Look chunks up under the workers' name."""
+        """Let the scheduler look chunks up under the workers' name."""
         (name,) = {told.name for told in metadata.values()}
         self.scheduler_adapter.model_name = name
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return LMCache's result, but only after its copies have ended.
+        """Return LMCache's result, but first wait for its copies if its server seems dead.
 
-        Otherwise LMCache would release their blocks as soon as it believes that its server is dead.
+        LMCache would otherwise release blocks that it still copies.
         """
         adapter = self.worker_adapter
         if not adapter.is_healthy:

@@ -1,9 +1,10 @@
-"""vLLM's pulling `NixlConnector` for our pages: the same transfers, on terms that both engines agree on.
+"""vLLM's pulling `NixlConnector` for our pages, with three more checks:
 
-Engines with different terms (`terms.Terms`) refuse each other in vLLM's own handshake. Blocks are pulled only if the
-other engine has exactly the blocks of the prompt. Rings are pulled whole. vLLM uses whatever blocks it receives. Our
-connector uses them only if they arrived before the other engine was free to reuse them. A refused prompt is computed
-again.
+- engines with different terms (`terms.Terms`) refuse each other in vLLM's own handshake;
+- blocks are pulled only if the other engine has exactly the blocks of the prompt, and whole rings;
+- received blocks are used only if they arrived before the other engine was free to reuse them.
+
+If a check fails, the prompt is computed here.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from kvpilot_runtime.transfer.terms import Terms, short
 log = init_logger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 _CLOCKS = 0.5
-"""Largest assumed error in seconds of another machine's clock after the handshake: half a round trip, and a margin."""
+"""Assumed error in seconds of our estimate of another machine's clock: half a round trip, and a margin."""
 
 
 class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """Scheduler's side of the connector."""
+    """Scheduler's side of the connector: it decides which blocks to pull."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Return the number of tokens to pull from another engine; 0 unless it has all blocks of the prompt."""
@@ -47,7 +48,7 @@ class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # mypy sees
         return found
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Return the parameters for the other engine. Their deadline for the blocks is in this process's clock."""
+        """Return vLLM's parameters for the other engine, with the time until which the blocks are kept (our clock)."""
         kept, params = super().request_finished(request, block_ids)
         if kept and params is not None:
             params["remote_blocks_expiry_time"] = self._reqs_need_send[request.request_id]
@@ -55,20 +56,20 @@ class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # mypy sees
 
 
 def _blocks(spec: Any, tokens: int) -> int:
-    """Return the number of a request's blocks in a group of layers: pages for all its tokens, or a ring."""
+    """Return how many blocks a request of `tokens` tokens has in a group of layers: pages, or ring pages."""
     if isinstance(spec, RingSpec):
         return min(-(-tokens // spec.ring_tokens), spec.ring_blocks)
     return int(-(-tokens // spec.block_size))
 
 
 class Reading(NixlPullConnectorWorker):  # type: ignore[misc]
-    """Worker's side of the connector."""
+    """Worker's side of the connector: it pulls blocks, and rejects those that came too late."""
 
     compat_hash: str
     xfer_handshake_metadata: Any
 
     def agree(self, terms: Terms) -> None:
-        """Refuse engines with other terms; call it after the pages are registered and before the first handshake."""
+        """Refuse engines with other terms. Call this after the pages are registered, before the first handshake."""
         self.compat_hash = f"{self.compat_hash} ({terms})"
         self.xfer_handshake_metadata = replace(self.xfer_handshake_metadata, compatibility_hash=self.compat_hash)
 
@@ -80,7 +81,7 @@ class Reading(NixlPullConnectorWorker):  # type: ignore[misc]
         super()._read_blocks_for_req(req_id, meta)
 
     def _apply_prefix_caching(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[int]]]:
-        """Return vLLM's result sorted by block: NIXL merges neighbours, and reused blocks come in reverse order."""
+        """Return vLLM's result sorted by block, because NIXL merges adjacent blocks, and blocks may come reversed."""
         local, remote = super()._apply_prefix_caching(*args, **kwargs)
         pairs = [sorted(zip(*groups, strict=True)) for groups in zip(local, remote, strict=True)]
         return [[here for here, _ in group] for group in pairs], [[away for _, away in group] for group in pairs]
@@ -115,13 +116,13 @@ class PackedNixlConnector(NixlPullConnector):  # type: ignore[misc]
             self.connector_worker = Reading(vllm_config, self.engine_id, kv_cache_config)
 
     def agree(self, terms: Terms, worker: Any) -> None:
-        """Give a worker its engine's terms."""
+        """Give the worker's side the engine's terms."""
         self.connector_worker.agree(terms)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Do as vLLM, but with whole rings: vLLM assumes that a ring's page holds a block's number of tokens."""
+        """Do the same as vLLM, but with whole rings. vLLM assumes that a ring page holds as many tokens as a block."""
         every = self._kv_cache_manager.get_block_ids(request.request_id)
         groups = self.kv_cache_config.kv_cache_groups
         rings = [isinstance(group.kv_cache_spec, RingSpec) for group in groups]

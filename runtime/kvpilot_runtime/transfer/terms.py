@@ -1,6 +1,6 @@
-"""Terms that engines must agree on before pages travel between them.
+"""Terms that engines must share before pages travel between them.
 
-The bytes of a page can be read only with the factors that they were quantized with.
+A page can be read only with the layout, dtype and factors that it was quantized with.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvpilot_runtime.ranks import of_all_ranks
 from kvpilot_runtime.vllm_api import compat
 
 _SAMPLES = 64
-"""Number of elements per tensor in a hash of weights. Reading all of them would take seconds."""
+"""Number of elements per tensor in a hash of weights. Hashing all of them would take seconds."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,9 @@ class Terms:
     """Properties that engines must share to exchange pages.
 
     Attributes:
-        dtype: of the KV cache. page: bytes of a block in all layers of a rank. block: tokens of a block.
-        window: recent tokens. ring: largest number of pages of a request's ring. ranks: number of tensor-parallel
-            ranks.
-        layout: vLLM's name of the order in which a block's pages lie.
+        dtype: KV-cache dtype. page: bytes of a block in all layers of a rank. block: tokens of a block.
+        window: tokens of the recent window. ring: largest number of pages of a request's ring.
+        ranks: number of tensor-parallel ranks. layout: vLLM's name of the KV cache's layout.
         factors: hash of the factors of all layers and ranks.
     """
 
@@ -52,10 +51,10 @@ class Terms:
 
 
 def agree(worker: Any, layers: dict[str, Any]) -> None:
-    """Give a worker's connector its engine's terms. Every rank must call this. It skips connectors that are not ours.
+    """Give a worker's connector the engine's terms, unless the connector is not ours. Every rank must call this.
 
     Args:
-        worker: vLLM's worker, which has its KV cache. layers: ours, by name.
+        worker: vLLM's worker, which has its KV cache. layers: our layers, by name.
     """
     transfer = worker.vllm_config.kv_transfer_config
     if not layers or transfer is None or transfer.kv_connector not in SERVED:
@@ -78,7 +77,7 @@ def agree(worker: Any, layers: dict[str, Any]) -> None:
 
 
 def connector_class(config: Any) -> type[Any] | None:
-    """Return the class of ours that replaces an engine's connector, or None to keep vLLM's."""
+    """Return our class that replaces an engine's connector, or None to keep vLLM's."""
     connector = SERVED.get(config.kv_transfer_config.kv_connector)
     if connector is None or config.cache_config.cache_dtype not in formats.own_names():
         return None
@@ -89,10 +88,10 @@ def connector_class(config: Any) -> type[Any] | None:
 
 
 def layout(config: Any) -> str | None:
-    """Return the layout of the KV cache to request from vLLM; None for the layout of vLLM's own connector.
+    """Return the layout of the KV cache to request from vLLM; None for the choice of vLLM's own connector.
 
-    If the layers of a block are contiguous, a block is one copy. For a rank with one head vLLM copies each layer
-    separately, and NIXL merges a layer's blocks if these are contiguous.
+    If all layers of a block are contiguous, one copy transfers a block. For a rank with one KV head, vLLM copies each
+    layer separately, and NIXL merges adjacent blocks of a layer.
     """
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector != NIXL.name:
@@ -103,12 +102,13 @@ def layout(config: Any) -> str | None:
 
 
 def short(params: Mapping[str, Any], prompt: int, wanted: Sequence[int]) -> str | None:
-    """Say how another engine's blocks differ from those of a prompt. Return None if they do not.
+    """Say what another engine's blocks lack for a prompt, or return None.
 
-    vLLM would take the last of the announced blocks, whatever their number.
+    Without this check, vLLM would use the last of the announced blocks, whatever their number.
 
     Args:
-        params: a request's `kv_transfer_params`. prompt: its tokens. wanted: its blocks in each group of layers.
+        params: a request's `kv_transfer_params`. prompt: tokens of its prompt.
+        wanted: number of its blocks in each group of layers.
     """
     if (tokens := params.get("remote_num_tokens") or 0) < prompt:
         return f"{tokens} of {prompt} tokens (remote_num_tokens)"
@@ -123,13 +123,13 @@ def short(params: Mapping[str, Any], prompt: int, wanted: Sequence[int]) -> str 
 def weights_hash(worker: Any) -> str:
     """Return a hash of some elements of all ranks' weights. Every rank must call this.
 
-    Models that differ in single elements may have the same hash. Training, merged adapters and quantization change it.
+    Training, merged adapters and quantization change the hash. A change of single elements may not.
     """
     return hashlib.sha256("".join(of_all_ranks(digest(worker.get_model()))).encode()).hexdigest()[:16]
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Return a hash of one rank's share of the model."""
+    """Return a hash of some elements of one rank's weights."""
     found = hashlib.sha256()
     for name, tensor in sorted(chain(model.named_parameters(), model.named_buffers()), key=lambda one: one[0]):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -139,7 +139,7 @@ def digest(model: torch.nn.Module) -> str:
 
 
 def _some(tensor: torch.Tensor) -> torch.Tensor:
-    """Return up to 64 elements, spread evenly over the tensor's memory, for any strides. Copy nothing else."""
+    """Return up to `_SAMPLES` elements, spread evenly over the tensor's memory, for any strides."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     count = min(_SAMPLES, last + 1)
     step = max(last // max(count - 1, 1), 1)

@@ -1,1 +1,1 @@
-"""vLLM as kvpilot uses it: supported versions, required parts, and replaced functions."""
+"""Interface to vLLM: supported versions, required parts, and replaced functions."""

@@ -1,7 +1,7 @@
-"""KV-cache specs of a model, as its vLLM layers report them. The layers are built on torch's meta device.
+"""KV-cache specs of a model, as reported by its vLLM layers, which are built on torch's meta device.
 
-`python -m kvpilot_runtime.vllm_api.cache_specs --model MODEL ARGUMENT...` takes the arguments of `vllm serve`, and
-prints the result of `specs` as JSON on the last line of stdout. It loads no weights.
+`python -m kvpilot_runtime.vllm_api.cache_specs --model MODEL ARGUMENT...` takes the arguments of `vllm serve`. It
+prints the result of `specs` as JSON on the last line of stdout, and loads no weights.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ def main() -> None:
 
 
 def specs(arguments: Any) -> dict[str, Any]:
-    """Return groups of layers with equal specs, and the number of `shared` layers, which read another layer's cache.
+    """Return the `groups` of layers with equal specs, the number of `shared` layers, and the KV-cache `dtype`.
 
-    A group is (class of the spec, KV heads, key elements, value elements, window or chunk, bytes of a token, layers).
-    `arguments` are vLLM's EngineArgs; those for several devices are ignored.
+    A group is (class of the spec, KV heads, key elements, value elements, window or chunk, bytes of a token, layers). A
+    shared layer reads another layer's cache. `arguments` are vLLM's EngineArgs; settings for several devices are
+    ignored.
     """
     import torch
     from vllm.config import set_current_vllm_config
@@ -66,7 +67,7 @@ def specs(arguments: Any) -> dict[str, Any]:
 
 
 def _at_once(stock: Any, function: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-    """Inspect the architecture in this process, which is short-lived, instead of starting another one."""
+    """Call the function in this short-lived process, instead of starting another one as vLLM does."""
     return function()
 
 

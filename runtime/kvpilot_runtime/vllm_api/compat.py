@@ -1,7 +1,4 @@
-"""Supported versions of vLLM, and everything that differs between them.
-
-0.32 has a closed `Literal` of KV-cache dtypes, and 0.33 has a registry for them.
-"""
+"""Supported versions of vLLM, and everything that differs between them."""
 
 from __future__ import annotations
 
@@ -16,21 +13,20 @@ from kvpilot_runtime.errors import UnsupportedEngineError
 PINNED = (0, 32)
 """Version in `requirements.lock`. Error messages recommend it.
 
-Connectors (`config.connectors`) and tiers below host memory were run only with this version, because both change from
-version to version.
+Connectors (`config.connectors`) and disks below host memory require it, because vLLM changes both in every version.
 """
 
 OLDEST, NEWEST = PINNED, (0, 33)
-"""Range of supported versions. Older ones are refused. Newer ones are refused only for bounded caches."""
+"""Range of supported versions. Older ones are refused, and newer ones only for bounded caches, connectors and disks."""
 
 RUN_ON = {"cpu": (PINNED,), "cuda": (PINNED, NEWEST)}
-"""Versions that kvpilot was run with: on a CPU by tests/runtime, on a GPU by benchmarks/accuracy/gpu_versions.py."""
+"""Tested versions, by platform: on a CPU with tests/runtime, on a GPU with benchmarks/accuracy/gpu_versions.py."""
 
 _BUILD = (10**6, 0)
 
 
 def shown(version: tuple[int, int]) -> str:
-    """Format a version as users know it."""
+    """Return a version as text, such as 0.32."""
     return ".".join(map(str, version))
 
 
@@ -38,7 +34,7 @@ ADVISED = shown(PINNED)
 
 
 def version_text() -> str:
-    """Return the version that the installed vLLM states."""
+    """Return the version of the installed vLLM; raise UnsupportedEngineError if there is none."""
     try:
         return importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
@@ -52,12 +48,12 @@ def vllm_version() -> tuple[int, int]:
 
 
 def was_run_on(platform: str) -> bool:
-    """Return True if kvpilot was run with the installed vLLM on `cpu` or `cuda`."""
+    """Return True if kvpilot is tested with the installed vLLM on this platform, `cpu` or `cuda`."""
     return vllm_version() in RUN_ON.get(platform, ())
 
 
 def unsupported_on(platform: str) -> str:
-    """Name the installed version, the supported ones and the remedy. Return nothing for a supported version."""
+    """Return a message with the installed version, the tested ones and the remedy; empty if this one is tested."""
     if was_run_on(platform):
         return ""
     names = {"cpu": "a CPU", "cuda": "a GPU"}
@@ -69,22 +65,22 @@ def unsupported_on(platform: str) -> str:
 
 
 def lacks_for_bounds() -> str:
-    """Return the versions that serve bounded caches, unless the installed one is among them."""
+    """Return a text with the versions that support bounded caches; empty if the installed one does."""
     return _lacks(NEWEST)
 
 
 def lacks_for_pinned() -> str:
-    """Return the version that serves disks and connectors, unless it is the installed one."""
+    """Return a text with the version that supports disks and connectors; empty if it is the installed one."""
     return _lacks(PINNED)
 
 
 def too_old() -> str:
-    """Return the oldest supported version if the installed one is older."""
+    """Return a text with the supported versions if the installed one is older; else empty."""
     return _lacks(_BUILD)
 
 
 def _lacks(newest: tuple[int, int]) -> str:
-    """Return the versions from `OLDEST` to `newest` unless the installed vLLM is one of them, or absent."""
+    """Return a text with the versions `OLDEST` to `newest`; empty if the installed vLLM is one of them, or absent."""
     try:
         if OLDEST <= vllm_version() <= newest:
             return ""
@@ -95,18 +91,18 @@ def _lacks(newest: tuple[int, int]) -> str:
 
 
 def kept_graphs(platform: str) -> dict[str, str]:
-    """Return environment variables with which vLLM finds its compiled code at the next start.
+    """Return environment variables that let vLLM find its compiled code at the next start.
 
-    On a CPU, 0.32 cannot load its ahead-of-time archives, so it would trace and save again at every start.
+    On a CPU, 0.32 cannot load its own ahead-of-time archives, and would trace and save again at every start.
     """
     return {"VLLM_USE_AOT_COMPILE": "0"} if platform == "cpu" else {}
 
 
 def make_known(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
-    """Make `names` valid values of `--kv-cache-dtype`. Call `asked` with the name that an engine uses.
+    """Make `names` valid values of `--kv-cache-dtype`. vLLM then calls `asked` with the name that an engine uses.
 
-    This changes only vLLM's data. 0.33 has a registry of dtypes. 0.32 has a list of names, and validators that pydantic
-    compiled from the list. A second call changes nothing.
+    This changes only vLLM's data. 0.33 has a registry of dtypes. 0.32 has a closed `Literal`, and validators that
+    pydantic compiled from it. A second call changes nothing.
     """
     from vllm.config import cache
 
@@ -117,7 +113,7 @@ def make_known(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
 
 
 def store_as_bytes(names: tuple[str, ...]) -> None:
-    """Tell vLLM that pages of these dtypes are bytes. Call this before a layer with such a dtype is made."""
+    """Let vLLM store pages of these dtypes as bytes. Call this before a layer with such a dtype is made."""
     import torch
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
@@ -125,7 +121,7 @@ def store_as_bytes(names: tuple[str, ...]) -> None:
 
 
 def _register_handlers(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
-    """Register each name with the registry of 0.33, which decorates a class."""
+    """Register a handler class for each name with the registry of 0.33."""
     import torch
     from vllm.config import cache
     from vllm.v1.kv_cache_interface import KVQuantMode
@@ -133,8 +129,8 @@ def _register_handlers(names: tuple[str, ...], asked: Callable[[str], None]) -> 
     class Packed:
         """Handler of a dtype that is stored in bytes and that vLLM's generic kernels do not read.
 
-        `KVQuantMode.CUSTOM` would fit, but its value equals that of another format's mode, so vLLM mistakes one for the
-        other. 0.32 uses NONE for a name that it does not know.
+        Its mode is NONE, as in 0.32 for unknown names. vLLM confuses `KVQuantMode.CUSTOM` with another mode, because
+        both have the same value.
         """
 
         name: str
@@ -144,7 +140,7 @@ def _register_handlers(names: tuple[str, ...], asked: Callable[[str], None]) -> 
             return torch.uint8
 
         def quant_mode(self) -> Any:
-            """Return NONE, and report the dtype as used, because vLLM calls this only for the dtype of its engine."""
+            """Return NONE, and call `asked`: vLLM calls this only for the dtype of its engine."""
             if not self.told:
                 asked(self.name)
                 self.told = True
@@ -156,7 +152,7 @@ def _register_handlers(names: tuple[str, ...], asked: Callable[[str], None]) -> 
 
 
 def _extend_literal(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
-    """Add values to the closed `Literal` of 0.32 in place, because modules that imported it must see them."""
+    """Add values to the closed `Literal` of 0.32 in place, so that modules that have imported it see them."""
     from pydantic import AfterValidator
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import VllmConfig
@@ -174,8 +170,8 @@ def _extend_literal(names: tuple[str, ...], asked: Callable[[str], None]) -> Non
 
     literal: Any = CacheDType
     literal.__args__ = known + missing
-    # Both configurations hold a validator that was compiled from the old list, so compile it again. vLLM's command line
-    # reads the type of the field, so remove the annotation right after that.
+    # Both configurations hold a validator that was compiled from the old `Literal`, so compile it again. Then remove
+    # the annotation, because vLLM's command line reads the field's type.
     field: Any = CacheConfig.__dataclass_fields__["cache_dtype"]
     declared = field.type
     field.type = Annotated[declared, AfterValidator(chosen)]
@@ -187,19 +183,19 @@ def _extend_literal(names: tuple[str, ...], asked: Callable[[str], None]) -> Non
 
 
 def backend_class(dtype: str) -> str:
-    """Return the name of the backend class of one of our dtypes, in the module of its platform."""
+    """Return the name of a dtype's backend class. Each platform's module has one."""
     return f"{dtype.upper()}Backend"
 
 
 LAYER_OUTERMOST, BLOCK_OUTERMOST = "LBHNC", ("BHLNC", "BLHNC")
 """vLLM's names of the layouts that our pages support: each layer by itself, and all layers of a block together.
 
-In the names, L is layers, B blocks, H heads, N tokens, and C the bytes of a token.
+The letters are the dimensions, outermost first: L layers, B blocks, H heads, N tokens, C the bytes of a token.
 """
 
 
 def page_layouts() -> tuple[Any, ...]:
-    """Return vLLM's layouts in which a head's tokens of a block form one page. vLLM takes the first one."""
+    """Return vLLM's layouts in which each (block, head) is one page. vLLM uses the first one by default."""
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
     names = (LAYER_OUTERMOST, *BLOCK_OUTERMOST)
@@ -211,9 +207,9 @@ class Drafter:
     """Draft model of a runner.
 
     Attributes:
-        reads_states: True if it takes hidden states of the served model. combines_states: True if it takes them from
-            several layers.
-        uses_mrope: True if its positions have three dimensions, like those of the served model.
+        model: the draft model. reads_states: True if it reads hidden states of the served model.
+        combines_states: True if it reads them from several layers.
+        uses_mrope: True if its positions have three dimensions (M-RoPE).
     """
 
     model: Any
@@ -223,7 +219,7 @@ class Drafter:
 
 
 def drafter(runner: Any) -> Drafter:
-    """Return the draft model of a worker's runner. vLLM has two kinds of runners; GPUs use V2."""
+    """Return the draft model of a worker's runner. vLLM has two classes of runners; on GPUs it uses V2."""
     if (old := getattr(runner, "drafter", None)) is not None:
         return Drafter(old.model, old.pass_hidden_states_to_model, old.eagle3_use_aux_hidden_state, old.uses_mrope)
     new = runner.speculator

@@ -1,7 +1,7 @@
-"""Refusals of vLLM versions, and the warning about one that kvpilot was not run with.
+"""Refusals of vLLM versions, and a warning about versions that kvpilot is not tested with.
 
-A version that was run (`compat.RUN_ON`) has every part that we use. A newer one is served, too: `needed` names a part
-that it lacks, and `page_check` compares a step's answer with the reference.
+A tested version (`compat.RUN_ON`) has every part that we use. Newer versions are served too: `needed` refuses one that
+lacks a part, and `page_check` compares a step's output with the reference.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvpilot_runtime.errors import UnsupportedEngineError
 from kvpilot_runtime.vllm_api import compat
 
 TOLD = "KVPILOT_VERSION_TOLD"
-"""Environment variable that keeps vLLM's other processes from repeating the warning of the first one."""
+"""Environment variable that vLLM's first process sets, so that the other processes do not repeat its warning."""
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
 def tell(platform: str) -> None:
-    """Warn of a version that is not supported on this platform, `cpu` or `cuda`; only vLLM's first process does."""
+    """Warn, once per engine, if vLLM's version is not tested on this platform, `cpu` or `cuda`."""
     if TOLD not in os.environ:
         os.environ[TOLD] = "1"
         if unsupported := compat.unsupported_on(platform):
@@ -38,7 +38,7 @@ def refuse(dtype: str) -> None:
 
 
 def refuse_bound(bound: str) -> None:
-    """Raise UnsupportedEngineError if bounded caches were not run with this vLLM."""
+    """Raise UnsupportedEngineError if bounded caches are not tested with this vLLM."""
     if lacks := compat.lacks_for_bounds():
         raise UnsupportedEngineError(
             f"--retention {bound} needs {lacks}; leave it out, or use a runtime image with vllm {compat.ADVISED}"
@@ -47,7 +47,7 @@ def refuse_bound(bound: str) -> None:
 
 @contextmanager
 def needed(dtype: str) -> Iterator[None]:
-    """Refuse a dtype of ours if the code in the block finds no such module, class or function in this vLLM."""
+    """Turn ImportError and AttributeError in the context into UnsupportedEngineError: this vLLM lacks a part."""
     try:
         yield
     except (ImportError, AttributeError) as error:

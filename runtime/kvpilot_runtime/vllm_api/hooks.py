@@ -1,7 +1,7 @@
-"""Functions of vLLM that call kvpilot. Each function here replaces one or two of them (`wrap`), once per process.
+"""Hooks into vLLM. Each function here wraps one or two functions of vLLM (`wrap`), once per process.
 
-`plugin` calls these only in a process that was asked for one of our dtypes or options. vLLM does not let a plugin
-choose the backend of a dtype on a CPU, so the platform's choice is wrapped. Other dtypes keep vLLM's choice.
+`plugin` calls these only in processes that use one of our dtypes or options. vLLM does not let a plugin choose the
+backend of a dtype on a CPU, so the platform's choice is wrapped. Other dtypes keep vLLM's choice.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ def route_backends(platform: str, paths: Mapping[str, str]) -> None:
 
 
 def _settle_cpu(paths: Mapping[str, str]) -> None:
-    """Let the CPU platform configure engines with these dtypes as GPU platforms do."""
+    """Let vLLM's CPU platform configure engines with these dtypes as GPU platforms do."""
 
     def update_block_size_for_backend(stock: Any, cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Size shared pages as GPU platforms do: vLLM's CPU platform would pad our pages to the 16-bit size."""
+        """Set the size of shared pages as GPU platforms do. The CPU platform would pad our pages to the 16-bit size."""
         stock(cls, vllm_config, *args, **kwargs)
         dtype = vllm_config.cache_config.cache_dtype
         if vllm_config.cache_config.kv_cache_dtype_skip_layers and dtype in paths:
             cls._align_heterogeneous_kv_block_size(vllm_config, None)
 
     def check_and_update_config(stock: Any, cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Keep chunked prefill, prefix caching and whole images, which vLLM's CPU platform turns off.
+        """Keep chunked prefill, prefix caching and whole images, and avoid a wrong RoPE kernel.
 
-        vLLM turns the first two off for MLA, because its own backend cannot read context. It splits images whose tokens
-        attend in both directions. Plain torch replaces vLLM's RoPE kernel (0.32): for DeepSeek, with several query
-        heads and keys in wider rows, its results are wrong.
+        For MLA, vLLM's CPU platform turns off chunked prefill and prefix caching, because its own backend cannot read
+        context. It splits images whose tokens attend in both directions. The RoPE kernel of 0.32 gives wrong results
+        for DeepSeek, so plain torch replaces it.
         """
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         asked = scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens
@@ -64,7 +64,7 @@ def _settle_cpu(paths: Mapping[str, str]) -> None:
 
 
 def _ours(platform: Any, paths: Mapping[str, str], asked: Any) -> str | None:
-    """Return the path of our backend for a layer, or None if its KV-cache dtype is not ours."""
+    """Return our backend's import path for a layer; None for other dtypes. Refuse a layer that it cannot serve."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     dtype = asked.kv_cache_dtype or "auto"
@@ -83,10 +83,10 @@ def _ours(platform: Any, paths: Mapping[str, str], asked: Any) -> str | None:
 def share_pages(names: tuple[str, ...]) -> None:
     """Let layers in 16 bits (`--kv-cache-dtype-skip-layers`) share the block pool with layers in a dtype of `names`.
 
-    All pages of a pool have one size. vLLM takes the page size of the quantized layers and fits the other layers'
-    blocks into it. But it asks the backend of the model's first layer for the sizes, which may be a layer in 16 bits.
-    With this hook a quantized layer answers. The page holds the smallest block of every backend. A model without 16-bit
-    layers keeps its block size.
+    All pages of a pool have one size. vLLM takes the page size of the quantized layers, and fits the blocks of other
+    layers into it. But it asks the backend of the model's first layer, which may be a layer in 16 bits. With this hook
+    it asks the backend of a quantized layer, and a page holds the smallest block of every backend. A model without
+    16-bit layers keeps its block size.
     """
 
     def align(stock: Any, cls: Any, vllm_config: Any, backend_cls: Any, *args: Any, **kwargs: Any) -> None:
@@ -112,9 +112,9 @@ def share_pages(names: tuple[str, ...]) -> None:
 
 
 def around_kv_cache(before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
-    """Call two functions with each of vLLM's workers, before and after it makes its KV cache.
+    """Call `before` and `after` with each of vLLM's workers, before and after it makes its KV cache.
 
-    The model is loaded and the memory measured by then; graphs are not captured yet.
+    By then the worker has loaded the model and measured the memory, but not captured CUDA graphs.
     """
 
     def initialize_from_config(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,9 +131,9 @@ def around_kv_cache(before: Callable[[Any], None], after: Callable[[Any], None])
 
 
 def around_attention(spec_of: Callable[[Any, Any, Any], Any], backend_of: Callable[[Any, Any], Any]) -> None:
-    """Let two functions choose the pages and the backends of attention layers.
+    """Let `spec_of` and `backend_of` choose the page specs and the backends of attention layers.
 
-    `spec_of` takes the layer, vLLM's choice and vLLM's configuration. `backend_of` takes the layer and vLLM's choice.
+    `spec_of` gets the layer, vLLM's choice and vLLM's configuration. `backend_of` gets the layer and vLLM's choice.
     """
 
     def get_kv_cache_spec(stock: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +147,7 @@ def around_attention(spec_of: Callable[[Any, Any, Any], Any], backend_of: Callab
 
 
 def around_scheduler(tell: Callable[[Any, Any], None], hear: Callable[[Any, Any], None]) -> None:
-    """Call `tell` with a scheduler and each step that it made. Call `hear` with a scheduler and each step's results."""
+    """Call `tell` with a scheduler and each step that it has made, and `hear` with a scheduler and a step's results."""
 
     def schedule(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         output = stock(self, *args, **kwargs)
@@ -165,7 +165,7 @@ def around_scheduler(tell: Callable[[Any, Any], None], hear: Callable[[Any, Any]
 
 
 def around_connectors(ours: Callable[[Any], Any]) -> None:
-    """Let a function of vLLM's configuration choose a connector's class. It returns None to leave it to vLLM."""
+    """Let `ours` choose a connector's class by vLLM's configuration. If it returns None, vLLM chooses."""
 
     def create_connector(stock: Any, cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         chosen = ours(config)
@@ -176,7 +176,7 @@ def around_connectors(ours: Callable[[Any], Any]) -> None:
 
 
 def around_layout(ours: Callable[[Any], str | None]) -> None:
-    """Let a function of vLLM's configuration choose the KV cache's layout; None means the connector's choice."""
+    """Let `ours` choose the KV cache's layout by vLLM's configuration. If it returns None, vLLM's connector chooses."""
 
     def get_kv_connector_cache_layout(stock: Any, vllm_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         return (vllm_config and ours(vllm_config)) or stock(vllm_config, *args, **kwargs)
@@ -185,9 +185,9 @@ def around_layout(ours: Callable[[Any], str | None]) -> None:
 
 
 def around_shutdown() -> None:
-    """Let an engine that drains also finish requests that have reached the engine, but not yet its core.
+    """Let an engine that drains also finish requests that still wait in the input queue of its core.
 
-    vLLM's core accepts requests between two steps. Once it drains, it rejects all of these.
+    vLLM's core reads this queue between steps. Once it drains, it would reject these requests.
     """
     from vllm.v1.engine.core import EngineShutdownState
 

@@ -1,4 +1,4 @@
-"""Replacement of functions of vLLM. No other module of kvpilot does it."""
+"""Replacement of functions of vLLM. `wrap` is the only place of kvpilot that does it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 MARK = "_kvpilot_wraps"
-"""Attribute of a wrapper that lists our functions around vLLM's."""
+"""Attribute of a wrapper that lists our functions in it, by name."""
 
 
 def wrap(path: str, ours: Callable[..., Any]) -> None:
-    """Replace a function of vLLM by `ours`, which receives that function first and then the caller's arguments.
+    """Replace a function of vLLM by `ours`, which gets vLLM's function first, and then the caller's arguments.
 
-    `ours` names the parameters that it reads, and passes `*args` and `**kwargs` on, because a later vLLM may have more
-    parameters. A second call changes nothing.
+    `ours` names only the parameters that it reads, and passes on `*args` and `**kwargs`, because a later vLLM may have
+    more parameters. A second call with the same `ours` changes nothing.
 
     Args:
         path: `module:name`, perhaps with dots; a function, a method, a class method or a static method.
