@@ -58,7 +58,7 @@ def namespace(cluster: LocalCluster) -> Iterator[str]:
 
 @pytest.fixture
 def tenant(cluster: LocalCluster, namespace: str) -> Tenant:
-    """Yield a `Tenant`: the namespace with helpers for tests."""
+    """Return a `Tenant`: the namespace with helpers for tests."""
     return Tenant(cluster, namespace)
 
 

@@ -30,9 +30,7 @@ def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                     cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float,
                     causal: bool, softcap: float, fa_version: int, out: torch.Tensor | None = None,
                     return_softmax_lse: bool = False) -> Any:  # fmt: skip
-    """Attend to sequences of different lengths. The causal mask is aligned to the last key; without keys return 0 and
-    -inf.
-    """
+    """Attend with variable lengths and a causal mask aligned to the last key. Without keys return 0 and -inf."""
     assert fa_version == 3
     assert softcap == 0
     result = torch.full_like(query, torch.nan) if out is None else out
@@ -113,9 +111,7 @@ class Engine:
         self, module: Any, name: str, blocks: int = 12, width: int = 4, recent: int = 0, drafts: int = 0,
         chunk: int = 0, heads: int = HEADS, sinks: torch.Tensor | None = None, shared: bool = False, dim: int = DIM,
     ) -> None:  # fmt: skip
-        """Create the layer. `shared` adds a second layer that reads the first one's cache, and checks its output
-        instead.
-        """
+        """Create the layer. `shared` adds one that reads the first one's cache, and checks its output instead."""
         from kvpilot_runtime.backends import packed
 
         self.dim, self.width, self.recent, self.drafts, self.chunk = dim, width, recent, drafts, chunk
@@ -264,9 +260,7 @@ class Engine:
     def pieces(
         self, new: dict[str, int], before: dict[str, int], images: dict[str, Any]
     ) -> Iterator[tuple[str, int, int, int, bool]]:
-        """Yield the parts of each sequence's new tokens: name, first visible token, [first, end), and True for a
-        decode.
-        """
+        """Yield parts of new tokens: sequence, first visible token, first and end, and True for a decode."""
         number, decodes = itertools.count(1), True
         for name, count in new.items():
             first, last = before[name], before[name] + count

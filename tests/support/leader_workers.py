@@ -52,9 +52,7 @@ LEADER_WORKER_SET_CRD = definition(GROUP, "LeaderWorkerSet", "leaderworkersets",
 
 
 class LeaderWorkerSets:
-    """Controller of one namespace's LeaderWorkerSets. All groups of a set share one Service for their names (policy
-    Shared).
-    """
+    """Controller of one namespace's LeaderWorkerSets. Groups share one Service for their names (policy Shared)."""
 
     def __init__(self, rest: Rest, namespace: str) -> None:
         self._rest, self._namespace = rest, namespace

@@ -140,9 +140,7 @@ class ModelCluster:
 
     @property
     def traffic(self) -> str | None:
-        """Revision that both Service and pool select, or "" if they select all revisions. Observe reads it the same
-        way.
-        """
+        """Revision that both Service and pool select, or "" for all revisions, as observe reads it."""
         views = self.api.views()
         service = views.get(("Service", KEY.name))
         return together(service.selects if service else None, views.get(("InferencePool", KEY.name)))

@@ -1,6 +1,4 @@
-"""A model hub on loopback that serves the Hugging Face client: a model's list of files, and their content, also by
-range.
-"""
+"""Model hub on loopback for the Hugging Face client: a model's list of files, and their content, also by range."""
 
 from __future__ import annotations
 

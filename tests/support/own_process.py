@@ -80,9 +80,7 @@ def address() -> str:
 def begin(
     address: str, module: str, arguments: list[str], environment: Mapping[str, str], streams: list[int]
 ) -> socket.socket:
-    """Start a process in this folder, with these streams. Bytes that are sent to it are signals; `status` reads its
-    end.
-    """
+    """Start a process in this folder with these streams. Each byte sent to it is a signal; `status` reads its end."""
     about = {"module": module, "arguments": arguments, "where": str(Path.cwd()), "environment": dict(environment)}
     conversation = socket.socket(socket.AF_UNIX)
     conversation.connect(address)

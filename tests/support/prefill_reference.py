@@ -23,8 +23,7 @@ def prefill_reference(
     sinks: torch.Tensor | None = None,
     spans: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:
-    """Return the attention of a chunk after `context` stored tokens. Stored tokens come from the cache; the chunk is
-    exact.
+    """Return the attention of an exact chunk after `context` tokens that are read from the cache.
 
     Args:
         query: [tokens, heads, D].

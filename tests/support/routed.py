@@ -1,6 +1,4 @@
-"""Trials with traffic split by the weights of an HTTPRoute, to InferencePools or Services, while the operator is
-killed.
-"""
+"""Trials whose traffic an HTTPRoute splits among InferencePools or Services, with kills of the operator."""
 
 from __future__ import annotations
 
