@@ -1,5 +1,6 @@
-"""Write the pages of accuracy.py beside its JSON files: `python -m benchmarks.accuracy.accuracy_report
-FIGURES.json...`.
+"""Write the pages of accuracy.py next to its JSON files.
+
+python -m benchmarks.accuracy.accuracy_report FIGURES.json...
 """
 
 from __future__ import annotations
