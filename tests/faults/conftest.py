@@ -29,7 +29,7 @@ async def whole_world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def world(whole_world: FaultyWorld) -> AsyncIterator[FaultyWorld]:
-    """Return that cluster. The API server is free of faults at the start and end of each test."""
+    """Yield that cluster. The API server is free of faults at the start and end of each test."""
     yield whole_world
     whole_world.api.storm = None
     try:

@@ -88,7 +88,7 @@ class ModelCluster:
     """Callback after every write, to check properties that hold at every moment."""
     engines: ModelEngines = field(default_factory=ModelEngines)
     refuses: Callable[[dict[str, Any]], str | None] = lambda _: None
-    """Return the reason why the API server rejects a manifest, or None if it accepts."""
+    """Callback that returns why the API server rejects a manifest, or None if it accepts."""
     _read: tuple[dict[str, Any], tuple[Fault, ...], Spec | None] | None = None
 
     def __post_init__(self) -> None:

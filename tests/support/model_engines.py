@@ -72,7 +72,7 @@ class ModelEngines:
     """Names of pods with an open readiness gate."""
 
     def views(self, nodes: Mapping[str, int] = ALONE, do_not_evict: Collection[str] = ()) -> list[PodView]:
-        """Return the pods that take requests, and their workers, as kubelets report them. `nodes` has a replica's nodes."""
+        """Return the pods that take requests, and their workers, as kubelets report them. `nodes` is per revision."""
 
         def group(leader: PodView) -> PodView:
             names = [f"{leader.name}-{worker}" for worker in range(1, nodes.get(leader.revision, 1))]

@@ -32,7 +32,7 @@ def refused(obj: Mapping[str, Json]) -> list[tuple[str, str]]:
 
 
 def broken_rules(value: Json, schema: Mapping[str, Json], path: str) -> Iterator[tuple[str, str]]:
-    """Return (field, message) of each rule that a value, or a part of it, breaks."""
+    """Yield (field, message) of each rule that a value, or a part of it, breaks."""
     rules = schema.get("x-kubernetes-validations", ())
     seen = {"self": _typed(value, schema)} if rules else {}
     for rule in rules:
